@@ -1,0 +1,142 @@
+"""Privacy spent, by the accountants of Opacus: PRV, RDP and GDP.
+
+Neighbouring relation: one sample added or removed; Poisson sampling at the stated rate.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+from .errors import AccountingError
+
+ACCOUNTANTS = ("prv", "rdp", "gdp")
+
+
+def check_accountant(name: str) -> str:
+    if name not in ACCOUNTANTS:
+        raise AccountingError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {name!r}")
+    return name
+
+
+class Ledger:
+    """Every noised step: runs of (noise multiplier, sample rate, steps)."""
+
+    def __init__(self) -> None:
+        self.history: list[tuple[float, float | None, int]] = []
+
+    @property
+    def steps(self) -> int:
+        return sum(steps for _, _, steps in self.history)
+
+    def add(self, noise_multiplier: float, sample_rate: float | None) -> None:
+        if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
+            steps = self.history[-1][2] + 1
+            self.history[-1] = (noise_multiplier, sample_rate, steps)
+        else:
+            self.history.append((noise_multiplier, sample_rate, 1))
+
+    def epsilon(self, delta: float, accountant: str = "prv") -> float:
+        """epsilon at delta of all steps so far; 0 before the first, inf after a step without noise.
+
+        Raises AccountingError where a step's sample rate is not known, or delta is not in (0, 1).
+        """
+        return epsilon_of(self.history, delta, accountant)
+
+
+def epsilon_of(history: list[tuple[float, float | None, int]], delta: float, accountant: str = "prv") -> float:
+    """epsilon at delta of runs of (noise multiplier, sample rate, steps)."""
+    check_accountant(accountant)
+    if not 0 < delta < 1:
+        raise AccountingError(f"delta must lie in (0, 1), not {delta!r}")
+    runs: list[tuple[float, float, int]] = []
+    for sigma, rate, steps in history:
+        if rate is None:
+            raise AccountingError(
+                "the sample rate of the steps is not known: give sample_rate= to the optimizer, or train with "
+                "fastdp.poisson_loader, which tells it"
+            )
+        runs.append((sigma, rate, steps))
+    if not runs:
+        return 0.0
+    if any(sigma == 0 for sigma, _, _ in runs):
+        return math.inf
+    if accountant == "gdp":
+        return _gdp(runs, delta)
+    from opacus.accountants import create_accountant
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # RDP's about its range of orders
+        made: Any = create_accountant(accountant)
+        made.history = list(runs)
+        return float(made.get_epsilon(delta=delta))
+
+
+def _gdp(runs: list[tuple[float, float, int]], delta: float) -> float:
+    """mu = q sqrt(T (exp(1 / sigma^2) - 1)) (Bu et al. 2020, central limit theorem), runs composed by squares."""
+    from opacus.accountants.analysis import gdp
+
+    mus = [
+        gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate) for sigma, rate, steps in runs
+    ]
+    return float(gdp.eps_from_mu(mu=math.sqrt(sum(float(mu) ** 2 for mu in mus)), delta=delta))
+
+
+def steps_per_epoch(sample_rate: float) -> int:
+    """Steps that sample each record once in expectation: ceil(1 / rate), exact where 1 / rate is whole."""
+    if not 0 < sample_rate <= 1:
+        raise AccountingError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
+    inverse = 1 / sample_rate
+    nearest = round(inverse)
+    return nearest if abs(inverse - nearest) < 1e-9 * inverse else math.ceil(inverse)
+
+
+def noise_multiplier_for(
+    *,
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int | None = None,
+    epochs: float | None = None,
+    accountant: str = "prv",
+    tolerance: float = 0.01,
+) -> float:
+    """The smallest noise multiplier whose epsilon is at most target_epsilon, and above target - tolerance.
+
+    Args: delta; sample_rate of Poisson sampling; steps, or epochs of ceil(1 / sample_rate) steps each;
+    accountant "prv", "rdp" or "gdp". Raises AccountingError where no multiplier below 1e4 suffices.
+    """
+    check_accountant(accountant)
+    if (steps is None) == (epochs is None):
+        raise AccountingError("give either steps= or epochs=")
+    if not target_epsilon > 0 or not math.isfinite(target_epsilon):
+        raise AccountingError(f"target_epsilon must be positive and finite, not {target_epsilon!r}")
+    if epochs is not None:
+        steps = math.ceil(epochs * steps_per_epoch(sample_rate))
+    assert steps is not None
+    steps_per_epoch(sample_rate)  # checks the rate
+    if steps < 1:
+        raise AccountingError(f"steps must be at least 1, not {steps}")
+
+    def spent(sigma: float) -> float:
+        return epsilon_of([(sigma, sample_rate, steps)], delta, accountant)
+
+    low, high = 0.0, 1.0
+    while spent(high) > target_epsilon:
+        low, high = high, high * 2
+        if high > 1e4:
+            raise AccountingError(
+                f"epsilon {target_epsilon} at delta {delta} needs a noise multiplier above 1e4 at sample rate "
+                f"{sample_rate} and {steps} steps ({accountant}); take fewer steps, a lower rate or a larger delta"
+            )
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        epsilon = spent(middle)
+        if epsilon > target_epsilon:
+            low = middle
+        else:
+            high = middle
+            if target_epsilon - epsilon < tolerance * min(1.0, target_epsilon) / 10:
+                break
+    return high

@@ -1,0 +1,213 @@
+"""Who uses which parameter, with which data.
+
+While the model's forward runs, a `TorchFunctionMode` sees every torch function call. Calls on data carry
+layouts on (`fastdp.propagate`); calls on parameters alone make derived tensors (`fastdp.derived`); calls
+that combine the two go to a rule (`fastdp.uses`). A call without a rule takes the generic one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from . import propagate_rules as _layout_rules  # noqa: F401  (registers the layout rules)
+from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
+from .derived import mark_derived
+from .errors import StepError
+from .layout import Layout, tag, tag_of
+from .links import link_of
+from .propagate import Call, function_name, propagate, tensors_in
+from .uses.base import RULES, Captured
+from .uses.generic import capture_generic
+
+if TYPE_CHECKING:
+    from .engine import PerSampleGradients
+
+_CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
+
+
+class Pass:
+    """One outermost forward of the model (or of one of its modules)."""
+
+    def __init__(self, engine: PerSampleGradients, batch: int, tracked: dict[int, str]) -> None:
+        self.engine, self.batch, self.tracked = engine, batch, tracked
+        self.stack: list[str] = []  # module paths, innermost last
+        self.backward_id = 0  # of the backward that went through this pass
+        self.mode = _CaptureMode(self)
+
+    @property
+    def path(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+    def place(self, name: str) -> str:
+        return f"{name}() in module '{self.path or type(self.engine.model).__name__}'"
+
+    def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
+        """A scalar that requires grad, so that backward reaches uses whose data does not."""
+        return self.engine.token
+
+    def begin_record(self, call: Captured) -> None:
+        self.engine.begin_record(self, call)
+
+    def guess_layout(self, tensor: Tensor) -> Layout | None:
+        """Layout of data of unseen origin: the only dimension of the batch's size."""
+        if self.batch <= 1:
+            return Layout(self.batch)
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == self.batch]
+        return Layout(self.batch, dims[0]) if len(dims) == 1 else None
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """A tracked parameter, or a tensor derived from tracked parameters."""
+        return tensor.requires_grad and (id(tensor) in self.tracked or link_of(tensor) is not None)
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Carries samples: tagged, or a differentiable result of unseen origin."""
+        if tag_of(tensor, self.batch) is not None:
+            return True
+        return tensor.requires_grad and not tensor.is_leaf and _CONSTANT not in tensor.__dict__
+
+    def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function made of torch calls with its calls seen, from within a rule."""
+        with self.mode:
+            return function(*args, **kwargs)
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One torch function call."""
+        has_parameter = has_data = False
+        for tensor in tensors_in((args, kwargs)):
+            if self.is_parameter(tensor):
+                has_parameter = True
+            elif self.is_data(tensor):
+                has_data = True
+        if has_parameter and torch.is_grad_enabled():
+            if has_data:
+                return self._combine(func, args, kwargs)
+            out = func(*args, **kwargs)
+            for leaf in mark_derived(func, args, kwargs, out, self):
+                self.engine.last_use_of[id(leaf)] = self.place(function_name(func))
+            return out
+        out = func(*args, **kwargs)
+        if has_data:
+            propagate(Call(func, args, kwargs, out, self.batch, self.path))
+        else:
+            for tensor in tensors_in(out):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.__dict__[_CONSTANT] = True
+        return out
+
+    def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        registered = RULES.get(func)
+        if registered is not None:
+            out = registered(self, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return capture_generic(self, func, args, kwargs)
+
+
+class _CaptureMode(TorchFunctionMode):
+    def __init__(self, recorder: Pass) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, not data
+            return func(*args, **kwargs)
+        return self.recorder.dispatch(func, args, kwargs)
+
+
+class ModuleHook:
+    """Enters and leaves a pass around a module's forward. Copies and pickles of a model do not carry it."""
+
+    def __init__(self, engine: PerSampleGradients | None, path: str) -> None:
+        self.engine, self.path = engine, path
+
+    def __deepcopy__(self, memo: Any) -> ModuleHook:
+        return ModuleHook(None, self.path)
+
+    def __reduce__(self) -> Any:
+        return (ModuleHook, (None, self.path))
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.engine is not None:
+            self.engine.enter(self.path, module, args, kwargs)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if self.engine is not None:
+            self.engine.leave(self.path, module, out)
+
+
+def tag_inputs(
+    values: Any, batch: int, dim: int, known: list[Layout | None] | None = None, folded: bool = False
+) -> None:
+    """Tag the tensors among a model's arguments that hold the samples along `dim`.
+
+    known: their layouts, where the same call was seen before (recomputation); folded: batch * k rows, k
+    consecutive ones of each sample, count as well.
+    """
+    for number, tensor in enumerate(nested_tensors(values)):
+        if tag_of(tensor, batch) is not None:
+            continue
+        layout = None
+        if known is not None and number < len(known):
+            layout = known[number]
+        elif batch <= 1:
+            layout = Layout(batch)
+        elif tensor.dim() > dim and tensor.size(dim) == batch:
+            layout = Layout(batch, dim)
+        elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
+            layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
+        tag(tensor, layout)
+
+
+def nested_tensors(values: Any) -> list[Tensor]:
+    """Tensors in the arguments of a model: also in mappings and dataclasses."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, nn.utils.rnn.PackedSequence):
+        return []  # tagged apart, by time
+    if isinstance(values, tuple | list):
+        return [tensor for item in values for tensor in nested_tensors(item)]
+    if hasattr(values, "values") and callable(values.values) and hasattr(values, "keys"):
+        return [tensor for item in values.values() for tensor in nested_tensors(item)]
+    if hasattr(values, "__dataclass_fields__"):
+        return [t for name in values.__dataclass_fields__ for t in nested_tensors(getattr(values, name))]
+    return []
+
+
+def tag_packed(values: Any, batch: int) -> None:
+    """Tag packed sequences among the arguments."""
+    for item in _packed(values):
+        order = item.sorted_indices if item.sorted_indices is not None else torch.arange(batch)
+        owner = torch.cat([order[: int(size)] for size in item.batch_sizes])
+        tag(item.data, Layout(batch, 0, owner=owner))
+
+
+def _packed(values: Any) -> list[nn.utils.rnn.PackedSequence]:
+    if isinstance(values, nn.utils.rnn.PackedSequence):
+        return [values]
+    if isinstance(values, tuple | list):
+        return [found for item in values for found in _packed(item)]
+    if isinstance(values, dict):
+        return [found for item in values.values() for found in _packed(item)]
+    return []
+
+
+def batch_of(values: Any, dim: int) -> int:
+    """The number of samples in a model's arguments: the size of the first tensor's batch dimension."""
+    packed = _packed(values)
+    for tensor in nested_tensors(values):
+        if tensor.dim() > dim:
+            return tensor.size(dim)
+    if packed:
+        return int(packed[0].batch_sizes[0])
+    raise StepError(
+        "the model was called without a tensor that has a batch dimension; give batch_size= to the optimizer"
+    )
+
+
+__all__ = ["ModuleHook", "Pass", "batch_of", "function_name", "tag_inputs", "tag_packed"]

@@ -1,0 +1,138 @@
+"""Clipping: from the norms of per-sample gradients to factors, flat, layerwise or by groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import ClippingError
+from .ops.clip import GAMMA, KINDS, MARGIN, clip_factors
+
+ClippingFunction = str | Callable[[Tensor], Tensor]
+
+
+class Group(NamedTuple):
+    """Parameters clipped together, by name, and their clipping norm."""
+
+    name: str
+    parameters: tuple[str, ...]
+    max_grad_norm: float
+
+
+class Clipping:
+    """A clipping function and the groups it is applied to.
+
+    clipping: "local" min(1, R / n), "global" 1[n <= R], "automatic" R / (n + gamma), or a function from norms
+        [B] to factors [B] with factor * norm <= R (checked at every backward).
+    style: "flat" (all parameters together); "layerwise" (by owning module, each with R / sqrt(layers), so that
+        max_grad_norm stays the sensitivity of the whole gradient, as in Bu et al. and AWS's fastDP); or a list
+        of groups, mappings with "params" (names or tensors) and "max_grad_norm" (and "name").
+
+    The sensitivity is sqrt(sum of the groups' R^2): R itself where flat.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        clipping: ClippingFunction = "local",
+        max_grad_norm: float = 1.0,
+        style: str | Sequence[Any] = "flat",
+        gamma: float = GAMMA,
+    ) -> None:
+        if not callable(clipping) and clipping not in KINDS:
+            raise ClippingError(f"clipping must be one of {', '.join(KINDS)} or a callable, not {clipping!r}")
+        if not gamma >= 0:
+            raise ClippingError(f"gamma must be 0 or larger, not {gamma}")
+        self.clipping, self.style, self.gamma = clipping, style, gamma
+        self.max_grad_norm = _positive(max_grad_norm, "max_grad_norm")
+        self.groups = _groups(named, self.max_grad_norm, style)
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest norm of one sample's contribution to the clipped sum."""
+        return math.sqrt(sum(group.max_grad_norm**2 for group in self.groups))
+
+    def factors(self, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+        """Factors [B] of each group from its squared norms [B]; 0 in all where the gradient is not finite."""
+        finite = torch.stack([torch.isfinite(n) for n in norm_sq]).all(0)
+        found = []
+        for group, squares in zip(self.groups, norm_sq, strict=True):
+            c = self._one(squares, group)
+            found.append(torch.where(finite, c, torch.zeros_like(c)).float())
+        return found
+
+    def _one(self, norm_sq: Tensor, group: Group) -> Tensor:
+        if isinstance(self.clipping, str):
+            return clip_factors(norm_sq, group.max_grad_norm, self.clipping, self.gamma)
+        norms = norm_sq.sqrt()
+        finite = torch.isfinite(norms)
+        norms = torch.where(finite, norms, torch.zeros_like(norms))
+        c = self.clipping(norms.float())
+        if not isinstance(c, Tensor) or c.shape != norms.shape:
+            shape = tuple(c.shape) if isinstance(c, Tensor) else type(c).__name__
+            raise ClippingError(
+                f"the clipping function must return one factor a sample, [{norms.numel()}], not {shape}"
+            )
+        bound = group.max_grad_norm * (1 + MARGIN)
+        bad = ~(c.double().abs() * norms <= bound) & finite
+        if bool(bad.any()):  # looks at values: the price of a function of one's own
+            b = int(torch.nonzero(bad)[0])
+            raise ClippingError(
+                f"the clipping function returned {float(c[b]):.6g} for a sample of norm {float(norms[b]):.6g}: its "
+                f"contribution would exceed max_grad_norm={group.max_grad_norm:g}. Return at most max_grad_norm / norm."
+            )
+        return torch.where(finite, c.double() * (1 - MARGIN), torch.zeros_like(norms))
+
+
+def _positive(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ClippingError(
+            f"{name} must be a number (groups carry their own: style=[{{'params': [...], 'max_grad_norm': 1.0}}]), "
+            f"not {value!r}"
+        ) from None
+    if not (number > 0 and math.isfinite(number)):
+        raise ClippingError(f"{name} must be positive and finite, not {value!r}")
+    return number
+
+
+def _groups(named: Mapping[str, Tensor], max_grad_norm: float, style: str | Sequence[Any]) -> tuple[Group, ...]:
+    if style == "flat":
+        return (Group("all", tuple(named), max_grad_norm),)
+    if style == "layerwise":
+        layers: dict[str, list[str]] = {}
+        for name in named:
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+        each = max_grad_norm / math.sqrt(len(layers))
+        return tuple(Group(layer, tuple(names), each) for layer, names in layers.items())
+    if isinstance(style, str) or not isinstance(style, Sequence):
+        raise ClippingError(f"style must be 'flat', 'layerwise' or a list of groups, not {style!r}")
+    by_id = {id(p): name for name, p in named.items()}
+    groups, seen = [], set[str]()
+    for number, item in enumerate(style):
+        if not isinstance(item, Mapping) or "params" not in item or "max_grad_norm" not in item:
+            raise ClippingError(
+                f"group {number} must be a mapping with 'params' and 'max_grad_norm', not {type(item).__name__}"
+            )
+        label = str(item.get("name", f"group{number}"))
+        names = [p if isinstance(p, str) else by_id.get(id(p), "") for p in item["params"]]
+        unknown = [str(p) for p, name in zip(item["params"], names, strict=True) if name not in named]
+        twice = [name for name in names if name in seen] + [n for n in names if names.count(n) > 1]
+        if unknown or twice:
+            raise ClippingError(
+                f"group '{label}': " + (f"not trained here: {unknown[:3]}" if unknown else f"twice: {twice[:3]}")
+            )
+        seen |= set(names)
+        norm = _positive(item["max_grad_norm"], f"max_grad_norm of '{label}'")
+        groups.append(Group(label, tuple(names), norm))
+    left = [name for name in named if name not in seen]
+    if left:
+        raise ClippingError(f"{len(left)} trained parameter(s) are in no group: {left[:5]}. Add them, or freeze them.")
+    if len({group.name for group in groups}) < len(groups):
+        raise ClippingError("groups must have different names")
+    return tuple(groups)

@@ -1,0 +1,128 @@
+"""Tensors made of parameters alone: views, casts, 1 + w, weight norm, merges, look-ups by constants.
+
+Ordinary autograd computes them, attached to the parameters; what is added here is a note (`Link`) of the
+leaves and of what is known about the map. The gradient of a sample is pulled back through autograd's graph.
+If such a tensor reaches a function that no rule sees, autograd writes to a parameter's `.grad`, and the
+engine refuses: nothing can slip through.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import SampleMixingError
+from .links import Link, leaves_of, link_of, set_link
+from .ops.common import accumulate
+from .propagate import bind, function_name, tensors_in
+
+if TYPE_CHECKING:
+    from .capture import Pass
+
+# functions that only move, drop or cast elements
+_MOVING = frozenset(
+    "t transpose permute movedim moveaxis swapaxes swapdims view reshape flatten unflatten squeeze unsqueeze "
+    "narrow select chunk split split_with_sizes tensor_split unbind contiguous clone to float double half "
+    "bfloat16 type T mT H mH neg __getitem__ view_as reshape_as requires_grad_ diagonal".split()
+)
+_BROADCASTING = frozenset(("expand", "expand_as", "broadcast_to"))
+IN_PLACE_DUNDERS = frozenset(
+    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor matmul".split()
+) | {"__setitem__"}
+
+
+def is_in_place(name: str) -> bool:
+    """Whether the function writes to its first argument."""
+    return name in IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def mark_derived(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recorder: Pass
+) -> tuple[Tensor, ...]:
+    """Link the results of a function of parameters (and constants) to the parameters; returns these."""
+    name = function_name(func)
+    results = [args[0]] if is_in_place(name) else list(tensors_in(out))
+    results = [t for t in results if t.requires_grad and id(t) not in recorder.tracked]
+    if not results:
+        return ()
+    parents = [t for t in tensors_in((args, kwargs)) if recorder.is_parameter(t)]
+    leaves: dict[int, Tensor] = {}
+    for parent in parents:
+        leaves.update((id(leaf), leaf) for leaf in leaves_of(parent))
+    parent = parents[0]
+    link = Link(tuple(leaves.values()), parent, "function", False)
+    if len(parents) == 1 and parent is (args[0] if args else None) and not is_in_place(name):
+        above = link_of(parent)
+        if name in _BROADCASTING:
+            link = link._replace(kind="broadcast")
+        elif name in _MOVING and not any(t is not parent for t in tensors_in((args, kwargs))):
+            link = link._replace(isometric=above is None or above.isometric)
+        elif _row_index(name, args, kwargs) is not None:
+            link = link._replace(kind="lookup", ids=_row_index(name, args, kwargs))
+    elif func is F.embedding and len(parents) == 1:
+        ids, _, padding_idx, max_norm = bind(args, kwargs, "input", "weight", "padding_idx", "max_norm")
+        check_embedding(recorder, args, kwargs)
+        if padding_idx is None and max_norm is None:
+            link = link._replace(kind="lookup", ids=ids)
+    for result in results:
+        set_link(result, link)
+    return link.leaves
+
+
+def check_embedding(recorder: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse the options of F.embedding that depend on other samples or change the table without noise."""
+    options = bind(args, kwargs, "", "", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+    if options[3] is not None:
+        raise SampleMixingError(
+            f"{recorder.place('embedding')}: max_norm rescales rows of the table by who is in the batch, without "
+            "noise. Set max_norm=None."
+        )
+    if options[5]:
+        raise SampleMixingError(
+            f"{recorder.place('embedding')}: scale_grad_by_freq makes a sample's gradient depend on the others. "
+            "Set scale_grad_by_freq=False."
+        )
+
+
+def _row_index(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Constant ids, where the call takes whole rows of its first argument."""
+    if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype in (torch.int64, torch.int32):
+        return args[1]
+    if name == "index_select" and bind(args, kwargs, "input", "dim", "index")[1] == 0:
+        return bind(args, kwargs, "input", "dim", "index")[2]
+    return None
+
+
+def pull_back(operand: Tensor, grads: Tensor) -> dict[int, Tensor]:
+    """Gradients with respect to the leaves: [b, *operand.shape] -> {id(leaf): [b, *leaf.shape]}."""
+    link = link_of(operand)
+    if link is None:
+        return {id(operand): grads}
+    cast = grads.to(operand.dtype)
+    try:
+        found = torch.autograd.grad(
+            operand, link.leaves, cast, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+    except RuntimeError:  # no batched rule for some backward: one sample at a time
+        each = [
+            torch.autograd.grad(operand, link.leaves, g, retain_graph=True, allow_unused=True) for g in cast
+        ]
+        found = tuple(
+            None if parts[0] is None else torch.stack([p for p in parts if p is not None])
+            for parts in zip(*each, strict=True)
+        )
+    return {id(leaf): accumulate(g) for leaf, g in zip(link.leaves, found, strict=True) if g is not None}
+
+
+def pull_back_sum(operand: Tensor, total: Tensor) -> dict[int, Tensor]:
+    """The same for one gradient [*operand.shape], a clipped sum."""
+    link = link_of(operand)
+    if link is None:
+        return {id(operand): total}
+    found = torch.autograd.grad(
+        operand, link.leaves, total.to(operand.dtype), retain_graph=True, allow_unused=True
+    )
+    return {id(leaf): accumulate(g) for leaf, g in zip(link.leaves, found, strict=True) if g is not None}

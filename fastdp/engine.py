@@ -1,0 +1,308 @@
+"""The per-sample gradient engine: one ordinary backward, exact norms, clipped sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import uses as _rules  # noqa: F401  (registers the rules)
+from .capture import ModuleHook, Pass, batch_of, nested_tensors, tag_inputs, tag_packed
+from .errors import BatchLayoutError, FastDPError, ParameterError, StepError, UncapturedUseError
+from .gradients import Gradients
+from .layout import Layout, tag_of
+from .planner import describe, table
+from .uses.base import Captured, Use
+
+LOSS_REDUCTIONS = ("mean", "sum")
+
+
+class _Tape:
+    """What one backward records."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.uses = number, list[Use]()
+        self.batch: int | None = None
+        self.failed = False
+
+
+class PerSampleGradients:
+    """Exact per-sample gradients of a model from an ordinary `loss.backward()`.
+
+    Args:
+        model: any nn.Module; nothing of it is replaced.
+        params: the parameters to track (default: all that require grad). They get no `.grad`.
+        loss_reduction: "mean" or "sum": how the loss combines the samples' losses.
+        batch_first: whether the samples lie along the first dimension of the model's inputs, else the second.
+        batch_size: number of samples, where the inputs do not show it: inputs then hold batch_size * k rows,
+            k consecutive ones of each sample.
+        on_backward: called with the `Gradients` at the end of every backward; they are then not kept.
+
+    After a backward: `norms()`, `clipped_sum(factors)`, `materialize()`. `detach()` restores the model.
+
+    >>> model = torch.nn.Linear(3, 2)
+    >>> engine = PerSampleGradients(model)
+    >>> model(torch.ones(5, 3)).square().sum(1).mean().backward()
+    >>> engine.norms().shape
+    torch.Size([5])
+    >>> engine.detach()
+
+    Source: book-keeping of inputs and output gradients, Bu et al. 2023 (arXiv 2210.00038); here by use of a
+    parameter instead of by layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Tensor] | None = None,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        batch_size: int | None = None,
+        on_backward: Callable[[Gradients], None] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ParameterError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        if loss_reduction not in LOSS_REDUCTIONS:
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
+        self.model, self.loss_reduction = model, loss_reduction
+        self.batch_dim, self.batch_size, self.on_backward = (0 if batch_first else 1), batch_size, on_backward
+        self.token = torch.zeros((), requires_grad=True)
+        self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
+        self._slots: list[tuple[nn.Module, str, str]] = []
+        self._chosen: set[str] | None = None
+        self._gradients: Gradients | None = None
+        self._tape: _Tape | None = None
+        self._backwards = 0
+        self._entered: list[Pass | None] = []
+        self._active: Pass | None = None
+        self._batch = 0
+        self._argument_layouts: dict[str, list[Layout | None]] = {}
+        self._grads_before: dict[int, tuple[Tensor, int]] = {}
+        self._check_unattached()
+        self.track(params)
+        self._handles = self._attach()
+
+    # ------------------------------------------------------------------ parameters
+
+    def track(self, params: Iterable[Tensor] | None = None) -> None:
+        """Choose the parameters again (default: all of the model)."""
+        self._slots, seen = [], {}
+        for path, module in self.model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen[id(parameter)] = f"{path}.{name}" if path else name
+                    self._slots.append((module, name, seen[id(parameter)]))
+        self._chosen = None
+        if params is not None:
+            chosen = list(params)
+            foreign = [tuple(p.shape) for p in chosen if id(p) not in seen]
+            if foreign:
+                raise ParameterError(
+                    f"{len(foreign)} parameter(s) of shape {', '.join(map(str, foreign[:3]))} are not the model's. "
+                    "Give the optimizer parameters of this very model (and build it after the model is complete)."
+                )
+            self._chosen = {seen[id(p)] for p in chosen}
+        if not self.parameters():
+            raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """The tracked parameters that require grad now, by name."""
+        found = {}
+        for module, name, full in self._slots:
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad and (self._chosen is None or full in self._chosen):
+                found[full] = parameter
+        return found
+
+    def names(self) -> list[str]:
+        """Names of all the model's parameters, in a fixed order."""
+        return [full for _, _, full in self._slots]
+
+    def parameters(self) -> list[Tensor]:
+        return list(self.named_parameters().values())
+
+    # ------------------------------------------------------------------ attaching
+
+    def _check_unattached(self) -> None:
+        for module in self.model.modules():
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(getattr(hook, "__self__", None), ModuleHook) and hook.__self__.engine is not None:
+                    raise ParameterError(
+                        "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
+                        "detach() first, two would clip the same gradients twice"
+                    )
+
+    def _attach(self) -> list[Any]:
+        handles = []
+        for path, module in self.model.named_modules():
+            hook = ModuleHook(self, path)
+            handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True))
+        return handles
+
+    def detach(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._gradients, self._tape = None, None
+
+    # ------------------------------------------------------------------ forward
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module's forward begins."""
+        self._entered.append(None)
+        if self._active is not None:
+            self._active.stack.append(path)
+            self._argument_layouts[path] = [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))]
+            return
+        if not torch.is_grad_enabled():
+            return
+        recomputing = torch._C._current_graph_task_id() != -1
+        if not recomputing:
+            self._tape = None  # of a backward that failed
+            self._batch = self.batch_size if self.batch_size is not None else batch_of((args, kwargs), self.batch_dim)
+            self._grads_before = {
+                id(p): (p.grad, p.grad._version) for p in self.parameters() if p.grad is not None
+            }
+        tracked = {id(p): name for name, p in self.named_parameters().items()}
+        active = Pass(self, self._batch, tracked)
+        active.stack.append(path)
+        known = self._argument_layouts.get(path) if recomputing else None
+        tag_inputs((args, kwargs), self._batch, self.batch_dim, known, self.batch_size is not None)
+        tag_packed((args, kwargs), self._batch)
+        active.mode.__enter__()
+        self._entered[-1] = self._active = active
+
+    def leave(self, path: str, module: nn.Module, out: Any) -> None:
+        """A module's forward ends, also by an exception."""
+        if not self._entered:
+            return
+        started = self._entered.pop()
+        if started is None:
+            if self._active is not None and self._active.stack:
+                self._active.stack.pop()
+            return
+        started.mode.__exit__(None, None, None)
+        self._active = None
+        for tensor in nested_tensors(out):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_reached)
+
+    # ------------------------------------------------------------------ backward
+
+    def _backward_reached(self, grad: Tensor) -> None:
+        self._begin_backward()
+
+    def _begin_backward(self) -> _Tape:
+        if self._tape is None:
+            self._backwards += 1
+            self._tape = _Tape(self._backwards)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        return self._tape
+
+    def begin_record(self, recorder: Pass, call: Captured) -> None:
+        """A captured call's backward begins: check that it means what it should."""
+        tape = self._begin_backward()
+        problem: FastDPError | None = None
+        if torch.is_grad_enabled():
+            problem = StepError(
+                "backward with create_graph=True: the gradient of a gradient is not of one sample each. Call "
+                "loss.backward() without it."
+            )
+        elif recorder.backward_id not in (0, tape.number):
+            problem = StepError(
+                "backward twice through one forward: each would be clipped on its own, so one sample could "
+                "contribute twice the clipping norm. Add the losses and call backward once."
+            )
+        elif tape.batch not in (None, recorder.batch):
+            problem = BatchLayoutError(
+                f"one backward through forwards of {tape.batch} and of {recorder.batch} samples. Call backward for "
+                "each forward, or give the model batches of one size."
+            )
+        if problem is not None:
+            tape.failed = True
+            raise problem
+        recorder.backward_id, tape.batch = tape.number, recorder.batch
+
+    def record(self, use: Use) -> None:
+        """Keep a use until the end of backward."""
+        assert self._tape is not None
+        self._tape.uses.append(use)
+
+    def _end_backward(self) -> None:
+        tape, self._tape = self._tape, None
+        if tape is None or tape.failed:
+            return
+        self._check_uncaptured()
+        if tape.batch is None:
+            return  # a backward that met no tracked parameter
+        scale = float(tape.batch) if self.loss_reduction == "mean" else 1.0
+        device = tape.uses[0].operand.device if tape.uses else self.parameters()[0].device
+        with torch.no_grad():
+            gradients = Gradients(tape.uses, tape.batch, scale, device)
+            if self.on_backward is not None:
+                self.on_backward(gradients)
+            else:
+                self._gradients = gradients
+
+    def _check_uncaptured(self) -> None:
+        """Captured uses are detached: what autograd wrote into `.grad` came by a way that no rule saw."""
+        missed = []
+        for name, parameter in self.named_parameters().items():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            before, version = self._grads_before.get(id(parameter), (None, 0))
+            if grad is not before or grad._version != version:
+                parameter.grad = None  # not private
+                where = self.last_use_of.get(id(parameter), "outside of the model's forward, in the loss perhaps")
+                missed.append(f"'{name}' ({where})")
+        if missed:
+            raise UncapturedUseError(
+                f"{len(missed)} parameter(s) were used where no per-sample rule applies: {', '.join(missed[:5])}. "
+                "Their per-sample gradients are unknown, so nothing was clipped and no step is possible. Use the "
+                "parameter within the model's forward, combined with the data, or freeze it."
+            )
+
+    # ------------------------------------------------------------------ results
+
+    def _last(self) -> Gradients:
+        if self._gradients is None:
+            raise StepError("no backward yet: call loss.backward() on the model's output first")
+        return self._gradients
+
+    def norms(self) -> Tensor:
+        """Norms of the per-sample gradients of the last backward, all tracked parameters together: [B]."""
+        with torch.no_grad():
+            return self._last().norm_sq(self.parameters()).sqrt().float()
+
+    def clipped_sum(self, factors: Tensor) -> dict[str, Tensor]:
+        """sum_b factors_b gradient_b by parameter name; samples whose factor is 0 are not read as numbers.
+
+        Args: factors [B]. Raises ValueError on another shape.
+        """
+        gradients = self._last()
+        if factors.shape != (gradients.batch,):
+            raise ValueError(f"factors must have shape ({gradients.batch},), not {tuple(factors.shape)}")
+        named = self.named_parameters()
+        with torch.no_grad():
+            sums = gradients.clipped_sum(factors, list(named.values()))
+        return {name: sums.get(id(p), torch.zeros_like(p, dtype=_sum_type(p))) for name, p in named.items()}
+
+    def materialize(self) -> dict[str, Tensor]:
+        """The per-sample gradients themselves, {name: [B, *shape]}: for small models."""
+        gradients = self._last()
+        with torch.no_grad():
+            return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
+
+    def explain(self) -> str:
+        """The plan of the last backward: per use, its parameter, shape, route, and memory held."""
+        return table(describe(self._last(), self.named_parameters()))
+
+
+def _sum_type(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -1,0 +1,186 @@
+"""From the uses of a backward to norms and clipped sums of the per-sample gradients of each parameter.
+
+A parameter's gradient is the sum over its uses, so its norm has cross terms. Uses of the same kind are
+joined along T; a table that is also the head has a closed form; disjoint slices add up; anything else is
+materialised, a chunk of samples at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .derived import pull_back, pull_back_sum
+from .links import leaves_of, link_of
+from .ops.common import accumulate, chunks, square_sum
+from .uses.base import Direct, Use
+from .uses.conv import Conv
+from .uses.embedding import Lookup
+from .uses.linear import Matmul
+
+
+class Gradients:
+    """The per-sample gradients of one backward, as uses; in units of one sample's own loss.
+
+    scale: what the recorded gradients are multiplied by (the batch size under a mean loss).
+    """
+
+    def __init__(self, uses: Iterable[Use], batch: int, scale: float, device: torch.device) -> None:
+        self.batch, self.scale, self.device = batch, scale, device
+        self.uses = _joined([_settled(use) for use in uses])
+        self._of: dict[int, list[Use]] = {}
+        for use in self.uses:
+            for leaf in leaves_of(use.operand):
+                self._of.setdefault(id(leaf), []).append(use)
+
+    def uses_of(self, parameter: Tensor) -> list[Use]:
+        return self._of.get(id(parameter), [])
+
+    def norm_sq(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Squared norms of the per-sample gradients of these parameters together, [B] float64."""
+        total = torch.zeros(self.batch, dtype=torch.float64, device=self.device)
+        for parameter in parameters:
+            uses = self.uses_of(parameter)
+            if uses and self.batch:
+                total += _norm_sq(parameter, uses).to(self.device)
+        return total * self.scale**2
+
+    def clipped_sum(self, factors: Tensor, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+        """{id(parameter): sum_b factors_b gradient_b} in float32; parameters without a use are absent."""
+        wanted = {id(p) for p in parameters}
+        total: dict[int, Tensor] = {}
+        c = factors * self.scale
+        for use in self.uses:
+            if not self.batch or not any(id(leaf) in wanted for leaf in leaves_of(use.operand)):
+                continue
+            found = pull_back_sum(use.operand, use.clipped_sum(c.to(use.operand.device)))
+            for key, value in found.items():
+                if key in wanted:
+                    total[key] = total[key] + value if key in total else value
+        return total
+
+    def per_sample(self, parameter: Tensor, low: int = 0, high: int | None = None) -> Tensor:
+        """The per-sample gradients of one parameter, materialised: [B, *shape]."""
+        high = self.batch if high is None else high
+        total = _materialised(parameter, self.uses_of(parameter), low, high)
+        return total * self.scale
+
+    def held_bytes(self) -> int:
+        return sum(use.held_bytes() for use in self.uses)
+
+
+def _settled(use: Use) -> Use:
+    """A use of a whole parameter seen through a view, written as a use of the parameter itself."""
+    operand, link = use.operand, link_of(use.operand)
+    if link is None or not link.isometric or len(link.leaves) != 1:
+        return use
+    leaf = link.leaves[0]
+    if not _same_memory(operand, leaf) or operand.numel() != leaf.numel():
+        return use
+    if operand.shape == leaf.shape and operand.stride() == leaf.stride():
+        use.operand = leaf
+    elif operand.dim() == 2 and operand.shape == leaf.shape[::-1] and operand.stride() == leaf.stride()[::-1]:
+        if isinstance(use, Matmul):
+            return use.transposed(leaf)
+        if isinstance(use, Direct):
+            return Direct(leaf, use.grads.mT, use.name)
+    return use
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _joined(uses: list[Use]) -> list[Use]:
+    """Uses of one operand and kind made one: matrix products along T, look-ups along K, kept gradients added."""
+    groups: dict[tuple[int, type], list[Use]] = {}
+    for use in uses:
+        groups.setdefault((id(use.operand), type(use)), []).append(use)
+    joined: list[Use] = []
+    for group in groups.values():
+        joined += _join(group) if len(group) > 1 else group
+    return joined
+
+
+def _join(group: list[Use]) -> list[Use]:
+    first = group[0]
+    name = f"{first.name} x{len(group)}"
+    if isinstance(first, Matmul):
+        a = torch.cat([accumulate(u.a) for u in group if isinstance(u, Matmul)], 1)
+        g = torch.cat([accumulate(u.g) for u in group if isinstance(u, Matmul)], 1)
+        return [Matmul(first.operand, a, g, name)]
+    if isinstance(first, Lookup):
+        ids = torch.cat([u.ids for u in group if isinstance(u, Lookup)], 1)
+        g = torch.cat([accumulate(u.g) for u in group if isinstance(u, Lookup)], 1)
+        return [Lookup(first.operand, ids, g, name)]
+    if isinstance(first, Direct):
+        total = sum((u.grads for u in group[1:] if isinstance(u, Direct)), first.grads)
+        return [Direct(first.operand, total, name)]
+    if isinstance(first, Conv):
+        convs = [u for u in group if isinstance(u, Conv)]
+        alike = {(u.x.shape[2:], u.g.shape[2:], u.geometry) for u in convs}
+        if len(alike) == 1:
+            x, g = torch.cat([u.x for u in convs], 1), torch.cat([u.g for u in convs], 1)
+            return [Conv(first.operand, x, g, first.geometry, name)]
+    return group
+
+
+def _norm_sq(parameter: Tensor, uses: list[Use]) -> Tensor:
+    if len(uses) == 1 and _isometric(uses[0].operand):
+        return uses[0].norm_sq()
+    if _tied(parameter, uses):
+        return _tied_norm_sq(uses)
+    if all(_isometric(use.operand) for use in uses) and _disjoint(parameter, uses):
+        return torch.stack([use.norm_sq().double() for use in uses]).sum(0)
+    numel = parameter.numel() + max(use.operand.numel() for use in uses)
+    batch = uses[0].batch
+    parts = [
+        square_sum(_materialised(parameter, uses, low, high)) for low, high in chunks(batch, 8 * numel, 2**28)
+    ]
+    return torch.cat(parts)
+
+
+def _isometric(operand: Tensor) -> bool:
+    link = link_of(operand)
+    return link is None or (link.isometric and len(link.leaves) == 1)
+
+
+def _tied(parameter: Tensor, uses: list[Use]) -> bool:
+    """One look-up and one matrix product of the table itself."""
+    kinds = {type(use) for use in uses}
+    return len(uses) == 2 and kinds == {Matmul, Lookup} and all(use.operand is parameter for use in uses)
+
+
+def _tied_norm_sq(uses: list[Use]) -> Tensor:
+    """|G_e + G_h|^2 = |G_e|^2 + |G_h|^2 + 2 <G_e, G_h>."""
+    lookup = next(use for use in uses if isinstance(use, Lookup))
+    head = next(use for use in uses if isinstance(use, Matmul))
+    cross = ops.tied_cross_term(lookup.ids, lookup.g, head.a, head.g)
+    return lookup.norm_sq().double() + head.norm_sq().double() + 2 * cross.double()
+
+
+def _disjoint(parameter: Tensor, uses: list[Use]) -> bool:
+    """Whether the uses are of slices of the parameter that share no element (as intervals of memory)."""
+    spans = []
+    for use in uses:
+        operand = use.operand
+        if not _same_memory(operand, parameter):
+            return False
+        extent = sum((size - 1) * stride for size, stride in zip(operand.shape, operand.stride(), strict=True))
+        spans.append((operand.storage_offset(), operand.storage_offset() + extent))
+    spans.sort()
+    return all(end < start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+
+
+def _materialised(parameter: Tensor, uses: list[Use], low: int, high: int) -> Tensor:
+    total = torch.zeros((high - low, *parameter.shape), dtype=torch.float32, device=parameter.device)
+    if parameter.dtype == torch.float64:
+        total = total.double()
+    for use in uses:
+        part = pull_back(use.operand, use.per_sample(low, high)).get(id(parameter))
+        if part is not None:
+            total = total + part
+    return total

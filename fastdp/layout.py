@@ -1,0 +1,128 @@
+"""Which rows of a tensor belong to which sample.
+
+A tensor computed from the batch carries a `Layout`: the dimension along which the samples lie, and
+how the rows of that dimension map to samples. `fastdp.propagate` carries layouts through a forward;
+here is what a layout means and how to cut a tensor by sample.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ATTRIBUTE = "_fastdp_layout"
+
+
+class Layout(NamedTuple):
+    """Rows of dimension `dim`: row r belongs to sample (r // inner) % batch, or to `owner[r]`.
+
+    `outer` and `inner` describe flattened rows: [batch * inner] is batch-major (tokens flattened),
+    [outer * batch] is time-major. `owner` (int64 [rows]) describes rows in any order (routed tokens).
+    `mixed` is not empty where samples have been combined: it says by what.
+    """
+
+    batch: int
+    dim: int = 0
+    outer: int = 1
+    inner: int = 1
+    owner: Tensor | None = None
+    mixed: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Rows of `dim`."""
+        if self.owner is not None:
+            return self.owner.numel()
+        return self.outer * self.batch * self.inner
+
+    @property
+    def plain(self) -> bool:
+        """One row a sample, in order, along `dim`."""
+        return self.owner is None and self.outer == 1 and self.inner == 1 and not self.mixed
+
+    def owners(self, device: torch.device) -> Tensor:
+        """Sample of each row, int64 [rows]."""
+        if self.owner is not None:
+            return self.owner
+        ids = torch.arange(self.batch, device=device)
+        return ids.repeat_interleave(self.inner).repeat(self.outer)
+
+
+def tag(tensor: Tensor, layout: Layout | None) -> None:
+    """Write the layout on the tensor (the Python object)."""
+    if layout is not None:
+        tensor.__dict__[_ATTRIBUTE] = layout
+    else:
+        tensor.__dict__.pop(_ATTRIBUTE, None)
+
+
+def tag_of(tensor: Tensor, batch: int) -> Layout | None:
+    """The layout written on the tensor, if it speaks of a batch of this size."""
+    layout = tensor.__dict__.get(_ATTRIBUTE)
+    return layout if layout is not None and layout.batch == batch else None
+
+
+def single(tensor: Tensor) -> Layout | None:
+    """Layout in a batch of one: every row belongs to sample 0."""
+    return Layout(1, 0, tensor.size(0), 1) if tensor.dim() else None
+
+
+def samplewise(tensor: Tensor, layout: Layout) -> Tensor:
+    """Cut by sample: [*shape] -> [batch, *shape with dim -> rows of one sample].
+
+    Rows in any order (`owner`) are padded with zeros to the largest number of rows of a sample.
+    """
+    dim, batch = layout.dim, layout.batch
+    if layout.owner is None:
+        if layout.outer == 1 and layout.inner == 1:
+            return tensor.movedim(dim, 0).unsqueeze(dim + 1)
+        cut = tensor.unflatten(dim, (layout.outer, batch, layout.inner))
+        return cut.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    owner = layout.owner.to(tensor.device)
+    order = torch.argsort(owner, stable=True)
+    counts = torch.bincount(owner, minlength=batch)
+    width = int(counts.max()) if owner.numel() else 0
+    first = counts.cumsum(0) - counts
+    by_owner = owner[order]
+    slot = torch.arange(owner.numel(), device=owner.device) - first[by_owner]
+    rows = tensor.movedim(dim, 0)[order]
+    padded = rows.new_zeros((batch, width, *rows.shape[1:]))
+    padded[by_owner, slot] = rows
+    return padded.movedim(1, dim + 1)
+
+
+def reshaped(layout: Layout, before: torch.Size, after: torch.Size) -> Layout | None:
+    """Layout after a reshape (row-major order kept), or None where it cannot be written as one."""
+    below = math.prod(before[layout.dim + 1 :])  # elements under one row
+    if layout.owner is not None:
+        return _reshaped_owner(layout, before, after, below)
+    inner_total = layout.inner * below  # elements from one sample's row block to the next
+    span = inner_total * layout.batch
+    stride = math.prod(after)
+    for dim, size in enumerate(after):
+        stride //= max(size, 1)
+        if inner_total % stride == 0 and (size * stride) % span == 0 and size > 0:
+            inner = inner_total // stride
+            outer = size // (inner * layout.batch)
+            return layout._replace(dim=dim, outer=outer, inner=inner)
+    return None
+
+
+def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below: int) -> Layout | None:
+    assert layout.owner is not None
+    rows = layout.owner.numel()
+    stride = math.prod(after)
+    above = math.prod(before[: layout.dim])
+    for dim, size in enumerate(after):
+        stride //= max(size, 1)
+        if rows == 0 or stride == 0 or below % stride:
+            continue
+        repeat = below // stride
+        if size == rows * repeat:
+            return layout._replace(dim=dim, owner=layout.owner.repeat_interleave(repeat))
+        if dim == 0 and size == above * rows * repeat:
+            return layout._replace(dim=0, owner=layout.owner.repeat_interleave(repeat).repeat(above))
+    return None

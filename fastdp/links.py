@@ -1,0 +1,41 @@
+"""Tensors made of parameters alone carry a link to them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+_LINK = "_fastdp_link"
+
+
+class Link(NamedTuple):
+    """How a tensor was derived from parameters alone; autograd holds the graph.
+
+    isometric: the whole chain only moves, casts or drops elements, so norms are those of the gradient here.
+    kind "broadcast" (of `parent`) and "lookup" (rows `ids` of `parent`) have gradients in closed form.
+    """
+
+    leaves: tuple[Tensor, ...]
+    parent: Tensor
+    kind: str
+    isometric: bool
+    ids: Tensor | None = None
+
+
+def link_of(tensor: Tensor) -> Link | None:
+    """The link of a derived tensor; None for a parameter and for data."""
+    return tensor.__dict__.get(_LINK)
+
+
+def set_link(tensor: Tensor, link: Link | None) -> None:
+    if link is None:
+        tensor.__dict__.pop(_LINK, None)
+    else:
+        tensor.__dict__[_LINK] = link
+
+
+def leaves_of(operand: Tensor) -> tuple[Tensor, ...]:
+    """The parameters that an operand is made of."""
+    link = link_of(operand)
+    return (operand,) if link is None else link.leaves

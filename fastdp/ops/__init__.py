@@ -1,0 +1,28 @@
+"""Per-sample gradient operators, each defined by plain PyTorch that works on any device.
+
+Shapes: B samples, T positions of a sample, I inputs, O outputs, V rows of a table, d columns.
+Numbers are accumulated in float32, or in float64 where the inputs are float64.
+"""
+
+from .clip import clip_factors
+from .conv import conv_clipped_sum, conv_norm_sq, conv_per_sample
+from .embedding import embedding_clipped_sum, embedding_norm_sq, embedding_per_sample, tied_cross_term
+from .linear import linear_clipped_sum, linear_norm_sq, linear_per_sample
+from .noise import Noise
+from .norm import norm_affine_per_sample
+
+__all__ = [
+    "Noise",
+    "clip_factors",
+    "conv_clipped_sum",
+    "conv_norm_sq",
+    "conv_per_sample",
+    "embedding_clipped_sum",
+    "embedding_norm_sq",
+    "embedding_per_sample",
+    "linear_clipped_sum",
+    "linear_norm_sq",
+    "linear_per_sample",
+    "norm_affine_per_sample",
+    "tied_cross_term",
+]

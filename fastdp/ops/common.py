@@ -1,0 +1,49 @@
+"""What the operators share: accumulation type, chunks of samples, rows that must not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 64 * 2**20  # temporaries stay near this size
+
+
+def accumulate(tensor: Tensor) -> Tensor:
+    """The tensor in the type sums are taken in: float64 stays, all else becomes float32."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def chunks(batch: int, bytes_per_sample: int, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
+    """Ranges [low, high) of samples whose temporaries fit the limit (one sample at least)."""
+    size = max(1, limit // max(bytes_per_sample, 1))
+    for low in range(0, batch, size):
+        yield low, min(batch, low + size)
+
+
+def column(values: Tensor, like: Tensor) -> Tensor:
+    """Values [B] as [B, 1, ...] beside `like` [B, ...]."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def scaled(g: Tensor, c: Tensor) -> Tensor:
+    """c_b * g_b, and exactly 0 where c_b = 0, whatever g_b holds (0 * inf would be NaN)."""
+    factor = column(c.to(g.dtype), g)
+    return torch.where(factor == 0, torch.zeros((), dtype=g.dtype, device=g.device), g * factor)
+
+
+def without_dropped(a: Tensor, c: Tensor) -> Tensor:
+    """`a` with the rows of samples whose factor is 0 replaced by zeros.
+
+    On the CPU the look whether there are any costs nothing; on a device it would stop the stream.
+    """
+    if a.device.type == "cpu" and not bool((c == 0).any()):
+        return a
+    return torch.where(column(c == 0, a), torch.zeros((), dtype=a.dtype, device=a.device), a)
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """Sum of squares of each sample: [B, ...] -> [B]."""
+    flat = x.reshape(x.size(0), -1)
+    return torch.linalg.vecdot(flat, flat) if flat.size(1) else flat.new_zeros(flat.size(0))

@@ -1,0 +1,91 @@
+"""Weight gradients of a matrix product, per sample: G_b = g_b^T a_b.
+
+Source: ghost norm, Goodfellow 2015 (T = 1) and Li et al. 2022, section 4 (T > 1):
+|G_b|^2 = sum_{t,s} (a_t . a_s)(g_t . g_s). Book-keeping: Bu et al. 2023, arXiv 2210.00038.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .common import accumulate, chunks, scaled, square_sum, without_dropped
+
+# Rounding of the gram route is taken as random: ROUNDING * sqrt(sum M^2), M_ts the summands. Where that is
+# more than GRAM_TOLERANCE of the norm (summands cancel) the sample is computed again by the direct route.
+ROUNDING = 4 * 2.0**-24
+GRAM_TOLERANCE = 4e-6
+
+
+def _three(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    if a.dim() == 2 and g.dim() == 2:
+        a, g = a.unsqueeze(1), g.unsqueeze(1)
+    if a.dim() != 3 or g.dim() != 3 or a.shape[:2] != g.shape[:2]:
+        raise ValueError(f"expected a [B,T,I] and g [B,T,O], or [B,I] and [B,O]; got {a.shape} and {g.shape}")
+    return accumulate(a), accumulate(g)
+
+
+def gram_is_cheaper(t: int, i: int, o: int) -> bool:
+    """By arithmetic per sample: T^2 (I + O) against T I O, plus writing and reading what is formed."""
+    return t * t * (i + o) + 8 * t * t < t * i * o + 8 * i * o
+
+
+def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto") -> Tensor:
+    """Squared Frobenius norm of each sample's weight gradient g_b^T a_b.
+
+    Args: a [B,T,I] or [B,I] inputs; g [B,T,O] or [B,O] output gradients; method "auto", "gram" or "direct".
+    Returns: [B] float32 (float64 for float64 inputs). Raises ValueError on shapes or method.
+    """
+    a, g = _three(a, g)
+    batch, t, i = a.shape
+    o = g.size(2)
+    if method not in ("auto", "gram", "direct"):
+        raise ValueError(f"method must be 'auto', 'gram' or 'direct', not {method!r}")
+    if t == 1:
+        return square_sum(a) * square_sum(g)
+    if t == 0 or batch == 0:
+        return a.new_zeros(batch)
+    if method == "gram" or (method == "auto" and gram_is_cheaper(t, i, o)):
+        return _gram(a, g)
+    return _direct(a, g)
+
+
+def _direct(a: Tensor, g: Tensor) -> Tensor:
+    out = a.new_empty(a.size(0))
+    for low, high in chunks(a.size(0), a.size(2) * g.size(2) * a.element_size()):
+        out[low:high] = square_sum(torch.bmm(g[low:high].mT, a[low:high]))
+    return out
+
+
+def _gram(a: Tensor, g: Tensor) -> Tensor:
+    out, spread = a.new_empty(a.size(0)), a.new_empty(a.size(0))
+    for low, high in chunks(a.size(0), 2 * a.size(1) ** 2 * a.element_size()):
+        m = torch.bmm(a[low:high], a[low:high].mT)
+        m *= torch.bmm(g[low:high], g[low:high].mT)  # [b, T, T]
+        out[low:high] = m.sum((1, 2))
+        spread[low:high] = torch.linalg.vector_norm(m, dim=(1, 2))
+    if a.dtype == torch.float64:
+        return out
+    doubt = ROUNDING * spread
+    if a.device.type != "cpu":  # no look at values on a device: rather a norm too large by its rounding
+        return out + torch.where(doubt > GRAM_TOLERANCE * out, doubt, torch.zeros_like(doubt))
+    again = torch.nonzero(~(doubt <= GRAM_TOLERANCE * out)).flatten()
+    if again.numel():
+        out[again] = _direct(a[again], g[again])
+    return out
+
+
+def linear_per_sample(a: Tensor, g: Tensor) -> Tensor:
+    """The weight gradient of each sample: [B,T,I], [B,T,O] -> [B,O,I]."""
+    a, g = _three(a, g)
+    return torch.bmm(g.mT, a)
+
+
+def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
+    """sum_b c_b g_b^T a_b, [O,I] float32; rows of samples with c_b = 0 are not read as numbers.
+
+    With `out` (float32 [O,I]) the sum is added to it.
+    """
+    a, g = _three(a, g)
+    a, g = without_dropped(a, c).flatten(0, 1), scaled(g, c).flatten(0, 1)
+    return torch.mm(g.mT, a) if out is None else out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))

@@ -1,0 +1,384 @@
+"""Layout rules of the functions that the trial of `fastdp.propagate` cannot answer.
+
+They are those that carry sizes in their arguments (view, expand, repeat), move rows (indexing, cat along
+the batch), write in place by index, or combine the positions of a dimension and keep its size (softmax).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import SampleMixingError
+from .layout import Layout, reshaped, tag
+from .propagate import RULES, Call, Rule, Tags, _combined, ask, tensors_in
+
+T = torch.Tensor
+
+
+def _rule(*functions: Any) -> Any:
+    def register(rule: Rule) -> Rule:
+        for function in functions:
+            RULES[function] = rule
+        return rule
+
+    return register
+
+
+def _named(*names: str) -> list[Any]:
+    """Every spelling of the functions: torch.f, Tensor.f, F.f."""
+    found = [getattr(place, name, None) for name in names for place in (torch, T, F)]
+    return [function for function in found if function is not None]
+
+
+# --------------------------------------------------------------------------- sizes in the arguments
+
+
+@_rule(*_named("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"))
+def _reshape(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None or call.out.numel() != source.numel():  # view(dtype)
+        return ask(call)
+    if layout.mixed:
+        return [(call.out, layout)]
+    if source.numel() == 0:
+        return ask(call)
+    found = reshaped(layout, source.shape, call.out.shape)
+    return [(call.out, found or _combined(call, call.out, "folds samples into another dimension"))]
+
+
+@_rule(*_named("expand", "expand_as", "broadcast_to"))
+def _expand(call: Call) -> Tags:
+    layout = call.layout(call.args[0])
+    if layout is None:
+        return []  # a constant that only takes the shape of data
+    return [(call.out, layout._replace(dim=layout.dim + call.out.dim() - call.args[0].dim()))]
+
+
+@_rule(T.repeat, torch.tile, T.tile)
+def _repeat(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None:
+        return []
+    dim = layout.dim + call.out.dim() - source.dim()
+    times = call.out.size(dim) // max(source.size(layout.dim), 1)
+    if times != 1 and layout.owner is not None:
+        return [(call.out, layout._replace(dim=dim, owner=layout.owner.repeat(times)))]
+    return [(call.out, layout._replace(dim=dim, outer=layout.outer * times))]
+
+
+@_rule(torch.repeat_interleave, T.repeat_interleave)
+def _repeat_interleave(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    times, dim = call.argument(1, "repeats"), call.argument(2, "dim")
+    if layout is None or dim is None or dim % source.dim() != layout.dim:
+        return ask(call)
+    if isinstance(times, Tensor) or layout.owner is not None:
+        owner = layout.owners(source.device).repeat_interleave(times)
+        return [(call.out, Layout(call.batch, layout.dim, owner=owner, mixed=layout.mixed))]
+    return [(call.out, layout._replace(inner=layout.inner * times))]
+
+
+@_rule(*_named("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
+def _constant(call: Call) -> Tags:
+    return [(tensor, None) for tensor in tensors_in(call.out)]
+
+
+@_rule(*_named("to", "cpu", "cuda", "type", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
+def _same(call: Call) -> Tags:
+    return [(call.out, call.layout(call.args[0]))]
+
+
+# --------------------------------------------------------------------------- rows by index
+
+
+@_rule(T.__getitem__)
+def _getitem(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None:  # a constant table, indexed by data: the result lies as the index does
+        return _take_from_constant(call)
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if layout.mixed:
+        return [(call.out, layout._replace(dim=0))]
+    used, basic = _source_dims(index, source.dim())
+    if layout.dim not in used:
+        return ask(call) if basic else _index_elsewhere(call, layout, used)
+    entry = used[layout.dim]
+    if isinstance(entry, slice) and entry == slice(None):
+        return ask(call) if basic else _index_elsewhere(call, layout, used)
+    if isinstance(entry, slice) and basic:
+        owner = layout.owners(source.device)[entry]
+        return [(call.out, _by_owner(call, _kept_position(index, source.dim(), layout.dim), owner, layout))]
+    if isinstance(entry, int):
+        return [(call.out, _combined(call, call.out, "picks one sample out of the batch"))]
+    leading = 1 + max(dim for dim, item in used.items() if isinstance(item, Tensor))
+    return _index_owner_map(call, layout, index, leading)
+
+
+def _source_dims(index: tuple[Any, ...], ndim: int) -> tuple[dict[int, Any], bool]:
+    """Which source dimension each entry of an index speaks of, and whether there is no tensor among them."""
+    width = sum(
+        item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+        for item in index
+        if item is not None and item is not Ellipsis
+    )
+    used: dict[int, Any] = {}
+    dim = 0
+    for item in index:
+        if item is None:
+            continue
+        if item is Ellipsis:
+            dim += ndim - width
+            continue
+        for _ in range(item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1):
+            used[dim] = item
+            dim += 1
+    basic = not any(isinstance(item, Tensor | list) for item in index)
+    return used, basic
+
+
+def _kept_position(index: tuple[Any, ...], ndim: int, dim: int) -> int:
+    """Position of source dimension `dim` after basic indexing."""
+    position, source = 0, 0
+    width = sum(item is not None and item is not Ellipsis for item in index)
+    for item in index:
+        if item is None:
+            position += 1
+        elif item is Ellipsis:
+            position, source = position + ndim - width, source + ndim - width
+        elif source == dim:
+            return position
+        else:
+            position, source = position + isinstance(item, slice), source + 1
+    return position + dim - source
+
+
+def _index_elsewhere(call: Call, layout: Layout, used: dict[int, Any]) -> Tags:
+    """Tensor indices, but not along the batch: the same positions for every sample."""
+    index = [item for item in used.values() if isinstance(item, Tensor | list)]
+    if any(call.layout(item) is not None for item in index if isinstance(item, Tensor)):
+        return [(call.out, _combined(call, call.out, "indexes all samples by one sample's data"))]
+    if any(isinstance(item, Tensor) and item.dtype == torch.bool for item in index):
+        first = min(dim for dim, item in used.items() if isinstance(item, Tensor | list))
+        if layout.dim < first:
+            return [(call.out, layout)]
+    return ask(call)
+
+
+def _index_owner_map(call: Call, layout: Layout, index: tuple[Any, ...], leading: int) -> Tags:
+    """Index a map of sample numbers in the same way, and read off who owns the result's rows."""
+    source = call.args[0]
+    owners = layout.owners(source.device)
+    view = [1] * leading
+    view[layout.dim] = owners.numel()
+    owner_map = owners.view(view).expand(source.shape[:leading])
+    result = owner_map[index]
+    return [(call.out, _one_dimension(call, result, layout))]
+
+
+def _one_dimension(call: Call, owner_map: Tensor, layout: Layout) -> Layout | None:
+    """The layout whose owners depend on one dimension of the map only."""
+    for dim in range(owner_map.dim()):
+        rows = owner_map.movedim(dim, 0).flatten(1)
+        if rows.numel() == 0 or bool((rows == rows[:, :1]).all()):
+            return _by_owner(call, dim, rows[:, 0] if rows.numel() else rows.new_zeros(rows.size(0)), layout)
+    return _combined(call, call.out, "gathers rows of different samples")
+
+
+def _by_owner(call: Call, dim: int, owner: Tensor, layout: Layout) -> Layout:
+    if owner.numel() == call.batch and torch.equal(owner, torch.arange(call.batch, device=owner.device)):
+        return Layout(call.batch, dim, mixed=layout.mixed)
+    return Layout(call.batch, dim, owner=owner, mixed=layout.mixed)
+
+
+def _take_from_constant(call: Call) -> Tags:
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if len(index) == 1 and isinstance(index[0], Tensor) and index[0].dtype != torch.bool:
+        return [(call.out, call.layout(index[0]))]
+    return ask(call)
+
+
+@_rule(torch.index_select, T.index_select)
+def _index_select(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    dim, index = call.argument(1, "dim"), call.argument(2, "index")
+    if layout is None:
+        return ask(call)
+    if dim % source.dim() != layout.dim:
+        if call.layout(index) is not None:
+            return [(call.out, _combined(call, call.out, "indexes all samples by one sample's data"))]
+        return [(call.out, layout)]
+    return [(call.out, _by_owner(call, layout.dim, layout.owners(source.device)[index], layout))]
+
+
+@_rule(torch.gather, T.gather, torch.take_along_dim, T.take_along_dim)
+def _gather(call: Call) -> Tags:
+    source, dim = call.args[0], call.argument(1, "dim")
+    layout = call.layout(source) or call.layout(call.argument(2, "index"))
+    if layout is None or dim % source.dim() == layout.dim:
+        return [(call.out, _combined(call, call.out, "gathers along the batch"))]
+    return [(call.out, layout)]
+
+
+@_rule(*_named("masked_select", "nonzero", "unique", "argwhere", "bincount"))
+def _rows_by_value(call: Call) -> Tags:
+    return [(tensor, _combined(call, tensor, "keeps rows by value")) for tensor in tensors_in(call.out)]
+
+
+@_rule(T.__setitem__)
+def _setitem(call: Call) -> Tags:
+    target, index, value = call.args
+    layout, source = call.layout(target), call.layout(value)
+    if source is None:
+        return [(target, layout)]
+    if layout is None or not _written_by_itself(call, layout, source, index):
+        return _new_target(call, target, layout, source, index)
+    return [(target, layout._replace(mixed=layout.mixed or source.mixed))]
+
+
+def _new_target(call: Call, target: Tensor, layout: Layout | None, source: Layout, index: Any) -> Tags:
+    """A constant becomes data by what is written into it, samples first if that fits."""
+    if layout is None and target.dim() and target.size(0) % call.batch == 0 and target.size(0):
+        guess = Layout(call.batch, 0, 1, target.size(0) // call.batch)
+        if _written_by_itself(call, guess, source, index):
+            return [(target, guess._replace(mixed=source.mixed))]
+    return [(target, Layout(call.batch, mixed=call.mixed("writes rows of one sample into another's")))]
+
+
+def _written_by_itself(call: Call, layout: Layout, source: Layout, index: Any) -> bool:
+    """Whether target[index] = value writes every sample's rows into its own rows."""
+    target, value = call.args[0], call.args[2]
+    view = [1] * target.dim()
+    view[layout.dim] = layout.rows
+    written = layout.owners(target.device).view(view).expand(target.shape)[index]
+    view = [1] * value.dim()
+    view[source.dim] = source.rows
+    return bool((written == source.owners(target.device).view(view)).all())
+
+
+@_rule(*_named("index_add", "index_add_", "index_copy", "index_copy_"))
+def _index_add(call: Call) -> Tags:
+    target, dim, index, source = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
+    layout, rows = call.layout(target), call.layout(source)
+    dim = dim % target.dim()
+    if rows is None:
+        return [(call.out, layout)]
+    if layout is None and target.size(dim) % call.batch == 0:
+        layout = Layout(call.batch, dim, 1, target.size(dim) // call.batch)
+    if layout is not None and layout.dim == dim == rows.dim:
+        if torch.equal(layout.owners(target.device)[index], rows.owners(target.device)):
+            return [(call.out, layout._replace(mixed=layout.mixed or rows.mixed))]
+    return [(call.out, _combined(call, call.out, "adds rows of one sample to another's"))]
+
+
+# --------------------------------------------------------------------------- along the batch
+
+
+@_rule(torch.cat, torch.concat, torch.concatenate)
+def _cat(call: Call) -> Tags:
+    tensors, dim = call.args[0], call.argument(1, "dim", 0)
+    layouts = [call.layout(tensor) for tensor in tensors]
+    known = [layout for layout in layouts if layout is not None]
+    if not known or dim % call.out.dim() != known[0].dim:
+        return ask(call)
+    if len(known) < len(layouts) or len({layout.dim for layout in known}) > 1:
+        return [(call.out, _combined(call, call.out, "joins constants to the batch"))]
+    mixed = next((layout.mixed for layout in known if layout.mixed), "")
+    owner = torch.cat([layout.owners(tensor.device) for layout, tensor in zip(known, tensors, strict=True)])
+    if all(layout.owner is None and layout.outer == 1 and layout.inner == known[0].inner for layout in known):
+        return [(call.out, known[0]._replace(outer=len(known), mixed=mixed))]
+    return [(call.out, Layout(call.batch, known[0].dim, owner=owner, mixed=mixed))]
+
+
+@_rule(*_named("chunk", "split", "split_with_sizes", "tensor_split", "unbind"), T.__iter__)
+def _split(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    dim = call.argument(1 if call.name == "unbind" else 2, "dim", 0) if call.name != "__iter__" else 0
+    if layout is None or layout.mixed or dim % source.dim() != layout.dim:
+        return ask(call)
+    tags: Tags = []
+    start, owners = 0, layout.owners(source.device)
+    for part in tensors_in(call.out):
+        if part.dim() < source.dim():
+            tags.append((part, _combined(call, part, "picks one sample out of the batch")))
+            continue
+        stop = start + part.size(layout.dim)
+        tags.append((part, _by_owner(call, layout.dim, owners[start:stop], layout)))
+        start = stop
+    return tags
+
+
+def _along(position: int, name: str, *functions: Any) -> None:
+    """Functions that combine the positions of dimension `name` and keep its size."""
+
+    def rule(call: Call) -> Tags:
+        source, layout = call.args[0], call.layout(call.args[0])
+        dims = call.argument(position, name, -1 if name == "dim" else None)
+        dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+        if layout is not None and layout.dim in [dim % source.dim() for dim in dims if source.dim()]:
+            why = "works along the batch dimension"
+            return [(tensor, _combined(call, tensor, why)) for tensor in tensors_in(call.out)]
+        return ask(call)
+
+    _rule(*functions)(rule)
+
+
+_along(1, "dim", *_named("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin"))
+_along(1, "dim", *_named("logcumsumexp", "sort", "argsort", "cumsum_", "cumprod_"))
+_along(1, "dims", *_named("flip"))
+_along(2, "dims", *_named("roll"))
+_along(2, "dim", F.normalize)
+
+
+@_rule(F.scaled_dot_product_attention)
+def _attention(call: Call) -> Tags:
+    for tensor in tensors_in(call.args[:3]):
+        layout = call.layout(tensor)
+        if layout is not None and layout.dim >= tensor.dim() - 2:
+            return [(call.out, _combined(call, call.out, "attends from one sample to another"))]
+    return ask(call)
+
+
+@_rule(F.layer_norm, F.rms_norm)
+def _layer_norm(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is not None and layout.dim >= source.dim() - len(call.argument(1, "normalized_shape")):
+        return [(call.out, _combined(call, call.out, "normalises over the batch"))]
+    return [(call.out, layout)]
+
+
+@_rule(F.batch_norm, F.instance_norm, torch.batch_norm)
+def _batch_norm(call: Call) -> Tags:
+    if call.name == "batch_norm" and call.argument(5, "training", False):
+        raise SampleMixingError(
+            f"{call.mixed()} in training mode normalises every sample by the statistics of the whole batch, so "
+            "per-sample gradients do not exist. Replace it by nn.GroupNorm, or put the module in eval mode."
+        )
+    if call.name == "instance_norm" and call.argument(5, "use_input_stats", True):
+        if call.argument(1, "running_mean") is not None:
+            raise SampleMixingError(
+                f"{call.mixed()} keeps running statistics of the data, which would be released without noise. "
+                "Use track_running_stats=False, or put the module in eval mode."
+            )
+    tag(call.out, call.layout(call.args[0]))
+    return [(call.out, call.layout(call.args[0]))]
+
+
+@_rule(torch._VF._pad_packed_sequence, torch._VF._pack_padded_sequence)  # type: ignore[attr-defined]
+def _packed(call: Call) -> Tags:
+    """Packed rows lie by time: step t holds the first batch_sizes[t] samples of the sorted order."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None:
+        return []
+    if call.name == "_pack_padded_sequence":
+        data, sizes = call.out
+        owners = layout.owners(source.device)
+        rows = torch.cat([owners[: int(size)] for size in sizes])
+        return [(data, Layout(call.batch, 0, owner=rows, mixed=layout.mixed))]
+    padded = call.out[0]
+    batch_first = call.argument(2, "batch_first", False)
+    first = layout.owners(source.device)[: int(call.args[1][0])]
+    return [(padded, Layout(call.batch, 0 if batch_first else 1, owner=first, mixed=layout.mixed))]

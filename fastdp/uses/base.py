@@ -1,0 +1,245 @@
+"""What a use of a parameter is, and what a captured call does.
+
+A *rule* turns a torch function call that combines parameters with data into a `Capture`: the forward runs
+with the parameters detached, so autograd computes input gradients only; the backward hands the output
+gradient to the rule, which records a `Use` for each parameter: enough to give the norms of the per-sample
+gradients and their clipped sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import BatchLayoutError, SampleMixingError
+from ..layout import Layout, samplewise, tag, tag_of
+from ..ops.common import accumulate, chunks, square_sum
+
+if TYPE_CHECKING:
+    from ..capture import Pass
+
+class Use:
+    """A recorded use of `operand` (a parameter, or a tensor derived from parameters) by one batch.
+
+    Subclasses give the gradients with respect to the operand; all of a use's numbers are float32 or float64.
+    """
+
+    route = "materialise"
+
+    def __init__(self, operand: Tensor, batch: int, name: str) -> None:
+        self.operand, self.batch, self.name = operand, batch, name
+
+    def per_sample(self, low: int, high: int) -> Tensor:
+        """Gradients of samples [low, high): [high - low, *operand.shape]."""
+        raise NotImplementedError
+
+    def chunks(self) -> Iterable[tuple[int, int]]:
+        return chunks(self.batch, 4 * self.operand.numel())
+
+    def norm_sq(self) -> Tensor:
+        """Squared norms [B]."""
+        parts = [square_sum(self.per_sample(low, high)) for low, high in self.chunks()]
+        return torch.cat(parts)
+
+    def clipped_sum(self, c: Tensor) -> Tensor:
+        """sum_b c_b gradient_b, of the operand's shape; samples with c_b = 0 are not read as numbers."""
+        total = None
+        for low, high in self.chunks():
+            part = weighted_sum(self.per_sample(low, high), c[low:high])
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    def held_bytes(self) -> int:
+        """Memory that the use holds until the end of backward."""
+        return sum(v.numel() * v.element_size() for v in vars(self).values() if isinstance(v, Tensor)) - (
+            self.operand.numel() * self.operand.element_size()
+        )
+
+
+def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
+    """sum_b c_b rows_b; rows with c_b = 0 are not read as numbers."""
+    c = c.to(rows.dtype)
+    if rows.device.type == "cpu" and not bool((c == 0).any()):
+        return torch.mv(rows.reshape(rows.size(0), -1).mT, c).view(rows.shape[1:])
+    shape = (-1, *[1] * (rows.dim() - 1))
+    kept = torch.where((c == 0).view(shape), torch.zeros((), dtype=rows.dtype, device=rows.device), rows)
+    return torch.mv(kept.reshape(rows.size(0), -1).mT, c).view(rows.shape[1:])
+
+
+class Direct(Use):
+    """Per-sample gradients that are small enough to keep: biases, norm layers, broadcast parameters."""
+
+    route = "kept"
+
+    def __init__(self, operand: Tensor, grads: Tensor, name: str) -> None:
+        super().__init__(operand, grads.size(0), name)
+        self.grads = accumulate(grads)  # [B, *operand.shape]
+        assert grads.shape[1:] == operand.shape, (name, grads.shape, operand.shape)
+
+    def per_sample(self, low: int, high: int) -> Tensor:
+        return self.grads[low:high]
+
+    def norm_sq(self) -> Tensor:
+        return square_sum(self.grads)
+
+    def clipped_sum(self, c: Tensor) -> Tensor:
+        return weighted_sum(self.grads, c)
+
+
+class Lazy(Use):
+    """Per-sample gradients computed when asked for, in chunks of samples."""
+
+    def __init__(self, operand: Tensor, batch: int, name: str, compute: Callable[[int, int], Tensor]) -> None:
+        super().__init__(operand, batch, name)
+        self.compute = compute
+
+    def per_sample(self, low: int, high: int) -> Tensor:
+        return accumulate(self.compute(low, high))
+
+
+class Operand(NamedTuple):
+    """A parameter (or derived tensor) in a captured call: itself, and as the forward uses it."""
+
+    tensor: Tensor
+    value: Tensor  # detached
+
+    @staticmethod
+    def of(tensor: Tensor) -> Operand:
+        return Operand(tensor, tensor.detach())
+
+
+class Captured:
+    """One captured call. Rules subclass it: `run` is the forward, `back` the backward.
+
+    data: the tensors that carry samples, differentiable or not; what is saved for backward.
+    """
+
+    def __init__(self, recorder: Pass, name: str, path: str) -> None:
+        self.recorder, self.name, self.path = recorder, name, path
+        self.inner: tuple[list[Tensor], Any] | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.recorder.batch
+
+    def run(self, *data: Tensor) -> Any:
+        """The function's value from the data; parameters detached."""
+        raise NotImplementedError
+
+    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
+        """What `back` needs of the data."""
+        return data
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        """Record the uses."""
+        raise NotImplementedError
+
+    def forward(self, *data: Tensor) -> Any:
+        """Run, keeping a graph for the input gradients. Fast rules override this and `input_grads`."""
+        if not any(t.requires_grad for t in data):
+            return self.run(*data)
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_(t.requires_grad) for t in data]
+            out = self.run(*inputs)
+        self.inner = (inputs, out)
+        return out.detach() if isinstance(out, Tensor) else tuple(t.detach() for t in out)
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        if self.inner is None:
+            return []
+        inputs, out = self.inner
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad]
+        wanted = [t for t in inputs if t.requires_grad]
+        found = iter(
+            torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            if pairs
+            else [None] * len(wanted)
+        )
+        self.inner = None
+        return [next(found) if t.requires_grad else None for t in inputs]
+
+
+def _owned(out: Tensor, data: tuple[Tensor, ...]) -> Tensor:
+    """The result as no view of anything, so that an activation may write into it."""
+    if not out._is_view():
+        return out
+    storage = out.untyped_storage().data_ptr()
+    if any(t.untyped_storage().data_ptr() == storage for t in data):
+        return out.clone()
+    return torch.ops.aten._unsafe_view(out, out.shape)
+
+
+class CaptureFunction(torch.autograd.Function):
+    """The autograd node of every captured call: input gradients go on, uses are recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, call: Captured, *data: Tensor) -> Any:
+        ctx.call, ctx.count = call, len(data)
+        out = call.forward(*data)
+        ctx.save_for_backward(*call.saved(*data))
+        return _owned(out, data) if isinstance(out, Tensor) else tuple(_owned(t, data) for t in out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        call: Captured = ctx.call
+        call.recorder.begin_record(call)
+        saved = ctx.saved_tensors
+        inputs = call.input_grads(saved, grads)
+        if call.batch:
+            call.back(saved, grads)
+        inputs += [None] * (ctx.count - len(inputs))
+        return (None, None, *inputs)
+
+
+def capture(call: Captured, *data: Tensor, layout: Layout | None) -> Any:
+    """Run a captured call and tag its result."""
+    out = CaptureFunction.apply(call.recorder.token_for(data), call, *data)  # type: ignore[no-untyped-call]
+    if layout is not None:
+        for tensor in (out,) if isinstance(out, Tensor) else out:
+            tag(tensor, layout)
+    return out
+
+
+# --------------------------------------------------------------------------- rules
+
+Rule = Callable[["Pass", Any, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*functions: Any) -> Callable[[Rule], Rule]:
+    """Register a rule for torch functions: rule(recorder, function, args, kwargs) -> result, or NotImplemented."""
+
+    def register(function: Rule) -> Rule:
+        for torch_function in functions:
+            RULES[torch_function] = function
+        return function
+
+    return register
+
+
+def sample_layout(recorder: Pass, tensor: Tensor, name: str) -> Layout:
+    """The layout of data that meets a parameter; refuses what cannot be attributed to samples."""
+    layout = tag_of(tensor, recorder.batch) or recorder.guess_layout(tensor)
+    place = recorder.place(name)
+    if layout is None:
+        raise BatchLayoutError(
+            f"{place}: cannot tell which rows of an input of shape {tuple(tensor.shape)} belong to which of the "
+            f"{recorder.batch} samples: its origin was not seen (a custom autograd function, perhaps). Call the "
+            "model with the samples along the first dimension, or give batch_size= and batch_first=."
+        )
+    if layout.mixed:
+        raise SampleMixingError(
+            f"{place}: its input depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
+            "for such a model; remove the operation, or use one that works on each sample alone."
+        )
+    return layout
+
+
+def cut(tensor: Tensor, layout: Layout) -> Tensor:
+    """`samplewise`, also in a batch of one, where every row belongs to the one sample."""
+    return tensor.unsqueeze(0) if layout.batch == 1 else samplewise(tensor, layout)

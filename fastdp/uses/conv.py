@@ -1,0 +1,158 @@
+"""Convolutions, plain and transposed, in 1, 2 and 3 dimensions, with every option of torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout import Layout
+from ..ops import conv as conv_ops
+from ..ops.common import accumulate, square_sum
+from ..ops.conv import Geometry, spatial
+from ..propagate import bind
+from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout, weighted_sum
+from .linear import autocast_dtype
+
+if TYPE_CHECKING:
+    from ..capture import Pass
+
+KEEP_RATIO = 4  # per-sample gradients are kept where they take at most this many times the saved data
+
+
+class Conv(Use):
+    """x [B,F,C,*], g [B,F,O,*]: F images of each sample."""
+
+    def __init__(self, operand: Tensor, x: Tensor, g: Tensor, geometry: Geometry, name: str) -> None:
+        super().__init__(operand, x.size(0), name)
+        self.x, self.g, self.geometry = x, g, geometry
+        self.kept: Tensor | None = None
+
+    @property
+    def route(self) -> str:  # type: ignore[override]
+        return "materialise" if self._keeps() else "direct"
+
+    def _keeps(self) -> bool:
+        return self.batch * self.operand.numel() <= KEEP_RATIO * (self.x.numel() + self.g.numel())
+
+    def per_sample(self, low: int, high: int) -> Tensor:
+        if self.kept is not None:
+            return self.kept[low:high]
+        return conv_ops.per_sample(self.x[low:high], self.g[low:high], self.geometry)
+
+    def norm_sq(self) -> Tensor:
+        if not self._keeps():
+            return conv_ops.norm_sq(self.x, self.g, self.geometry)
+        self.kept = self.per_sample(0, self.batch)
+        return square_sum(self.kept)
+
+    def clipped_sum(self, c: Tensor) -> Tensor:
+        if self.kept is not None:
+            return weighted_sum(self.kept, c)
+        return conv_ops.clipped_sum(self.x, self.g, c, self.geometry)
+
+
+class _Conv(Captured):
+    def __init__(self, recorder: Pass, name: str, weight: Tensor, bias: Tensor | None, geometry: Geometry,
+                 layout: Layout) -> None:  # fmt: skip
+        super().__init__(recorder, name, recorder.path)
+        self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
+        self.learns_weight = recorder.is_parameter(weight)
+        self.learns_bias = bias is not None and recorder.is_parameter(bias)
+        self.geometry, self.layout = geometry, layout
+        self.value = self.weight.value
+        self.cast: torch.dtype | None = None
+        self.wants_input = False
+
+    def forward(self, *data: Tensor) -> Tensor:
+        x, bias = data[0], self.bias.value if self.bias is not None else None
+        self.wants_input = x.requires_grad
+        self.cast = autocast_dtype(x)
+        if self.cast is not None:
+            x, self.value = x.to(self.cast), self.value.to(self.cast)
+            bias = None if bias is None else bias.to(self.cast)
+        geo = self.geometry
+        return torch.convolution(
+            x, self.value, bias, list(geo.stride), list(geo.padding), list(geo.dilation), geo.transposed,
+            list(geo.output_padding), geo.groups,
+        )  # fmt: skip
+
+    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
+        return (data[0] if self.cast is None else data[0].to(self.cast),)
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        if not self.wants_input:
+            return []
+        geo = self.geometry
+        return [
+            torch.ops.aten.convolution_backward(
+                grads[0], saved[0], self.value, None, list(geo.stride), list(geo.padding), list(geo.dilation),
+                geo.transposed, list(geo.output_padding), geo.groups, [True, False, False],
+            )[0]
+        ]  # fmt: skip
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        g = cut(grads[0], self.layout)
+        engine = self.recorder.engine
+        if self.learns_weight:
+            x = cut(saved[0], self.layout)
+            engine.record(Conv(self.weight.tensor, x, g, self.geometry, self.name))
+        if self.bias is not None and self.learns_bias:
+            over = [d for d in range(1, g.dim()) if d != 2]
+            engine.record(Direct(self.bias.tensor, accumulate(g).sum(over), self.name))
+
+
+_DIMENSIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_TRANSPOSED = {F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3}
+
+
+@rule(*_DIMENSIONS)
+def capture_conv(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """F.conv1d, conv2d, conv3d: stride, padding (numbers, 'valid', 'same'), dilation, groups."""
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    x, weight, bias, stride, padding, dilation, groups = bind(args, kwargs, *names)
+    n = _DIMENSIONS[func]
+    stride, dilation = spatial(_or(stride, 1), n), spatial(_or(dilation, 1), n)
+    padding = _or(padding, 0)
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        if any(size % 2 for size in total):  # torch pads one more at the end
+            pads = [p for size in reversed(total) for p in (size // 2, size - size // 2)]
+            x, padding = recorder.traced(F.pad, x, pads), 0
+        else:
+            padding = [size // 2 for size in total]
+    geometry = Geometry(
+        tuple(weight.shape), stride, spatial(padding, n), dilation, _or(groups, 1), False, (0,) * n
+    )
+    return _capture(recorder, func.__name__, x, weight, bias, geometry)
+
+
+@rule(*_TRANSPOSED)
+def capture_conv_transpose(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """F.conv_transpose1d, 2d, 3d."""
+    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+    x, weight, bias, stride, padding, output_padding, groups, dilation = bind(args, kwargs, *names)
+    n = _TRANSPOSED[func]
+    sizes = [spatial(_or(v, d), n) for v, d in ((stride, 1), (padding, 0), (dilation, 1), (output_padding, 0))]
+    geometry = Geometry(tuple(weight.shape), *sizes[:3], _or(groups, 1), True, sizes[3])
+    return _capture(recorder, func.__name__, x, weight, bias, geometry)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _capture(recorder: Pass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Any:
+    if recorder.is_parameter(x) or not recorder.is_data(x) or math.prod(x.shape[1:]) == 0:
+        return NotImplemented
+    if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias) if t is not None):
+        return NotImplemented
+    layout = sample_layout(recorder, x, name)
+    if x.dim() != weight.dim() or (layout.batch > 1 and layout.dim != 0):
+        return NotImplemented  # an image without a batch dimension
+    return capture(_Conv(recorder, name, weight, bias, geometry, layout), x, layout=layout)

@@ -1,0 +1,169 @@
+"""Table look-ups: F.embedding, F.embedding_bag, a parameter indexed by data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from ..derived import check_embedding
+from ..layout import Layout
+from ..propagate import bind
+from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
+from .generic import capture_whole
+
+if TYPE_CHECKING:
+    from ..capture import Pass
+
+
+class Lookup(Use):
+    """Rows `ids` [B,K] of a table were used, with output gradients `g` [B,K,d]; the table is [V, *row]."""
+
+    route = "segments"
+
+    def __init__(self, operand: Tensor, ids: Tensor, g: Tensor, name: str) -> None:
+        super().__init__(operand, ids.size(0), name)
+        self.ids, self.g = ids, g
+
+    @classmethod
+    def rows(cls, operand: Tensor, ids: Tensor, grads: Tensor, name: str) -> Lookup:
+        """ids [B, ...], grads [B, ..., *row]."""
+        batch = ids.size(0)
+        ids = ids.reshape(batch, -1)
+        ids = torch.where(ids < 0, ids + operand.size(0), ids)
+        width = max(1, operand[0].numel()) if operand.size(0) else 1
+        return cls(operand, ids, grads.reshape(batch, ids.size(1), width), name)
+
+    def norm_sq(self) -> Tensor:
+        return ops.embedding_norm_sq(self.ids, self.g)
+
+    def per_sample(self, low: int, high: int) -> Tensor:
+        rows = ops.embedding_per_sample(self.ids[low:high], self.g[low:high], self.operand.size(0))
+        return rows.view(high - low, *self.operand.shape)
+
+    def clipped_sum(self, c: Tensor) -> Tensor:
+        return ops.embedding_clipped_sum(self.ids, self.g, c, self.operand.size(0)).view(self.operand.shape)
+
+
+class _Embedding(Captured):
+    def __init__(self, recorder: Pass, table: Operand, padding_idx: int | None, layout: Layout) -> None:
+        super().__init__(recorder, "embedding", recorder.path)
+        self.table, self.padding_idx, self.layout = table, padding_idx, layout
+
+    def run(self, *data: Tensor) -> Tensor:
+        return F.embedding(data[0], self.table.value)
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        ids, g = cut(saved[0], self.layout), cut(grads[0], self.layout)
+        if self.padding_idx is not None:
+            g = torch.where((ids == self.padding_idx).unsqueeze(-1), torch.zeros((), dtype=g.dtype, device=g.device), g)
+        self.recorder.engine.record(Lookup.rows(self.table.tensor, ids, g, self.name))
+
+
+@rule(F.embedding)
+def capture_embedding(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """F.embedding(ids, table); options that couple samples are refused."""
+    ids, table, padding_idx = bind(args, kwargs, "input", "weight", "padding_idx")
+    if recorder.is_parameter(ids) or not recorder.is_parameter(table):
+        return NotImplemented
+    check_embedding(recorder, args, kwargs)
+    layout = sample_layout(recorder, ids, "embedding")
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += table.size(0)
+    return capture(_Embedding(recorder, Operand.of(table), padding_idx, layout), ids, layout=layout)
+
+
+@rule(torch.Tensor.__getitem__)
+def capture_getitem(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """table[ids] with ids from the data (relative position tables)."""
+    table, index = args
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    if not recorder.is_parameter(table) or recorder.is_parameter(index):
+        return NotImplemented
+    layout = sample_layout(recorder, index, "__getitem__")
+    return capture(_RowIndex(recorder, Operand.of(table), layout), index, layout=layout)
+
+
+class _RowIndex(Captured):
+    def __init__(self, recorder: Pass, table: Operand, layout: Layout) -> None:
+        super().__init__(recorder, "__getitem__", recorder.path)
+        self.table, self.layout = table, layout
+
+    def run(self, *data: Tensor) -> Tensor:
+        return self.table.value[data[0]]
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        ids, g = cut(saved[0], self.layout), cut(grads[0], self.layout)
+        self.recorder.engine.record(Lookup.rows(self.table.tensor, ids, g, self.name))
+
+
+class _Bag(Captured):
+    """embedding_bag with sum or mean: every element of a bag has the bag's gradient times its weight."""
+
+    def __init__(self, recorder: Pass, table: Operand, options: dict[str, Any], bags: Layout, weighted: bool) -> None:
+        super().__init__(recorder, "embedding_bag", recorder.path)
+        self.table, self.options, self.bags, self.weighted = table, options, bags, weighted
+
+    def run(self, *data: Tensor) -> Tensor:
+        weights = data[1] if self.weighted else None
+        return F.embedding_bag(data[0], self.table.value, per_sample_weights=weights, **self.options)
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        ids, g = saved[0], grads[0]
+        bag = self._bag_of_element(ids, g.size(0))
+        flat = ids.flatten()
+        live = torch.ones_like(flat, dtype=torch.bool)
+        if self.options["padding_idx"] is not None:
+            live = flat != self.options["padding_idx"] % self.table.value.size(0)
+        scale = live.to(g.dtype)
+        if self.options["mode"] == "mean":
+            count = torch.zeros(g.size(0), dtype=g.dtype, device=g.device).index_add_(0, bag, scale)
+            scale = scale / count[bag].clamp(min=1)
+        if self.weighted:
+            scale = scale * saved[1].flatten()
+        rows = torch.where(live.unsqueeze(1), g[bag] * scale.unsqueeze(1), torch.zeros((), dtype=g.dtype, device=g.device))
+        owner = self.bags.owners(g.device)[bag]
+        layout = Layout(self.bags.batch, 0, owner=owner)
+        use = Lookup.rows(self.table.tensor, cut(flat, layout), cut(rows, layout), self.name)
+        self.recorder.engine.record(use)
+
+    def _bag_of_element(self, ids: Tensor, bags: int) -> Tensor:
+        if ids.dim() == 2:
+            return torch.arange(bags, device=ids.device).repeat_interleave(ids.size(1))
+        starts = self.options["offsets"][:bags]
+        return torch.searchsorted(starts, torch.arange(ids.numel(), device=ids.device), right=True) - 1
+
+
+@rule(F.embedding_bag)
+def capture_embedding_bag(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sum and mean bags, 2-D ids or offsets, weights per element; max takes the generic rule."""
+    names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
+             "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip
+    found = dict(zip(names, bind(args, kwargs, *names), strict=True))
+    ids, table, offsets, weights = (found[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
+    if not recorder.is_parameter(table) or (weights is not None and recorder.is_parameter(weights)):
+        return NotImplemented
+    check = (ids, table, None, found["max_norm"], None, found["scale_grad_by_freq"])
+    check_embedding(recorder, check, {})
+    mode = found["mode"] or "mean"
+    if mode == "max":
+        return capture_whole(recorder, func, args, kwargs)
+    if offsets is None:
+        bags = sample_layout(recorder, ids, "embedding_bag")
+        if bags.batch > 1 and bags.dim != 0:
+            return NotImplemented
+    else:  # one bag a sample: the number of bags is the batch
+        count = offsets.numel() - bool(found["include_last_offset"])
+        if count % max(recorder.batch, 1):
+            return NotImplemented
+        bags = Layout(recorder.batch, 0, 1, count // max(recorder.batch, 1))
+    options = {k: found[k] for k in ("offsets", "padding_idx")}
+    options |= {"mode": mode, "include_last_offset": bool(found["include_last_offset"])}
+    call = _Bag(recorder, Operand.of(table), options, bags, weights is not None)
+    return capture(call, *([ids] if weights is None else [ids, weights]), layout=bags)

@@ -1,0 +1,274 @@
+"""Any other function of parameters and data: exact, one vector-Jacobian product a sample.
+
+The forward runs as it is. For the gradients, the function is run again on each sample's slice of the data
+(with vmap over the samples where the function allows it), and the result is compared in shape and, once
+for each kind of call, in value with that of the whole batch, so that an operation which is not one of each
+sample alone is an error.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..derived import is_in_place
+from ..errors import BatchLayoutError, UncapturedUseError
+from ..layout import Layout, tag, tag_of
+from ..links import link_of, set_link
+from ..propagate import Call, function_name, map_tensors, propagate
+from .base import Captured, Lazy, Operand, capture, cut, sample_layout
+
+if TYPE_CHECKING:
+    from ..capture import Pass
+
+# functions that take the parameter as a pattern of shape, type or device only
+_PATTERNS = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())
+_CHECKED: set[Any] = set()
+
+
+class _Slot:
+    """The place of a tensor in the arguments: data number `n`, or operand number `n`."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        self.kind, self.number = kind, number
+
+
+class _Generic(Captured):
+    def __init__(self, recorder: Pass, func: Any, args: Any, kwargs: Any, in_place: bool) -> None:
+        super().__init__(recorder, function_name(func), recorder.path)
+        self.func, self.in_place = func, in_place
+        self.operands: list[Operand] = []
+        self.data: list[Tensor] = []
+        self.constants: list[Tensor] = []
+        self.args, self.kwargs = map_tensors((args, kwargs), self._slot)
+        self.layouts = [self._layout(t) for t in self.data]
+        self.out_layouts: list[Layout] = []
+        self.single = True
+
+    def _slot(self, tensor: Tensor) -> _Slot:
+        for kind, items, test in (
+            ("operand", self.operands, self.recorder.is_parameter(tensor)),
+            ("data", self.data, self.recorder.is_data(tensor)),
+            ("constant", self.constants, True),
+        ):
+            if test:
+                items.append(Operand.of(tensor) if kind == "operand" else tensor)  # type: ignore[arg-type, attr-defined]
+                return _Slot(kind, len(items) - 1)  # type: ignore[arg-type]
+        raise AssertionError
+
+    def _layout(self, tensor: Tensor) -> Layout:
+        return sample_layout(self.recorder, tensor, self.name)
+
+    def filled(
+        self, operands: Sequence[Tensor], data: Sequence[Tensor], constants: Sequence[Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments, made of these tensors."""
+        where = {"operand": operands, "data": data, "constant": constants}
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, _Slot):
+                return where[value.kind][value.number]
+            if isinstance(value, tuple):
+                items = [fill(item) for item in value]
+                return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+            if isinstance(value, list):
+                return [fill(item) for item in value]
+            if isinstance(value, dict):
+                return {key: fill(item) for key, item in value.items()}
+            return value
+
+        return fill(self.args), fill(self.kwargs)
+
+    def apply(self, operands: Sequence[Tensor], data: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
+        """The function of these tensors."""
+        args, kwargs = self.filled(operands, data, constants)
+        if not self.in_place:
+            return self.func(*args, **kwargs)
+        target = args[0].clone()
+        self.func(target, *args[1:], **kwargs)
+        return target
+
+    def run(self, *data: Tensor) -> Any:
+        out = self.apply([o.value for o in self.operands], data, self.constants)
+        self.single = isinstance(out, Tensor)
+        return out if self.single else tuple(out)
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        for number, operand in enumerate(self.operands):
+            if operand.value.is_floating_point():
+                compute = self._gradients(number, saved, grads)
+                self.recorder.engine.record(Lazy(operand.tensor, self.batch, self.name, compute))
+
+    def _gradients(
+        self, number: int, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+    ) -> Callable[[int, int], Tensor]:
+        layouts = self.out_layouts
+        data = [cut(t, layout) for t, layout in zip(saved, self.layouts, strict=True)]
+        gs = [cut(g, layout) for g, layout in zip(grads, layouts, strict=True)]
+        values = [o.value for o in self.operands]
+
+        def gradient(g: Sequence[Tensor], xs: Sequence[Tensor], b: int) -> Tensor:
+            with torch.enable_grad():
+                w = [v.detach().requires_grad_(i == number) for i, v in enumerate(values)]
+                outs = self.outputs_of_sample(w, xs, b, [tuple(t.shape) for t in g])
+                pairs = [(o, t) for o, t in zip(outs, g, strict=True) if o.requires_grad]
+                found = torch.autograd.grad(
+                    [o for o, _ in pairs], [w[number]], [t for _, t in pairs], allow_unused=True
+                ) if pairs else (None,)  # fmt: skip
+            return torch.zeros_like(values[number]) if found[0] is None else found[0]
+
+        def compute(low: int, high: int) -> Tensor:
+            return torch.stack([gradient([g[b] for g in gs], [x[b] for x in data], b) for b in range(low, high)])
+
+        return compute
+
+    def outputs_of_sample(
+        self, operands: Sequence[Tensor], xs: Sequence[Tensor], b: int, shapes: list[tuple[int, ...]]
+    ) -> list[Tensor]:
+        """The function on sample b alone; rows of the batch are cut out of constants and operands if need be."""
+        problem: Exception | None = None
+        for cut_operands, cut_constants in ((False, False), (False, True), (True, False), (True, True)):
+            try:
+                out = self.apply(
+                    [self._own(t, b) for t in operands] if cut_operands else operands,
+                    xs,
+                    [self._own(t, b) for t in self.constants] if cut_constants else self.constants,
+                )
+            except (RuntimeError, IndexError, ValueError) as error:
+                problem = error
+                continue
+            outs = [out] if isinstance(out, Tensor) else list(out)
+            if [tuple(t.shape) for t in outs] == shapes:
+                return outs
+        raise UncapturedUseError(
+            f"{self.name}() in module '{self.path}' combines a trainable parameter with data in a way that does "
+            f"not work on one sample alone, so its per-sample gradients are unknown{f' ({problem})' if problem else ''}"
+            ". Freeze the parameter, or write the operation so that each sample is treated alone."
+        )
+
+    def _own(self, tensor: Tensor, b: int) -> Tensor:
+        """Rows of sample b of a tensor that lies as the output does, or is samples first."""
+        layout = self.out_layouts[0]
+        if layout.owner is None and not layout.mixed:
+            for dim in (layout.dim, 0):
+                if tensor.dim() > dim and tensor.size(dim) == layout.rows and layout.rows > 1:
+                    rows = torch.nonzero(layout.owners(tensor.device) == b).flatten()
+                    return tensor.index_select(dim, rows)
+        return tensor
+
+    def check(self, out: Any) -> None:
+        """Once for each kind of call: the first sample alone gives the batch's first rows."""
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        try:
+            key = (self.func, self.batch, tuple((t.shape, lay[:4]) for t, lay in zip(self.data, self.layouts, strict=True)))
+            if key in _CHECKED:
+                return
+            _CHECKED.add(key)
+        except TypeError:
+            pass
+        with torch.no_grad():
+            rows = [cut(t, layout) for t, layout in zip(outs, self.out_layouts, strict=True)]
+            for b in {0, self.batch - 1}:
+                xs = [cut(t, layout)[b] for t, layout in zip(self.data, self.layouts, strict=True)]
+                alone = self.outputs_of_sample([o.value for o in self.operands], xs, b, [tuple(r[b].shape) for r in rows])
+                for one, row in zip(alone, rows, strict=True):
+                    tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 3e-2
+                    if not torch.allclose(one, row[b], rtol=tolerance, atol=tolerance, equal_nan=True):
+                        raise UncapturedUseError(
+                            f"{self.name}() in module '{self.path}' gives another result for a sample alone than for "
+                            "the same sample in the batch: it is random or depends on other samples. Its parameter "
+                            "cannot be trained with per-sample gradients; freeze it or change the operation."
+                        )
+
+
+def capture_generic(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of functions without a rule."""
+    name = function_name(func)
+    if name in _PATTERNS and not recorder.is_parameter(args[0]):
+        out = func(*args, **kwargs)
+        propagate(Call(func, args, kwargs, out, recorder.batch, recorder.path))
+        return out
+    body = python_body(func)
+    if body is not None:  # a composite in Python: see through it
+        return recorder.traced(body, *args, **kwargs)
+    in_place = is_in_place(name)
+    if in_place:
+        return _capture_in_place(recorder, func, args, kwargs)
+    return capture_whole(recorder, func, args, kwargs)
+
+
+def _capture_in_place(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    before = target.clone()  # keeps the graph of what the target was
+    link, layout = link_of(target), tag_of(target, recorder.batch)
+    if link is not None:
+        set_link(before, link)
+        set_link(target, None)
+    elif layout is not None:
+        tag(before, layout)
+    out = capture_whole(recorder, func, (before, *args[1:]), kwargs, in_place=True)
+    target.copy_(out)
+    tag(target, tag_of(out, recorder.batch))
+    return target
+
+
+def capture_whole(
+    recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
+) -> Any:
+    """Capture this very function, without a look into its body."""
+    call = _Generic(recorder, func, args, kwargs, in_place)
+    out = capture(call, *call.data, layout=None)
+    outs = [out] if isinstance(out, Tensor) else list(out)
+    if not any(t.is_floating_point() for t in outs):  # comparisons: no gradient
+        outs = [t.detach() for t in outs]
+    _tag_result(call, func, out)
+    for tensor in outs:
+        layout = tag_of(tensor, recorder.batch)
+        if layout is None:
+            raise BatchLayoutError(
+                f"{recorder.place(call.name)}: cannot tell which rows of its result of shape {tuple(tensor.shape)} "
+                f"belong to which of the {recorder.batch} samples. Freeze the parameter, or use a simpler operation."
+            )
+        call.out_layouts.append(sample_layout(recorder, tensor, call.name))
+    if recorder.batch > 0:
+        call.check(out)
+    return out
+
+
+def _tag_result(call: _Generic, func: Any, out: Any) -> None:
+    """Layouts of the result; they do not depend on the operands, which stand in as constants."""
+    args, kwargs = call.filled([o.value for o in call.operands], call.data, call.constants)
+    recorder = call.recorder
+    if func is torch.Tensor.__setitem__:
+        propagate(Call(func, args, kwargs, None, recorder.batch, recorder.path))
+        tag(out, tag_of(args[0], recorder.batch))
+    else:
+        propagate(Call(func, args, kwargs, out, recorder.batch, recorder.path))
+
+
+_CHECK_NAMES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_BODIES: dict[Any, Any] = {}
+
+
+def python_body(func: Any) -> Callable[..., Any] | None:
+    """The body of a function of torch.nn.functional written in Python, without its override check."""
+    if func in _BODIES:
+        return _BODIES[func]
+    body = None
+    if isinstance(func, types.FunctionType) and func.__module__ in ("torch.nn.functional", "torch.functional"):
+        if any(name in func.__code__.co_names for name in _CHECK_NAMES):
+            scope = dict(func.__globals__)
+            scope.update({name: _never for name in _CHECK_NAMES})
+            body = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+            body.__kwdefaults__ = func.__kwdefaults__
+    _BODIES[func] = body
+    return body
+
+
+def _never(*args: Any) -> bool:
+    return False
+

@@ -1,0 +1,209 @@
+"""Matrix products with a parameter: F.linear, matmul, mm, addmm (HF Conv1D), either operand order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from ..layout import Layout
+from ..propagate import bind
+from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout
+
+if TYPE_CHECKING:
+    from ..capture import Pass
+
+
+class Matmul(Use):
+    """The operand's gradient is g_b^T a_b, with a [B,T,I], g [B,T,O] and operand [O,I]."""
+
+    def __init__(self, operand: Tensor, a: Tensor, g: Tensor, name: str) -> None:
+        super().__init__(operand, a.size(0), name)
+        self.a, self.g = a, g
+
+    @property
+    def route(self) -> str:  # type: ignore[override]
+        t, i, o = self.a.size(1), self.a.size(2), self.g.size(2)
+        if t == 1:
+            return "T=1"
+        return "gram" if ops.linear.gram_is_cheaper(t, i, o) else "direct"
+
+    def transposed(self, operand: Tensor) -> Matmul:
+        """The same use, of the transposed operand."""
+        return Matmul(operand, self.g, self.a, self.name)
+
+    def norm_sq(self) -> Tensor:
+        return ops.linear_norm_sq(self.a, self.g)
+
+    def per_sample(self, low: int, high: int) -> Tensor:
+        return ops.linear_per_sample(self.a[low:high], self.g[low:high])
+
+    def clipped_sum(self, c: Tensor) -> Tensor:
+        return ops.linear_clipped_sum(self.a, self.g, c)
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The type autocast computes matrix products in here, if it is on."""
+    kind = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+class _Linear(Captured):
+    """x W^T + b, each of W and b an operand, a constant or (b) absent."""
+
+    def __init__(self, recorder: Pass, weight: Tensor, bias: Tensor | None, layout: Layout, name: str) -> None:
+        super().__init__(recorder, name, recorder.path)
+        self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
+        self.learns_weight = recorder.is_parameter(weight)
+        self.learns_bias = bias is not None and recorder.is_parameter(bias)
+        self.layout = layout
+        self.cast: torch.dtype | None = None
+        self.value = self.weight.value
+
+    def forward(self, *data: Tensor) -> Tensor:
+        x = data[0]
+        bias = self.bias.value if self.bias is not None else None
+        self.cast = autocast_dtype(x)
+        if self.cast is not None:
+            x, self.value = x.to(self.cast), self.value.to(self.cast)
+            bias = None if bias is None else bias.to(self.cast)
+        return F.linear(x, self.value, bias)
+
+    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
+        if not self.learns_weight:
+            return ()
+        return (data[0] if self.cast is None else data[0].to(self.cast),)
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        return [torch.matmul(grads[0], self.value)]
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        g = cut(grads[0], self.layout)
+        g = g.reshape(g.size(0), -1, g.size(-1))
+        engine = self.recorder.engine
+        if self.learns_weight:
+            a = cut(saved[0], self.layout)
+            engine.record(Matmul(self.weight.tensor, a.reshape(a.size(0), -1, a.size(-1)), g, self.name))
+        if self.bias is not None and self.learns_bias:
+            engine.record(Direct(self.bias.tensor, _row_sum(g), self.name))
+
+
+def _row_sum(g: Tensor) -> Tensor:
+    """[B,T,O] -> [B,O] in float32."""
+    return g.squeeze(1) if g.size(1) == 1 else ops.common.accumulate(g).sum(1)
+
+
+class _InputGradLinear(_Linear):
+    """The same, its data needing no gradient (the first layer): the backward skips it."""
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        return []
+
+
+def _linear(recorder: Pass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    if recorder.is_parameter(x) or x.dim() == 0 or weight.dim() != 2 or not recorder.is_data(x):
+        return NotImplemented
+    if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias) if t is not None):
+        return NotImplemented
+    layout = sample_layout(recorder, x, name)
+    if layout.batch > 1 and layout.dim == x.dim() - 1:
+        return NotImplemented  # contracts the batch dimension
+    kind = _Linear if x.requires_grad else _InputGradLinear
+    return capture(kind(recorder, weight, bias, layout, name), x, layout=layout)
+
+
+@rule(F.linear)
+def capture_linear(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """F.linear(x, W, b), x of any number of dimensions."""
+    x, weight, bias = bind(args, kwargs, "input", "weight", "bias")
+    return _linear(recorder, "linear", x, weight, bias)
+
+
+class _Right(Captured):
+    """x @ W (+ b) with W [I,O]: the gradient is a^T g, a use of W as stored."""
+
+    def __init__(self, recorder: Pass, weight: Tensor, bias: Tensor | None, layout: Layout, name: str) -> None:
+        super().__init__(recorder, name, recorder.path)
+        self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
+        self.learns_weight = recorder.is_parameter(weight)
+        self.learns_bias = bias is not None and recorder.is_parameter(bias)
+        self.layout = layout
+
+    def run(self, *data: Tensor) -> Tensor:
+        out = torch.matmul(data[0], self.weight.value)
+        return out if self.bias is None else out + self.bias.value
+
+    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
+        if not self.learns_weight:
+            return ()
+        cast = autocast_dtype(data[0])
+        return (data[0] if cast is None else data[0].to(cast),)
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        g = cut(grads[0], self.layout)
+        g = g.reshape(g.size(0), -1, g.size(-1))
+        engine = self.recorder.engine
+        if self.learns_weight:
+            a = cut(saved[0], self.layout)
+            engine.record(Matmul(self.weight.tensor, g, a.reshape(a.size(0), -1, a.size(-1)), self.name))
+        if self.bias is not None and self.learns_bias:
+            engine.record(Direct(self.bias.tensor, _row_sum(g), self.name))
+
+
+class _Left(Captured):
+    """W @ x with W [O,I], x [..., I, T]: the gradient is sum_t g_t x_t^T."""
+
+    def __init__(self, recorder: Pass, weight: Tensor, layout: Layout, name: str) -> None:
+        super().__init__(recorder, name, recorder.path)
+        self.weight, self.layout = Operand.of(weight), layout
+
+    def run(self, *data: Tensor) -> Tensor:
+        return torch.matmul(self.weight.value, data[0])
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        g, a = cut(grads[0], self.layout).mT, cut(saved[0], self.layout).mT  # [B, ..., T, O] and [..., T, I]
+        a, g = (t.reshape(t.size(0), -1, t.size(-1)) for t in (a, g))
+        self.recorder.engine.record(Matmul(self.weight.tensor, a, g, self.name))
+
+
+@rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm, torch.Tensor.mm)
+def capture_matmul(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """x @ W and W @ x for a matrix W; vectors, stacks of matrices and products of operands are generic."""
+    if len(args) != 2 or kwargs:
+        return NotImplemented
+    first, second = args if func is not torch.Tensor.__rmatmul__ else args[::-1]
+    left, right = recorder.is_parameter(first), recorder.is_parameter(second)
+    if left and right:
+        return NotImplemented
+    if right and second.dim() == 2 and first.dim() >= 1:
+        layout = sample_layout(recorder, first, "matmul")
+        if layout.batch > 1 and layout.dim == first.dim() - 1:
+            return NotImplemented
+        return capture(_Right(recorder, second, None, layout, "matmul"), first, layout=layout)
+    if left and first.dim() == 2 and second.dim() >= 2:
+        layout = sample_layout(recorder, second, "matmul")
+        if layout.batch > 1 and layout.dim == second.dim() - 2:
+            return NotImplemented
+        return capture(_Left(recorder, first, layout, "matmul"), second, layout=layout)
+    return NotImplemented
+
+
+@rule(torch.addmm, torch.Tensor.addmm)
+def capture_addmm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """addmm(b, x, W) with a vector b: transformers' Conv1D."""
+    bias, x, weight = bind(args, kwargs, "input", "mat1", "mat2")
+    if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1 or len(args) > 3:
+        return NotImplemented
+    if recorder.is_parameter(x) or not recorder.is_data(x) or bias.dim() != 1 or bias.numel() != weight.size(1):
+        return NotImplemented
+    if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias)):
+        return NotImplemented
+    layout = sample_layout(recorder, x, "addmm")
+    if layout.batch > 1 and layout.dim == 1:
+        return NotImplemented
+    return capture(_Right(recorder, weight, bias, layout, "addmm"), x, layout=layout)
