@@ -10,6 +10,7 @@ from .accounting import noise_multiplier_for
 from .engine import PerSampleGradients
 from .optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
 from .sampling import poisson_loader
+from .verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -20,9 +21,11 @@ __all__ = [
     "DPSGD",
     "PerSampleGradients",
     "PrivateOptimizer",
+    "VerifyReport",
     "errors",
     "noise_multiplier_for",
     "ops",
     "poisson_loader",
     "privatize",
+    "verify",
 ]

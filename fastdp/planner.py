@@ -53,7 +53,8 @@ def _shape_and_units(use: Use) -> tuple[str, float]:
         return f"B={b} T={t} I={i} O={o}", norm + 1
     if isinstance(use, Conv):
         x, g = tuple(use.x.shape[2:]), tuple(use.g.shape[2:])
-        return f"B={use.batch} x={x} g={g}".replace(" ", " "), 1.0 if use.route == "materialise" else 2.0
+        t, i, o = math.prod(g[1:]) * use.g.size(1), math.prod(use.geometry.weight[1:]), use.geometry.weight[0]
+        return f"B={use.batch} x={x} g={g}", 2.0 if use.route == "direct" else 1 + t * (i + o) / (i * o)
     if isinstance(use, Lookup):
         return f"B={use.batch} K={use.ids.size(1)} d={use.g.size(2)}", 2.0
     if isinstance(use, Direct):

@@ -167,8 +167,7 @@ class Privacy:
                 total = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
             elif not total.is_contiguous():
                 total = total.contiguous()
-            self.noise.add_(total, std, stream)
-            found[id(parameter)] = total.div_(divisor).to(parameter.dtype)
+            found[id(parameter)] = self.noise.add_scaled_(total, std, 1 / divisor, stream).to(parameter.dtype)
         return found
 
     def finish(self) -> None:

@@ -182,15 +182,17 @@ def _index_owner_map(call: Call, layout: Layout, index: tuple[Any, ...], leading
 def _one_dimension(call: Call, owner_map: Tensor, layout: Layout) -> Layout | None:
     """The layout whose owners depend on one dimension of the map only."""
     for dim in range(owner_map.dim()):
-        rows = owner_map.movedim(dim, 0).flatten(1)
+        rows = owner_map.movedim(dim, 0).reshape(owner_map.size(dim), -1)
         if rows.numel() == 0 or bool((rows == rows[:, :1]).all()):
             return _by_owner(call, dim, rows[:, 0] if rows.numel() else rows.new_zeros(rows.size(0)), layout)
     return _combined(call, call.out, "gathers rows of different samples")
 
 
 def _by_owner(call: Call, dim: int, owner: Tensor, layout: Layout) -> Layout:
-    if owner.numel() == call.batch and torch.equal(owner, torch.arange(call.batch, device=owner.device)):
-        return Layout(call.batch, dim, mixed=layout.mixed)
+    each = max(owner.numel() // call.batch, 1)
+    if owner.numel() == call.batch * each:
+        if torch.equal(owner, torch.arange(call.batch, device=owner.device).repeat_interleave(each)):
+            return Layout(call.batch, dim, 1, each, mixed=layout.mixed)
     return Layout(call.batch, dim, owner=owner, mixed=layout.mixed)
 
 
@@ -199,6 +201,29 @@ def _take_from_constant(call: Call) -> Tags:
     if len(index) == 1 and isinstance(index[0], Tensor) and index[0].dtype != torch.bool:
         return [(call.out, call.layout(index[0]))]
     return ask(call)
+
+
+@_rule(torch.as_strided, T.as_strided)
+def _as_strided(call: Call) -> Tags:
+    """Windows over memory: the same strides over a map of sample numbers."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None or layout.mixed:
+        return [(call.out, layout)]
+    view = [1] * source.dim()
+    view[layout.dim] = layout.rows
+    offset = call.out.storage_offset() - source.storage_offset()
+    span = max(_extent(source), offset + _extent(call.out))
+    memory = torch.full((span,), -1, device=source.device)
+    memory.as_strided(source.shape, source.stride()).copy_(layout.owners(source.device).view(view))
+    if offset < 0:
+        return [(call.out, _combined(call, call.out, "takes windows of memory outside of its input"))]
+    owner_map = memory.as_strided(call.out.shape, call.out.stride(), offset)
+    return [(call.out, _one_dimension(call, owner_map, layout))]
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements of memory from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @_rule(torch.index_select, T.index_select)
@@ -234,17 +259,24 @@ def _setitem(call: Call) -> Tags:
     layout, source = call.layout(target), call.layout(value)
     if source is None:
         return [(target, layout)]
+    if source.mixed or (layout is not None and layout.mixed):
+        return [(target, Layout(call.batch, mixed=source.mixed or layout.mixed))]  # type: ignore[union-attr]
     if layout is None or not _written_by_itself(call, layout, source, index):
         return _new_target(call, target, layout, source, index)
     return [(target, layout._replace(mixed=layout.mixed or source.mixed))]
 
 
 def _new_target(call: Call, target: Tensor, layout: Layout | None, source: Layout, index: Any) -> Tags:
-    """A constant becomes data by what is written into it, samples first if that fits."""
-    if layout is None and target.dim() and target.size(0) % call.batch == 0 and target.size(0):
-        guess = Layout(call.batch, 0, 1, target.size(0) // call.batch)
-        if _written_by_itself(call, guess, source, index):
-            return [(target, guess._replace(mixed=source.mixed))]
+    """A constant becomes data by what is written into it: along the only dimension that fits."""
+    if layout is None:
+        guesses = [
+            Layout(call.batch, dim, 1, size // call.batch)
+            for dim, size in enumerate(target.shape)
+            if size and size % call.batch == 0
+        ]
+        fitting = [guess for guess in guesses if _written_by_itself(call, guess, source, index)]
+        if len(fitting) == 1:
+            return [(target, fitting[0])]
     return [(target, Layout(call.batch, mixed=call.mixed("writes rows of one sample into another's")))]
 
 
@@ -328,8 +360,27 @@ def _along(position: int, name: str, *functions: Any) -> None:
 
 _along(1, "dim", *_named("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin"))
 _along(1, "dim", *_named("logcumsumexp", "sort", "argsort", "cumsum_", "cumprod_"))
-_along(1, "dims", *_named("flip"))
-_along(2, "dims", *_named("roll"))
+
+@_rule(*_named("flip", "roll"))
+def _moved(call: Call) -> Tags:
+    """Rows in another order: apply the same to the sample numbers."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None or layout.mixed:
+        return [(call.out, layout)]
+    owners = layout.owners(source.device)
+    if call.name == "flip":
+        dims = call.args[1:] if isinstance(call.argument(1, "dims"), int) else call.argument(1, "dims")
+        if layout.dim in [dim % source.dim() for dim in dims]:
+            return [(call.out, _by_owner(call, layout.dim, owners.flip(0), layout))]
+        return [(call.out, layout)]
+    shifts, dims = call.argument(1, "shifts"), call.argument(2, "dims")
+    if dims is None or dims == ():
+        return [(call.out, _combined(call, call.out, "rolls samples into each other"))]
+    pairs = zip(*((v,) if isinstance(v, int) else tuple(v) for v in (shifts, dims)), strict=True)
+    along = [shift for shift, dim in pairs if dim % source.dim() == layout.dim]
+    return [(call.out, _by_owner(call, layout.dim, owners.roll(sum(along)), layout) if along else layout)]
+
+
 _along(2, "dim", F.normalize)
 
 

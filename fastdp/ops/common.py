@@ -29,8 +29,7 @@ def column(values: Tensor, like: Tensor) -> Tensor:
 
 def scaled(g: Tensor, c: Tensor) -> Tensor:
     """c_b * g_b, and exactly 0 where c_b = 0, whatever g_b holds (0 * inf would be NaN)."""
-    factor = column(c.to(g.dtype), g)
-    return torch.where(factor == 0, torch.zeros((), dtype=g.dtype, device=g.device), g * factor)
+    return without_dropped(g * column(c.to(g.dtype), g), c)
 
 
 def without_dropped(a: Tensor, c: Tensor) -> Tensor:

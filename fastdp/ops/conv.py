@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common import accumulate, chunks, scaled, square_sum, without_dropped
+from . import linear
+from .common import CHUNK_BYTES, accumulate, chunks, scaled, square_sum, without_dropped
 
 IM2COL_POSITIONS = 320  # below this many output positions patches + matmul beat a convolution a sample
 
@@ -72,21 +73,40 @@ def per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     batch, images = x.shape[:2]
     if batch == 0 or images == 0:
         return x.new_zeros((batch, *geometry.weight))
-    dense = geometry.groups == 1 and not geometry.transposed
-    if dense and (math.prod(geometry.weight[2:]) == 1 or math.prod(g.shape[3:]) <= IM2COL_POSITIONS):
+    if is_dense(geometry) and (math.prod(geometry.weight[2:]) == 1 or math.prod(g.shape[3:]) <= IM2COL_POSITIONS):
         patches = _patches(x.flatten(0, 1), g.flatten(0, 1), geometry)
         rows = torch.bmm(g.flatten(0, 1).flatten(2), patches.mT).unflatten(0, (batch, images))
         return (rows.squeeze(1) if images == 1 else rows.sum(1)).view(batch, *geometry.weight)
     return torch.stack([weight_gradient(x[b], g[b], geometry) for b in range(batch)])
 
 
+def is_dense(geometry: Geometry) -> bool:
+    """A matrix product over patches: no groups, not transposed."""
+    return geometry.groups == 1 and not geometry.transposed
+
+
+def gram_is_cheaper(g: Tensor, geometry: Geometry) -> bool:
+    """Whether few output positions make the gram route the cheaper one; g [B,F,O,*]."""
+    positions = math.prod(g.shape[3:]) * g.size(1)
+    return is_dense(geometry) and linear.gram_is_cheaper(positions, math.prod(geometry.weight[1:]), g.size(2))
+
+
 def norm_sq(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     """Squared norm of each sample's weight gradient, [B]; formed in chunks, not stored."""
-    size = math.prod(geometry.weight) + math.prod(geometry.weight[1:]) * math.prod(g.shape[3:]) * g.size(1)
-    parts = [
-        square_sum(per_sample(x[low:high], g[low:high], geometry)) for low, high in chunks(x.size(0), 4 * size)
-    ]
-    return torch.cat(parts) if parts else accumulate(x).new_zeros(0)
+    x, g = accumulate(x), accumulate(g)
+    batch, images = x.shape[:2]
+    inputs, positions = math.prod(geometry.weight[1:]), math.prod(g.shape[3:]) * images
+    gram = gram_is_cheaper(g, geometry)
+    size = inputs * positions + (0 if gram else math.prod(geometry.weight))
+    parts = []
+    for low, high in chunks(batch, 4 * size, CHUNK_BYTES // 4):
+        if gram:
+            a = _patches(x[low:high].flatten(0, 1), g[low:high].flatten(0, 1), geometry).mT  # [b F, P, I]
+            rows = g[low:high].flatten(3).mT.flatten(1, 2)  # [b, F P, O]
+            parts.append(linear.linear_norm_sq(a.reshape(high - low, positions, inputs), rows, "gram"))
+        else:
+            parts.append(square_sum(per_sample(x[low:high], g[low:high], geometry)))
+    return torch.cat(parts) if parts else x.new_zeros(0)
 
 
 def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:

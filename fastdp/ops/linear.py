@@ -87,5 +87,9 @@ def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor | None = Non
     With `out` (float32 [O,I]) the sum is added to it.
     """
     a, g = _three(a, g)
-    a, g = without_dropped(a, c).flatten(0, 1), scaled(g, c).flatten(0, 1)
+    if a.size(2) < g.size(2):  # scale the smaller of the two
+        a, g = scaled(a, c), without_dropped(g, c)
+    else:
+        a, g = without_dropped(a, c), scaled(g, c)
+    a, g = a.flatten(0, 1), g.flatten(0, 1)
     return torch.mm(g.mT, a) if out is None else out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))

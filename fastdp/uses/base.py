@@ -232,6 +232,11 @@ def sample_layout(recorder: Pass, tensor: Tensor, name: str) -> Layout:
             f"{recorder.batch} samples: its origin was not seen (a custom autograd function, perhaps). Call the "
             "model with the samples along the first dimension, or give batch_size= and batch_first=."
         )
+    if layout.batch > 1 and not layout.mixed and tensor.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+        raise BatchLayoutError(
+            f"{place}: an input of shape {tuple(tensor.shape)} was believed to hold {layout.rows} rows along "
+            f"dimension {layout.dim}: a gap in fastdp's layout rules. Please report the model."
+        )
     if layout.mixed:
         raise SampleMixingError(
             f"{place}: its input depends on several samples: {layout.mixed}. Per-sample gradients do not exist "

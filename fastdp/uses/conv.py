@@ -11,17 +11,14 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..ops import conv as conv_ops
-from ..ops.common import accumulate, square_sum
+from ..ops.common import accumulate
 from ..ops.conv import Geometry, spatial
 from ..propagate import bind
-from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout, weighted_sum
+from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout
 from .linear import autocast_dtype
 
 if TYPE_CHECKING:
     from ..capture import Pass
-
-KEEP_RATIO = 4  # per-sample gradients are kept where they take at most this many times the saved data
-
 
 class Conv(Use):
     """x [B,F,C,*], g [B,F,O,*]: F images of each sample."""
@@ -29,30 +26,25 @@ class Conv(Use):
     def __init__(self, operand: Tensor, x: Tensor, g: Tensor, geometry: Geometry, name: str) -> None:
         super().__init__(operand, x.size(0), name)
         self.x, self.g, self.geometry = x, g, geometry
-        self.kept: Tensor | None = None
 
     @property
     def route(self) -> str:  # type: ignore[override]
-        return "materialise" if self._keeps() else "direct"
-
-    def _keeps(self) -> bool:
-        return self.batch * self.operand.numel() <= KEEP_RATIO * (self.x.numel() + self.g.numel())
+        return "gram" if conv_ops.gram_is_cheaper(self.g, self.geometry) else "direct"
 
     def per_sample(self, low: int, high: int) -> Tensor:
-        if self.kept is not None:
-            return self.kept[low:high]
         return conv_ops.per_sample(self.x[low:high], self.g[low:high], self.geometry)
 
     def norm_sq(self) -> Tensor:
-        if not self._keeps():
-            return conv_ops.norm_sq(self.x, self.g, self.geometry)
-        self.kept = self.per_sample(0, self.batch)
-        return square_sum(self.kept)
+        return conv_ops.norm_sq(self.x, self.g, self.geometry)
 
     def clipped_sum(self, c: Tensor) -> Tensor:
-        if self.kept is not None:
-            return weighted_sum(self.kept, c)
         return conv_ops.clipped_sum(self.x, self.g, c, self.geometry)
+
+
+def _keeps_gradients(x: Tensor, g: Tensor, geometry: Geometry) -> bool:
+    """Whether per-sample gradients take no more memory than the data they come from, and gram costs more."""
+    small = g.size(0) * math.prod(geometry.weight) <= x.numel() + g.numel()
+    return small and not conv_ops.gram_is_cheaper(g, geometry)
 
 
 class _Conv(Captured):
@@ -99,7 +91,11 @@ class _Conv(Captured):
         engine = self.recorder.engine
         if self.learns_weight:
             x = cut(saved[0], self.layout)
-            engine.record(Conv(self.weight.tensor, x, g, self.geometry, self.name))
+            if _keeps_gradients(x, g, self.geometry):
+                rows = conv_ops.per_sample(x, g, self.geometry)
+                engine.record(Direct(self.weight.tensor, rows, self.name))
+            else:
+                engine.record(Conv(self.weight.tensor, x, g, self.geometry, self.name))
         if self.bias is not None and self.learns_bias:
             over = [d for d in range(1, g.dim()) if d != 2]
             engine.record(Direct(self.bias.tensor, accumulate(g).sum(over), self.name))

@@ -206,8 +206,14 @@ def _capture_in_place(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: 
     before = target.clone()  # keeps the graph of what the target was
     link, layout = link_of(target), tag_of(target, recorder.batch)
     if link is not None:
+        if target._is_view():
+            raise UncapturedUseError(
+                f"{recorder.place(function_name(func))}: writes data into a view of a tensor made of parameters. "
+                "Write into the tensor itself, or use torch.cat or torch.where."
+            )
         set_link(before, link)
         set_link(target, None)
+        target.detach_()  # what it was lives on in `before`
     elif layout is not None:
         tag(before, layout)
     out = capture_whole(recorder, func, (before, *args[1:]), kwargs, in_place=True)

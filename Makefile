@@ -1,0 +1,31 @@
+# Two commands: `make demo` trains privately on real data, `make test` runs all checks.
+# Both make a virtual environment in .venv first. PYTHON and TORCH may be set on the command line.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: demo test check benchmark clean
+
+.venv/ready: pyproject.toml setup.py $(wildcard csrc/*.* csrc/*/*.*)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch .venv/ready
+
+demo: .venv/ready
+	$(BIN)/python -m fastdp demo
+
+check: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest
+
+benchmark: .venv/ready
+	$(BIN)/python -m benchmarks.training
+
+clean:
+	rm -rf .venv build fastdp/_C*.so fastdp-demo

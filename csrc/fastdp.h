@@ -1,0 +1,52 @@
+/* fastdp's compiled functions: plain C over pointers and sizes. They know neither torch nor Python and
+ * never allocate. Arrays are contiguous; nothing is checked here, callers do (fastdp/ops/noise.py).
+ */
+#ifndef FASTDP_H
+#define FASTDP_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---------------------------------------------------------------- noise (csrc/cpu/noise.cpp)
+ *
+ * Element i of step s is one of the 8 normals of one ChaCha20 block, found from the global index alone:
+ *     tile = i / 512, slot = i % 512 / 64, lane = i % 64
+ *     block counter = 64 * tile + lane; slots 2p and 2p + 1 come from words 4p .. 4p + 3 of the block
+ * so a tile's normals leave the SIMD lanes (lane = block) in memory order, without a transposition.
+ */
+enum {
+    FASTDP_LANES = 64, /* blocks of a tile */
+    FASTDP_SLOTS = 8,  /* normals of a block */
+    FASTDP_TILE = FASTDP_LANES * FASTDP_SLOTS,
+    FASTDP_DOMAIN_NOISE = 0x6e6f /* upper 16 bits of the nonce: what the key stream is used for */
+};
+
+/* FASTDP_LANES consecutive ChaCha20 blocks (RFC 8439, 2.3). Words 12 and 13 of the state are one 64-bit
+ * counter, of block 0; block l has that counter + l.
+ * state: [16]; words: [16][FASTDP_LANES], word k of block l at k * FASTDP_LANES + l.
+ */
+void fastdp_chacha20_blocks(const uint32_t *state, uint32_t *words);
+
+/* The transform from key stream to normals (Box & Muller 1958) on chosen bits, for tests.
+ * words: [16][FASTDP_LANES]; normals: [FASTDP_SLOTS][FASTDP_LANES].
+ */
+void fastdp_box_muller(const uint32_t *words, double *normals);
+
+/* data = ((keep ? data : 0) + std * N(0, 1)) * scale, in place, computed in double and rounded once.
+ * count: elements of data; offset >= 0: global index of data[0]; key: 32 bytes; step < 2^48;
+ * keep: 0 or 1 (with 0 data is not read); threads >= 1. The same bits whatever the threads, the chunks in
+ * which an array is passed, or the instruction set.
+ */
+void fastdp_noise_f32(float *data, int64_t count, int64_t offset, const uint8_t *key, uint64_t step,
+                      double std, double scale, int keep, int threads);
+void fastdp_noise_f64(double *data, int64_t count, int64_t offset, const uint8_t *key, uint64_t step,
+                      double std, double scale, int keep, int threads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,47 @@
+"""What is here: versions, backends and why one is absent, devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from .ops.noise import native_status
+
+
+def report() -> str:
+    """The text of `python -m fastdp info`."""
+    rows = [("fastdp", _version("fastdp")), ("python", platform.python_version())]
+    rows += [(name, _version(name)) for name in ("torch", "numpy", "opacus", "triton")]
+    rows += [
+        ("C++ kernels (CPU)", native_status()),
+        ("Triton kernels", "not part of this version; PyTorch operators serve every device"),
+        ("CUDA kernels", "not part of this version; PyTorch operators serve every device"),
+        ("threads", f"{torch.get_num_threads()} of {os.cpu_count()}"),
+        ("devices", ", ".join(_devices())),
+    ]
+    extras = {"demo": ("sklearn", "matplotlib")}
+    for extra, modules in extras.items():
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        rows.append((f"extra [{extra}]", "installed" if not missing else f"missing {', '.join(missing)}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[str]:
+    found = ["cpu"]
+    if torch.cuda.is_available():
+        found += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    else:
+        found.append("no CUDA device" if torch.version.cuda else "torch is built without CUDA")
+    return found

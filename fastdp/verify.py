@@ -1,0 +1,267 @@
+"""Check a model, a loss and a batch: does fastdp's result equal that of one sample at a time?
+
+And does a sample's gradient depend on the other samples, which no clipping can make private?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .capture import nested_tensors
+from .engine import PerSampleGradients
+from .errors import VerificationError
+
+Loss = Callable[[nn.Module, Any], Tensor]
+_DROPOUT = (nn.modules.dropout._DropoutNd,)
+
+
+@dataclass
+class VerifyReport:
+    """What `verify` found. Errors are relative; `parameters` gives each one's largest over the samples."""
+
+    samples: int
+    norm_error: float
+    sum_error: float
+    coupling: float
+    tolerance: float
+    parameters: dict[str, float] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.ok else self.problem
+        lines = [
+            f"fastdp.verify: {verdict}",
+            f"  samples {self.samples}, tolerance {self.tolerance:.0e}",
+            f"  norms: relative error {self.norm_error:.1e}; clipped sum: {self.sum_error:.1e}",
+            f"  dependence of one sample's gradient on the others: {self.coupling:.1e}",
+        ]
+        worst = sorted(self.parameters.items(), key=lambda item: -item[1])[:3]
+        lines += [f"  {name}: {error:.1e}" for name, error in worst]
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: Loss,
+    batch: Any,
+    *,
+    params: Iterable[Tensor] | None = None,
+    loss_reduction: str = "mean",
+    tolerance: float | None = None,
+    samples: int = 8,
+    raise_on_failure: bool = True,
+    **options: Any,
+) -> VerifyReport:
+    """Compare norms and clipped sum with one-sample backwards, and perturb the other samples.
+
+    Args:
+        model: as it will be trained; without a fastdp optimizer attached. It comes back unchanged.
+        loss_fn: loss_fn(model, batch) -> the loss that will be trained, a scalar or one loss a sample [B].
+        batch: tensors, samples first, in any nest of tuples, lists and dicts.
+        params: parameters to check (default: all that require grad).
+        loss_reduction: "mean" or "sum", as of the optimizer.
+        tolerance: largest relative error (default 1e-4; 5e-2 for 16-bit models).
+        samples: at most this many samples of the batch are used.
+        options: batch_first, batch_size of PerSampleGradients.
+
+    Dropout is off while it runs. Returns a report; raises VerificationError naming the module or the loss
+    where one can be named (or returns the report with `problem`, if not raise_on_failure), and the engine's
+    own errors where it refuses the model.
+    """
+    size = _size(batch)
+    batch = _rows(batch, range(min(size, samples)), size)
+    size = min(size, samples)
+    if size < 2:
+        raise ValueError("verify needs a batch of at least two samples")
+    if tolerance is None:
+        half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+        tolerance = 5e-2 if half else 1e-4
+    states = [(m, m.training) for m in model.modules() if isinstance(m, _DROPOUT)]
+    grads = {p: p.grad for p in model.parameters()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    try:
+        for module, _ in states:
+            module.eval()
+        report = _verify(model, loss_fn, batch, size, params, loss_reduction, tolerance, options)
+    finally:
+        for module, training in states:
+            module.train(training)
+        for p, grad in grads.items():
+            p.grad = grad
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+    if report.problem and raise_on_failure:
+        raise VerificationError(str(report))
+    return report
+
+
+def _verify(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: Iterable[Tensor] | None,
+            loss_reduction: str, tolerance: float, options: dict[str, Any]) -> VerifyReport:  # fmt: skip
+    chosen = None if params is None else list(params)
+    ours = _by_engine(model, loss_fn, batch, chosen, loss_reduction, options)
+    names = list(ours)
+    named = {name: p for name, p in model.named_parameters() if name in ours}
+    alone = {name: [] for name in names}  # type: dict[str, list[Tensor]]
+    for i in range(size):
+        found = _plain(model, loss_fn, _rows(batch, [i], size), named, loss_reduction)
+        for name in names:
+            alone[name].append(found[name])
+    truth = {name: torch.stack(rows) for name, rows in alone.items()}
+    norms = _norms(truth)
+    floor = float(norms.max()) * 1e-6 + 1e-30
+    norm_error = float(((_norms(ours) - norms).abs() / norms.clamp(min=floor)).max())
+    factors = (norms.median() / norms.clamp(min=floor)).clamp(max=1.0)
+    sum_error = _relative(_weighted(ours, factors), _weighted(truth, factors))
+    whole = norms.mean().clamp(min=floor)
+    parameters = {
+        name: float((ours[name] - truth[name]).flatten(1).norm(dim=1).max() / whole) for name in names
+    }
+    coupling = _coupling(model, loss_fn, batch, size, chosen, loss_reduction, options, ours, norms, floor)
+    report = VerifyReport(size, norm_error, sum_error, coupling, tolerance, parameters)
+    worst = max(parameters, key=lambda name: parameters[name])
+    if not max(coupling, norm_error, sum_error) <= tolerance:
+        where = _where_coupled(model, loss_fn, batch, size)
+        if where or coupling > tolerance:
+            report.problem = (
+                f"a sample's gradient depends on other samples, {where or 'in the loss'}: clipping does not bound it. "
+                + (
+                    "Replace what works across the batch (BatchNorm by GroupNorm, for example)."
+                    if where
+                    else f"Let the loss be the {loss_reduction} of the samples' own losses (for token models: of each "
+                    "sample's own mean), and check loss_reduction."
+                )
+            )
+        else:
+            report.problem = (
+                f"wrong per-sample gradients, most at parameter '{worst}' ({parameters[worst]:.1e}). If the loss is "
+                f"not the {loss_reduction} over the samples, set loss_reduction; if the model is random, make it "
+                "deterministic; else please report the model: this is a bug of fastdp."
+            )
+    return report
+
+
+# --------------------------------------------------------------------------- gradients
+
+
+def _by_engine(model: nn.Module, loss_fn: Loss, batch: Any, params: list[Tensor] | None, reduction: str,
+               options: dict[str, Any]) -> dict[str, Tensor]:  # fmt: skip
+    engine = PerSampleGradients(model, params, loss_reduction=reduction, **options)
+    try:
+        _reduced(loss_fn(model, batch), reduction).backward()  # type: ignore[no-untyped-call]
+        return {name: g.double() for name, g in engine.materialize().items()}
+    finally:
+        engine.detach()
+
+
+def _plain(model: nn.Module, loss_fn: Loss, batch: Any, named: dict[str, nn.Parameter],
+           reduction: str) -> dict[str, Tensor]:  # fmt: skip
+    loss = _reduced(loss_fn(model, batch), reduction)
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p).double() if g is None else g.double()
+        for (name, p), g in zip(named.items(), found, strict=True)
+    }
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    if loss.dim() == 0:
+        return loss
+    if loss.dim() != 1:
+        raise VerificationError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}: it must be a scalar, or one loss a sample [B]"
+        )
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _norms(rows: dict[str, Tensor]) -> Tensor:
+    return torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+
+
+def _weighted(rows: dict[str, Tensor], factors: Tensor) -> dict[str, Tensor]:
+    return {name: torch.einsum("b,b...->...", factors, g) for name, g in rows.items()}
+
+
+def _relative(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    wrong = sum(float((found[n] - truth[n]).square().sum()) for n in truth)
+    size = sum(float(t.square().sum()) for t in truth.values())
+    return (wrong / max(size, 1e-60)) ** 0.5
+
+
+# --------------------------------------------------------------------------- dependence
+
+
+def _coupling(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: list[Tensor] | None, reduction: str,
+              options: dict[str, Any], ours: dict[str, Tensor], norms: Tensor, floor: float) -> float:  # fmt: skip
+    """Largest change of a sample's gradient when all others are replaced by copies of it."""
+    worst = 0.0
+    for i in {0, size - 1}:
+        other = _by_engine(model, loss_fn, _rows(batch, [i] * size, size), params, reduction, options)
+        moved = sum(float((other[name][i] - g[i]).square().sum()) for name, g in ours.items()) ** 0.5
+        worst = max(worst, moved / max(float(norms[i]), floor))
+    return worst
+
+
+def _where_coupled(model: nn.Module, loss_fn: Loss, batch: Any, size: int) -> str:
+    """The first module whose output for a sample changes with the others, or ''."""
+    first: list[tuple[str, list[Tensor]]] = []
+    record: list[tuple[str, list[Tensor]]] = first
+    handles = []
+    for path, module in model.named_modules():
+
+        def hook(_: nn.Module, __: Any, out: Any, path: str = path) -> None:
+            record.append((path, [t.detach().clone() for t in nested_tensors(out) if t.is_floating_point()]))
+
+        handles.append(module.register_forward_hook(hook))
+    try:
+        with torch.no_grad():
+            loss_fn(model, batch)
+            record = second = []
+            loss_fn(model, _rows(batch, [0] * size, size))
+    finally:
+        for handle in handles:
+            handle.remove()
+    for (path, before), (_, after) in zip(first, second, strict=False):
+        for a, b in zip(before, after, strict=False):
+            if a.dim() and a.shape == b.shape and a.size(0) == size:
+                scale = float(a[0].abs().max()) + 1e-12
+                if not float((a[0] - b[0]).abs().max()) <= 1e-4 * scale:
+                    return f"first in module '{path or type(model).__name__}'"
+    return ""
+
+
+# --------------------------------------------------------------------------- batches
+
+
+def _size(batch: Any) -> int:
+    tensors = [t for t in nested_tensors(batch) if t.dim()]
+    if not tensors:
+        raise ValueError("the batch holds no tensor with a batch dimension")
+    return tensors[0].size(0)
+
+
+def _rows(batch: Any, rows: Iterable[int], size: int) -> Any:
+    """The batch made of these samples."""
+    index = torch.as_tensor(list(rows))
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[index.to(value.device)] if value.dim() and value.size(0) == size else value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*[take(item) for item in value])
+        if isinstance(value, tuple | list):
+            return type(value)(take(item) for item in value)
+        if hasattr(value, "items"):
+            return {key: take(item) for key, item in value.items()}
+        return value
+
+    return take(batch)

@@ -1,0 +1,94 @@
+"""Truth: every sample alone, float64, plain autograd. No hook, no formula."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fastdp
+
+Loss = Callable[[nn.Module, Any], Tensor]  # -> one loss a sample, [B]
+
+
+class Comparison(NamedTuple):
+    """Relative errors of norms, clipped sum and (against the mean norm) per-sample gradients."""
+
+    norms: float
+    clipped_sum: float
+    per_sample: float
+
+    @property
+    def worst(self) -> float:
+        return max(self)
+
+
+def take(batch: Any, rows: list[int] | slice) -> Any:
+    if isinstance(batch, Tensor):
+        part = batch[rows]
+        if batch.dim() == 4 and not batch.is_contiguous() and batch.is_contiguous(memory_format=torch.channels_last):
+            part = part.contiguous(memory_format=torch.channels_last)
+        return part
+    if isinstance(batch, dict):
+        return {key: take(value, rows) for key, value in batch.items()}
+    return type(batch)(take(value, rows) for value in batch)
+
+
+def as_double(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: as_double(value) for key, value in batch.items()}
+    return type(batch)(as_double(value) for value in batch)
+
+
+def size(batch: Any) -> int:
+    if isinstance(batch, dict):
+        return size(next(iter(batch.values())))
+    return len(batch) if isinstance(batch, Tensor) else len(batch[0])
+
+
+def truth(model: nn.Module, batch: Any, losses: Loss, double: bool = True) -> dict[str, Tensor]:
+    """Per-sample gradients {name: [B, *shape]} of the trainable parameters, float64."""
+    model = copy.deepcopy(model)
+    if double:
+        model, batch = model.double(), as_double(batch)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows: dict[str, list[Tensor]] = {name: [] for name in named}
+    for i in range(size(batch)):
+        model.zero_grad()
+        losses(model, take(batch, [i])).sum().backward()
+        for name, p in named.items():
+            rows[name].append(torch.zeros_like(p).double() if p.grad is None else p.grad.double().clone())
+    return {name: torch.stack(grads).detach() for name, grads in rows.items()}
+
+
+def norms_of(rows: dict[str, Tensor]) -> Tensor:
+    return torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+
+
+def compare(model: nn.Module, batch: Any, losses: Loss, double: bool = True) -> Comparison:
+    """fastdp on the batch against the truth; the model comes back without an engine."""
+    exact = truth(model, batch, losses, double)
+    norms = norms_of(exact)
+    assert bool((norms > 0).all()), "a case whose gradient is zero shows nothing"
+    factors = (norms.median() / norms).clamp(max=1)
+    engine = fastdp.PerSampleGradients(model)
+    try:
+        losses(model, batch).mean().backward()
+        found, summed, rows = engine.norms().double(), engine.clipped_sum(factors.float()), engine.materialize()
+    finally:
+        engine.detach()
+        model.zero_grad()
+    assert set(summed) == set(exact) == set(rows)
+    want = {name: torch.einsum("b,b...->...", factors, g) for name, g in exact.items()}
+    wrong = sum(float((summed[n].double() - t).square().sum()) for n, t in want.items()) ** 0.5
+    each = max(float((rows[n].double() - g).flatten(1).norm(dim=1).max()) for n, g in exact.items())
+    return Comparison(
+        float(((found - norms).abs() / norms).max()),
+        wrong / sum(float(t.square().sum()) for t in want.values()) ** 0.5,
+        each / float(norms.mean()),
+    )
