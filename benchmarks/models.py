@@ -65,7 +65,10 @@ class ResNet(nn.Module):
     def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 256), classes: int = 10) -> None:
         super().__init__()
         stem = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
-        blocks = [Residual(i, o, 1 if n == 0 else 2) for n, (i, o) in enumerate(zip((widths[0], *widths), widths, strict=False))]
+        blocks = [
+            Residual(i, o, 1 if n == 0 else 2)
+            for n, (i, o) in enumerate(zip((widths[0], *widths), widths, strict=False))
+        ]
         self.body = nn.Sequential(stem, nn.GroupNorm(8, widths[0]), nn.ReLU(), *blocks)
         self.head = nn.Linear(widths[-1], classes)
 

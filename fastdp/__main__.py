@@ -11,7 +11,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fastdp", description="Exact differentially private training.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train on scikit-learn's digits with privacy; downloads nothing")
-    demo.add_argument("--out", type=Path, default=Path("fastdp-demo"), help="folder of the plots (default: %(default)s)")
+    demo.add_argument(
+        "--out", type=Path, default=Path("fastdp-demo"), help="folder of the plots (default: %(default)s)"
+    )
     commands.add_parser("info", help="versions, backends and devices")
     options = parser.parse_args()
     if options.command == "demo":

@@ -77,9 +77,7 @@ def _gdp(runs: list[tuple[float, float, int]], delta: float) -> float:
     """mu = q sqrt(T (exp(1 / sigma^2) - 1)) (Bu et al. 2020, central limit theorem), runs composed by squares."""
     from opacus.accountants.analysis import gdp
 
-    mus = [
-        gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate) for sigma, rate, steps in runs
-    ]
+    mus = [gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate) for sigma, rate, steps in runs]
     return float(gdp.eps_from_mu(mu=math.sqrt(sum(float(mu) ** 2 for mu in mus)), delta=delta))
 
 

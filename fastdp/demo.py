@@ -181,7 +181,9 @@ def main(out: Path) -> None:
     times = step_times(x, y)
     print(f"\ndigits: 1,437 to train on, 360 to test; {EPOCHS} epochs, batch {BATCH}, noise multiplier {sigma:.2f}")
     print(table(results, spent, times))
-    print(f"fastdp: ({spent:.2f}, {DELTA:g})-differentially private, PRV accountant, Poisson sampling, add or remove one")
+    print(
+        f"fastdp: ({spent:.2f}, {DELTA:g})-differentially private, PRV accountant, Poisson sampling, add or remove one"
+    )
     write_losses({"fastdp": private_losses, "non-private": losses}, out / "loss.png")
     reliability_diagram(results, out / "reliability.png")
     print(f"wrote {out / 'reliability.png'} and {out / 'loss.png'}")

@@ -28,6 +28,7 @@ _MOVING = frozenset(
     "narrow select chunk split split_with_sizes tensor_split unbind contiguous clone to float double half "
     "bfloat16 type T mT H mH neg __getitem__ view_as reshape_as requires_grad_ diagonal".split()
 )
+_CASTING = frozenset("to float double half bfloat16 type clone contiguous".split())
 _BROADCASTING = frozenset(("expand", "expand_as", "broadcast_to"))
 IN_PLACE_DUNDERS = frozenset(
     f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor matmul".split()
@@ -60,6 +61,8 @@ def mark_derived(
             link = link._replace(kind="broadcast")
         elif name in _MOVING and not any(t is not parent for t in tensors_in((args, kwargs))):
             link = link._replace(isometric=above is None or above.isometric)
+            if name in _CASTING and (above is None or above.kind == "cast"):
+                link = link._replace(kind="cast")
         elif _row_index(name, args, kwargs) is not None:
             link = link._replace(kind="lookup", ids=_row_index(name, args, kwargs))
     elif func is F.embedding and len(parents) == 1:
@@ -107,13 +110,9 @@ def pull_back(operand: Tensor, grads: Tensor) -> dict[int, Tensor]:
             operand, link.leaves, cast, retain_graph=True, allow_unused=True, is_grads_batched=True
         )
     except RuntimeError:  # no batched rule for some backward: one sample at a time
-        each = [
-            torch.autograd.grad(operand, link.leaves, g, retain_graph=True, allow_unused=True) for g in cast
-        ]
-        found = tuple(
-            None if parts[0] is None else torch.stack([p for p in parts if p is not None])
-            for parts in zip(*each, strict=True)
-        )
+        each = [torch.autograd.grad(operand, link.leaves, g, retain_graph=True, allow_unused=True) for g in cast]
+        columns = [[part for part in parts if part is not None] for parts in zip(*each, strict=True)]
+        found = tuple(torch.stack(parts) if parts else None for parts in columns)  # type: ignore[misc]
     return {id(leaf): accumulate(g) for leaf, g in zip(link.leaves, found, strict=True) if g is not None}
 
 
@@ -122,7 +121,5 @@ def pull_back_sum(operand: Tensor, total: Tensor) -> dict[int, Tensor]:
     link = link_of(operand)
     if link is None:
         return {id(operand): total}
-    found = torch.autograd.grad(
-        operand, link.leaves, total.to(operand.dtype), retain_graph=True, allow_unused=True
-    )
+    found = torch.autograd.grad(operand, link.leaves, total.to(operand.dtype), retain_graph=True, allow_unused=True)
     return {id(leaf): accumulate(g) for leaf, g in zip(link.leaves, found, strict=True) if g is not None}

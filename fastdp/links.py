@@ -13,6 +13,7 @@ class Link(NamedTuple):
     """How a tensor was derived from parameters alone; autograd holds the graph.
 
     isometric: the whole chain only moves, casts or drops elements, so norms are those of the gradient here.
+    kind "cast" only changes the type of the one leaf;
     kind "broadcast" (of `parent`) and "lookup" (rows `ids` of `parent`) have gradients in closed form.
     """
 

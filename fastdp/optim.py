@@ -179,15 +179,20 @@ def _unhooked_step(optimizer: PrivateOptimizer) -> Callable[..., Any]:
     """The base class's step, without the hooks that torch has put around it (ours has them)."""
     classes = type(optimizer).__mro__
     base = classes[classes.index(PrivateOptimizer) + 1]
-    step = base.step
+    step: Any = base.step  # type: ignore[attr-defined]
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step
 
 
-@functools.cache
+_CLASSES: dict[type, type[PrivateOptimizer]] = {}
+
+
 def _private_class(base: type[torch.optim.Optimizer]) -> type[PrivateOptimizer]:
-    return type(f"DP{base.__name__}", (PrivateOptimizer, base), {"__module__": __name__})
+    """DP<base>: one class for each, so that objects of it are alike."""
+    if base not in _CLASSES:
+        _CLASSES[base] = type(f"DP{base.__name__}", (PrivateOptimizer, base), {"__module__": __name__})
+    return _CLASSES[base]
 
 
 def privatize(

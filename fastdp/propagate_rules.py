@@ -361,6 +361,7 @@ def _along(position: int, name: str, *functions: Any) -> None:
 _along(1, "dim", *_named("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin"))
 _along(1, "dim", *_named("logcumsumexp", "sort", "argsort", "cumsum_", "cumprod_"))
 
+
 @_rule(*_named("flip", "roll"))
 def _moved(call: Call) -> Tags:
     """Rows in another order: apply the same to the sample numbers."""

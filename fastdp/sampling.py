@@ -150,7 +150,7 @@ def poisson_loader(
     Raises ValueError or StepError on data that cannot be sampled or sizes that make no sense.
     """
     options = dict(loader_options)
-    dataset = data
+    dataset: Any = data
     if isinstance(data, DataLoader):
         dataset = data.dataset
         for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
@@ -173,7 +173,9 @@ def poisson_loader(
     if sample_rate is None:
         assert expected_batch_size is not None
         if not 0 < expected_batch_size <= size:
-            raise ValueError(f"expected_batch_size must lie in (0, {size}], the size of the data; got {expected_batch_size}")
+            raise ValueError(
+                f"expected_batch_size must lie in (0, {size}], the size of the data; got {expected_batch_size}"
+            )
         sample_rate = expected_batch_size / size
         steps = steps if steps is not None else math.ceil(size / expected_batch_size)
     else:

@@ -123,9 +123,7 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: Iter
     factors = (norms.median() / norms.clamp(min=floor)).clamp(max=1.0)
     sum_error = _relative(_weighted(ours, factors), _weighted(truth, factors))
     whole = norms.mean().clamp(min=floor)
-    parameters = {
-        name: float((ours[name] - truth[name]).flatten(1).norm(dim=1).max() / whole) for name in names
-    }
+    parameters = {name: float((ours[name] - truth[name]).reshape(size, -1).norm(dim=1).max() / whole) for name in names}
     coupling = _coupling(model, loss_fn, batch, size, chosen, loss_reduction, options, ours, norms, floor)
     report = VerifyReport(size, norm_error, sum_error, coupling, tolerance, parameters)
     worst = max(parameters, key=lambda name: parameters[name])
@@ -184,7 +182,7 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 
 
 def _norms(rows: dict[str, Tensor]) -> Tensor:
-    return torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+    return torch.stack([g.reshape(len(g), -1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
 
 
 def _weighted(rows: dict[str, Tensor], factors: Tensor) -> dict[str, Tensor]:
@@ -225,7 +223,8 @@ def _where_coupled(model: nn.Module, loss_fn: Loss, batch: Any, size: int) -> st
     try:
         with torch.no_grad():
             loss_fn(model, batch)
-            record = second = []
+            second: list[tuple[str, list[Tensor]]] = []
+            record = second
             loss_fn(model, _rows(batch, [0] * size, size))
     finally:
         for handle in handles:

@@ -258,7 +258,10 @@ def _added_in_place(m: nn.Module, x: Tensor) -> Tensor:
 named("added_in_place", lambda: net(_added_in_place, torch.randn(B, T, D), p=P(T, 4), s=P(4), a=nn.Linear(D, 4)))
 named("subtract_divide", lambda: net(
     lambda m, x: (m.p - x) / (2 + m.s.abs()) - m.q / (3 + x * x), torch.randn(B, T, D), p=P(D), s=P(T, 1), q=P(1)))  # fmt: skip
-named("product_of_parameters", lambda: net(lambda m, x: F.linear(x, m.u @ m.v).tanh(), torch.randn(B, D), u=P(6, 2), v=P(2, D)))
+named(
+    "product_of_parameters",
+    lambda: net(lambda m, x: F.linear(x, m.u @ m.v).tanh(), torch.randn(B, D), u=P(6, 2), v=P(2, D)),
+)
 named("state_space", lambda: net(
     lambda m, x: (x * torch.exp(-F.softplus(m.dt) * torch.exp(m.a))).cumsum(1) + m.d * x, torch.randn(B, T, D),
     dt=P(D), a=P(D), d=P(D)))  # fmt: skip
@@ -280,7 +283,11 @@ def attention(cross: bool = False, **options: Any) -> Callable[[], Built]:
 
     width = options.get("kdim", D)
     return lambda: net(
-        forward, torch.randn(B, B, D), torch.randn(B, 4, width), a=nn.MultiheadAttention(D, 2, **options), b=nn.Linear(D, 3)
+        forward,
+        torch.randn(B, B, D),
+        torch.randn(B, 4, width),
+        a=nn.MultiheadAttention(D, 2, **options),
+        b=nn.Linear(D, 3),
     )
 
 
@@ -352,10 +359,16 @@ named("gru_packed_bidirectional", packed("GRU", False, True))
 
 # --------------------------------------------------------------------------- parametrized, tied, shared
 
-named("weight_norm", lambda: net(lambda m, x: m.a(x).tanh(), torch.randn(B, T, D), a=parametrizations.weight_norm(nn.Linear(D, 6))))
+named(
+    "weight_norm",
+    lambda: net(lambda m, x: m.a(x).tanh(), torch.randn(B, T, D), a=parametrizations.weight_norm(nn.Linear(D, 6))),
+)
 named("weight_norm_conv", lambda: net(
     lambda m, x: m.a(x).tanh(), torch.randn(B, D, 9), a=parametrizations.weight_norm(nn.Conv1d(D, 6, 3), dim=2)))  # fmt: skip
-named("orthogonal", lambda: net(lambda m, x: m.a(x).tanh(), torch.randn(B, D), a=parametrizations.orthogonal(nn.Linear(D, D))))
+named(
+    "orthogonal",
+    lambda: net(lambda m, x: m.a(x).tanh(), torch.randn(B, D), a=parametrizations.orthogonal(nn.Linear(D, D))),
+)
 named("transposed_weight", lambda: net(
     lambda m, x: F.linear(F.linear(x, m.w).tanh(), m.w.t(), m.b), torch.randn(B, T, D), w=P(6, D), b=P(D)))  # fmt: skip
 named("slices", lambda: net(
@@ -432,7 +445,10 @@ def frozen_parts() -> Built:
     return model, torch.randn(B, T, D), square
 
 
-named("skipped_layer", lambda: net(lambda m, x: m.a(x).tanh(), torch.randn(B, D), a=nn.Linear(D, 4), unused=nn.Linear(4, 4)))
+named(
+    "skipped_layer",
+    lambda: net(lambda m, x: m.a(x).tanh(), torch.randn(B, D), a=nn.Linear(D, 4), unused=nn.Linear(4, 4)),
+)
 named("windows", lambda: net(
     lambda m, x: m.a(x.view(-1, 2, 3, 2, 3, 4).permute(0, 1, 3, 2, 4, 5).reshape(-1, 9, 4)).tanh().view(-1, 4, 9, 5),
     torch.randn(B, 6, 6, 4), a=nn.Linear(4, 5)))  # fmt: skip

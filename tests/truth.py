@@ -67,7 +67,7 @@ def truth(model: nn.Module, batch: Any, losses: Loss, double: bool = True) -> di
 
 
 def norms_of(rows: dict[str, Tensor]) -> Tensor:
-    return torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+    return torch.stack([g.reshape(len(g), -1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
 
 
 def compare(model: nn.Module, batch: Any, losses: Loss, double: bool = True) -> Comparison:
@@ -86,7 +86,7 @@ def compare(model: nn.Module, batch: Any, losses: Loss, double: bool = True) -> 
     assert set(summed) == set(exact) == set(rows)
     want = {name: torch.einsum("b,b...->...", factors, g) for name, g in exact.items()}
     wrong = sum(float((summed[n].double() - t).square().sum()) for n, t in want.items()) ** 0.5
-    each = max(float((rows[n].double() - g).flatten(1).norm(dim=1).max()) for n, g in exact.items())
+    each = max(float((rows[n].double() - g).reshape(len(g), -1).norm(dim=1).max()) for n, g in exact.items())
     return Comparison(
         float(((found - norms).abs() / norms).max()),
         wrong / sum(float(t.square().sum()) for t in want.values()) ** 0.5,

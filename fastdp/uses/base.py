@@ -21,6 +21,7 @@ from ..ops.common import accumulate, chunks, square_sum
 if TYPE_CHECKING:
     from ..capture import Pass
 
+
 class Use:
     """A recorded use of `operand` (a parameter, or a tensor derived from parameters) by one batch.
 
@@ -243,6 +244,16 @@ def sample_layout(recorder: Pass, tensor: Tensor, name: str) -> Layout:
             "for such a model; remove the operation, or use one that works on each sample alone."
         )
     return layout
+
+
+def refuse_contraction(recorder: Pass, layout: Layout, dim: int, name: str) -> None:
+    """A product that sums over the dimension in which the samples lie."""
+    if layout.batch > 1 and layout.dim == dim:
+        raise SampleMixingError(
+            f"{recorder.place(name)}: sums over dimension {dim}, along which the samples lie: each output depends on "
+            "all samples. If the model takes samples along another dimension, transpose its input, or give "
+            "batch_first=False."
+        )
 
 
 def cut(tensor: Tensor, layout: Layout) -> Tensor:

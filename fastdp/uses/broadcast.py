@@ -65,9 +65,7 @@ def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> U
         dim = layout.dim - lead
         if dim < 0 or link.parent.size(dim) == 1:
             return _follow(link.parent, _sum_to(grads, link.parent.shape, None), name)
-        return _follow_rows(
-            link.parent, _sum_to(grads, link.parent.shape, dim), layout._replace(dim=dim), name
-        )
+        return _follow_rows(link.parent, _sum_to(grads, link.parent.shape, dim), layout._replace(dim=dim), name)
     if link is not None and link.kind == "lookup" and link.ids is not None and layout.dim < link.ids.dim():
         return Lookup.rows(link.parent, cut(link.ids, layout), grads, name)
     owners = layout.owners(operand.device)
@@ -94,13 +92,15 @@ class _Elementwise(Captured):
 
     def run(self, *data: Tensor) -> Tensor:
         values = list(data)
-        sides = [s.value if isinstance(s, Operand) else (values.pop(0) if isinstance(s, Tensor) else s) for s in self.sides]
+        sides = [
+            s.value if isinstance(s, Operand) else (values.pop(0) if isinstance(s, Tensor) else s) for s in self.sides
+        ]
         if self.kind in ("add", "sub") and self.alpha != 1:
             out = getattr(torch, self.kind)(*sides, alpha=self.alpha)
         else:
-            out = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}[
-                self.kind
-            ](*sides)
+            out = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}[self.kind](
+                *sides
+            )
         self.ndim = out.dim()
         return out
 

@@ -20,6 +20,7 @@ from .linear import autocast_dtype
 if TYPE_CHECKING:
     from ..capture import Pass
 
+
 class Conv(Use):
     """x [B,F,C,*], g [B,F,O,*]: F images of each sample."""
 
@@ -122,9 +123,7 @@ def capture_conv(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[
             x, padding = recorder.traced(F.pad, x, pads), 0
         else:
             padding = [size // 2 for size in total]
-    geometry = Geometry(
-        tuple(weight.shape), stride, spatial(padding, n), dilation, _or(groups, 1), False, (0,) * n
-    )
+    geometry = Geometry(tuple(weight.shape), stride, spatial(padding, n), dilation, _or(groups, 1), False, (0,) * n)
     return _capture(recorder, func.__name__, x, weight, bias, geometry)
 
 
@@ -135,7 +134,7 @@ def capture_conv_transpose(recorder: Pass, func: Any, args: tuple[Any, ...], kwa
     x, weight, bias, stride, padding, output_padding, groups, dilation = bind(args, kwargs, *names)
     n = _TRANSPOSED[func]
     sizes = [spatial(_or(v, d), n) for v, d in ((stride, 1), (padding, 0), (dilation, 1), (output_padding, 0))]
-    geometry = Geometry(tuple(weight.shape), *sizes[:3], _or(groups, 1), True, sizes[3])
+    geometry = Geometry(tuple(weight.shape), sizes[0], sizes[1], sizes[2], _or(groups, 1), True, sizes[3])
     return _capture(recorder, func.__name__, x, weight, bias, geometry)
 
 

@@ -127,7 +127,9 @@ class _Bag(Captured):
             scale = scale / count[bag].clamp(min=1)
         if self.weighted:
             scale = scale * saved[1].flatten()
-        rows = torch.where(live.unsqueeze(1), g[bag] * scale.unsqueeze(1), torch.zeros((), dtype=g.dtype, device=g.device))
+        rows = torch.where(
+            live.unsqueeze(1), g[bag] * scale.unsqueeze(1), torch.zeros((), dtype=g.dtype, device=g.device)
+        )
         owner = self.bags.owners(g.device)[bag]
         layout = Layout(self.bags.batch, 0, owner=owner)
         use = Lookup.rows(self.table.tensor, cut(flat, layout), cut(rows, layout), self.name)

@@ -164,7 +164,11 @@ class _Generic(Captured):
         """Once for each kind of call: the first sample alone gives the batch's first rows."""
         outs = [out] if isinstance(out, Tensor) else list(out)
         try:
-            key = (self.func, self.batch, tuple((t.shape, lay[:4]) for t, lay in zip(self.data, self.layouts, strict=True)))
+            key = (
+                self.func,
+                self.batch,
+                tuple((t.shape, lay[:4]) for t, lay in zip(self.data, self.layouts, strict=True)),
+            )
             if key in _CHECKED:
                 return
             _CHECKED.add(key)
@@ -174,7 +178,9 @@ class _Generic(Captured):
             rows = [cut(t, layout) for t, layout in zip(outs, self.out_layouts, strict=True)]
             for b in {0, self.batch - 1}:
                 xs = [cut(t, layout)[b] for t, layout in zip(self.data, self.layouts, strict=True)]
-                alone = self.outputs_of_sample([o.value for o in self.operands], xs, b, [tuple(r[b].shape) for r in rows])
+                alone = self.outputs_of_sample(
+                    [o.value for o in self.operands], xs, b, [tuple(r[b].shape) for r in rows]
+                )
                 for one, row in zip(alone, rows, strict=True):
                     tolerance = 1e-3 if one.dtype in (torch.float32, torch.float64) else 3e-2
                     if not torch.allclose(one, row[b], rtol=tolerance, atol=tolerance, equal_nan=True):
@@ -277,4 +283,3 @@ def python_body(func: Any) -> Callable[..., Any] | None:
 
 def _never(*args: Any) -> bool:
     return False
-

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..layout import Layout
 from ..propagate import bind
-from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout
+from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contraction, rule, sample_layout
 
 if TYPE_CHECKING:
     from ..capture import Pass
@@ -111,8 +111,7 @@ def _linear(recorder: Pass, name: str, x: Tensor, weight: Tensor, bias: Tensor |
     if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias) if t is not None):
         return NotImplemented
     layout = sample_layout(recorder, x, name)
-    if layout.batch > 1 and layout.dim == x.dim() - 1:
-        return NotImplemented  # contracts the batch dimension
+    refuse_contraction(recorder, layout, x.dim() - 1, name)
     kind = _Linear if x.requires_grad else _InputGradLinear
     return capture(kind(recorder, weight, bias, layout, name), x, layout=layout)
 
@@ -182,13 +181,11 @@ def capture_matmul(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dic
         return NotImplemented
     if right and second.dim() == 2 and first.dim() >= 1:
         layout = sample_layout(recorder, first, "matmul")
-        if layout.batch > 1 and layout.dim == first.dim() - 1:
-            return NotImplemented
+        refuse_contraction(recorder, layout, first.dim() - 1, "matmul")
         return capture(_Right(recorder, second, None, layout, "matmul"), first, layout=layout)
     if left and first.dim() == 2 and second.dim() >= 2:
         layout = sample_layout(recorder, second, "matmul")
-        if layout.batch > 1 and layout.dim == second.dim() - 2:
-            return NotImplemented
+        refuse_contraction(recorder, layout, second.dim() - 2, "matmul")
         return capture(_Left(recorder, first, layout, "matmul"), second, layout=layout)
     return NotImplemented
 
@@ -204,6 +201,5 @@ def capture_addmm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict
     if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias)):
         return NotImplemented
     layout = sample_layout(recorder, x, "addmm")
-    if layout.batch > 1 and layout.dim == 1:
-        return NotImplemented
+    refuse_contraction(recorder, layout, 1, "addmm")
     return capture(_Right(recorder, weight, bias, layout, "addmm"), x, layout=layout)

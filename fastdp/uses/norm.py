@@ -23,7 +23,7 @@ class _Norm(Captured):
     """out = xhat * weight + bias: `normalise(x, weight, bias)` with either None gives xhat."""
 
     def __init__(self, recorder: Pass, name: str, weight: Tensor | None, bias: Tensor | None, view: tuple[int, ...],
-                 normalise: Callable[[Tensor, Tensor | None, Tensor | None], Tensor], layout: Layout) -> None:  # fmt: skip
+                 normalise: Callable[..., Tensor], layout: Layout) -> None:  # fmt: skip
         super().__init__(recorder, name, recorder.path)
         self.weight = None if weight is None else Operand.of(weight)
         self.bias = None if bias is None else Operand.of(bias)

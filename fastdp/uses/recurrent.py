@@ -85,9 +85,7 @@ def recurrent(step: Step, x: Tensor, hx: State, weights: list[Tensor], biased: b
         for direction in range(directions):
             k = layer * directions + direction
             state = tuple(h[k] for h in hx)
-            y, state = _direction(
-                step, x, state, weights[k * each : (k + 1) * each], biased, active, direction == 1
-            )
+            y, state = _direction(step, x, state, weights[k * each : (k + 1) * each], biased, active, direction == 1)
             outputs.append(y)
             last.append(state)
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
@@ -136,9 +134,7 @@ def _packed(recorder: Pass, name: str, data: Tensor, sizes: Tensor, hx: Any, wei
         x = data.new_zeros(len(counts), batch, data.size(1)).index_put((time, owner), data)
         tag(x, Layout(batch, 1))
         tag(active, Layout(batch, 1))
-    out, last = recurrent(
-        _STEPS[name], x, states, list(weights), biased, layers, dropout, train, bidirectional, active
-    )
+    out, last = recurrent(_STEPS[name], x, states, list(weights), biased, layers, dropout, train, bidirectional, active)
     with torch._C.DisableTorchFunction():
         rows = out[time, owner]
         ends = tuple(h.index_select(1, order) for h in last)
