@@ -110,7 +110,7 @@ class PerSampleGradients:
 
     def named_parameters(self) -> dict[str, Tensor]:
         """The tracked parameters that require grad now, by name."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for module, name, full in self._slots:
             parameter = module._parameters.get(name)
             if parameter is not None and parameter.requires_grad and (self._chosen is None or full in self._chosen):
@@ -121,6 +121,15 @@ class PerSampleGradients:
         """Names of all the model's parameters, in a fixed order."""
         return [full for _, _, full in self._slots]
 
+    def offsets(self) -> dict[str, int]:
+        """Where each parameter begins among all the model's elements, frozen ones counted."""
+        found, total = {}, 0
+        for module, name, full in self._slots:
+            parameter = module._parameters.get(name)
+            found[full] = total
+            total += 0 if parameter is None else parameter.numel()
+        return found
+
     def parameters(self) -> list[Tensor]:
         return list(self.named_parameters().values())
 
@@ -129,7 +138,8 @@ class PerSampleGradients:
     def _check_unattached(self) -> None:
         for module in self.model.modules():
             for hook in module._forward_pre_hooks.values():
-                if isinstance(getattr(hook, "__self__", None), ModuleHook) and hook.__self__.engine is not None:
+                owner = getattr(hook, "__self__", None)
+                if isinstance(owner, ModuleHook) and owner.engine is not None:
                     raise ParameterError(
                         "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
                         "detach() first, two would clip the same gradients twice"
@@ -165,9 +175,7 @@ class PerSampleGradients:
         if not recomputing:
             self._tape = None  # of a backward that failed
             self._batch = self.batch_size if self.batch_size is not None else batch_of((args, kwargs), self.batch_dim)
-            self._grads_before = {
-                id(p): (p.grad, p.grad._version) for p in self.parameters() if p.grad is not None
-            }
+            self._grads_before = {id(p): (p.grad, p.grad._version) for p in self.parameters() if p.grad is not None}
         tracked = {id(p): name for name, p in self.named_parameters().items()}
         active = Pass(self, self._batch, tracked)
         active.stack.append(path)

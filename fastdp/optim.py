@@ -52,8 +52,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = gradient.pop(id(parameter), None)
-        _unhooked_step(self)(self)
-        privacy.finish()
+        try:
+            _unhooked_step(self)(self)
+        finally:  # the noise is drawn: it counts, and must not be drawn again, even where the update fails
+            privacy.finish()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

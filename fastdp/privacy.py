@@ -157,17 +157,15 @@ class Privacy:
             divisor = float(self._expected)
         std = self.noise_multiplier * self.clipping.sensitivity
         found: dict[int, Tensor] = {}
-        for stream, name in enumerate(self.engine.names()):
-            parameter = named.get(name)
-            if parameter is None:
-                continue
+        offsets = self.engine.offsets()
+        for name, parameter in named.items():
             total = self._sums.get(id(parameter))
             if total is None:
                 kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
                 total = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
             elif not total.is_contiguous():
                 total = total.contiguous()
-            found[id(parameter)] = self.noise.add_scaled_(total, std, 1 / divisor, stream).to(parameter.dtype)
+            found[id(parameter)] = self.noise.add_scaled_(total, std, 1 / divisor, offsets[name]).to(parameter.dtype)
         return found
 
     def finish(self) -> None:

@@ -235,6 +235,10 @@ def _key(value: Any, batch: int) -> Any:
     return (type(value), value)
 
 
+VIEWS = frozenset(
+    "permute transpose t T mT movedim moveaxis swapaxes swapdims squeeze unsqueeze unbind narrow select chunk split "
+    "tensor_split diagonal __iter__".split()
+)
 Grow = Callable[[Tensor, int, list[tuple[Tensor, Layout]]], list[int]]
 
 
@@ -274,6 +278,8 @@ def _trial(call: Call, inputs: list[tuple[Tensor, Layout]], grow: Grow) -> list[
             shape = list(tensor.shape)
             if not (layout.mixed and (layout.dim >= len(shape) or shape[layout.dim] != layout.rows)):
                 shape[layout.dim] = _grown_rows(layout)
+        if call.name in VIEWS:  # costs nothing, where the first use of meta tensors imports half of torch
+            return torch.empty((), dtype=tensor.dtype).expand(shape)
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     try:

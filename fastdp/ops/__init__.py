@@ -8,7 +8,7 @@ from .clip import clip_factors
 from .conv import conv_clipped_sum, conv_norm_sq, conv_per_sample
 from .embedding import embedding_clipped_sum, embedding_norm_sq, embedding_per_sample, tied_cross_term
 from .linear import linear_clipped_sum, linear_norm_sq, linear_per_sample
-from .noise import Noise
+from .noise import Noise, noise_
 from .norm import norm_affine_per_sample
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "linear_clipped_sum",
     "linear_norm_sq",
     "linear_per_sample",
+    "noise_",
     "norm_affine_per_sample",
     "tied_cross_term",
 ]
