@@ -117,10 +117,6 @@ class PerSampleGradients:
                 found[full] = parameter
         return found
 
-    def names(self) -> list[str]:
-        """Names of all the model's parameters, in a fixed order."""
-        return [full for _, _, full in self._slots]
-
     def offsets(self) -> dict[str, int]:
         """Where each parameter begins among all the model's elements, frozen ones counted."""
         found, total = {}, 0

@@ -95,13 +95,14 @@ def _same(call: Call) -> Tags:
 # --------------------------------------------------------------------------- one by one
 
 _ELEMENTWISE = (
-    "add sub mul div pow neg abs exp log sqrt rsqrt reciprocal square sin cos tanh sigmoid erf relu relu6 gelu silu mish "
-    "elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid tanhshrink dropout clamp clip "
-    "clamp_min clamp_max where masked_fill maximum minimum eq ne lt le gt ge logical_and logical_or logical_not isnan "
-    "isinf floor ceil round sign subtract multiply divide true_divide rsub add_ sub_ mul_ div_ relu_ tanh_ sigmoid_ exp_ "
-    "masked_fill_ clamp_ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ "
-    "__neg__ __iadd__ __isub__ __imul__ __itruediv__ __and__ __or__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ "
-    "__ge__ float half bfloat16 double bool long int"
+    "add sub mul div pow neg abs exp log sqrt rsqrt reciprocal square sin cos tanh sigmoid erf relu relu6 "
+    "gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid "
+    "tanhshrink dropout clamp clip clamp_min clamp_max where masked_fill maximum minimum eq ne lt le gt "
+    "ge logical_and logical_or logical_not isnan isinf floor ceil round sign subtract multiply divide "
+    "true_divide rsub add_ sub_ mul_ div_ relu_ tanh_ sigmoid_ exp_ masked_fill_ clamp_ __add__ __radd__ "
+    "__sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ __iadd__ "
+    "__isub__ __imul__ __itruediv__ __and__ __or__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
+    "float half bfloat16 double bool long int"
 ).split()
 
 

@@ -40,7 +40,7 @@ class _Norm(Captured):
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g = accumulate(grads[0])
         if self.weight is not None and self.learns[0]:
-            self._record(self.weight, g * self.normalise(accumulate(saved[0]), None, None))
+            self._record(self.weight, self.normalise(accumulate(saved[0]), None, None).mul_(g))
         if self.bias is not None and self.learns[1]:
             self._record(self.bias, g)
 
