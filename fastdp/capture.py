@@ -36,6 +36,7 @@ class Pass:
     def __init__(self, engine: PerSampleGradients, batch: int, tracked: dict[int, str]) -> None:
         self.engine, self.batch, self.tracked = engine, batch, tracked
         self.stack: list[str] = []  # module paths, innermost last
+        self.called: set[str] = set()  # paths of all modules called so far
         self.backward_id = 0  # of the backward that went through this pass
         self.mode = _CaptureMode(self)
 

@@ -163,7 +163,7 @@ class PerSampleGradients:
         self._entered.append(None)
         if self._active is not None:
             self._active.stack.append(path)
-            self._argument_layouts[path] = [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))]
+            self._remember_layouts(path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
             return
         if not torch.is_grad_enabled():
             return
@@ -180,6 +180,15 @@ class PerSampleGradients:
         tag_packed((args, kwargs), self._batch)
         active.mode.__enter__()
         self._entered[-1] = self._active = active
+
+    def _remember_layouts(self, path: str, layouts: list[Layout | None]) -> None:
+        """For recomputation under checkpointing, which calls inner modules on tensors without layouts."""
+        assert self._active is not None
+        before = self._argument_layouts.get(path)
+        if path in self._active.called and before is not None and _differ(before, layouts):
+            layouts = [None] * len(layouts)  # called in two ways: which is recomputed cannot be told
+        self._active.called.add(path)
+        self._argument_layouts[path] = layouts
 
     def leave(self, path: str, module: nn.Module, out: Any) -> None:
         """A module's forward ends, also by an exception."""
@@ -306,6 +315,12 @@ class PerSampleGradients:
     def explain(self) -> str:
         """The plan of the last backward: per use, its parameter, shape, route, and memory held."""
         return table(describe(self._last(), self.named_parameters()))
+
+
+def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:
+    plain = [[None if layout is None else layout._replace(owner=None) for layout in items] for items in (a, b)]
+    routed = any(layout is not None and layout.owner is not None for layout in (*a, *b))
+    return routed or plain[0] != plain[1]
 
 
 def _sum_type(parameter: Tensor) -> torch.dtype:
