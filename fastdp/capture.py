@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import propagate_rules as _layout_rules  # noqa: F401  (registers the layout rules)
+from . import sampling
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from .derived import mark_derived
-from .errors import StepError
+from .errors import StepError, UncapturedUseError
 from .layout import Layout, tag, tag_of
 from .links import link_of
 from .propagate import Call, function_name, propagate, tensors_in
+from .uses.attention import COMPOSITES
 from .uses.base import RULES, Captured
 from .uses.generic import capture_generic
 
@@ -63,7 +65,15 @@ class Pass:
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """A tracked parameter, or a tensor derived from tracked parameters."""
-        return tensor.requires_grad and (id(tensor) in self.tracked or link_of(tensor) is not None)
+        if not tensor.requires_grad:
+            return False
+        link = link_of(tensor)
+        if link is not None and link.version != tensor._version:
+            raise UncapturedUseError(
+                f"module '{self.path}': a tensor made of parameters was written to through a view of it, which cannot "
+                "be followed. Write into the tensor itself, or use torch.cat, torch.where or torch.stack."
+            )
+        return link is not None or id(tensor) in self.tracked
 
     def is_data(self, tensor: Tensor) -> bool:
         """Carries samples: tagged, or a differentiable result of unseen origin."""
@@ -91,8 +101,13 @@ class Pass:
             for leaf in mark_derived(func, args, kwargs, out, self):
                 self.engine.last_use_of[id(leaf)] = self.place(function_name(func))
             return out
+        if has_data and func in COMPOSITES:
+            return COMPOSITES[func](self, func, args, kwargs)
+        before = _unmoved(func, args)
         out = func(*args, **kwargs)
-        if has_data:
+        if has_data and before is not None:
+            propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
+        elif has_data:
             propagate(Call(func, args, kwargs, out, self.batch, self.path))
         else:
             for tensor in tensors_in(out):
@@ -107,6 +122,20 @@ class Pass:
             if out is not NotImplemented:
                 return out
         return capture_generic(self, func, args, kwargs)
+
+
+_MOVING_IN_PLACE = frozenset("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
+
+
+def _unmoved(func: Any, args: tuple[Any, ...]) -> tuple[Any, Tensor] | None:
+    """For a change of shape in place: the function that returns the same anew, and the tensor as it was."""
+    name = function_name(func)
+    if name not in _MOVING_IN_PLACE:
+        return None
+    with torch.no_grad():
+        as_it_was = args[0].detach()
+    as_it_was.__dict__.update(args[0].__dict__)
+    return getattr(torch.Tensor, name[:-1]), as_it_was
 
 
 class _CaptureMode(TorchFunctionMode):
@@ -158,6 +187,8 @@ def tag_inputs(
             layout = known[number]
         elif batch <= 1:
             layout = Layout(batch)
+        elif tensor.requires_grad and not tensor.is_leaf and list(tensor.shape).count(batch) > 1:
+            layout = None  # of unseen origin, and its shape does not tell where the samples lie
         elif tensor.dim() > dim and tensor.size(dim) == batch:
             layout = Layout(batch, dim)
         elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
@@ -201,9 +232,17 @@ def _packed(values: Any) -> list[nn.utils.rnn.PackedSequence]:
 def batch_of(values: Any, dim: int) -> int:
     """The number of samples in a model's arguments: the size of the first tensor's batch dimension."""
     packed = _packed(values)
-    for tensor in nested_tensors(values):
-        if tensor.dim() > dim:
-            return tensor.size(dim)
+    sizes = [tensor.size(dim) for tensor in nested_tensors(values) if tensor.dim() > dim]
+    current = sampling.current()
+    if current is not None and current.size in sizes:
+        return current.size
+    if sizes and sizes[0] == 1 and any(size > 1 for size in sizes):
+        raise StepError(
+            f"the model's first tensor has size 1 in the batch dimension, others {sorted(set(sizes) - {1})}: which is the "
+            "number of samples? Give batch_size= to the optimizer, or the batch first."
+        )
+    if sizes:
+        return sizes[0]
     if packed:
         return int(packed[0].batch_sizes[0])
     raise StepError(

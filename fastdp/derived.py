@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import SampleMixingError
 from .links import Link, leaves_of, link_of, set_link
 from .ops.common import accumulate
-from .propagate import bind, function_name, tensors_in
+from .propagate import bind, function_name, is_in_place, tensors_in
 
 if TYPE_CHECKING:
     from .capture import Pass
@@ -30,14 +30,6 @@ _MOVING = frozenset(
 )
 _CASTING = frozenset("to float double half bfloat16 type clone contiguous".split())
 _BROADCASTING = frozenset(("expand", "expand_as", "broadcast_to"))
-IN_PLACE_DUNDERS = frozenset(
-    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor matmul".split()
-) | {"__setitem__"}
-
-
-def is_in_place(name: str) -> bool:
-    """Whether the function writes to its first argument."""
-    return name in IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 
 
 def mark_derived(
@@ -59,7 +51,7 @@ def mark_derived(
         above = link_of(parent)
         if name in _BROADCASTING:
             link = link._replace(kind="broadcast")
-        elif name in _MOVING and not any(t is not parent for t in tensors_in((args, kwargs))):
+        elif name in _MOVING and _moves_each_once(name, parent, args, kwargs):
             link = link._replace(isometric=above is None or above.isometric)
             if name in _CASTING and (above is None or above.kind == "cast"):
                 link = link._replace(kind="cast")
@@ -71,8 +63,18 @@ def mark_derived(
         if padding_idx is None and max_norm is None:
             link = link._replace(kind="lookup", ids=ids)
     for result in results:
-        set_link(result, link)
+        set_link(result, link._replace(version=result._version))
     return link.leaves
+
+
+def _moves_each_once(name: str, parent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """No other tensor takes part, and no list as an index, which may repeat elements."""
+    if any(t is not parent for t in tensors_in((args, kwargs))):
+        return False
+    if name != "__getitem__":
+        return True
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(item is None or item is Ellipsis or isinstance(item, int | slice) for item in index)
 
 
 def check_embedding(recorder: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from . import uses as _rules  # noqa: F401  (registers the rules)
 from .capture import ModuleHook, Pass, batch_of, nested_tensors, tag_inputs, tag_packed
-from .errors import BatchLayoutError, FastDPError, ParameterError, StepError, UncapturedUseError
+from .errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingError, StepError, UncapturedUseError
 from .gradients import Gradients
 from .layout import Layout, tag_of
 from .planner import describe, table
@@ -105,6 +106,9 @@ class PerSampleGradients:
                     "Give the optimizer parameters of this very model (and build it after the model is complete)."
                 )
             self._chosen = {seen[id(p)] for p in chosen}
+        odd = [name for name, p in self.named_parameters().items() if not p.is_floating_point()]
+        if odd:
+            raise ParameterError(f"complex parameters are not supported: {odd[:3]}; hold their real and imaginary parts")
         if not self.parameters():
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
 
@@ -133,6 +137,11 @@ class PerSampleGradients:
 
     def _check_unattached(self) -> None:
         for module in self.model.modules():
+            if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
+                raise ParameterError(
+                    f"{type(module).__name__} is not supported yet: attach fastdp to the plain model (of torch.compile: "
+                    "model._orig_mod)"
+                )
             for hook in module._forward_pre_hooks.values():
                 owner = getattr(hook, "__self__", None)
                 if isinstance(owner, ModuleHook) and owner.engine is not None:
@@ -151,6 +160,7 @@ class PerSampleGradients:
 
     def detach(self) -> None:
         """Take every hook off the model."""
+        self._drop_interrupted()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -160,26 +170,38 @@ class PerSampleGradients:
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module's forward begins."""
+        if not path:
+            self._drop_interrupted()
         self._entered.append(None)
         if self._active is not None:
             self._active.stack.append(path)
-            self._remember_layouts(path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
+            with torch._C.DisableTorchFunction():  # the mode is on
+                self._remember_layouts(path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
             return
         if not torch.is_grad_enabled():
             return
         recomputing = torch._C._current_graph_task_id() != -1
+        if not recomputing or not path:
+            self._batch = self.batch_size if self.batch_size is not None else batch_of((args, kwargs), self.batch_dim)
         if not recomputing:
             self._tape = None  # of a backward that failed
-            self._batch = self.batch_size if self.batch_size is not None else batch_of((args, kwargs), self.batch_dim)
             self._grads_before = {id(p): (p.grad, p.grad._version) for p in self.parameters() if p.grad is not None}
         tracked = {id(p): name for name, p in self.named_parameters().items()}
         active = Pass(self, self._batch, tracked)
         active.stack.append(path)
-        known = self._argument_layouts.get(path) if recomputing else None
+        known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self._batch, self.batch_dim, known, self.batch_size is not None)
         tag_packed((args, kwargs), self._batch)
         active.mode.__enter__()
         self._entered[-1] = self._active = active
+
+    def _drop_interrupted(self) -> None:
+        """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before."""
+        if self._active is None or "" not in self._active.stack:
+            return
+        while self._active.mode in torch.overrides._get_current_function_mode_stack():
+            torch.overrides._pop_mode()
+        self._active, self._entered = None, []
 
     def _remember_layouts(self, path: str, layouts: list[Layout | None]) -> None:
         """For recomputation under checkpointing, which calls inner modules on tensors without layouts."""
@@ -203,17 +225,25 @@ class PerSampleGradients:
         self._active = None
         for tensor in nested_tensors(out):
             if tensor.requires_grad:
-                tensor.register_hook(self._backward_reached)
+                tensor.register_hook(functools.partial(self._backward_reached, tag_of(tensor, self._batch)))
 
     # ------------------------------------------------------------------ backward
 
-    def _backward_reached(self, grad: Tensor) -> None:
-        self._begin_backward()
+    def _backward_reached(self, layout: Layout | None, grad: Tensor) -> None:
+        """A gradient arrives at an output of the model."""
+        tape = self._begin_backward()
+        if layout is not None and layout.mixed and grad.dim():
+            tape.failed = True
+            raise SampleMixingError(
+                f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
+                "for such a model; remove the operation, or use one that works on each sample alone."
+            )
 
     def _begin_backward(self) -> _Tape:
         if self._tape is None:
             self._backwards += 1
             self._tape = _Tape(self._backwards)
+            self._gradients = None  # of the backward before, should this one be refused
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
         return self._tape
 

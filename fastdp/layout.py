@@ -62,7 +62,13 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout written on the tensor, if it speaks of a batch of this size."""
     layout = tensor.__dict__.get(_ATTRIBUTE)
-    return layout if layout is not None and layout.batch == batch else None
+    if layout is None or layout.batch != batch:
+        return None
+    if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
+        base = tensor._base.__dict__.get(_ATTRIBUTE)  # type: ignore[union-attr]
+        if base is not None and base.batch == batch and base.mixed:
+            return layout._replace(mixed=base.mixed)
+    return layout
 
 
 def single(tensor: Tensor) -> Layout | None:

@@ -22,6 +22,7 @@ class Link(NamedTuple):
     kind: str
     isometric: bool
     ids: Tensor | None = None
+    version: int = 0  # of the derived tensor: another one says that it was written to through a view
 
 
 def link_of(tensor: Tensor) -> Link | None:

@@ -63,7 +63,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy = self.__dict__.get("_privacy")
         if privacy is not None:
             privacy.zero_grad()
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none=True)  # zeros would look like a gradient of autograd
 
     def _attached(self) -> Privacy:
         privacy = self.__dict__.get("_privacy")

@@ -19,7 +19,18 @@ from .layout import Layout, tag, tag_of
 Tags = list[tuple[Tensor, Layout | None]]
 Rule = Callable[["Call"], Tags]
 RULES: dict[Any, Rule] = {}
+UNCHECKED: set[Any] = set()  # functions that draw random numbers, or whose rules have checked them
 REFUSING: set[Any] = {torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm}
+
+
+_IN_PLACE_DUNDERS = frozenset(
+    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor matmul".split()
+) | {"__setitem__"}
+
+
+def is_in_place(name: str) -> bool:
+    """Whether the function writes to its first argument."""
+    return name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 
 
 class Call:
@@ -30,7 +41,8 @@ class Call:
     def __init__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, batch: int, path: str = ""
     ) -> None:
-        self.func, self.args, self.kwargs, self.out, self.batch = func, args, kwargs, out, batch
+        self.func, self.out, self.batch = func, out, batch
+        self.args, self.kwargs = (args, kwargs) if args or not kwargs else _positional(kwargs)
         self.name = function_name(func)
         self.path = path  # module in whose forward the call stands
 
@@ -52,6 +64,15 @@ class Call:
     def mixed(self, why: str = "") -> str:
         place = f" in module '{self.path}'" if self.path else ""
         return f"{self.name}(){place}{why and ' ' + why}"
+
+
+_LEADING = ("input", "self", "tensors", "query", "key", "value")
+
+
+def _positional(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call by keywords alone, its leading tensors in their places."""
+    leading = tuple(kwargs[name] for name in _LEADING if name in kwargs)
+    return leading, {name: value for name, value in kwargs.items() if name not in _LEADING}
 
 
 def function_name(func: Any) -> str:
@@ -107,34 +128,62 @@ def propagate(call: Call) -> None:
         return
     for tensor, layout in rule(call) if rule is not None else ask(call):
         tag(tensor, layout)
+        if layout is not None and layout.mixed and is_in_place(call.name) and tensor._is_view():
+            _taint_base(tensor, layout)
+
+
+def _taint_base(view: Tensor, layout: Layout) -> None:
+    """What was mixed through a view is mixed in all views of the memory."""
+    base = view._base
+    if base is not None and tag_of(base, layout.batch) is not None:
+        tag(base, layout)
 
 
 def ask(call: Call) -> Tags:
     """Layouts of the results by the trial with a larger batch."""
     outputs = list(tensors_in(call.out))
     inputs = call.inputs()
+    if call.name in VIEWS:  # a count over the batch may be a size: sizes are not data
+        inputs = [(t, layout) for t, layout in inputs if t.dim() or not layout.mixed]
+        if not inputs:
+            return [(tensor, None) for tensor in outputs]
     mixed = next((layout.mixed for _, layout in inputs if layout.mixed), "")
     owner, clash = _common_owner(inputs)
     if clash:
         return [(t, _combined(call, t, "combines rows of different samples")) for t in outputs]
     found = _cached_trial(call, inputs)
     if found is None or len(found) != len(outputs):
-        return [(tensor, _guess(call, tensor, inputs, mixed)) for tensor in outputs]
-    tags: Tags = []
-    for tensor, grown in zip(outputs, found, strict=True):
-        if not grown:
-            tags.append((tensor, _combined(call, tensor, "combines the samples of the batch", mixed)))
-        elif len(grown) > 1:
-            tags.append((tensor, _combined(call, tensor, "combines samples with each other", mixed)))
-        else:
-            tags.append((tensor, _grown_layout(call, tensor, grown[0], inputs, owner, mixed)))
+        tags: Tags = [(tensor, _guess(call, tensor, inputs, mixed)) for tensor in outputs]
+    else:
+        tags = [
+            (tensor, _from_trial(call, tensor, grown, inputs, owner, mixed))
+            for tensor, grown in zip(outputs, found, strict=True)
+        ]
+    if not mixed and not _is_independent(call, inputs, tags):
+        return [(t, _combined(call, t, "lets one sample's rows depend on another's")) for t in outputs]
     return tags
 
 
+def _from_trial(
+    call: Call,
+    tensor: Tensor,
+    grown: list[tuple[int, int]],
+    inputs: list[tuple[Tensor, Layout]],
+    owner: Tensor | None,
+    mixed: str,
+) -> Layout | None:
+    if not grown:
+        return _combined(call, tensor, "combines the samples of the batch", mixed)
+    if len(grown) > 1:
+        return _combined(call, tensor, "combines samples with each other", mixed)
+    layout = _grown_layout(call, tensor, grown[0], inputs, owner, mixed)
+    if layout is not None and not layout.mixed and tensor.size(layout.dim) != layout.rows:
+        return _combined(call, tensor, "combines neighbouring samples", mixed)
+    return layout
+
+
 def _combined(call: Call, tensor: Tensor, why: str, mixed: str = "") -> Layout | None:
-    """Numbers made of several samples; indices and masks are left to pass as constants."""
-    if not tensor.is_floating_point():
-        return None
+    """Made of several samples: numbers, and masks and counts, which may become numbers."""
     return Layout(call.batch, mixed=mixed or call.mixed(why))
 
 
@@ -177,6 +226,9 @@ def _grown_layout(
 
 def _guess(call: Call, tensor: Tensor, inputs: list[tuple[Tensor, Layout]], mixed: str) -> Layout | None:
     """No trial succeeded: the same shape, or the only dimension of the right size, or unknown."""
+    places = {(layout.dim - source.dim(), layout.outer, layout.inner) for source, layout in inputs}
+    if len(places) > 1:
+        return _combined(call, tensor, "combines inputs whose samples lie in different dimensions", mixed)
     for source, layout in inputs:
         if source.shape == tensor.shape:
             return layout._replace(mixed=mixed or layout.mixed)
@@ -193,6 +245,74 @@ def _guess(call: Call, tensor: Tensor, inputs: list[tuple[Tensor, Layout]], mixe
     if not tensor.requires_grad:
         return None  # a constant: exact whatever it holds
     return Layout(call.batch, mixed=mixed or call.mixed("has a result whose rows could not be followed"))
+
+
+# --------------------------------------------------------------------------- the check by value
+
+_INDEPENDENT: set[Any] = set()
+
+
+def _is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) -> bool:
+    """Whether a change of sample 0's rows leaves the other samples' rows of the result alone.
+
+    The trial sees sizes only: a Fourier transform along the batch keeps them. So each kind of call is run once
+    more with sample 0 changed; calls whose indices or constants (of the batch's size) may differ, every time.
+    """
+    floating = [(t, layout) for t, layout in inputs if t.is_floating_point()]
+    if call.name in VIEWS or call.func in UNCHECKED or not floating or call.batch < 2:
+        return True
+    key: Any = None
+    others = [t for t in tensors_in((call.args, call.kwargs)) if tag_of(t, call.batch) is None]
+    varying = any(call.batch in t.shape for t in others) or any(not t.is_floating_point() for t, _ in inputs)
+    if not varying:
+        try:
+            key = (call.func, call.batch, _key(call.args, call.batch), _key(call.kwargs, call.batch))
+            if key in _INDEPENDENT:
+                return True
+        except TypeError:
+            key = None
+    if is_in_place(call.name):  # the input is gone: its twin out of place says the same
+        return True
+    changed = {id(t): _with_first_sample_changed(t, layout) for t, layout in floating}
+
+    def replace(tensor: Tensor) -> Tensor:
+        return changed.get(id(tensor), tensor)
+
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            again = call.func(*map_tensors(call.args, replace), **map_tensors(call.kwargs, replace))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return True  # cannot be asked
+    finally:
+        torch.set_rng_state(state)
+    for (before, layout), after in zip(tags, tensors_in(again), strict=False):
+        if layout is not None and not layout.mixed and not _same_others(layout, before, after):
+            return False
+    if key is not None:
+        _INDEPENDENT.add(key)
+    return True
+
+
+def _with_first_sample_changed(tensor: Tensor, layout: Layout) -> Tensor:
+    changed = tensor.detach().clone()
+    if layout.mixed or changed.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+        return changed
+    rows = changed.movedim(layout.dim, 0)
+    first = layout.owners(tensor.device) == 0
+    rows[first] = rows[first] * -1.75 + 0.9
+    return changed
+
+
+def _same_others(layout: Layout, before: Tensor, after: Tensor) -> bool:
+    if before.shape != after.shape or before.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+        return False
+    keep = layout.owners(before.device) != 0
+    a, b = before.detach().movedim(layout.dim, 0)[keep], after.movedim(layout.dim, 0)[keep]
+    if not a.is_floating_point() or not a.numel():
+        return torch.equal(a, b)
+    digits = 1e-6 if a.dtype in (torch.float32, torch.float64) else 1e-3
+    return torch.allclose(a, b, rtol=10 * digits, atol=digits * float(a.abs().max()), equal_nan=True)
 
 
 # --------------------------------------------------------------------------- the trial

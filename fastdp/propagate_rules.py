@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .errors import SampleMixingError
 from .layout import Layout, reshaped, tag
-from .propagate import RULES, Call, Rule, Tags, _combined, ask, tensors_in
+from .propagate import RULES, UNCHECKED, Call, Rule, Tags, _combined, ask, tensors_in
 
 T = torch.Tensor
 
@@ -118,6 +118,8 @@ def _elementwise(call: Call) -> Tags:
         return ask(call)
     out = tensors[0]
     found = {_aligned(layout, tensor.dim(), out.dim()) for tensor, layout in inputs if layout.owner is None}
+    if len({layout.dim for layout in found if not layout.mixed}) > 1:
+        return [(out, _combined(call, out, "combines inputs whose samples lie in different dimensions"))]
     if any(layout.mixed or layout.owner is not None for _, layout in inputs) or len(found) != 1:
         return ask(call)
     layout = found.pop()
@@ -129,8 +131,11 @@ def _aligned(layout: Layout, ndim: int, out_ndim: int) -> Layout:
 
 
 @_rule(*_named("group_norm"))
-def _same_shape(call: Call) -> Tags:
-    return [(call.out, call.layout(call.args[0]))]
+def _group_norm(call: Call) -> Tags:
+    layout = call.layout(call.args[0])
+    if layout is not None and layout.dim != 0:
+        return [(call.out, _combined(call, call.out, "takes the batch for channels"))]
+    return [(call.out, layout)]
 
 
 # --------------------------------------------------------------------------- rows by index
@@ -142,6 +147,7 @@ def _getitem(call: Call) -> Tags:
     if layout is None:  # a constant table, indexed by data: the result lies as the index does
         return _take_from_constant(call)
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    index = tuple(torch.tensor(item, device=source.device) if isinstance(item, list) else item for item in index)
     if layout.mixed:
         return [(call.out, layout._replace(dim=0))]
     used, basic = _source_dims(index, source.dim())
@@ -155,7 +161,7 @@ def _getitem(call: Call) -> Tags:
         return [(call.out, _by_owner(call, _kept_position(index, source.dim(), layout.dim), owner, layout))]
     if isinstance(entry, int):
         return [(call.out, _combined(call, call.out, "picks one sample out of the batch"))]
-    leading = 1 + max(dim for dim, item in used.items() if isinstance(item, Tensor))
+    leading = source.dim() if any(item is Ellipsis for item in index) else 1 + max(used)
     return _index_owner_map(call, layout, index, leading)
 
 
@@ -282,9 +288,11 @@ def _index_select(call: Call) -> Tags:
 
 @_rule(torch.gather, T.gather, torch.take_along_dim, T.take_along_dim)
 def _gather(call: Call) -> Tags:
-    source, dim = call.args[0], call.argument(1, "dim")
-    layout = call.layout(source) or call.layout(call.argument(2, "index"))
-    if layout is None or dim % source.dim() == layout.dim:
+    along = call.name == "take_along_dim"
+    source, dim = call.args[0], call.argument(2 if along else 1, "dim")
+    index = call.argument(1, "indices") if along else call.argument(2, "index")
+    layout = call.layout(source) or call.layout(index)
+    if dim is None or layout is None or dim % source.dim() == layout.dim:
         return [(call.out, _combined(call, call.out, "gathers along the batch"))]
     return [(call.out, layout)]
 
@@ -305,6 +313,16 @@ def _setitem(call: Call) -> Tags:
     if layout is None or not _written_by_itself(call, layout, source, index):
         return _new_target(call, target, layout, source, index)
     return [(target, layout._replace(mixed=layout.mixed or source.mixed))]
+
+
+@_rule(*_named("index_put", "index_put_"))
+def _index_put(call: Call) -> Tags:
+    """target.index_put(indices, value): as target[indices] = value."""
+    target, index, value = (call.argument(i, n) for i, n in enumerate(("input", "indices", "values")))
+    if call.argument(3, "accumulate", False):
+        return ask(call)
+    same = Call(T.__setitem__, (target, tuple(index), value), {}, None, call.batch, call.path)
+    return [(call.out, layout) for _, layout in _setitem(same)]
 
 
 def _new_target(call: Call, target: Tensor, layout: Layout | None, source: Layout, index: Any) -> Tags:
@@ -339,6 +357,8 @@ def _index_add(call: Call) -> Tags:
     dim = dim % target.dim()
     if rows is None:
         return [(call.out, layout)]
+    if dim != rows.dim and (layout is None or layout == rows) and call.layout(index) is None and not rows.mixed:
+        return [(call.out, rows)]
     if layout is None and target.size(dim) % call.batch == 0:
         layout = Layout(call.batch, dim, 1, target.size(dim) // call.batch)
     if layout is not None and layout.dim == dim == rows.dim:
@@ -482,6 +502,23 @@ def _batch_norm(call: Call) -> Tags:
     return [(call.out, call.layout(call.args[0]))]
 
 
+@_rule(*[getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")])  # type: ignore[attr-defined]
+def _recurrent(call: Call) -> Tags:
+    """Frozen recurrent layers: samples lie in dimension 1 (0 if batch_first), or are packed."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    tensors = list(tensors_in(call.out))
+    if layout is None or layout.mixed:
+        return ask(call)
+    if isinstance(call.args[3], list | tuple):  # packed: (data, batch_sizes, hx, weights, ...)
+        first = layout.owners(source.device)[: int(call.args[1][0])]
+        ends = _by_owner(call, 1, first, layout)
+        return [(tensors[0], layout), *[(t, ends) for t in tensors[1:]]]
+    batch_first = call.args[-1]
+    if layout.dim != (0 if batch_first else 1) or source.dim() != 3:
+        return [(t, _combined(call, t, "takes the batch for the sequence")) for t in tensors]
+    return [(tensors[0], layout), *[(t, layout._replace(dim=1)) for t in tensors[1:]]]
+
+
 @_rule(torch._VF._pad_packed_sequence, torch._VF._pack_padded_sequence)  # type: ignore[attr-defined]
 def _packed(call: Call) -> Tags:
     """Packed rows lie by time: step t holds the first batch_sizes[t] samples of the sorted order."""
@@ -497,3 +534,8 @@ def _packed(call: Call) -> Tags:
     batch_first = call.argument(2, "batch_first", False)
     first = layout.owners(source.device)[: int(call.args[1][0])]
     return [(padded, Layout(call.batch, 0 if batch_first else 1, owner=first, mixed=layout.mixed))]
+
+
+UNCHECKED.update(_named("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"))
+UNCHECKED.update(_named("bernoulli", "multinomial", "rand_like", "randn_like", "empty_like", "randint_like", "dropout_"))
+UNCHECKED.update(_named(*_ELEMENTWISE))

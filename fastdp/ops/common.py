@@ -12,7 +12,7 @@ CHUNK_BYTES = 64 * 2**20  # temporaries stay near this size
 
 def accumulate(tensor: Tensor) -> Tensor:
     """The tensor in the type sums are taken in: float64 stays, all else becomes float32."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    return tensor if tensor.dtype in (torch.float32, torch.float64) or tensor.is_complex() else tensor.float()
 
 
 def chunks(batch: int, bytes_per_sample: int, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:

@@ -28,3 +28,8 @@ def capture_attention(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: 
     body = python_body(func)
     assert body is not None
     return recorder.traced(body, *args, **kwargs)
+
+
+# seen through also where no parameter of theirs is trained: their inner dimensions would hide attention from one
+# sample to another
+COMPOSITES = {F.multi_head_attention_forward: capture_attention}

@@ -32,7 +32,7 @@ class Lookup(Use):
     def rows(cls, operand: Tensor, ids: Tensor, grads: Tensor, name: str) -> Lookup:
         """ids [B, ...], grads [B, ..., *row]."""
         batch = ids.size(0)
-        ids = ids.reshape(batch, -1)
+        ids = ids.reshape(batch, -1).long()
         ids = torch.where(ids < 0, ids + operand.size(0), ids)
         width = max(1, operand[0].numel()) if operand.size(0) else 1
         return cls(operand, ids, grads.reshape(batch, ids.size(1), width), name)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..derived import is_in_place
+from ..derived import mark_derived
 from ..errors import BatchLayoutError, UncapturedUseError
 from ..layout import Layout, tag, tag_of
 from ..links import link_of, set_link
-from ..propagate import Call, function_name, map_tensors, propagate
+from ..propagate import Call, function_name, is_in_place, map_tensors, propagate, tensors_in
 from .base import Captured, Lazy, Operand, capture, cut, sample_layout
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class _Generic(Captured):
     def __init__(self, recorder: Pass, func: Any, args: Any, kwargs: Any, in_place: bool) -> None:
         super().__init__(recorder, function_name(func), recorder.path)
         self.func, self.in_place = func, in_place
+        kind = next(t.device.type for t in tensors_in((args, kwargs)))
+        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.operands: list[Operand] = []
         self.data: list[Tensor] = []
         self.constants: list[Tensor] = []
@@ -96,7 +98,7 @@ class _Generic(Captured):
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         for number, operand in enumerate(self.operands):
-            if operand.value.is_floating_point():
+            if operand.value.is_floating_point() or operand.value.is_complex():
                 compute = self._gradients(number, saved, grads)
                 self.recorder.engine.record(Lazy(operand.tensor, self.batch, self.name, compute))
 
@@ -109,7 +111,7 @@ class _Generic(Captured):
         values = [o.value for o in self.operands]
 
         def gradient(g: Sequence[Tensor], xs: Sequence[Tensor], b: int) -> Tensor:
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(*self.autocast):
                 w = [v.detach().requires_grad_(i == number) for i, v in enumerate(values)]
                 outs = self.outputs_of_sample(w, xs, b, [tuple(t.shape) for t in g])
                 pairs = [(o, t) for o, t in zip(outs, g, strict=True) if o.requires_grad]
@@ -128,12 +130,12 @@ class _Generic(Captured):
     ) -> list[Tensor]:
         """The function on sample b alone; rows of the batch are cut out of constants and operands if need be."""
         problem: Exception | None = None
-        for cut_operands, cut_constants in ((False, False), (False, True), (True, False), (True, True)):
+        for dims, cut_operands, cut_constants in self._ways_to_cut():
             try:
                 out = self.apply(
-                    [self._own(t, b) for t in operands] if cut_operands else operands,
+                    [self._own(t, b, dims) for t in operands] if cut_operands else operands,
                     xs,
-                    [self._own(t, b) for t in self.constants] if cut_constants else self.constants,
+                    [self._own(t, b, dims) for t in self.constants] if cut_constants else self.constants,
                 )
             except (RuntimeError, IndexError, ValueError) as error:
                 problem = error
@@ -147,11 +149,19 @@ class _Generic(Captured):
             ". Freeze the parameter, or write the operation so that each sample is treated alone."
         )
 
-    def _own(self, tensor: Tensor, b: int) -> Tensor:
-        """Rows of sample b of a tensor that lies as the output does, or is samples first."""
+    def _ways_to_cut(self) -> list[tuple[tuple[int, ...], bool, bool]]:
+        """Uncut; cut where the output's samples lie, or first; cut along each other dimension."""
+        usual = (self.out_layouts[0].dim, 0)
+        largest = max(t.dim() for t in (*[o.value for o in self.operands], *self.constants))
+        ways = [usual, *[(dim,) for dim in range(largest) if dim not in usual]]
+        both = [(dims, *which) for dims in ways for which in ((False, True), (True, False), (True, True))]
+        return [((), False, False), *both]
+
+    def _own(self, tensor: Tensor, b: int, dims: tuple[int, ...]) -> Tensor:
+        """Rows of sample b of a tensor that was made for this batch, its samples along one of `dims`."""
         layout = self.out_layouts[0]
         if layout.owner is None and not layout.mixed:
-            for dim in (layout.dim, 0):
+            for dim in dims:
                 if tensor.dim() > dim and tensor.size(dim) == layout.rows and layout.rows > 1:
                     rows = torch.nonzero(layout.owners(tensor.device) == b).flatten()
                     return tensor.index_select(dim, rows)
@@ -175,7 +185,7 @@ class _Generic(Captured):
                     if not bool(torch.isfinite(row[b]).all()):
                         continue
                     tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 3e-2
-                    close = tolerance * max(float(row[b].abs().max()), 1e-30) if row[b].numel() else 0
+                    close = tolerance * float(row[b].abs().max()) if row[b].is_floating_point() and row[b].numel() else 0
                     if not torch.allclose(one, row[b], rtol=tolerance, atol=close, equal_nan=True):
                         raise UncapturedUseError(
                             f"{self.name}() in module '{self.path}' gives another result for a sample alone than for "
@@ -188,9 +198,13 @@ class _Generic(Captured):
 def capture_generic(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of functions without a rule."""
     name = function_name(func)
-    if name in _PATTERNS and not recorder.is_parameter(args[0]):
+    if name in _PATTERNS and args:
         out = func(*args, **kwargs)
-        propagate(Call(func, args, kwargs, out, recorder.batch, recorder.path))
+        if recorder.is_parameter(args[0]):
+            patterns = map_tensors((args[1:], kwargs), lambda t: t.shape)
+            mark_derived(func, (args[0], *patterns[0]), patterns[1], out, recorder)
+        else:
+            propagate(Call(func, args, kwargs, out, recorder.batch, recorder.path))
         return out
     body = python_body(func)
     if body is not None:  # a composite in Python: see through it
@@ -211,7 +225,7 @@ def _capture_in_place(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: 
                 f"{recorder.place(function_name(func))}: writes data into a view of a tensor made of parameters. "
                 "Write into the tensor itself, or use torch.cat or torch.where."
             )
-        set_link(before, link)
+        set_link(before, link._replace(version=before._version))
         set_link(target, None)
         target.detach_()  # what it was lives on in `before`
     elif layout is not None:
@@ -229,8 +243,6 @@ def capture_whole(
     call = _Generic(recorder, func, args, kwargs, in_place)
     out = capture(call, *call.data, layout=None)
     outs = [out] if isinstance(out, Tensor) else list(out)
-    if not any(t.is_floating_point() for t in outs):  # comparisons: no gradient
-        outs = [t.detach() for t in outs]
     _tag_result(call, func, out)
     for tensor in outs:
         layout = tag_of(tensor, recorder.batch)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import SampleMixingError
 from ..layout import Layout
 from ..ops.common import accumulate
 from ..propagate import Call, bind, propagate
@@ -61,6 +62,8 @@ def _capture(recorder: Pass, func: Any, x: Tensor, weight: Tensor | None, bias: 
     if recorder.is_parameter(x) or not recorder.is_data(x):
         return NotImplemented
     layout = sample_layout(recorder, x, func.__name__)
+    if view and layout.batch > 1 and layout.dim != 0:
+        raise SampleMixingError(f"{recorder.place(func.__name__)}: takes the batch, in dimension {layout.dim}, for channels")
     return capture(_Norm(recorder, func.__name__, weight, bias, view, normalise, layout), x, layout=layout)
 
 
