@@ -88,17 +88,17 @@ class Pass:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function call."""
-        has_parameter = has_data = False
+        parameters, has_data = [], False
         for tensor in tensors_in((args, kwargs)):
             if self.is_parameter(tensor):
-                has_parameter = True
+                parameters.append(tensor)
             elif self.is_data(tensor):
                 has_data = True
-        if has_parameter and torch.is_grad_enabled():
+        if parameters and torch.is_grad_enabled():
             if has_data:
                 return self._combine(func, args, kwargs)
             out = func(*args, **kwargs)
-            for leaf in mark_derived(func, args, kwargs, out, self):
+            for leaf in mark_derived(func, args, kwargs, out, self, parameters):
                 self.engine.last_use_of[id(leaf)] = self.place(function_name(func))
             return out
         if has_data and func in COMPOSITES:
@@ -163,12 +163,24 @@ class ModuleHook:
         return (ModuleHook, (None, self.path))
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return _refuse_compilation()
         if self.engine is not None:
             self.engine.enter(self.path, module, args, kwargs)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if self.engine is not None:
             self.engine.leave(self.path, module, out)
+
+
+@torch.compiler.disable
+def _refuse_compilation() -> None:
+    raise StepError(
+        "fastdp does not see into torch.compile yet: call the plain model, or detach the optimizer. (Compiled code "
+        "would run past the engine.)"
+    )
 
 
 def tag_inputs(

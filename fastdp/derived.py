@@ -33,21 +33,24 @@ _BROADCASTING = frozenset(("expand", "expand_as", "broadcast_to"))
 
 
 def mark_derived(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recorder: Pass
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recorder: Pass, parents: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Link the results of a function of parameters (and constants) to the parameters; returns these."""
+    """Link the results of a function of parameters (and constants) to the parameters; returns these.
+
+    parents: the parameters and derived tensors among the arguments, found before the call.
+    """
     name = function_name(func)
     results = [args[0]] if is_in_place(name) else list(tensors_in(out))
     results = [t for t in results if t.requires_grad and id(t) not in recorder.tracked]
     if not results:
         return ()
-    parents = [t for t in tensors_in((args, kwargs)) if recorder.is_parameter(t)]
     leaves: dict[int, Tensor] = {}
     for parent in parents:
         leaves.update((id(leaf), leaf) for leaf in leaves_of(parent))
     parent = parents[0]
     link = Link(tuple(leaves.values()), parent, "function", False)
-    if len(parents) == 1 and parent is (args[0] if args else None) and not is_in_place(name):
+    written = is_in_place(name) or any(result is parent for result in results)
+    if len(parents) == 1 and parent is (args[0] if args else None) and not written:
         above = link_of(parent)
         if name in _BROADCASTING:
             link = link._replace(kind="broadcast")

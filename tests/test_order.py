@@ -321,3 +321,11 @@ def test_embedding_options_that_couple_samples_are_refused():
         fastdp.PerSampleGradients(model)
         with pytest.raises(SampleMixingError, match="module '0'"):
             model(torch.tensor([[1, 2], [1, 1]]))
+
+
+def test_compiled_models_are_refused_for_now():
+    model, optimizer = made()
+    with pytest.raises(StepError, match="torch.compile"):
+        torch.compile(model, backend="eager")(torch.ones(3, 4))
+    loss(model).backward()
+    optimizer.step()

@@ -202,7 +202,7 @@ def capture_generic(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: di
         out = func(*args, **kwargs)
         if recorder.is_parameter(args[0]):
             patterns = map_tensors((args[1:], kwargs), lambda t: t.shape)
-            mark_derived(func, (args[0], *patterns[0]), patterns[1], out, recorder)
+            mark_derived(func, (args[0], *patterns[0]), patterns[1], out, recorder, [args[0]])
         else:
             propagate(Call(func, args, kwargs, out, recorder.batch, recorder.path))
         return out
