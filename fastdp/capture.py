@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import propagate_rules as _layout_rules  # noqa: F401  (registers the layout rules)
 from . import sampling
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from .derived import mark_derived
 from .errors import StepError, UncapturedUseError
-from .layout import Layout, tag, tag_of
+from .layouts.calls import Call, function_name, tensors_in
+from .layouts.layout import Layout, tag, tag_of
+from .layouts.propagate import propagate
 from .links import link_of
-from .propagate import Call, function_name, propagate, tensors_in
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Captured
 from .uses.generic import capture_generic
@@ -250,8 +250,8 @@ def batch_of(values: Any, dim: int) -> int:
         return current.size
     if sizes and sizes[0] == 1 and any(size > 1 for size in sizes):
         raise StepError(
-            f"the model's first tensor has size 1 in the batch dimension, others {sorted(set(sizes) - {1})}: which is the "
-            "number of samples? Give batch_size= to the optimizer, or the batch first."
+            f"the model's first tensor has size 1 in the batch dimension, others {sorted(set(sizes) - {1})}: which is "
+            "the number of samples? Give batch_size= to the optimizer, or the batch first."
         )
     if sizes:
         return sizes[0]

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import SampleMixingError
+from .layouts.calls import bind, function_name, is_in_place, tensors_in
 from .links import Link, leaves_of, link_of, set_link
 from .ops.common import accumulate
-from .propagate import bind, function_name, is_in_place, tensors_in
 
 if TYPE_CHECKING:
     from .capture import Pass

@@ -13,7 +13,7 @@ from . import uses as _rules  # noqa: F401  (registers the rules)
 from .capture import ModuleHook, Pass, batch_of, nested_tensors, tag_inputs, tag_packed
 from .errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingError, StepError, UncapturedUseError
 from .gradients import Gradients
-from .layout import Layout, tag_of
+from .layouts.layout import Layout, tag_of
 from .planner import describe, table
 from .uses.base import Captured, Use
 
@@ -108,7 +108,9 @@ class PerSampleGradients:
             self._chosen = {seen[id(p)] for p in chosen}
         odd = [name for name, p in self.named_parameters().items() if not p.is_floating_point()]
         if odd:
-            raise ParameterError(f"complex parameters are not supported: {odd[:3]}; hold their real and imaginary parts")
+            raise ParameterError(
+                f"complex parameters are not supported: {odd[:3]}; hold their real and imaginary parts"
+            )
         if not self.parameters():
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
 
@@ -139,8 +141,8 @@ class PerSampleGradients:
         for module in self.model.modules():
             if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
                 raise ParameterError(
-                    f"{type(module).__name__} is not supported yet: attach fastdp to the plain model (of torch.compile: "
-                    "model._orig_mod)"
+                    f"{type(module).__name__} is not supported yet: attach fastdp to the plain model (of "
+                    "torch.compile: model._orig_mod)"
                 )
             for hook in module._forward_pre_hooks.values():
                 owner = getattr(hook, "__self__", None)

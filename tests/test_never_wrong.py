@@ -61,7 +61,9 @@ MIXING = {
     "setitem": written(lambda y: y.__setitem__(0, y[1])),
     "setitem_slices": written(lambda y: y.__setitem__(slice(0, 2), y[1:].clone())),
     "index_copy": written(lambda y: y.index_copy_(0, torch.tensor([0, 1]), y[1:].clone())),
-    "column_copy": lambda x: torch.zeros_like(x).index_put((torch.arange(B), torch.zeros(B).long()), x[:, 0].flip(0)) + x,
+    "column_copy": lambda x: (
+        torch.zeros_like(x).index_put((torch.arange(B), torch.zeros(B).long()), x[:, 0].flip(0)) + x
+    ),
     "unbind": lambda x: torch.stack(list(x.unbind(0))[::-1]),
     "cat_halves": lambda x: torch.cat([x[1:], x[:1]]) * x,
     "mean_at_the_end": lambda x: x - x.mean(0),

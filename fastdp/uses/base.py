@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BatchLayoutError, SampleMixingError
-from ..layout import Layout, samplewise, tag, tag_of
+from ..layouts.layout import Layout, samplewise, tag, tag_of
 from ..ops.common import accumulate, chunks, square_sum
 
 if TYPE_CHECKING:

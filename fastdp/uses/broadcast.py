@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layouts.calls import bind
+from ..layouts.layout import Layout
 from ..links import link_of
-from ..propagate import bind
 from .base import Captured, Direct, Lazy, Operand, Use, capture, cut, rule, sample_layout
 from .embedding import Lookup
 

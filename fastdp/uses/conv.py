@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import Layout
+from ..layouts.calls import bind
+from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
 from ..ops.common import accumulate
 from ..ops.conv import Geometry, spatial
-from ..propagate import bind
 from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout
 from .linear import autocast_dtype
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import ops
 from ..derived import check_embedding
-from ..layout import Layout
-from ..propagate import bind
+from ..layouts.calls import bind
+from ..layouts.layout import Layout
 from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
 from .generic import capture_whole
 

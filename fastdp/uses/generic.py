@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..derived import mark_derived
 from ..errors import BatchLayoutError, UncapturedUseError
-from ..layout import Layout, tag, tag_of
+from ..layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.propagate import propagate
 from ..links import link_of, set_link
-from ..propagate import Call, function_name, is_in_place, map_tensors, propagate, tensors_in
 from .base import Captured, Lazy, Operand, capture, cut, sample_layout
 
 if TYPE_CHECKING:
@@ -185,7 +186,9 @@ class _Generic(Captured):
                     if not bool(torch.isfinite(row[b]).all()):
                         continue
                     tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else 3e-2
-                    close = tolerance * float(row[b].abs().max()) if row[b].is_floating_point() and row[b].numel() else 0
+                    close = (
+                        tolerance * float(row[b].abs().max()) if row[b].is_floating_point() and row[b].numel() else 0
+                    )
                     if not torch.allclose(one, row[b], rtol=tolerance, atol=close, equal_nan=True):
                         raise UncapturedUseError(
                             f"{self.name}() in module '{self.path}' gives another result for a sample alone than for "

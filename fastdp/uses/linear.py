@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..layout import Layout
-from ..propagate import bind
+from ..layouts.calls import bind
+from ..layouts.layout import Layout
 from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contraction, rule, sample_layout
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError
-from ..layout import Layout
+from ..layouts.calls import Call, bind
+from ..layouts.layout import Layout
+from ..layouts.propagate import propagate
 from ..ops.common import accumulate
-from ..propagate import Call, bind, propagate
 from .base import Captured, Operand, capture, cut, rule, sample_layout
 from .broadcast import uses_of_broadcast
 
@@ -63,7 +64,9 @@ def _capture(recorder: Pass, func: Any, x: Tensor, weight: Tensor | None, bias: 
         return NotImplemented
     layout = sample_layout(recorder, x, func.__name__)
     if view and layout.batch > 1 and layout.dim != 0:
-        raise SampleMixingError(f"{recorder.place(func.__name__)}: takes the batch, in dimension {layout.dim}, for channels")
+        raise SampleMixingError(
+            f"{recorder.place(func.__name__)}: takes the batch, in dimension {layout.dim}, for channels"
+        )
     return capture(_Norm(recorder, func.__name__, weight, bias, view, normalise, layout), x, layout=layout)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import BatchLayoutError
-from ..layout import Layout, tag
+from ..layouts.layout import Layout, tag
 from .base import rule, sample_layout
 
 if TYPE_CHECKING:

@@ -1,0 +1,10 @@
+"""Which rows of a tensor belong to which sample, followed through every torch function of a forward.
+
+Importing the package registers the layout rules.
+"""
+
+from . import along, rows, shapes  # noqa: F401
+from .layout import Layout, reshaped, samplewise, tag, tag_of
+from .propagate import propagate
+
+__all__ = ["Layout", "propagate", "reshaped", "samplewise", "tag", "tag_of"]

@@ -1,0 +1,184 @@
+"""Layout rules of functions that join, split, reduce, move or combine along a dimension: is it the batch's?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import SampleMixingError
+from .calls import Call, tensors_in
+from .layout import Layout, tag
+from .propagate import ask, combined, rule, spellings
+from .rows import by_owner
+from .trial import Tags
+
+T = torch.Tensor
+
+
+@rule(torch.cat, torch.concat, torch.concatenate)
+def _cat(call: Call) -> Tags:
+    tensors, dim = call.args[0], call.argument(1, "dim", 0)
+    layouts = [call.layout(tensor) for tensor in tensors]
+    known = [layout for layout in layouts if layout is not None]
+    if not known or dim % call.out.dim() != known[0].dim:
+        return ask(call)
+    if len(known) < len(layouts) or len({layout.dim for layout in known}) > 1:
+        return [(call.out, combined(call, call.out, "joins constants to the batch"))]
+    mixed = next((layout.mixed for layout in known if layout.mixed), "")
+    owner = torch.cat([layout.owners(tensor.device) for layout, tensor in zip(known, tensors, strict=True)])
+    if all(layout.owner is None and layout.outer == 1 and layout.inner == known[0].inner for layout in known):
+        return [(call.out, known[0]._replace(outer=len(known), mixed=mixed))]
+    return [(call.out, Layout(call.batch, known[0].dim, owner=owner, mixed=mixed))]
+
+
+@rule(*spellings("chunk", "split", "split_with_sizes", "tensor_split", "unbind"), T.__iter__)
+def _split(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    dim = call.argument(1 if call.name == "unbind" else 2, "dim", 0) if call.name != "__iter__" else 0
+    if layout is None or layout.mixed or dim % source.dim() != layout.dim:
+        return ask(call)
+    tags: Tags = []
+    start, owners = 0, layout.owners(source.device)
+    for part in tensors_in(call.out):
+        if part.dim() < source.dim():
+            tags.append((part, combined(call, part, "picks one sample out of the batch")))
+            continue
+        stop = start + part.size(layout.dim)
+        tags.append((part, by_owner(call, layout.dim, owners[start:stop], layout)))
+        start = stop
+    return tags
+
+
+@rule(*spellings("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "prod", "all", "any", "argmax", "argmin"))
+def _reduce(call: Call) -> Tags:
+    """Over some dimensions; over the batch's the samples are combined."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    dims = call.argument(1, "dim")
+    if layout is None or layout.mixed or not isinstance(call.out, Tensor) or len(call.args) > 3:
+        return ask(call)
+    if isinstance(dims, bool) or dims is None or (isinstance(dims, tuple | list) and not dims):
+        return [(call.out, combined(call, call.out, "combines the samples of the batch"))]
+    over = {dim % source.dim() for dim in (dims if isinstance(dims, tuple | list) else (dims,))}
+    if layout.dim in over:
+        return [(call.out, combined(call, call.out, "combines the samples of the batch"))]
+    kept = call.out.dim() == source.dim()
+    return [(call.out, layout if kept else layout._replace(dim=layout.dim - sum(d < layout.dim for d in over)))]
+
+
+def _along(position: int, name: str, *functions: Any) -> None:
+    """Functions that combine the positions of dimension `name` and keep its size."""
+
+    def function(call: Call) -> Tags:
+        source, layout = call.args[0], call.layout(call.args[0])
+        dims = call.argument(position, name, -1 if name == "dim" else None)
+        dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+        if layout is not None and layout.dim in [dim % source.dim() for dim in dims if source.dim()]:
+            why = "works along the batch dimension"
+            return [(tensor, combined(call, tensor, why)) for tensor in tensors_in(call.out)]
+        if layout is not None and isinstance(call.out, Tensor) and call.out.shape == source.shape:
+            return [(call.out, layout)]
+        return ask(call)
+
+    rule(*functions)(function)
+
+
+_along(1, "dim", *spellings("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin"))
+_along(1, "dim", *spellings("logcumsumexp", "sort", "argsort", "cumsum_", "cumprod_"))
+
+
+@rule(*spellings("flip", "roll"))
+def _moved(call: Call) -> Tags:
+    """Rows in another order: apply the same to the sample numbers."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None or layout.mixed:
+        return [(call.out, layout)]
+    owners = layout.owners(source.device)
+    if call.name == "flip":
+        dims = call.args[1:] if isinstance(call.argument(1, "dims"), int) else call.argument(1, "dims")
+        if layout.dim in [dim % source.dim() for dim in dims]:
+            return [(call.out, by_owner(call, layout.dim, owners.flip(0), layout))]
+        return [(call.out, layout)]
+    shifts, dims = call.argument(1, "shifts"), call.argument(2, "dims")
+    if dims is None or dims == ():
+        return [(call.out, combined(call, call.out, "rolls samples into each other"))]
+    pairs = zip(*((v,) if isinstance(v, int) else tuple(v) for v in (shifts, dims)), strict=True)
+    along = [shift for shift, dim in pairs if dim % source.dim() == layout.dim]
+    return [(call.out, by_owner(call, layout.dim, owners.roll(sum(along)), layout) if along else layout)]
+
+
+_along(2, "dim", F.normalize)
+
+
+@rule(F.scaled_dot_product_attention)
+def _attention(call: Call) -> Tags:
+    for tensor in tensors_in(call.args[:3]):
+        layout = call.layout(tensor)
+        if layout is not None and layout.dim >= tensor.dim() - 2:
+            return [(call.out, combined(call, call.out, "attends from one sample to another"))]
+    query = call.layout(call.args[0])
+    others = {call.layout(tensor) for tensor in tensors_in(call.args[1:3])}
+    if query is not None and query.owner is None and others == {query}:
+        return [(call.out, query)]
+    return ask(call)
+
+
+@rule(F.layer_norm, F.rms_norm)
+def _layer_norm(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is not None and layout.dim >= source.dim() - len(call.argument(1, "normalized_shape")):
+        return [(call.out, combined(call, call.out, "normalises over the batch"))]
+    return [(call.out, layout)]
+
+
+@rule(F.batch_norm, F.instance_norm, torch.batch_norm)
+def _batch_norm(call: Call) -> Tags:
+    if call.name == "batch_norm" and call.argument(5, "training", False):
+        raise SampleMixingError(
+            f"{call.mixed()} in training mode normalises every sample by the statistics of the whole batch, so "
+            "per-sample gradients do not exist. Replace it by nn.GroupNorm, or put the module in eval mode."
+        )
+    if call.name == "instance_norm" and call.argument(5, "use_input_stats", True):
+        if call.argument(1, "running_mean") is not None:
+            raise SampleMixingError(
+                f"{call.mixed()} keeps running statistics of the data, which would be released without noise. "
+                "Use track_running_stats=False, or put the module in eval mode."
+            )
+    tag(call.out, call.layout(call.args[0]))
+    return [(call.out, call.layout(call.args[0]))]
+
+
+@rule(*[getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")])  # type: ignore[attr-defined]
+def _recurrent(call: Call) -> Tags:
+    """Frozen recurrent layers: samples lie in dimension 1 (0 if batch_first), or are packed."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    tensors = list(tensors_in(call.out))
+    if layout is None or layout.mixed:
+        return ask(call)
+    if isinstance(call.args[3], list | tuple):  # packed: (data, batch_sizes, hx, weights, ...)
+        first = layout.owners(source.device)[: int(call.args[1][0])]
+        ends = by_owner(call, 1, first, layout)
+        return [(tensors[0], layout), *[(t, ends) for t in tensors[1:]]]
+    batch_first = call.args[-1]
+    if layout.dim != (0 if batch_first else 1) or source.dim() != 3:
+        return [(t, combined(call, t, "takes the batch for the sequence")) for t in tensors]
+    return [(tensors[0], layout), *[(t, layout._replace(dim=1)) for t in tensors[1:]]]
+
+
+@rule(torch._VF._pad_packed_sequence, torch._VF._pack_padded_sequence)  # type: ignore[attr-defined]
+def _packed(call: Call) -> Tags:
+    """Packed rows lie by time: step t holds the first batch_sizes[t] samples of the sorted order."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None:
+        return []
+    if call.name == "_pack_padded_sequence":
+        data, sizes = call.out
+        owners = layout.owners(source.device)
+        rows = torch.cat([owners[: int(size)] for size in sizes])
+        return [(data, Layout(call.batch, 0, owner=rows, mixed=layout.mixed))]
+    padded = call.out[0]
+    batch_first = call.argument(2, "batch_first", False)
+    first = layout.owners(source.device)[: int(call.args[1][0])]
+    return [(padded, Layout(call.batch, 0 if batch_first else 1, owner=first, mixed=layout.mixed))]

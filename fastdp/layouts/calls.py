@@ -1,0 +1,100 @@
+"""Traced torch function calls: their names, tensors and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from .layout import Layout, tag_of
+
+_IN_PLACE_DUNDERS = frozenset(
+    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor matmul".split()
+) | {"__setitem__"}
+
+
+def is_in_place(name: str) -> bool:
+    """Whether the function writes to its first argument."""
+    return name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+
+
+class Call:
+    """One traced function call: what went in, what came out."""
+
+    __slots__ = ("func", "args", "kwargs", "out", "batch", "name", "path")
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, batch: int, path: str = ""
+    ) -> None:
+        self.func, self.out, self.batch = func, out, batch
+        self.args, self.kwargs = (args, kwargs) if args or not kwargs else _positional(kwargs)
+        self.name = function_name(func)
+        self.path = path  # module in whose forward the call stands
+
+    def layout(self, tensor: Any) -> Layout | None:
+        return tag_of(tensor, self.batch) if isinstance(tensor, Tensor) else None
+
+    def inputs(self) -> list[tuple[Tensor, Layout]]:
+        """The tensors with a layout among the arguments."""
+        found = []
+        for tensor in tensors_in((self.args, self.kwargs)):
+            layout = tag_of(tensor, self.batch)
+            if layout is not None:
+                found.append((tensor, layout))
+        return found
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    def mixed(self, why: str = "") -> str:
+        place = f" in module '{self.path}'" if self.path else ""
+        return f"{self.name}(){place}{why and ' ' + why}"
+
+
+_LEADING = ("input", "self", "tensors", "query", "key", "value")
+
+
+def _positional(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call by keywords alone, its leading tensors in their places."""
+    leading = tuple(kwargs[name] for name in _LEADING if name in kwargs)
+    return leading, {name: value for name, value in kwargs.items() if name not in _LEADING}
+
+
+def function_name(func: Any) -> str:
+    """A readable name of a torch function: F.linear is 'linear', a property getter is its property."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return str(name)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def bind(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
+    """Arguments by position or name; missing ones are None."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The same nest with every tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [map_tensors(item, function) for item in value]
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    return value

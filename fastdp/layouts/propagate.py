@@ -1,0 +1,174 @@
+"""Carry layouts through a forward: which rows of a result belong to which sample.
+
+Most functions are asked, not listed: the function is run once on meta tensors whose batch is larger by
+one, and the dimension of the result that grew is where its samples lie. The answer is cached by shapes.
+Only functions that bake sizes in (views), move rows (indexing) or mix rows in place of a dimension
+(softmax along the batch) need a rule of their own: `fastdp.layouts.shapes`, `rows` and `along`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .calls import Call, is_in_place, tensors_in
+from .layout import Layout, tag, tag_of
+from .trial import VIEWS, Tags, cached_trial, is_independent
+
+Rule = Callable[[Call], Tags]
+RULES: dict[Any, Rule] = {}
+REFUSING: set[Any] = {F.batch_norm, F.instance_norm, torch.batch_norm}
+
+
+def rule(*functions: Any) -> Callable[[Rule], Rule]:
+    """Register a layout rule for torch functions."""
+
+    def register(function: Rule) -> Rule:
+        for torch_function in functions:
+            RULES[torch_function] = function
+        return function
+
+    return register
+
+
+def spellings(*names: str) -> list[Any]:
+    """Every spelling of the functions: torch.f, Tensor.f, F.f."""
+    found = [getattr(place, name, None) for name in names for place in (torch, torch.Tensor, F)]
+    return [function for function in found if function is not None]
+
+
+def propagate(call: Call) -> None:
+    """Tag the results of the call. The caller knows that an argument has a layout."""
+    outputs = list(tensors_in(call.out))
+    if not outputs and call.name != "__setitem__":
+        return
+    rule = RULES.get(call.func)
+    if call.batch <= 1:
+        if call.func in REFUSING and rule is not None:
+            rule(call)
+        for tensor in outputs or tensors_in(call.args[0]):
+            tag(tensor, Layout(call.batch))
+        return
+    for tensor, layout in rule(call) if rule is not None else ask(call):
+        tag(tensor, layout)
+        if layout is not None and layout.mixed and is_in_place(call.name) and tensor._is_view():
+            _taint_base(tensor, layout)
+
+
+def _taint_base(view: Tensor, layout: Layout) -> None:
+    """What was mixed through a view is mixed in all views of the memory."""
+    base = view._base
+    if base is not None and tag_of(base, layout.batch) is not None:
+        tag(base, layout)
+
+
+def ask(call: Call) -> Tags:
+    """Layouts of the results by the trial with a larger batch."""
+    outputs = list(tensors_in(call.out))
+    inputs = call.inputs()
+    if call.name in VIEWS:  # a count over the batch may be a size: sizes are not data
+        inputs = [(t, layout) for t, layout in inputs if t.dim() or not layout.mixed]
+        if not inputs:
+            return [(tensor, None) for tensor in outputs]
+    mixed = next((layout.mixed for _, layout in inputs if layout.mixed), "")
+    owner, clash = _common_owner(inputs)
+    if clash:
+        return [(t, combined(call, t, "combines rows of different samples")) for t in outputs]
+    found = cached_trial(call, inputs)
+    if found is None or len(found) != len(outputs):
+        tags: Tags = [(tensor, _guess(call, tensor, inputs, mixed)) for tensor in outputs]
+    else:
+        tags = [
+            (tensor, _from_trial(call, tensor, grown, inputs, owner, mixed))
+            for tensor, grown in zip(outputs, found, strict=True)
+        ]
+    if not mixed and not is_independent(call, inputs, tags):
+        return [(t, combined(call, t, "lets one sample's rows depend on another's")) for t in outputs]
+    return tags
+
+
+def _from_trial(
+    call: Call,
+    tensor: Tensor,
+    grown: list[tuple[int, int]],
+    inputs: list[tuple[Tensor, Layout]],
+    owner: Tensor | None,
+    mixed: str,
+) -> Layout | None:
+    if not grown:
+        return combined(call, tensor, "combines the samples of the batch", mixed)
+    if len(grown) > 1:
+        return combined(call, tensor, "combines samples with each other", mixed)
+    layout = _grown_layout(call, tensor, grown[0], inputs, owner, mixed)
+    if layout is not None and not layout.mixed and tensor.size(layout.dim) != layout.rows:
+        return combined(call, tensor, "combines neighbouring samples", mixed)
+    return layout
+
+
+def combined(call: Call, tensor: Tensor, why: str, mixed: str = "") -> Layout | None:
+    """Made of several samples: numbers, and masks and counts, which may become numbers."""
+    return Layout(call.batch, mixed=mixed or call.mixed(why))
+
+
+def _common_owner(inputs: list[tuple[Tensor, Layout]]) -> tuple[Tensor | None, bool]:
+    """The row order that all inputs share, and whether they disagree."""
+    real = [(t, layout) for t, layout in inputs if not layout.mixed]
+    owner = next((layout.owner for _, layout in real if layout.owner is not None), None)
+    if owner is None:
+        orders = {(layout.outer, layout.inner) for _, layout in real}
+        sizes = {outer * inner for outer, inner in orders}
+        return None, len(orders) > len(sizes)  # [T * B] meets [B * T]
+    for tensor, layout in real:
+        if layout.owner is not owner:
+            other = layout.owners(tensor.device)
+            if other.shape != owner.shape or not torch.equal(other.to(owner.device), owner):
+                return owner, True
+    return owner, False
+
+
+def _grown_layout(
+    call: Call,
+    tensor: Tensor,
+    grown: tuple[int, int],
+    inputs: list[tuple[Tensor, Layout]],
+    owner: Tensor | None,
+    mixed: str,
+) -> Layout | None:
+    dim, growth = grown
+    if owner is not None:
+        if growth == 1 and tensor.size(dim) == owner.numel():
+            return Layout(call.batch, dim, owner=owner, mixed=mixed)
+    else:
+        for _, layout in inputs:
+            if layout.outer * layout.inner == growth:
+                return layout._replace(dim=dim, mixed=mixed)
+        if growth == 1:
+            return Layout(call.batch, dim, mixed=mixed)
+    return combined(call, tensor, "reorders rows in a way that could not be followed", mixed)
+
+
+def _guess(call: Call, tensor: Tensor, inputs: list[tuple[Tensor, Layout]], mixed: str) -> Layout | None:
+    """No trial succeeded: the same shape, or the only dimension of the right size, or unknown."""
+    places = {(layout.dim - source.dim(), layout.outer, layout.inner) for source, layout in inputs}
+    if len(places) > 1:
+        return combined(call, tensor, "combines inputs whose samples lie in different dimensions", mixed)
+    for source, layout in inputs:
+        if source.shape == tensor.shape:
+            return layout._replace(mixed=mixed or layout.mixed)
+    found = {
+        (dim, layout)
+        for _, layout in inputs
+        if layout.owner is None and not layout.mixed
+        for dim, size in enumerate(tensor.shape)
+        if size == layout.rows
+    }
+    if len(found) == 1:
+        dim, layout = found.pop()
+        return layout._replace(dim=dim, mixed=mixed)
+    if not tensor.requires_grad:
+        return None  # a constant: exact whatever it holds
+    return Layout(call.batch, mixed=mixed or call.mixed("has a result whose rows could not be followed"))

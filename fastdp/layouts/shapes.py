@@ -1,0 +1,123 @@
+"""Layout rules of functions that carry sizes in their arguments, and of functions element by element."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .calls import Call, tensors_in
+from .layout import Layout, reshaped
+from .propagate import ask, combined, rule, spellings
+from .trial import UNCHECKED, Tags
+
+T = torch.Tensor
+
+# --------------------------------------------------------------------------- sizes in the arguments
+
+
+@rule(*spellings("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"))
+def _reshape(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None or call.out.numel() != source.numel():  # view(dtype)
+        return ask(call)
+    if layout.mixed:
+        return [(call.out, layout)]
+    if source.numel() == 0:
+        return ask(call)
+    found = reshaped(layout, source.shape, call.out.shape)
+    return [(call.out, found or combined(call, call.out, "folds samples into another dimension"))]
+
+
+@rule(*spellings("expand", "expand_as", "broadcast_to"))
+def _expand(call: Call) -> Tags:
+    layout = call.layout(call.args[0])
+    if layout is None:
+        return []  # a constant that only takes the shape of data
+    return [(call.out, layout._replace(dim=layout.dim + call.out.dim() - call.args[0].dim()))]
+
+
+@rule(T.repeat, torch.tile, T.tile)
+def _repeat(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None:
+        return []
+    dim = layout.dim + call.out.dim() - source.dim()
+    times = call.out.size(dim) // max(source.size(layout.dim), 1)
+    if times != 1 and layout.owner is not None:
+        return [(call.out, layout._replace(dim=dim, owner=layout.owner.repeat(times)))]
+    return [(call.out, layout._replace(dim=dim, outer=layout.outer * times))]
+
+
+@rule(torch.repeat_interleave, T.repeat_interleave)
+def _repeat_interleave(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    times, dim = call.argument(1, "repeats"), call.argument(2, "dim")
+    if layout is None or dim is None or dim % source.dim() != layout.dim:
+        return ask(call)
+    if isinstance(times, Tensor) or layout.owner is not None:
+        owner = layout.owners(source.device).repeat_interleave(times)
+        return [(call.out, Layout(call.batch, layout.dim, owner=owner, mixed=layout.mixed))]
+    return [(call.out, layout._replace(inner=layout.inner * times))]
+
+
+@rule(*spellings("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
+def _constant(call: Call) -> Tags:
+    return [(tensor, None) for tensor in tensors_in(call.out)]
+
+
+@rule(*spellings("to", "cpu", "cuda", "type", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
+def _same(call: Call) -> Tags:
+    return [(call.out, call.layout(call.args[0]))]
+
+
+# --------------------------------------------------------------------------- one by one
+
+_ELEMENTWISE = (
+    "add sub mul div pow neg abs exp log sqrt rsqrt reciprocal square sin cos tanh sigmoid erf relu relu6 "
+    "gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid "
+    "tanhshrink dropout clamp clip clamp_min clamp_max where masked_fill maximum minimum eq ne lt le gt "
+    "ge logical_and logical_or logical_not isnan isinf floor ceil round sign subtract multiply divide "
+    "true_divide rsub add_ sub_ mul_ div_ relu_ tanh_ sigmoid_ exp_ masked_fill_ clamp_ __add__ __radd__ "
+    "__sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ __iadd__ "
+    "__isub__ __imul__ __itruediv__ __and__ __or__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
+    "float half bfloat16 double bool long int"
+).split()
+
+
+@rule(*spellings(*_ELEMENTWISE))
+def _elementwise(call: Call) -> Tags:
+    """Element by element with broadcasting: samples stay where they lie, counted from the right.
+
+    The trial would say the same; this spares it, whose first call imports half of torch.
+    """
+    tensors = list(tensors_in(call.out))
+    inputs = call.inputs()
+    if len(tensors) != 1 or not inputs:
+        return ask(call)
+    out = tensors[0]
+    found = {_aligned(layout, tensor.dim(), out.dim()) for tensor, layout in inputs if layout.owner is None}
+    if len({layout.dim for layout in found if not layout.mixed}) > 1:
+        return [(out, combined(call, out, "combines inputs whose samples lie in different dimensions"))]
+    if any(layout.mixed or layout.owner is not None for _, layout in inputs) or len(found) != 1:
+        return ask(call)
+    layout = found.pop()
+    return [(out, layout)] if out.size(layout.dim) == layout.rows else ask(call)
+
+
+def _aligned(layout: Layout, ndim: int, out_ndim: int) -> Layout:
+    return layout._replace(dim=layout.dim + out_ndim - ndim)
+
+
+@rule(*spellings("group_norm"))
+def _group_norm(call: Call) -> Tags:
+    layout = call.layout(call.args[0])
+    if layout is not None and layout.dim != 0:
+        return [(call.out, combined(call, call.out, "takes the batch for channels"))]
+    return [(call.out, layout)]
+
+
+UNCHECKED.update(spellings("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"))
+UNCHECKED.update(
+    spellings("bernoulli", "multinomial", "rand_like", "randn_like", "empty_like", "randint_like", "dropout_")
+)
+UNCHECKED.update(spellings(*_ELEMENTWISE))
