@@ -146,15 +146,17 @@ class Captured:
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(t.requires_grad) for t in data]
             out = self.run(*inputs)
-        self.inner = (inputs, out)
+        outs = (out,) if isinstance(out, Tensor) else tuple(out)
+        # the edges, not the tensors: nothing but what the inner graph saved stays in memory
+        edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
+        self.inner = (inputs, edges)
         return out.detach() if isinstance(out, Tensor) else tuple(t.detach() for t in out)
 
     def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if self.inner is None:
             return []
-        inputs, out = self.inner
-        outs = [out] if isinstance(out, Tensor) else list(out)
-        pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad]
+        inputs, edges = self.inner
+        pairs = [(edge, g) for edge, g in zip(edges, grads, strict=True) if edge is not None]
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(
             torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
@@ -190,9 +192,9 @@ class CaptureFunction(torch.autograd.Function):
         call: Captured = ctx.call
         call.recorder.begin_record(call)
         saved = ctx.saved_tensors
-        inputs = call.input_grads(saved, grads)
         if call.batch:
             call.back(saved, grads)
+        inputs = call.input_grads(saved, grads)
         inputs += [None] * (ctx.count - len(inputs))
         return (None, None, *inputs)
 

@@ -89,6 +89,7 @@ class _Elementwise(Captured):
         self.alpha, self.layout = alpha, layout
         self.kind = next(k for k in ("add", "sub", "mul", "div") if k in name.replace("multiply", "mul"))
         self.ndim = 0
+        self.shapes: list[tuple[torch.Size, torch.dtype] | None] = []
 
     def run(self, *data: Tensor) -> Tensor:
         values = list(data)
@@ -103,6 +104,22 @@ class _Elementwise(Captured):
             )
         self.ndim = out.dim()
         return out
+
+    def forward(self, *data: Tensor) -> Any:
+        if self.kind in ("mul", "div"):
+            return super().forward(*data)
+        self.shapes = [(t.shape, t.dtype) if t.requires_grad else None for t in data]
+        return self.run(*data)  # a sum's gradients need none of its terms: hold none
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        if self.kind in ("mul", "div"):
+            return super().input_grads(saved, grads)
+        positions = [k for k, side in enumerate(self.sides) if isinstance(side, Tensor)]
+        found: list[Tensor | None] = []
+        for k, wanted in zip(positions, self.shapes, strict=True):
+            g = self._gradient(grads[0], None, None, k)
+            found.append(None if wanted is None else g.sum_to_size(wanted[0]).to(wanted[1]))
+        return found
 
     def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
         return data if self.kind in ("mul", "div") else ()
@@ -120,12 +137,14 @@ class _Elementwise(Captured):
                 use = uses_of_broadcast(side.tensor, cut(full, self.layout), self.layout, self.ndim, self.name)
                 self.recorder.engine.record(use)
 
-    def _gradient(self, g: Tensor, side: Operand, other: Any, position: int) -> Tensor:
+    def _gradient(self, g: Tensor, side: Operand | None, other: Any, position: int) -> Tensor:
         if self.kind == "mul":
             return g * other
         if self.kind == "div":
+            assert side is not None
             return g / other if position == 0 else -g * other / side.value.square()
-        return g * (1 if position == 0 else self.alpha * (-1 if self.kind == "sub" else 1))
+        factor = 1 if position == 0 else self.alpha * (-1 if self.kind == "sub" else 1)
+        return g if factor == 1 else g * factor
 
 
 _ADD = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
@@ -179,8 +198,21 @@ class _Cat(Captured):
         values = list(data)
         return torch.cat([p.value if isinstance(p, Operand) else values.pop(0) for p in self.parts], self.dim)
 
+    def forward(self, *data: Tensor) -> Any:
+        return self.run(*data)
+
     def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
         return ()
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        start = 0
+        for part in self.parts:
+            size = part.value.size(self.dim) if isinstance(part, Operand) else part
+            if not isinstance(part, Operand):
+                found.append(grads[0].narrow(self.dim, start, size))
+            start += size
+        return found
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         start, g = 0, grads[0]
