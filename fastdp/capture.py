@@ -8,7 +8,7 @@ that combine the two go to a rule (`fastdp.uses`). A call without a rule takes t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,36 @@ from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
 from .links import link_of
 from .uses.attention import COMPOSITES
-from .uses.base import RULES, Captured
+from .uses.base import RULES, Use
 from .uses.generic import capture_generic
 
-if TYPE_CHECKING:
-    from .engine import PerSampleGradients
-
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
+
+
+class Engine(Protocol):
+    """What a pass and the module hooks need of the engine (`fastdp.engine.PerSampleGradients`)."""
+
+    model: nn.Module
+    token: Tensor
+    last_use_of: dict[int, str]
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module's forward begins."""
+
+    def leave(self, path: str, module: nn.Module, out: Any) -> None:
+        """A module's forward ends."""
+
+    def begin_record(self, recorder: Pass) -> None:
+        """A captured call's backward begins."""
+
+    def record(self, use: Use) -> None:
+        """Keep a use until the end of backward."""
 
 
 class Pass:
     """One outermost forward of the model (or of one of its modules)."""
 
-    def __init__(self, engine: PerSampleGradients, batch: int, tracked: dict[int, str]) -> None:
+    def __init__(self, engine: Engine, batch: int, tracked: dict[int, str]) -> None:
         self.engine, self.batch, self.tracked = engine, batch, tracked
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
@@ -53,8 +70,14 @@ class Pass:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
         return self.engine.token
 
-    def begin_record(self, call: Captured) -> None:
-        self.engine.begin_record(self, call)
+    def begin_record(self) -> None:
+        self.engine.begin_record(self)
+
+    def record(self, use: Use) -> None:
+        self.engine.record(use)
+
+    def is_tracked(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.tracked
 
     def guess_layout(self, tensor: Tensor) -> Layout | None:
         """Layout of data of unseen origin: the only dimension of the batch's size."""
@@ -153,7 +176,7 @@ class _CaptureMode(TorchFunctionMode):
 class ModuleHook:
     """Enters and leaves a pass around a module's forward. Copies and pickles of a model do not carry it."""
 
-    def __init__(self, engine: PerSampleGradients | None, path: str) -> None:
+    def __init__(self, engine: Engine | None, path: str) -> None:
         self.engine, self.path = engine, path
 
     def __deepcopy__(self, memo: Any) -> ModuleHook:

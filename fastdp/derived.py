@@ -8,7 +8,7 @@ engine refuses: nothing can slip through.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,7 @@ from .errors import SampleMixingError
 from .layouts.calls import bind, function_name, is_in_place, tensors_in
 from .links import Link, leaves_of, link_of, set_link
 from .ops.common import accumulate
-
-if TYPE_CHECKING:
-    from .capture import Pass
+from .recorder import Recorder
 
 # functions that only move, drop or cast elements
 _MOVING = frozenset(
@@ -33,7 +31,7 @@ _BROADCASTING = frozenset(("expand", "expand_as", "broadcast_to"))
 
 
 def mark_derived(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recorder: Pass, parents: list[Tensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recorder: Recorder, parents: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """Link the results of a function of parameters (and constants) to the parameters; returns these.
 
@@ -41,7 +39,7 @@ def mark_derived(
     """
     name = function_name(func)
     results = [args[0]] if is_in_place(name) else list(tensors_in(out))
-    results = [t for t in results if t.requires_grad and id(t) not in recorder.tracked]
+    results = [t for t in results if t.requires_grad and not recorder.is_tracked(t)]
     if not results:
         return ()
     leaves: dict[int, Tensor] = {}
@@ -80,7 +78,7 @@ def _moves_each_once(name: str, parent: Tensor, args: tuple[Any, ...], kwargs: d
     return all(item is None or item is Ellipsis or isinstance(item, int | slice) for item in index)
 
 
-def check_embedding(recorder: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_embedding(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse the options of F.embedding that depend on other samples or change the table without noise."""
     options = bind(args, kwargs, "", "", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
     if options[3] is not None:

@@ -15,7 +15,7 @@ from .errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingE
 from .gradients import Gradients
 from .layouts.layout import Layout, tag_of
 from .planner import describe, table
-from .uses.base import Captured, Use
+from .uses.base import Use
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -249,7 +249,7 @@ class PerSampleGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
         return self._tape
 
-    def begin_record(self, recorder: Pass, call: Captured) -> None:
+    def begin_record(self, recorder: Pass) -> None:
         """A captured call's backward begins: check that it means what it should."""
         tape = self._begin_backward()
         problem: FastDPError | None = None

@@ -16,6 +16,7 @@ UNCHECKED: set[Any] = set()  # functions that draw random numbers, or whose rule
 
 # --------------------------------------------------------------------------- the check by value
 
+CACHE_SIZE = 20_000  # answers kept; then all are asked again
 _INDEPENDENT: set[Any] = set()
 
 
@@ -57,6 +58,8 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
         if layout is not None and not layout.mixed and not _same_others(layout, before, after):
             return False
     if key is not None:
+        if len(_INDEPENDENT) >= CACHE_SIZE:
+            _INDEPENDENT.clear()
         _INDEPENDENT.add(key)
     return True
 
@@ -85,7 +88,6 @@ def _same_others(layout: Layout, before: Tensor, after: Tensor) -> bool:
 # --------------------------------------------------------------------------- the trial
 
 _CACHE: dict[Any, list[list[tuple[int, int]]] | None] = {}
-_CACHE_SIZE = 20_000
 
 
 def cached_trial(call: Call, inputs: list[tuple[Tensor, Layout]]) -> list[list[tuple[int, int]]] | None:
@@ -101,7 +103,7 @@ def cached_trial(call: Call, inputs: list[tuple[Tensor, Layout]]) -> list[list[t
         if result is not None:
             break
     if key is not None:
-        if len(_CACHE) >= _CACHE_SIZE:
+        if len(_CACHE) >= CACHE_SIZE:
             _CACHE.clear()
         _CACHE[key] = result
     return result

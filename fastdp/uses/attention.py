@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 
 from ..errors import SampleMixingError
+from ..recorder import Recorder
 from .base import rule, sample_layout
 from .generic import python_body
 
-if TYPE_CHECKING:
-    from ..capture import Pass
-
 
 @rule(F.multi_head_attention_forward)
-def capture_attention(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """nn.MultiheadAttention: queries, keys and values are [T,B,E] here; the projections are linear uses."""
     query = args[0] if args else kwargs["query"]
     if recorder.batch > 1 and query.dim() == 3 and not recorder.is_parameter(query) and recorder.is_data(query):

@@ -9,7 +9,7 @@ gradients and their clipped sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from torch import Tensor
 from ..errors import BatchLayoutError, SampleMixingError
 from ..layouts.layout import Layout, samplewise, tag, tag_of
 from ..ops.common import accumulate, chunks, square_sum
-
-if TYPE_CHECKING:
-    from ..capture import Pass
+from ..recorder import Recorder
 
 
 class Use:
@@ -119,7 +117,7 @@ class Captured:
     data: the tensors that carry samples, differentiable or not; what is saved for backward.
     """
 
-    def __init__(self, recorder: Pass, name: str, path: str) -> None:
+    def __init__(self, recorder: Recorder, name: str, path: str) -> None:
         self.recorder, self.name, self.path = recorder, name, path
         self.inner: tuple[list[Tensor], Any] | None = None
 
@@ -190,7 +188,7 @@ class CaptureFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call: Captured = ctx.call
-        call.recorder.begin_record(call)
+        call.recorder.begin_record()
         saved = ctx.saved_tensors
         if call.batch:
             call.back(saved, grads)
@@ -210,7 +208,7 @@ def capture(call: Captured, *data: Tensor, layout: Layout | None) -> Any:
 
 # --------------------------------------------------------------------------- rules
 
-Rule = Callable[["Pass", Any, tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
 
 
@@ -225,7 +223,7 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-def sample_layout(recorder: Pass, tensor: Tensor, name: str) -> Layout:
+def sample_layout(recorder: Recorder, tensor: Tensor, name: str) -> Layout:
     """The layout of data that meets a parameter; refuses what cannot be attributed to samples."""
     layout = tag_of(tensor, recorder.batch) or recorder.guess_layout(tensor)
     place = recorder.place(name)
@@ -248,7 +246,7 @@ def sample_layout(recorder: Pass, tensor: Tensor, name: str) -> Layout:
     return layout
 
 
-def refuse_contraction(recorder: Pass, layout: Layout, dim: int, name: str) -> None:
+def refuse_contraction(recorder: Recorder, layout: Layout, dim: int, name: str) -> None:
     """A product that sums over the dimension in which the samples lie."""
     if layout.batch > 1 and layout.dim == dim:
         raise SampleMixingError(

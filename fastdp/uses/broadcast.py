@@ -6,7 +6,7 @@ Position embeddings, class tokens, layer scale, learned temperatures, biases add
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from torch import Tensor
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..links import link_of
+from ..recorder import Recorder
 from .base import Captured, Direct, Lazy, Operand, Use, capture, cut, rule, sample_layout
 from .embedding import Lookup
-
-if TYPE_CHECKING:
-    from ..capture import Pass
 
 
 def uses_of_broadcast(operand: Tensor, grads: Tensor, layout: Layout, ndim: int, name: str) -> Use:
@@ -83,7 +81,7 @@ def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> U
 class _Elementwise(Captured):
     """x (op) w with op one of add, sub, mul, div; either side may be the operand."""
 
-    def __init__(self, recorder: Pass, name: str, sides: tuple[Any, Any], alpha: Any, layout: Layout) -> None:
+    def __init__(self, recorder: Recorder, name: str, sides: tuple[Any, Any], alpha: Any, layout: Layout) -> None:
         super().__init__(recorder, name, recorder.path)
         self.sides = tuple(Operand.of(s) if isinstance(s, Tensor) and recorder.is_parameter(s) else s for s in sides)
         self.alpha, self.layout = alpha, layout
@@ -135,7 +133,7 @@ class _Elementwise(Captured):
                     other = values[0] if values else None
                 full = self._gradient(grads[0], side, other, position)
                 use = uses_of_broadcast(side.tensor, cut(full, self.layout), self.layout, self.ndim, self.name)
-                self.recorder.engine.record(use)
+                self.recorder.record(use)
 
     def _gradient(self, g: Tensor, side: Operand | None, other: Any, position: int) -> Tensor:
         if self.kind == "mul":
@@ -164,7 +162,7 @@ def _kind_name(func: Any) -> str:
 
 
 @rule(*_ADD, *_SUB, *_MUL, *_DIV, *_IN_PLACE)
-def capture_elementwise(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_elementwise(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """w + x, x * w, ... with one or two operands; in place, the target becomes the captured result."""
     if "rounding_mode" in kwargs or "out" in kwargs or kwargs.get("other") is not None or len(args) != 2:
         return NotImplemented
@@ -189,7 +187,7 @@ def capture_elementwise(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs
 class _Cat(Captured):
     """cat of data and operands: each operand's gradient is its slice of the output gradient."""
 
-    def __init__(self, recorder: Pass, parts: list[Tensor], dim: int, layout: Layout) -> None:
+    def __init__(self, recorder: Recorder, parts: list[Tensor], dim: int, layout: Layout) -> None:
         super().__init__(recorder, "cat", recorder.path)
         self.parts = [Operand.of(p) if recorder.is_parameter(p) else p.size(dim) for p in parts]
         self.dim, self.layout = dim, layout
@@ -221,12 +219,12 @@ class _Cat(Captured):
             if isinstance(part, Operand):
                 piece = cut(g.narrow(self.dim, start, size), self.layout)
                 use = uses_of_broadcast(part.tensor, piece, self.layout, g.dim(), "cat")
-                self.recorder.engine.record(use)
+                self.recorder.record(use)
             start += size
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)
-def capture_cat(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_cat(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cat([class_token.expand(B, -1, -1), x], 1), bias_kv of attention, prompts."""
     parts, dim = bind(args, kwargs, "tensors", "dim")
     parts = list(parts)

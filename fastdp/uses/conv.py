@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,9 @@ from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
 from ..ops.common import accumulate
 from ..ops.conv import Geometry, spatial
+from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout
 from .linear import autocast_dtype
-
-if TYPE_CHECKING:
-    from ..capture import Pass
 
 
 class Conv(Use):
@@ -49,7 +47,7 @@ def _keeps_gradients(x: Tensor, g: Tensor, geometry: Geometry) -> bool:
 
 
 class _Conv(Captured):
-    def __init__(self, recorder: Pass, name: str, weight: Tensor, bias: Tensor | None, geometry: Geometry,
+    def __init__(self, recorder: Recorder, name: str, weight: Tensor, bias: Tensor | None, geometry: Geometry,
                  layout: Layout) -> None:  # fmt: skip
         super().__init__(recorder, name, recorder.path)
         self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
@@ -89,17 +87,17 @@ class _Conv(Captured):
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g = cut(grads[0], self.layout)
-        engine = self.recorder.engine
+        recorder = self.recorder
         if self.learns_weight:
             x = cut(saved[0], self.layout)
             if _keeps_gradients(x, g, self.geometry):
                 rows = conv_ops.per_sample(x, g, self.geometry)
-                engine.record(Direct(self.weight.tensor, rows, self.name))
+                recorder.record(Direct(self.weight.tensor, rows, self.name))
             else:
-                engine.record(Conv(self.weight.tensor, x, g, self.geometry, self.name))
+                recorder.record(Conv(self.weight.tensor, x, g, self.geometry, self.name))
         if self.bias is not None and self.learns_bias:
             over = [d for d in range(1, g.dim()) if d != 2]
-            engine.record(Direct(self.bias.tensor, accumulate(g).sum(over), self.name))
+            recorder.record(Direct(self.bias.tensor, accumulate(g).sum(over), self.name))
 
 
 _DIMENSIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
@@ -107,7 +105,7 @@ _TRANSPOSED = {F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d:
 
 
 @rule(*_DIMENSIONS)
-def capture_conv(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_conv(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.conv1d, conv2d, conv3d: stride, padding (numbers, 'valid', 'same'), dilation, groups."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     x, weight, bias, stride, padding, dilation, groups = bind(args, kwargs, *names)
@@ -128,7 +126,7 @@ def capture_conv(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 @rule(*_TRANSPOSED)
-def capture_conv_transpose(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_conv_transpose(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.conv_transpose1d, 2d, 3d."""
     names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
     x, weight, bias, stride, padding, output_padding, groups, dilation = bind(args, kwargs, *names)
@@ -142,7 +140,7 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _capture(recorder: Pass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Any:
+def _capture(recorder: Recorder, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Any:
     if recorder.is_parameter(x) or not recorder.is_data(x) or math.prod(x.shape[1:]) == 0:
         return NotImplemented
     if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias) if t is not None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,9 @@ from .. import ops
 from ..derived import check_embedding
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
+from ..recorder import Recorder
 from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
 from .generic import capture_whole
-
-if TYPE_CHECKING:
-    from ..capture import Pass
 
 
 class Lookup(Use):
@@ -49,7 +47,7 @@ class Lookup(Use):
 
 
 class _Embedding(Captured):
-    def __init__(self, recorder: Pass, table: Operand, padding_idx: int | None, layout: Layout) -> None:
+    def __init__(self, recorder: Recorder, table: Operand, padding_idx: int | None, layout: Layout) -> None:
         super().__init__(recorder, "embedding", recorder.path)
         self.table, self.padding_idx, self.layout = table, padding_idx, layout
 
@@ -60,11 +58,11 @@ class _Embedding(Captured):
         ids, g = cut(saved[0], self.layout), cut(grads[0], self.layout)
         if self.padding_idx is not None:
             g = torch.where((ids == self.padding_idx).unsqueeze(-1), torch.zeros((), dtype=g.dtype, device=g.device), g)
-        self.recorder.engine.record(Lookup.rows(self.table.tensor, ids, g, self.name))
+        self.recorder.record(Lookup.rows(self.table.tensor, ids, g, self.name))
 
 
 @rule(F.embedding)
-def capture_embedding(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_embedding(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.embedding(ids, table); options that couple samples are refused."""
     ids, table, padding_idx = bind(args, kwargs, "input", "weight", "padding_idx")
     if recorder.is_parameter(ids) or not recorder.is_parameter(table):
@@ -77,7 +75,7 @@ def capture_embedding(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: 
 
 
 @rule(torch.Tensor.__getitem__)
-def capture_getitem(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_getitem(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """table[ids] with ids from the data (relative position tables)."""
     table, index = args
     if isinstance(index, tuple) and len(index) == 1:
@@ -91,7 +89,7 @@ def capture_getitem(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 class _RowIndex(Captured):
-    def __init__(self, recorder: Pass, table: Operand, layout: Layout) -> None:
+    def __init__(self, recorder: Recorder, table: Operand, layout: Layout) -> None:
         super().__init__(recorder, "__getitem__", recorder.path)
         self.table, self.layout = table, layout
 
@@ -100,13 +98,15 @@ class _RowIndex(Captured):
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         ids, g = cut(saved[0], self.layout), cut(grads[0], self.layout)
-        self.recorder.engine.record(Lookup.rows(self.table.tensor, ids, g, self.name))
+        self.recorder.record(Lookup.rows(self.table.tensor, ids, g, self.name))
 
 
 class _Bag(Captured):
     """embedding_bag with sum or mean: every element of a bag has the bag's gradient times its weight."""
 
-    def __init__(self, recorder: Pass, table: Operand, options: dict[str, Any], bags: Layout, weighted: bool) -> None:
+    def __init__(
+        self, recorder: Recorder, table: Operand, options: dict[str, Any], bags: Layout, weighted: bool
+    ) -> None:
         super().__init__(recorder, "embedding_bag", recorder.path)
         self.table, self.options, self.bags, self.weighted = table, options, bags, weighted
 
@@ -133,7 +133,7 @@ class _Bag(Captured):
         owner = self.bags.owners(g.device)[bag]
         layout = Layout(self.bags.batch, 0, owner=owner)
         use = Lookup.rows(self.table.tensor, cut(flat, layout), cut(rows, layout), self.name)
-        self.recorder.engine.record(use)
+        self.recorder.record(use)
 
     def _bag_of_element(self, ids: Tensor, bags: int) -> Tensor:
         if ids.dim() == 2:
@@ -143,7 +143,7 @@ class _Bag(Captured):
 
 
 @rule(F.embedding_bag)
-def capture_embedding_bag(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_embedding_bag(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sum and mean bags, 2-D ids or offsets, weights per element; max takes the generic rule."""
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
              "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip

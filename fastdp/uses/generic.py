@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from ..errors import BatchLayoutError, UncapturedUseError
 from ..layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.propagate import propagate
+from ..layouts.trial import CACHE_SIZE
 from ..links import link_of, set_link
+from ..recorder import Recorder
 from .base import Captured, Lazy, Operand, capture, cut, sample_layout
-
-if TYPE_CHECKING:
-    from ..capture import Pass
 
 # functions that take the parameter as a pattern of shape, type or device only
 _PATTERNS = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())
@@ -38,7 +37,7 @@ class _Slot:
 
 
 class _Generic(Captured):
-    def __init__(self, recorder: Pass, func: Any, args: Any, kwargs: Any, in_place: bool) -> None:
+    def __init__(self, recorder: Recorder, func: Any, args: Any, kwargs: Any, in_place: bool) -> None:
         super().__init__(recorder, function_name(func), recorder.path)
         self.func, self.in_place = func, in_place
         kind = next(t.device.type for t in tensors_in((args, kwargs)))
@@ -101,7 +100,7 @@ class _Generic(Captured):
         for number, operand in enumerate(self.operands):
             if operand.value.is_floating_point() or operand.value.is_complex():
                 compute = self._gradients(number, saved, grads)
-                self.recorder.engine.record(Lazy(operand.tensor, self.batch, self.name, compute))
+                self.recorder.record(Lazy(operand.tensor, self.batch, self.name, compute))
 
     def _gradients(
         self, number: int, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
@@ -195,10 +194,12 @@ class _Generic(Captured):
                             "the same sample in the batch: it is random or depends on other samples. Its parameter "
                             "cannot be trained with per-sample gradients; freeze it or change the operation."
                         )
+        if len(_CHECKED) >= CACHE_SIZE:
+            _CHECKED.clear()
         _CHECKED.add(key)
 
 
-def capture_generic(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_generic(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of functions without a rule."""
     name = function_name(func)
     if name in _PATTERNS and args:
@@ -218,7 +219,7 @@ def capture_generic(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: di
     return capture_whole(recorder, func, args, kwargs)
 
 
-def _capture_in_place(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _capture_in_place(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     before = target.clone()  # keeps the graph of what the target was
     link, layout = link_of(target), tag_of(target, recorder.batch)
@@ -240,7 +241,7 @@ def _capture_in_place(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: 
 
 
 def capture_whole(
-    recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
 ) -> Any:
     """Capture this very function, without a look into its body."""
     call = _Generic(recorder, func, args, kwargs, in_place)

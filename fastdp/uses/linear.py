@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,8 @@ from torch import Tensor
 from .. import ops
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
+from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contraction, rule, sample_layout
-
-if TYPE_CHECKING:
-    from ..capture import Pass
 
 
 class Matmul(Use):
@@ -53,89 +51,17 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-class _Linear(Captured):
-    """x W^T + b, each of W and b an operand, a constant or (b) absent."""
+class _Product(Captured):
+    """Data times an operand matrix, plus a bias; either may be an operand, a constant or (bias) absent."""
 
-    def __init__(self, recorder: Pass, weight: Tensor, bias: Tensor | None, layout: Layout, name: str) -> None:
+    flipped = False  # whether the operand is stored [I,O]
+
+    def __init__(self, recorder: Recorder, weight: Tensor, bias: Tensor | None, layout: Layout, name: str) -> None:
         super().__init__(recorder, name, recorder.path)
         self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
         self.learns_weight = recorder.is_parameter(weight)
         self.learns_bias = bias is not None and recorder.is_parameter(bias)
         self.layout = layout
-        self.cast: torch.dtype | None = None
-        self.value = self.weight.value
-
-    def forward(self, *data: Tensor) -> Tensor:
-        x = data[0]
-        bias = self.bias.value if self.bias is not None else None
-        self.cast = autocast_dtype(x)
-        if self.cast is not None:
-            x, self.value = x.to(self.cast), self.value.to(self.cast)
-            bias = None if bias is None else bias.to(self.cast)
-        return F.linear(x, self.value, bias)
-
-    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
-        if not self.learns_weight:
-            return ()
-        return (data[0] if self.cast is None else data[0].to(self.cast),)
-
-    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-        return [torch.matmul(grads[0], self.value)]
-
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        g = cut(grads[0], self.layout)
-        g = g.reshape(g.size(0), -1, g.size(-1))
-        engine = self.recorder.engine
-        if self.learns_weight:
-            a = cut(saved[0], self.layout)
-            engine.record(Matmul(self.weight.tensor, a.reshape(a.size(0), -1, a.size(-1)), g, self.name))
-        if self.bias is not None and self.learns_bias:
-            engine.record(Direct(self.bias.tensor, _row_sum(g), self.name))
-
-
-def _row_sum(g: Tensor) -> Tensor:
-    """[B,T,O] -> [B,O] in float32."""
-    return g.squeeze(1) if g.size(1) == 1 else ops.common.accumulate(g).sum(1)
-
-
-class _InputGradLinear(_Linear):
-    """The same, its data needing no gradient (the first layer): the backward skips it."""
-
-    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-        return []
-
-
-def _linear(recorder: Pass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    if recorder.is_parameter(x) or x.dim() == 0 or weight.dim() != 2 or not recorder.is_data(x):
-        return NotImplemented
-    if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias) if t is not None):
-        return NotImplemented
-    layout = sample_layout(recorder, x, name)
-    refuse_contraction(recorder, layout, x.dim() - 1, name)
-    kind = _Linear if x.requires_grad else _InputGradLinear
-    return capture(kind(recorder, weight, bias, layout, name), x, layout=layout)
-
-
-@rule(F.linear)
-def capture_linear(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """F.linear(x, W, b), x of any number of dimensions."""
-    x, weight, bias = bind(args, kwargs, "input", "weight", "bias")
-    return _linear(recorder, "linear", x, weight, bias)
-
-
-class _Right(Captured):
-    """x @ W (+ b) with W [I,O]: the gradient is a^T g, a use of W as stored."""
-
-    def __init__(self, recorder: Pass, weight: Tensor, bias: Tensor | None, layout: Layout, name: str) -> None:
-        super().__init__(recorder, name, recorder.path)
-        self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
-        self.learns_weight = recorder.is_parameter(weight)
-        self.learns_bias = bias is not None and recorder.is_parameter(bias)
-        self.layout = layout
-
-    def run(self, *data: Tensor) -> Tensor:
-        out = torch.matmul(data[0], self.weight.value)
-        return out if self.bias is None else out + self.bias.value
 
     def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
         if not self.learns_weight:
@@ -146,18 +72,72 @@ class _Right(Captured):
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g = cut(grads[0], self.layout)
         g = g.reshape(g.size(0), -1, g.size(-1))
-        engine = self.recorder.engine
         if self.learns_weight:
             a = cut(saved[0], self.layout)
-            engine.record(Matmul(self.weight.tensor, g, a.reshape(a.size(0), -1, a.size(-1)), self.name))
+            a = a.reshape(a.size(0), -1, a.size(-1))
+            use = (
+                Matmul(self.weight.tensor, g, a, self.name)
+                if self.flipped
+                else Matmul(self.weight.tensor, a, g, self.name)
+            )
+            self.recorder.record(use)
         if self.bias is not None and self.learns_bias:
-            engine.record(Direct(self.bias.tensor, _row_sum(g), self.name))
+            self.recorder.record(Direct(self.bias.tensor, _row_sum(g), self.name))
+
+
+class _Linear(_Product):
+    """x W^T + b, W [O,I], with its input gradient written out."""
+
+    def forward(self, *data: Tensor) -> Tensor:
+        x, self.value = data[0], self.weight.value
+        bias = self.bias.value if self.bias is not None else None
+        cast = autocast_dtype(x)
+        if cast is not None:
+            x, self.value = x.to(cast), self.value.to(cast)
+            bias = None if bias is None else bias.to(cast)
+        self.wants_input = data[0].requires_grad
+        return F.linear(x, self.value, bias)
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        return [torch.matmul(grads[0], self.value)] if self.wants_input else []
+
+
+class _Right(_Product):
+    """x W + b, W [I,O]: the operand's gradient is a^T g."""
+
+    flipped = True
+
+    def run(self, *data: Tensor) -> Tensor:
+        out = torch.matmul(data[0], self.weight.value)
+        return out if self.bias is None else out + self.bias.value
+
+
+def _row_sum(g: Tensor) -> Tensor:
+    """[B,T,O] -> [B,O] in float32."""
+    return g.squeeze(1) if g.size(1) == 1 else ops.common.accumulate(g).sum(1)
+
+
+def _linear(recorder: Recorder, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    if recorder.is_parameter(x) or x.dim() == 0 or weight.dim() != 2 or not recorder.is_data(x):
+        return NotImplemented
+    if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias) if t is not None):
+        return NotImplemented
+    layout = sample_layout(recorder, x, name)
+    refuse_contraction(recorder, layout, x.dim() - 1, name)
+    return capture(_Linear(recorder, weight, bias, layout, name), x, layout=layout)
+
+
+@rule(F.linear)
+def capture_linear(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """F.linear(x, W, b), x of any number of dimensions."""
+    x, weight, bias = bind(args, kwargs, "input", "weight", "bias")
+    return _linear(recorder, "linear", x, weight, bias)
 
 
 class _Left(Captured):
     """W @ x with W [O,I], x [..., I, T]: the gradient is sum_t g_t x_t^T."""
 
-    def __init__(self, recorder: Pass, weight: Tensor, layout: Layout, name: str) -> None:
+    def __init__(self, recorder: Recorder, weight: Tensor, layout: Layout, name: str) -> None:
         super().__init__(recorder, name, recorder.path)
         self.weight, self.layout = Operand.of(weight), layout
 
@@ -167,11 +147,11 @@ class _Left(Captured):
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g, a = cut(grads[0], self.layout).mT, cut(saved[0], self.layout).mT  # [B, ..., T, O] and [..., T, I]
         a, g = (t.reshape(t.size(0), -1, t.size(-1)) for t in (a, g))
-        self.recorder.engine.record(Matmul(self.weight.tensor, a, g, self.name))
+        self.recorder.record(Matmul(self.weight.tensor, a, g, self.name))
 
 
 @rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm, torch.Tensor.mm)
-def capture_matmul(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_matmul(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x @ W and W @ x for a matrix W; vectors, stacks of matrices and products of operands are generic."""
     if len(args) != 2 or kwargs:
         return NotImplemented
@@ -191,7 +171,7 @@ def capture_matmul(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 @rule(torch.addmm, torch.Tensor.addmm)
-def capture_addmm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_addmm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """addmm(b, x, W) with a vector b: transformers' Conv1D."""
     bias, x, weight = bind(args, kwargs, "input", "mat1", "mat2")
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1 or len(args) > 3:

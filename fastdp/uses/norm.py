@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +14,15 @@ from ..layouts.calls import Call, bind
 from ..layouts.layout import Layout
 from ..layouts.propagate import propagate
 from ..ops.common import accumulate
+from ..recorder import Recorder
 from .base import Captured, Operand, capture, cut, rule, sample_layout
 from .broadcast import uses_of_broadcast
-
-if TYPE_CHECKING:
-    from ..capture import Pass
 
 
 class _Norm(Captured):
     """out = xhat * weight + bias: `normalise(x, weight, bias)` with either None gives xhat."""
 
-    def __init__(self, recorder: Pass, name: str, weight: Tensor | None, bias: Tensor | None, view: tuple[int, ...],
+    def __init__(self, recorder: Recorder, name: str, weight: Tensor | None, bias: Tensor | None, view: tuple[int, ...],
                  normalise: Callable[..., Tensor], layout: Layout) -> None:  # fmt: skip
         super().__init__(recorder, name, recorder.path)
         self.weight = None if weight is None else Operand.of(weight)
@@ -55,10 +53,10 @@ class _Norm(Captured):
         else:  # channels in dimension 1: sum over the rest
             over = tuple(d for d in range(1, rows.dim()) if d != 2)
             use = uses_of_broadcast(operand.tensor, rows.sum(over).unsqueeze(1), Layout(self.batch), 2, self.name)
-        self.recorder.engine.record(use)
+        self.recorder.record(use)
 
 
-def _capture(recorder: Pass, func: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+def _capture(recorder: Recorder, func: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
              view: tuple[int, ...], normalise: Callable[..., Tensor]) -> Any:  # fmt: skip
     if recorder.is_parameter(x) or not recorder.is_data(x):
         return NotImplemented
@@ -71,7 +69,7 @@ def _capture(recorder: Pass, func: Any, x: Tensor, weight: Tensor | None, bias: 
 
 
 @rule(F.layer_norm)
-def capture_layer_norm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With and without weight or bias."""
     x, shape, weight, bias, eps = bind(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
     eps = 1e-5 if eps is None else eps
@@ -80,7 +78,7 @@ def capture_layer_norm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs:
 
 
 @rule(F.rms_norm)
-def capture_rms_norm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_rms_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch's own RMS norm; hand-written ones are products."""
     x, shape, weight, eps = bind(args, kwargs, "input", "normalized_shape", "weight", "eps")
     if eps is None:
@@ -89,7 +87,7 @@ def capture_rms_norm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: d
     return _capture(recorder, func, x, weight, None, (), lambda x, w, b: F.rms_norm(x, shape, w, eps))
 
 
-def _refuse_mixing(recorder: Pass, func: Any, x: Tensor, shape: Any) -> None:
+def _refuse_mixing(recorder: Recorder, func: Any, x: Tensor, shape: Any) -> None:
     """Normalising over the batch dimension: let propagation say so."""
     if recorder.is_data(x) and not recorder.is_parameter(x):
         probe = x.detach()
@@ -99,7 +97,7 @@ def _refuse_mixing(recorder: Pass, func: Any, x: Tensor, shape: Any) -> None:
 
 
 @rule(F.group_norm)
-def capture_group_norm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_group_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Channels in dimension 1."""
     x, groups, weight, bias, eps = bind(args, kwargs, "input", "num_groups", "weight", "bias", "eps")
     eps = 1e-5 if eps is None else eps
@@ -107,7 +105,7 @@ def capture_group_norm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs:
 
 
 @rule(F.instance_norm, F.batch_norm)
-def capture_channel_norm(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_channel_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Instance norm without running statistics, and batch norm with fixed ones; else refused."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "flag", "momentum", "eps")
     x, mean, var, weight, bias, flag, _, eps = bind(args, kwargs, *names)

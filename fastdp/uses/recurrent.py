@@ -7,7 +7,7 @@ step for the states, in the formulas of torch.nn.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from ..errors import BatchLayoutError
 from ..layouts.layout import Layout, tag
+from ..recorder import Recorder
 from .base import rule, sample_layout
-
-if TYPE_CHECKING:
-    from ..capture import Pass
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
@@ -95,7 +93,7 @@ def recurrent(step: Step, x: Tensor, hx: State, weights: list[Tensor], biased: b
 
 
 @rule(*[getattr(torch._VF, name) for name in _STEPS])  # type: ignore[attr-defined]
-def capture_recurrent(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_recurrent(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch._VF.lstm, gru, rnn_tanh, rnn_relu: padded (x, hx, weights, ...) or packed (data, sizes, hx, ...)."""
     name = func.__name__
     if isinstance(args[1], Tensor) and isinstance(args[3], list | tuple):
@@ -115,7 +113,7 @@ def _padded(name: str, x: Tensor, hx: Any, weights: list[Tensor], biased: bool, 
     return _results(name, out.transpose(0, 1) if batch_first else out, last)
 
 
-def _packed(recorder: Pass, name: str, data: Tensor, sizes: Tensor, hx: Any, weights: list[Tensor], biased: bool,
+def _packed(recorder: Recorder, name: str, data: Tensor, sizes: Tensor, hx: Any, weights: list[Tensor], biased: bool,
             layers: int, dropout: float, train: bool, bidirectional: bool) -> tuple[Tensor, ...]:  # fmt: skip
     """Packed rows are laid out by time and sample, run with a mask, and packed again."""
     layout = sample_layout(recorder, data, name)
@@ -148,7 +146,7 @@ _CELLS = {"lstm_cell": "lstm", "gru_cell": "gru", "rnn_tanh_cell": "rnn_tanh", "
 
 
 @rule(*[getattr(torch._VF, name) for name in _CELLS])  # type: ignore[attr-defined]
-def capture_cell(recorder: Pass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_cell(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """nn.LSTMCell, GRUCell, RNNCell: (x, state, w_in, w_state, b_in, b_state)."""
     return recorder.traced(_cell, _CELLS[func.__name__], *args)
 

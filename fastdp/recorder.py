@@ -1,0 +1,47 @@
+"""What rules may ask of the pass that they serve; implemented by `fastdp.capture.Pass`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .layouts.layout import Layout
+
+
+class Recorder(Protocol):
+    """One forward of the model, as seen by the rules of uses."""
+
+    batch: int
+
+    @property
+    def path(self) -> str:
+        """The module in whose forward the call stands."""
+
+    def place(self, name: str) -> str:
+        """Function and module, for messages."""
+
+    def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
+        """A scalar that requires grad, so that backward reaches uses whose data does not."""
+
+    def begin_record(self) -> None:
+        """A captured call's backward begins."""
+
+    def record(self, use: Any) -> None:
+        """Keep a use until the end of backward."""
+
+    def guess_layout(self, tensor: Tensor) -> Layout | None:
+        """Layout of data of unseen origin."""
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """A tracked parameter, or a tensor derived from tracked parameters."""
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Carries samples."""
+
+    def is_tracked(self, tensor: Tensor) -> bool:
+        """A tracked parameter itself."""
+
+    def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function made of torch calls with its calls seen."""
