@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from . import sampling
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from .derived import mark_derived
-from .errors import StepError, UncapturedUseError
-from .layouts.calls import Call, function_name, tensors_in
+from .errors import SampleMixingError, StepError, UncapturedUseError
+from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
 from .links import link_of
@@ -61,10 +61,10 @@ class Pass:
 
     @property
     def path(self) -> str:
-        return self.stack[-1] if self.stack else ""
+        return (self.stack[-1] if self.stack else "") or type(self.engine.model).__name__
 
     def place(self, name: str) -> str:
-        return f"{name}() in module '{self.path or type(self.engine.model).__name__}'"
+        return f"{name}() in module '{self.path}'"
 
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
@@ -140,11 +140,30 @@ class Pass:
 
     def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         registered = RULES.get(func)
-        if registered is not None:
-            out = registered(self, func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        return capture_generic(self, func, args, kwargs)
+        try:
+            if registered is not None:
+                out = registered(self, func, args, kwargs)
+                if out is not NotImplemented:
+                    return out
+            return capture_generic(self, func, args, kwargs)
+        except SampleMixingError as problem:
+            if not problem.mixed or is_in_place(function_name(func)):
+                raise
+            return self._poison(func, args, kwargs, problem)
+
+    def _poison(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: SampleMixingError) -> Any:
+        """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""
+        detached = map_tensors((args, kwargs), lambda t: t.detach() if self.is_parameter(t) else t)
+        out = func(*detached[0], **detached[1])
+        mixed = Layout(self.batch, mixed=problem.mixed)
+
+        def poison(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor = _Poison.apply(tensor, self.token_for(()), problem)  # type: ignore[no-untyped-call]
+            tag(tensor, mixed)
+            return tensor
+
+        return map_tensors(out, poison)
 
 
 _MOVING_IN_PLACE = frozenset("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
@@ -159,6 +178,19 @@ def _unmoved(func: Any, args: tuple[Any, ...]) -> tuple[Any, Tensor] | None:
         as_it_was = args[0].detach()
     as_it_was.__dict__.update(args[0].__dict__)
     return getattr(torch.Tensor, name[:-1]), as_it_was
+
+
+class _Poison(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, token: Tensor, problem: SampleMixingError) -> Tensor:
+        ctx.problem = problem
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise SampleMixingError(str(ctx.problem))
 
 
 class _CaptureMode(TorchFunctionMode):

@@ -14,6 +14,10 @@ class UncapturedUseError(FastDPError):
 class SampleMixingError(FastDPError):
     """An operation combined several samples, so a per-sample gradient does not exist."""
 
+    def __init__(self, message: str, mixed: str = "") -> None:
+        super().__init__(message)
+        self.mixed = mixed  # the operation that did it first
+
 
 class BatchLayoutError(FastDPError):
     """The rows of a tensor could not be attributed to samples."""

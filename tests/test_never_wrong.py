@@ -265,3 +265,15 @@ def test_cancelling_summands_do_not_spoil_the_gram_route():
     for method in ("gram", "direct"):
         found = linear_norm_sq(a, g, method).double()
         assert torch.allclose(found, exact, rtol=1e-3), method
+
+
+def test_mixed_results_that_no_loss_uses():
+    """CLIP computes logits over the batch beside its embeddings: only a gradient through them is refused."""
+    model = Net(lambda m, x: (m.a(x), (m.a(x) @ m.a(x).T) * m.s.exp()), a=nn.Linear(B, B), s=P())
+    engine = fastdp.PerSampleGradients(model)
+    embedding, _ = model(torch.randn(B, B))
+    embedding.square().sum(1).mean().backward()
+    assert engine.norms().shape == (B,)
+    _, logits = model(torch.randn(B, B))
+    with pytest.raises(SampleMixingError, match="matmul"):
+        logits.square().sum(1).mean().backward()

@@ -241,7 +241,8 @@ def sample_layout(recorder: Recorder, tensor: Tensor, name: str) -> Layout:
     if layout.mixed:
         raise SampleMixingError(
             f"{place}: its input depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
-            "for such a model; remove the operation, or use one that works on each sample alone."
+            "for such a model; remove the operation, or use one that works on each sample alone.",
+            layout.mixed,
         )
     return layout
 
