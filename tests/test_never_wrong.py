@@ -258,13 +258,13 @@ def test_cancelling_summands_do_not_spoil_the_gram_route():
     from fastdp.ops import linear_norm_sq
 
     torch.manual_seed(0)
-    a = torch.randn(2, 64, 40) * 0.01 + 100
+    a = torch.randn(2, 64, 40) * 0.01 + 1000
     g = torch.randn(2, 64, 40)
     g -= g.mean(1, keepdim=True)
     exact = torch.einsum("bto,bti->boi", g.double(), a.double()).square().sum((1, 2))
     for method in ("gram", "direct"):
         found = linear_norm_sq(a, g, method).double()
-        assert torch.allclose(found, exact, rtol=1e-3), method
+        assert torch.allclose(found, exact, rtol=1e-2), method
 
 
 def test_mixed_results_that_no_loss_uses():
