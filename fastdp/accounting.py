@@ -64,11 +64,26 @@ def epsilon_of(history: list[tuple[float, float | None, int]], delta: float, acc
         return math.inf
     if accountant == "gdp":
         return _gdp(runs, delta)
+    if accountant == "rdp":
+        return _by_opacus("rdp", runs, delta)
+    try:
+        found = _by_opacus("prv", runs, delta)
+    except (RuntimeError, ValueError, MemoryError) as problem:  # its numbers run out: RDP bounds epsilon as well
+        found = _by_opacus("rdp", runs, delta)
+        warnings.warn(f"PRV accounting failed ({str(problem)[:80]}); epsilon is RDP's, which is larger", stacklevel=3)
+    # PRV's grid ends near 700: above, it says too little
+    return found if found < PRV_LIMIT else max(found, _by_opacus("rdp", runs, delta))
+
+
+PRV_LIMIT = 500.0
+
+
+def _by_opacus(name: str, runs: list[tuple[float, float, int]], delta: float) -> float:
     from opacus.accountants import create_accountant
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # RDP's about its range of orders
-        made: Any = create_accountant(accountant)
+        made: Any = create_accountant(name)
         made.history = list(runs)
         return float(made.get_epsilon(delta=delta))
 
@@ -78,7 +93,15 @@ def _gdp(runs: list[tuple[float, float, int]], delta: float) -> float:
     from opacus.accountants.analysis import gdp
 
     mus = [gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate) for sigma, rate, steps in runs]
-    return float(gdp.eps_from_mu(mu=math.sqrt(sum(float(mu) ** 2 for mu in mus)), delta=delta))
+    mu = math.sqrt(sum(float(mu) ** 2 for mu in mus))
+    if float(gdp.delta_eps_mu(eps=0.0, mu=mu)) <= delta:
+        return 0.0
+    try:
+        return float(gdp.eps_from_mu(mu=mu, delta=delta))
+    except ValueError:
+        raise AccountingError(
+            f"GDP accounting has no epsilon here (mu = {mu:.3g} at delta {delta:g}): use accountant='prv'"
+        ) from None
 
 
 def steps_per_epoch(sample_rate: float) -> int:
@@ -114,8 +137,10 @@ def noise_multiplier_for(
         steps = math.ceil(epochs * steps_per_epoch(sample_rate))
     assert steps is not None
     steps_per_epoch(sample_rate)  # checks the rate
-    if steps < 1:
-        raise AccountingError(f"steps must be at least 1, not {steps}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise AccountingError(f"steps must be a whole number of at least 1, not {steps!r}")
+    if accountant == "prv" and target_epsilon < 0.05:
+        raise AccountingError("PRV accounting is exact to 0.01: for an epsilon below 0.05 use accountant='rdp'")
 
     def spent(sigma: float) -> float:
         return epsilon_of([(sigma, sample_rate, steps)], delta, accountant)

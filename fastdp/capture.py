@@ -296,13 +296,13 @@ def _packed(values: Any) -> list[nn.utils.rnn.PackedSequence]:
     return []
 
 
-def batch_of(values: Any, dim: int) -> int:
+def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
     """The number of samples in a model's arguments: the size of the first tensor's batch dimension."""
     packed = _packed(values)
     sizes = [tensor.size(dim) for tensor in nested_tensors(values) if tensor.dim() > dim]
     current = sampling.current()
-    if current is not None and current.size in sizes:
-        return current.size
+    if current is not None and current.size * rows_per_sample in sizes:
+        return current.size * rows_per_sample
     if sizes and sizes[0] == 1 and any(size > 1 for size in sizes):
         raise StepError(
             f"the model's first tensor has size 1 in the batch dimension, others {sorted(set(sizes) - {1})}: which is "

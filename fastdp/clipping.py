@@ -59,10 +59,12 @@ class Clipping:
     def factors(self, norm_sq: Sequence[Tensor]) -> list[Tensor]:
         """Factors [B] of each group from its squared norms [B]; 0 in all where the gradient is not finite."""
         finite = torch.stack([torch.isfinite(n) for n in norm_sq]).all(0)
+        tiny = torch.finfo(torch.float32).tiny  # below it float32 rounds by more than any margin
         found = []
         for group, squares in zip(self.groups, norm_sq, strict=True):
             c = self._one(squares, group)
-            found.append(torch.where(finite, c, torch.zeros_like(c)).float())
+            keep = finite & (squares > 0) & (c.abs() >= tiny)  # a zero gradient contributes nothing: let no factor grow
+            found.append(torch.where(keep, c, torch.zeros_like(c)).float())
         return found
 
     def _one(self, norm_sq: Tensor, group: Group) -> Tensor:
@@ -96,8 +98,8 @@ def _positive(value: Any, name: str) -> float:
             f"{name} must be a number (groups carry their own: style=[{{'params': [...], 'max_grad_norm': 1.0}}]), "
             f"not {value!r}"
         ) from None
-    if not (number > 0 and math.isfinite(number)):
-        raise ClippingError(f"{name} must be positive and finite, not {value!r}")
+    if not 1e-15 <= number <= 1e15:
+        raise ClippingError(f"{name} must be positive and finite, between 1e-15 and 1e15, not {value!r}")
     return number
 
 
@@ -120,6 +122,9 @@ def _groups(named: Mapping[str, Tensor], max_grad_norm: float, style: str | Sequ
                 f"group {number} must be a mapping with 'params' and 'max_grad_norm', not {type(item).__name__}"
             )
         label = str(item.get("name", f"group{number}"))
+        if isinstance(item["params"], str | Tensor):
+            raise ClippingError(f"group '{label}': params must be a list of names or tensors")
+        item = {**item, "params": list(item["params"])}
         names = [p if isinstance(p, str) else by_id.get(id(p), "") for p in item["params"]]
         unknown = [str(p) for p, name in zip(item["params"], names, strict=True) if name not in named]
         twice = [name for name in names if name in seen] + [n for n in names if names.count(n) > 1]

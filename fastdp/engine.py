@@ -39,6 +39,7 @@ class PerSampleGradients:
         batch_first: whether the samples lie along the first dimension of the model's inputs, else the second.
         batch_size: number of samples, where the inputs do not show it: inputs then hold batch_size * k rows,
             k consecutive ones of each sample.
+        rows_per_sample: k consecutive rows of the inputs are one sample (augmentations), whatever the batch.
         on_backward: called with the `Gradients` at the end of every backward; they are then not kept.
 
     After a backward: `norms()`, `clipped_sum(factors)`, `materialize()`. `detach()` restores the model.
@@ -62,6 +63,7 @@ class PerSampleGradients:
         loss_reduction: str = "mean",
         batch_first: bool = True,
         batch_size: int | None = None,
+        rows_per_sample: int = 1,
         on_backward: Callable[[Gradients], None] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -70,6 +72,7 @@ class PerSampleGradients:
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
         self.model, self.loss_reduction = model, loss_reduction
         self.batch_dim, self.batch_size, self.on_backward = (0 if batch_first else 1), batch_size, on_backward
+        self.rows_per_sample = rows_per_sample
         self.token = torch.zeros((), requires_grad=True)
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._slots: list[tuple[nn.Module, str, str]] = []
@@ -90,13 +93,14 @@ class PerSampleGradients:
 
     def track(self, params: Iterable[Tensor] | None = None) -> None:
         """Choose the parameters again (default: all of the model)."""
-        self._slots, seen = [], {}
+        slots: list[tuple[nn.Module, str, str]] = []
+        seen: dict[int, str] = {}
         for path, module in self.model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in seen:
                     seen[id(parameter)] = f"{path}.{name}" if path else name
-                    self._slots.append((module, name, seen[id(parameter)]))
-        self._chosen = None
+                    slots.append((module, name, seen[id(parameter)]))
+        selected = None
         if params is not None:
             chosen = list(params)
             foreign = [tuple(p.shape) for p in chosen if id(p) not in seen]
@@ -105,7 +109,8 @@ class PerSampleGradients:
                     f"{len(foreign)} parameter(s) of shape {', '.join(map(str, foreign[:3]))} are not the model's. "
                     "Give the optimizer parameters of this very model (and build it after the model is complete)."
                 )
-            self._chosen = {seen[id(p)] for p in chosen}
+            selected = {seen[id(p)] for p in chosen}
+        self._slots, self._chosen = slots, selected
         odd = [name for name, p in self.named_parameters().items() if not p.is_floating_point()]
         if odd:
             raise ParameterError(
@@ -184,7 +189,7 @@ class PerSampleGradients:
             return
         recomputing = torch._C._current_graph_task_id() != -1
         if not recomputing or not path:
-            self._batch = self.batch_size if self.batch_size is not None else batch_of((args, kwargs), self.batch_dim)
+            self._batch = self.batch_size if self.batch_size is not None else self._batch_of(args, kwargs)
         if not recomputing:
             self._tape = None  # of a backward that failed
             self._grads_before = {id(p): (p.grad, p.grad._version) for p in self.parameters() if p.grad is not None}
@@ -192,10 +197,18 @@ class PerSampleGradients:
         active = Pass(self, self._batch, tracked)
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
-        tag_inputs((args, kwargs), self._batch, self.batch_dim, known, self.batch_size is not None)
+        tag_inputs(
+            (args, kwargs), self._batch, self.batch_dim, known, self.batch_size is not None or self.rows_per_sample > 1
+        )
         tag_packed((args, kwargs), self._batch)
         active.mode.__enter__()
         self._entered[-1] = self._active = active
+
+    def _batch_of(self, args: Any, kwargs: Any) -> int:
+        rows = batch_of((args, kwargs), self.batch_dim, self.rows_per_sample)
+        if rows % self.rows_per_sample:
+            raise BatchLayoutError(f"{rows} rows are no multiple of rows_per_sample={self.rows_per_sample}")
+        return rows // self.rows_per_sample
 
     def _drop_interrupted(self) -> None:
         """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before."""

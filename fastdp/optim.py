@@ -23,7 +23,7 @@ from .privacy import Privacy
 
 _OPTIONS = (
     "noise_multiplier max_grad_norm expected_batch_size clipping style loss_reduction sample_rate accountant gamma "
-    "batch_first batch_size seed"
+    "batch_first batch_size rows_per_sample seed"
 ).split()
 
 
@@ -71,6 +71,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise StepError("this optimizer was detached from its model: make a new one to train on")
         return privacy  # type: ignore[no-any-return]
 
+    def _accounted(self) -> Privacy:
+        """The run, also after detach."""
+        former = self.__dict__.get("_former")
+        return former if former is not None else self._attached()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ParameterError(
+            "a private optimizer is tied to its model and cannot be copied or pickled: copy the model, make a new "
+            "optimizer for it, and load state_dict()"
+        )
+
     # ------------------------------------------------------------------ privacy
 
     @property
@@ -94,8 +105,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """The clipping norm R (of the whole gradient)."""
-        return self._attached().clipping.max_grad_norm
+        """The clipping norm of the whole gradient: R, or sqrt(sum R^2) of groups of one's own."""
+        clipping = self._attached().clipping
+        return clipping.max_grad_norm if isinstance(clipping.style, str) else clipping.sensitivity
 
     @property
     def expected_batch_size(self) -> float | None:
@@ -109,11 +121,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
     @property
     def history(self) -> list[tuple[float, float | None, int]]:
         """(noise multiplier, sample rate, steps) of all noised steps."""
-        return list(self._attached().ledger.history)
+        return list(self._accounted().ledger.history)
 
     def epsilon(self, delta: float) -> float:
         """epsilon at delta of the steps so far, by the accountant; warns where a seed voids the guarantee."""
-        privacy = self._attached()
+        privacy = self._accounted()
         if not privacy.noise.secure:
             warnings.warn(
                 "the noise comes from seed=, which is for experiments: whoever knows it can take the noise off. "
@@ -145,6 +157,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy = self.__dict__.pop("_privacy", None)
         if privacy is not None:
             privacy.engine.detach()
+            privacy.discard()
+            self.__dict__["_former"] = privacy  # what was spent stays spent
 
     # ------------------------------------------------------------------ torch's own
 
@@ -162,7 +176,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        privacy = self.__dict__.get("_privacy")
+        privacy = self.__dict__.get("_privacy") or self.__dict__.get("_former")
         if privacy is not None:
             state["fastdp"] = privacy.state_dict()
         return state
@@ -173,7 +187,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._attached().load_state_dict(state_dict["fastdp"])
         else:
             warnings.warn(
-                "this state was saved by an optimizer without privacy: the accountant starts from zero", stacklevel=2
+                "this state was saved by an optimizer without privacy: the accountant's history stays as it is",
+                stacklevel=2,
             )
 
 
@@ -224,8 +239,8 @@ def privatize(
         loss_reduction: "mean" or "sum": how the loss combines samples. Under "sum" nothing is divided.
         sample_rate: probability of a record to be in a batch, for the accountant; a Poisson loader tells it.
         accountant: "prv", "rdp" or "gdp", of Opacus.
-        options: gamma (of automatic clipping, 0.01), batch_first and batch_size (see PerSampleGradients), seed
-            (reproducible noise, not private).
+        options: gamma (of automatic clipping, 0.01), batch_first, batch_size and rows_per_sample (see
+            PerSampleGradients), seed (reproducible noise, not private).
 
     Returns the same object, now of class DP<its class>. Raises ParameterError, ClippingError, ValueError.
     """
@@ -233,6 +248,10 @@ def privatize(
         raise ParameterError("the optimizer is private already")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ParameterError("LBFGS evaluates the gradient many times a step, each of which would cost privacy")
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
+        raise ParameterError("privatize takes the optimizer, then the model")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ParameterError("SparseAdam takes sparse gradients; noise makes every gradient dense. Use Adam")
     options = {**options, "noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm,
                "expected_batch_size": expected_batch_size, "clipping": clipping, "style": style,
                "loss_reduction": loss_reduction, "sample_rate": sample_rate, "accountant": accountant}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,8 +39,15 @@ class Privacy:
         gamma: float = GAMMA,
         batch_first: bool = True,
         batch_size: int | None = None,
+        rows_per_sample: int = 1,
         seed: int | None = None,
     ) -> None:
+        for name, value in (("noise_multiplier", noise_multiplier), ("expected_batch_size", expected_batch_size),
+                            ("sample_rate", sample_rate), ("gamma", gamma)):  # fmt: skip
+            if not isinstance(value, int | float) and not (
+                value is None and name in ("expected_batch_size", "sample_rate")
+            ):
+                raise ValueError(f"{name} must be a number, not {value!r}")
         if not 0 <= noise_multiplier < float("inf"):
             raise ValueError(f"noise_multiplier must be 0 or larger and finite, not {noise_multiplier!r}")
         if expected_batch_size is not None and not 0 < expected_batch_size < float("inf"):
@@ -52,7 +60,7 @@ class Privacy:
         self.noise, self.ledger = Noise(seed), Ledger()
         self.engine = PerSampleGradients(
             model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
-            on_backward=self._clip,
+            rows_per_sample=rows_per_sample, on_backward=self._clip,
         )  # fmt: skip
         try:
             self.clipping = Clipping(self.engine.named_parameters(), clipping, max_grad_norm, style, gamma)
@@ -62,6 +70,9 @@ class Privacy:
         self.norms: Tensor | dict[str, Tensor] | None = None
         self._plan: list[PlanRow] = []
         self._dropped: Tensor | None = None
+        self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
+        self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
+        self._sums_of = -1  # the logical batch of the sums
         self._rate: float | None = None
         self._expected: float | None = None
         self.discard()
@@ -91,18 +102,44 @@ class Privacy:
         self._has_pending = True
         self._plan = describe(gradients, named)
 
+    def _current(self) -> sampling.PhysicalBatch | None:
+        """The batch in hand, of the loader that this optimizer trains on."""
+        if self._loader is not None and (mine := sampling.current(self._loader)) is not None:
+            return mine
+        if sampling.active_loaders() > 1:
+            raise StepError(
+                "several Poisson loaders are being iterated, and which of them this optimizer trains on is not known: "
+                "train a step on its loader before the others begin"
+            )
+        found = sampling.current()
+        if found is not None:
+            self._loader = found.loader
+        return found
+
     def _check_batch(self, batch: int) -> None:
-        current = sampling.current()
-        if current is not None and batch != current.size:
+        current = self._current()
+        if current is None:
+            return
+        if batch != current.size:
             raise StepError(
                 f"the loader handed out {current.size} samples, the model was given a batch of {batch}. One sample "
-                "must be one row (give batch_size= where a sample has several rows), and the whole batch must pass."
+                "must be one row (or rows_per_sample= of them), and the whole batch must pass."
             )
+        number = (current.logical, current.physical)
+        if number in (self._backward_of, self._step_of):
+            raise StepError(
+                "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses "
+                "and call backward once."
+            )
+        self._backward_of = number
 
     def _check_groups(self, named: dict[str, Tensor]) -> None:
         known = {name for group in self.clipping.groups for name in group.parameters}
         new = [name for name in named if name not in known]
-        if new:
+        if new and isinstance(self.clipping.style, str):  # unfrozen since
+            old = self.clipping
+            self.clipping = Clipping(named, old.clipping, old.max_grad_norm, old.style, old.gamma)
+        elif new:
             raise StepError(
                 f"parameters changed since the optimizer was made: {new[:5]} now require grad but belong to no "
                 "clipping group. Add them with add_param_group, or freeze them."
@@ -116,26 +153,48 @@ class Privacy:
     # ------------------------------------------------------------------ step
 
     def ready(self) -> bool:
-        """Take the gradients at hand; True where the logical batch is complete."""
-        current = sampling.current()
-        if not self._has_pending and not (self._has_sums and current is None):
+        """Take the gradients at hand; True where the logical batch is complete. Checks first, then takes."""
+        current = self._current()
+        rate, expected = self.sample_rate, self.expected_batch_size
+        if current is not None:
+            rate, expected = self._of_loader(current)
+        empty = current is not None and current.size == 0
+        if not self._has_pending and not empty:
+            raise StepError("step() without a backward since the last one: call loss.backward() first")
+        if self.loss_reduction == "mean" and expected is None:
             raise StepError(
-                "step() without a backward since the last one. Call loss.backward() first, also for an empty batch: "
-                "a loader of fastdp.poisson_loader hands out a batch with no rows that any model takes"
+                "expected_batch_size is not known: give it to the optimizer (with a mean loss the noisy sum is divided "
+                "by it), or train with fastdp.poisson_loader, which tells it"
             )
+        logical = -1 if current is None else current.logical
+        if self._has_sums and logical != self._sums_of:
+            warnings.warn(
+                "a logical batch was left before its last physical batch: its gradients are dropped, no step was made",
+                stacklevel=3,
+            )
+            self._sums, self._has_sums = {}, False
         _add(self._sums, self._pending)
         self._pending, self._has_pending, self._has_sums = {}, False, True
-        if current is None:
-            self._rate, self._expected = self.sample_rate, self.expected_batch_size
-            return True
+        self._rate, self._expected, self._sums_of = rate, expected, logical
+        if current is not None:
+            self._step_of = (current.logical, current.physical)
+        return current is None or current.final
+
+    def _of_loader(self, current: sampling.PhysicalBatch) -> tuple[float, float]:
+        """Sample rate and expected batch size, which must be the loader's; one step a batch."""
+        if (current.logical, current.physical) == self._step_of:
+            raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")
         if self.sample_rate is not None and abs(self.sample_rate - current.sample_rate) > 1e-9:
             raise AccountingError(
                 f"sample_rate={self.sample_rate} was given, but the loader samples at {current.sample_rate}"
             )
-        self._rate = current.sample_rate
         expected = self.expected_batch_size
-        self._expected = current.expected_batch_size if expected is None else expected
-        return current.final
+        if expected is not None and abs(expected - current.expected_batch_size) > 0.5:
+            raise StepError(
+                f"expected_batch_size={expected} was given, but the loader's is {current.expected_batch_size:g}: leave "
+                "it out, the loader tells it"
+            )
+        return current.sample_rate, current.expected_batch_size if expected is None else expected
 
     def zero_grad(self) -> None:
         """Drop the gradients of backwards that no step has taken."""
@@ -149,11 +208,7 @@ class Privacy:
         named = self.engine.named_parameters()
         divisor = 1.0
         if self.loss_reduction == "mean":
-            if self._expected is None:
-                raise StepError(
-                    "expected_batch_size is not known: give it to the optimizer (with a mean loss the noisy sum is "
-                    "divided by it), or train with fastdp.poisson_loader, which tells it"
-                )
+            assert self._expected is not None  # checked in ready()
             divisor = float(self._expected)
         std = self.noise_multiplier * self.clipping.sensitivity
         found: dict[int, Tensor] = {}
@@ -214,26 +269,35 @@ class Privacy:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """History and, under a seed, the noise's position. The secret key of the noise is not saved."""
+        """History, clipping and, under a seed, the noise's position. The secret key of the noise is not saved."""
+        clipping = self.clipping
         return {
             "history": [tuple(run) for run in self.ledger.history],
             "noise_step": self.noise.step,
             "seed": self.noise.seed,
             "noise_multiplier": self.noise_multiplier,
-            "clipping": self.clipping.clipping if isinstance(self.clipping.clipping, str) else None,
-            "max_grad_norm": self.clipping.max_grad_norm,
+            "clipping": clipping.clipping if isinstance(clipping.clipping, str) else None,
+            "style": clipping.style if isinstance(clipping.style, str) else None,
+            "max_grad_norm": clipping.max_grad_norm,
+            "gamma": clipping.gamma,
             "dropped": self.nonfinite_samples,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ledger.history = [(float(s), None if q is None else float(q), int(n)) for s, q, n in state["history"]]
-        self.noise_multiplier = float(state["noise_multiplier"])
-        if isinstance(self.clipping.style, str) and state["clipping"] is not None:
-            self.discard()
-            self.set_clipping(state["clipping"], float(state["max_grad_norm"]), None, None)
-        if state["seed"] is not None and state["seed"] == self.noise.seed:
-            self.noise.step = int(state["noise_step"])
-        self._dropped = torch.tensor(int(state.get("dropped", 0)))
+        """All or nothing; functions and groups of one's own stay those of this optimizer."""
+        try:
+            history = [(float(s), None if q is None else float(q), int(n)) for s, q, n in state["history"]]
+            noise_multiplier, dropped = float(state["noise_multiplier"]), int(state["dropped"])
+            step = int(state["noise_step"]) if state["seed"] == self.noise.seed is not None else self.noise.step
+            kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
+        except (KeyError, TypeError, ValueError) as problem:
+            raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
+        old = self.clipping
+        if isinstance(old.style, str):
+            named = self.engine.named_parameters()
+            self.clipping = Clipping(named, kind or old.clipping, float(norm), style or old.style, float(gamma))
+        self.ledger.history, self.noise_multiplier, self.noise.step = history, noise_multiplier, step
+        self._dropped = torch.tensor(dropped)
         self.discard()
 
 

@@ -6,64 +6,72 @@ handed out last, so that the optimizer knows when a logical batch is complete; s
 
 from __future__ import annotations
 
-import math
+import copy
+import dataclasses
+import itertools
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from .accounting import steps_per_epoch
 from .errors import StepError
 
 
 class PhysicalBatch(NamedTuple):
-    """What the optimizer must know of the batch in hand."""
+    """What the optimizer must know of the batch in hand. `logical` and `physical` number it, once and for all."""
 
+    loader: int  # id of the loader
+    logical: int
+    physical: int
     size: int
     final: bool  # the last of its logical batch
     sample_rate: float
     expected_batch_size: float
 
 
-_CURRENT: PhysicalBatch | None = None
+_LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
+_ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advanced last at the end
 
 
-def current() -> PhysicalBatch | None:
-    """The physical batch that a Poisson loader handed out last and whose loop body is running, if any."""
-    return _CURRENT
+def current(loader: int | None = None) -> PhysicalBatch | None:
+    """The physical batch whose loop body is running: of this loader, or of the one that advanced last."""
+    found = [batch for batch in _ACTIVE.values() if loader is None or batch.loader == loader]
+    return found[-1] if found else None
 
 
-def _set_current(batch: PhysicalBatch | None) -> None:
-    global _CURRENT
-    _CURRENT = batch
+def active_loaders() -> int:
+    """How many Poisson loaders are being iterated."""
+    return len({batch.loader for batch in _ACTIVE.values()})
 
 
 class PoissonSampler(Sampler[list[int]]):
     """Lists of indices, one a physical batch; `finals` tells in order which of them end a logical batch."""
 
     def __init__(
-        self, size: int, sample_rate: float, steps: int, max_physical_batch_size: int | None, generator: Any
+        self, size: int, sample_rate: float, steps: int, max_physical_batch_size: int | None, seed: int | None
     ) -> None:
         self.size, self.sample_rate, self.steps = size, sample_rate, steps
-        self.limit, self.generator = max_physical_batch_size, generator
-        self.pending: deque[tuple[int, bool]] = deque()
+        self.limit = max_physical_batch_size
+        self.generator = np.random.default_rng(secrets.randbits(256) if seed is None else seed)
+        self.pending: deque[tuple[int, bool]] = deque()  # of the pass begun last
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.pending.clear()
+        pending = self.pending = deque()  # a queue of its own for every pass
         for _ in range(self.steps):
-            draw = torch.rand(self.size, generator=self.generator, dtype=torch.float64) < self.sample_rate
-            chosen = torch.nonzero(draw).flatten().tolist()
+            chosen = np.flatnonzero(self.generator.random(self.size) < self.sample_rate).tolist()
             limit = self.limit or max(len(chosen), 1)
             parts = [chosen[i : i + limit] for i in range(0, len(chosen), limit)] or [[]]
             for number, part in enumerate(parts):
-                self.pending.append((len(part), number == len(parts) - 1))
+                pending.append((len(part), number == len(parts) - 1))
                 yield part
 
 
@@ -78,16 +86,26 @@ class _CollateWithEmpty:
 
 
 def _no_rows(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[:0] if batch.dim() else batch
+    """The same structure without a row: lists of things that are no tensors hold one a record."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return batch[:0] if batch.ndim else batch
+    if isinstance(batch, nn.utils.rnn.PackedSequence):
+        raise StepError("an empty batch cannot be packed: collate padded tensors, and pack in the model")
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*[_no_rows(item) for item in batch])
-    if isinstance(batch, tuple | list):
-        if batch and not isinstance(batch[0], Tensor | tuple | list | dict):
-            return type(batch)()
-        return type(batch)(_no_rows(item) for item in batch)
-    if hasattr(batch, "items"):
-        return type(batch)({key: _no_rows(value) for key, value in batch.items()})
+    if isinstance(batch, tuple):
+        return tuple(_no_rows(item) for item in batch)
+    if isinstance(batch, list):
+        nested = bool(batch) and isinstance(batch[0], Tensor | np.ndarray | tuple | list | Mapping)
+        return [_no_rows(item) for item in batch] if nested else []
+    if isinstance(batch, Mapping):
+        empty = copy.copy(batch)
+        for key, value in batch.items():
+            empty[key] = _no_rows(value)  # type: ignore[index]
+        return empty
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {f.name: _no_rows(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
+        return dataclasses.replace(batch, **fields)
     return batch
 
 
@@ -116,13 +134,26 @@ class PoissonLoader:
         return self.sampler.steps
 
     def __iter__(self) -> Iterator[Any]:
+        mine = next(_PASSES)
+        batches = iter(self.loader)
+        pending: deque[tuple[int, bool]] | None = None
+        logical, physical = next(_LOGICAL), 0
         try:
-            for batch in self.loader:
-                size, final = self.sampler.pending.popleft()
-                _set_current(PhysicalBatch(size, final, self.sample_rate, self.expected_batch_size))
+            for batch in batches:
+                if pending is None:
+                    pending = self.sampler.pending
+                size, final = pending.popleft()
+                _ACTIVE.pop(mine, None)  # to the end: it advanced last
+                _ACTIVE[mine] = PhysicalBatch(
+                    id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size
+                )
                 yield batch
+                logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
         finally:
-            _set_current(None)
+            _ACTIVE.pop(mine, None)
+
+
+_PASSES = itertools.count()
 
 
 def poisson_loader(
@@ -153,13 +184,18 @@ def poisson_loader(
     dataset: Any = data
     if isinstance(data, DataLoader):
         dataset = data.dataset
+        if type(data.sampler) not in (SequentialSampler, RandomSampler) or not getattr(data, "in_order", True):
+            raise StepError(
+                f"the DataLoader draws by {type(data.sampler).__name__}, or out of order: Poisson sampling takes its "
+                "place. Give a loader without a sampler; for a part of the data, a torch.utils.data.Subset."
+            )
         for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
                      "persistent_workers", "multiprocessing_context"):  # fmt: skip
             options.setdefault(name, getattr(data, name))
         if sample_rate is None and expected_batch_size is None:
             if data.batch_size is None:
                 raise ValueError("the DataLoader has no batch_size: give expected_batch_size= or sample_rate=")
-            expected_batch_size = data.batch_size
+            expected_batch_size = min(data.batch_size, len(dataset))
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise StepError(
             "Poisson sampling needs a dataset with a length and access by index; an iterable one cannot be sampled. "
@@ -177,14 +213,18 @@ def poisson_loader(
                 f"expected_batch_size must lie in (0, {size}], the size of the data; got {expected_batch_size}"
             )
         sample_rate = expected_batch_size / size
-        steps = steps if steps is not None else math.ceil(size / expected_batch_size)
+        steps = steps if steps is not None else steps_per_epoch(sample_rate)
     else:
         steps = steps if steps is not None else steps_per_epoch(sample_rate)
         expected_batch_size = sample_rate * size
-    if max_physical_batch_size is not None and max_physical_batch_size < 1:
-        raise ValueError(f"max_physical_batch_size must be at least 1, not {max_physical_batch_size}")
-    generator = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
-    sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, generator)
+        if abs(expected_batch_size - round(expected_batch_size)) < 1e-9 * size:
+            expected_batch_size = round(expected_batch_size)
+    for name, value in (("max_physical_batch_size", max_physical_batch_size), ("steps", steps)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    if options.get("in_order") is False:
+        raise ValueError("in_order=False would mix up physical batches")
+    sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed)
     collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
     loader: DataLoader[Any] = DataLoader(
         dataset, batch_sampler=sampler, collate_fn=_CollateWithEmpty(collate, dataset), **options

@@ -106,7 +106,7 @@ def norm_sq(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
             parts.append(linear.linear_norm_sq(a.reshape(high - low, positions, inputs), rows, "gram"))
         else:
             parts.append(square_sum(per_sample(x[low:high], g[low:high], geometry)))
-    return torch.cat(parts) if parts else x.new_zeros(0)
+    return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
 
 
 def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:

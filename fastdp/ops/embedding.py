@@ -41,11 +41,11 @@ def embedding_norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None = None) ->
         segment += torch.arange(batch).unsqueeze(1) * k
         sums = g.new_zeros(batch * k, d).index_add_(0, segment.flatten(), g.reshape(-1, d))
         return square_sum(sums.view(batch, k, d))
-    out = g.new_empty(batch)  # equal ids by comparison: a fixed order of summation, no atomics
+    out = g.new_empty(batch, dtype=torch.float64)  # equal ids by comparison: a fixed order of summation, no atomics
     for low, high in chunks(batch, 2 * k * k * g.element_size()):
         same = ids[low:high, :, None] == ids[low:high, None, :]
         sums = torch.bmm(same.to(g.dtype), g[low:high])  # for each position the sum over its id
-        out[low:high] = (sums * g[low:high]).sum((1, 2))
+        out[low:high] = (sums * g[low:high]).sum((1, 2), dtype=torch.float64)
     return out
 
 

@@ -15,6 +15,7 @@ from .common import accumulate, chunks, scaled, square_sum, without_dropped
 # more than GRAM_TOLERANCE of the norm (summands cancel) the sample is computed again by the direct route.
 ROUNDING = 4 * 2.0**-24
 GRAM_TOLERANCE = 4e-6
+UNDERFLOW = 1e-28  # below it products of float32 may have been lost: directly, too
 
 
 def _three(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,7 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto") -> Tensor:
     """Squared Frobenius norm of each sample's weight gradient g_b^T a_b.
 
     Args: a [B,T,I] or [B,I] inputs; g [B,T,O] or [B,O] output gradients; method "auto", "gram" or "direct".
-    Returns: [B] float32 (float64 for float64 inputs). Raises ValueError on shapes or method.
+    Returns: [B] float64. Raises ValueError on shapes or method.
     """
     a, g = _three(a, g)
     batch, t, i = a.shape
@@ -44,32 +45,32 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto") -> Tensor:
     if t == 1:
         return square_sum(a) * square_sum(g)
     if t == 0 or batch == 0:
-        return a.new_zeros(batch)
+        return a.new_zeros(batch, dtype=torch.float64)
     if method == "gram" or (method == "auto" and gram_is_cheaper(t, i, o)):
         return _gram(a, g)
     return _direct(a, g)
 
 
 def _direct(a: Tensor, g: Tensor) -> Tensor:
-    out = a.new_empty(a.size(0))
+    out = a.new_empty(a.size(0), dtype=torch.float64)
     for low, high in chunks(a.size(0), a.size(2) * g.size(2) * a.element_size()):
         out[low:high] = square_sum(torch.bmm(g[low:high].mT, a[low:high]))
     return out
 
 
 def _gram(a: Tensor, g: Tensor) -> Tensor:
-    out, spread = a.new_empty(a.size(0)), a.new_empty(a.size(0))
+    out, spread = (a.new_empty(a.size(0), dtype=torch.float64) for _ in range(2))
     for low, high in chunks(a.size(0), 2 * a.size(1) ** 2 * a.element_size()):
         m = torch.bmm(a[low:high], a[low:high].mT)
         m *= torch.bmm(g[low:high], g[low:high].mT)  # [b, T, T]
         out[low:high] = m.sum((1, 2))
-        spread[low:high] = torch.linalg.vector_norm(m, dim=(1, 2))
+        spread[low:high] = torch.linalg.vector_norm(m, dim=(1, 2), dtype=torch.float64)
     if a.dtype == torch.float64:
         return out
     doubt = ROUNDING * spread
     if a.device.type != "cpu":  # no look at values on a device: rather a norm too large by its rounding
         return out + torch.where(doubt > GRAM_TOLERANCE * out, doubt, torch.zeros_like(doubt))
-    again = torch.nonzero(~(doubt <= GRAM_TOLERANCE * out)).flatten()
+    again = torch.nonzero(~(doubt <= GRAM_TOLERANCE * out) | (out < UNDERFLOW)).flatten()
     if again.numel():
         out[again] = _direct(a[again], g[again])
     return out
