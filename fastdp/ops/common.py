@@ -15,6 +15,18 @@ def accumulate(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) or tensor.is_complex() else tensor.float()
 
 
+def sum_type(tensor: Tensor) -> torch.dtype:
+    """The type of sums over such tensors: float64 stays, all else becomes float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def norm_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type of squared norms: as asked for, else that of sums."""
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(f"norms are float32 or float64, not {dtype}")
+    return dtype or sum_type(tensor)
+
+
 def chunks(batch: int, bytes_per_sample: int, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
     """Ranges [low, high) of samples whose temporaries fit the limit (one sample at least)."""
     size = max(1, limit // max(bytes_per_sample, 1))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import accumulate, chunks, scaled, square_sum, without_dropped
+from .common import accumulate, chunks, norm_type, scaled, square_sum, sum_type, without_dropped
+from .registry import define
 
 # Rounding of the gram route is taken as random: ROUNDING * sqrt(sum M^2), M_ts the summands. Where that is
 # more than GRAM_TOLERANCE of the norm (summands cancel) the sample is computed again by the direct route.
@@ -31,24 +32,20 @@ def gram_is_cheaper(t: int, i: int, o: int) -> bool:
     return t * t * (i + o) + 8 * t * t < t * i * o + 8 * i * o
 
 
-def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto") -> Tensor:
-    """Squared Frobenius norm of each sample's weight gradient g_b^T a_b.
-
-    Args: a [B,T,I] or [B,I] inputs; g [B,T,O] or [B,O] output gradients; method "auto", "gram" or "direct".
-    Returns: [B] float64. Raises ValueError on shapes or method.
-    """
+def _norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
+    kind = norm_type(a, dtype)
     a, g = _three(a, g)
     batch, t, i = a.shape
     o = g.size(2)
     if method not in ("auto", "gram", "direct"):
         raise ValueError(f"method must be 'auto', 'gram' or 'direct', not {method!r}")
-    if t == 1:
-        return square_sum(a) * square_sum(g)
     if t == 0 or batch == 0:
-        return a.new_zeros(batch, dtype=torch.float64)
+        return a.new_zeros(batch, dtype=kind)
+    if t == 1:
+        return (square_sum(a) * square_sum(g)).to(kind)
     if method == "gram" or (method == "auto" and gram_is_cheaper(t, i, o)):
-        return _gram(a, g)
-    return _direct(a, g)
+        return _gram(a, g).to(kind)
+    return _direct(a, g).to(kind)
 
 
 def _direct(a: Tensor, g: Tensor) -> Tensor:
@@ -76,21 +73,76 @@ def _gram(a: Tensor, g: Tensor) -> Tensor:
     return out
 
 
-def linear_per_sample(a: Tensor, g: Tensor) -> Tensor:
-    """The weight gradient of each sample: [B,T,I], [B,T,O] -> [B,O,I]."""
+def _per_sample(a: Tensor, g: Tensor) -> Tensor:
     a, g = _three(a, g)
     return torch.bmm(g.mT, a)
+
+
+def _weighted(a: Tensor, g: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """a and g as [B T, I] and [B T, O], the smaller of them times c, dropped samples zeroed in both."""
+    a, g = _three(a, g)
+    if a.size(2) < g.size(2):
+        a, g = scaled(a, c), without_dropped(g, c)
+    else:
+        a, g = without_dropped(a, c), scaled(g, c)
+    return a.flatten(0, 1), g.flatten(0, 1)
+
+
+def _clipped_sum(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
+    a, g = _weighted(a, g, c)
+    return torch.mm(g.mT, a)
+
+
+def _add_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
+    a, g = _weighted(a, g, c)
+    out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))
+
+
+_norm_sq_op = define(
+    "linear_norm_sq(Tensor a, Tensor g, str method='auto', *, ScalarType? dtype=None) -> Tensor",
+    _norm_sq,
+    lambda a, g, method="auto", *, dtype=None: a.new_empty(a.size(0), dtype=norm_type(a, dtype)),
+)
+_per_sample_op = define(
+    "linear_per_sample(Tensor a, Tensor g) -> Tensor",
+    _per_sample,
+    lambda a, g: a.new_empty(a.size(0), g.size(-1), a.size(-1), dtype=sum_type(a)),
+)
+_clipped_sum_op = define(
+    "linear_clipped_sum(Tensor a, Tensor g, Tensor c) -> Tensor",
+    _clipped_sum,
+    lambda a, g, c: a.new_empty(g.size(-1), a.size(-1), dtype=sum_type(a)),
+)
+_add_clipped_sum_op = define(
+    "linear_clipped_sum.out(Tensor a, Tensor g, Tensor c, Tensor(a!) out) -> ()",
+    _add_clipped_sum,
+    lambda a, g, c, out: None,
+)
+
+
+def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
+    """Squared Frobenius norm of each sample's weight gradient g_b^T a_b.
+
+    Args: a [B,T,I] or [B,I] inputs; g [B,T,O] or [B,O] output gradients; method "auto", "gram" or "direct";
+    dtype of the result: float32 (float64 for float64 inputs) unless given. Squares of float32 end at 1e-38 and
+    1e38: ask for float64 where norms may be that small or large.
+    Returns: [B]. Raises ValueError on shapes or method. Source: Li et al. 2022, section 4.
+    """
+    return _norm_sq_op(a, g, method, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def linear_per_sample(a: Tensor, g: Tensor) -> Tensor:
+    """The weight gradient of each sample: [B,T,I], [B,T,O] -> [B,O,I], float32 (float64 for float64 inputs)."""
+    return _per_sample_op(a, g)  # type: ignore[no-any-return]
 
 
 def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
     """sum_b c_b g_b^T a_b, [O,I] float32; rows of samples with c_b = 0 are not read as numbers.
 
-    With `out` (float32 [O,I]) the sum is added to it.
+    Args: a [B,T,I] or [B,I]; g [B,T,O] or [B,O]; c [B] factors; out float32 [O,I], to which the sum is added.
+    Raises ValueError on shapes. Source: book-keeping, Bu et al. 2023, arXiv 2210.00038.
     """
-    a, g = _three(a, g)
-    if a.size(2) < g.size(2):  # scale the smaller of the two
-        a, g = scaled(a, c), without_dropped(g, c)
-    else:
-        a, g = without_dropped(a, c), scaled(g, c)
-    a, g = a.flatten(0, 1), g.flatten(0, 1)
-    return torch.mm(g.mT, a) if out is None else out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))
+    if out is None:
+        return _clipped_sum_op(a, g, c)  # type: ignore[no-any-return]
+    _add_clipped_sum_op(a, g, c, out)
+    return out

@@ -34,7 +34,7 @@ class Matmul(Use):
         return Matmul(operand, self.g, self.a, self.name)
 
     def norm_sq(self) -> Tensor:
-        return ops.linear_norm_sq(self.a, self.g)
+        return ops.linear_norm_sq(self.a, self.g, dtype=torch.float64)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         return ops.linear_per_sample(self.a[low:high], self.g[low:high])

@@ -1,0 +1,154 @@
+"""Operators: one schema, one reference in plain PyTorch, faster kernels by device.
+
+    define(schema, reference, fake, CPU=Kernel("C++", load), CUDA=Kernel("Triton", load))
+
+registers `torch.ops.fastdp.<name>` and returns what `fastdp.ops.<name>` calls. A kernel is loaded at its
+first use; where it cannot be (no compiler, no Triton), the reference serves, and `served_by` says why.
+No operator is differentiable: they take what backward has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("fastdp", "DEF")
+OPERATORS: dict[str, Operator] = {}
+_forced: list[str] = []
+
+
+class Kernel:
+    """A faster implementation. `load` returns the function, or says in words why it is not here."""
+
+    def __init__(self, backend: str, load: Callable[[], Callable[..., Any] | str]) -> None:
+        self.backend, self.load = backend, functools.cache(load)
+
+
+class Operator:
+    """A registered operator; calling it runs the kernel of the first tensor's device."""
+
+    def __init__(self, schema: str, reference: Callable[..., Any], kernels: dict[str, Kernel]) -> None:
+        self.schema, self.reference, self.kernels = schema, reference, kernels
+        self.name = schema.split("(")[0]
+        self.packet, _, overload = self.name.partition(".")
+        self.overload = overload or "default"
+
+    def implementation(self, device_type: str) -> Callable[..., Any]:
+        """The function that serves a device."""
+        kernel = self.kernels.get(device_type)
+        if kernel is None or (_forced and _forced[-1] == "reference"):
+            return self.reference
+        found = kernel.load()
+        return self.reference if isinstance(found, str) else found
+
+    def served_by(self, device_type: str) -> str:
+        """The backend that serves a device, and why it is not the fast one."""
+        kernel = self.kernels.get(device_type)
+        if kernel is None:
+            return "PyTorch"
+        found = kernel.load()
+        return f"PyTorch ({found})" if isinstance(found, str) else kernel.backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first = args[0]
+        if isinstance(first, list | tuple):
+            first = first[0] if first else None
+        if type(first) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
+            with torch.no_grad():  # past the dispatcher, which costs more than a small kernel
+                return self.implementation(first.device.type)(*args, **kwargs)
+        packet = getattr(torch.ops.fastdp, self.packet)
+        return getattr(packet, self.overload)(*args, **kwargs)
+
+
+def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any], *, CPU: Kernel | None = None,
+           CUDA: Kernel | None = None) -> Operator:  # fmt: skip
+    """Register an operator. `fake` gives the result's shape and type from meta tensors."""
+    kernels = {device: kernel for device, kernel in (("cpu", CPU), ("cuda", CUDA)) if kernel is not None}
+    operator = Operator(schema, reference, kernels)
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(operator.name, reference, "CompositeExplicitAutograd")
+    for device in kernels:
+        LIBRARY.impl(operator.name, functools.partial(_serve, operator, device), device.upper())
+    LIBRARY.impl(operator.name, functools.partial(_below_autograd, operator), "Autograd")
+    torch.library.register_fake(f"fastdp::{operator.name}", fake, lib=LIBRARY)
+    OPERATORS[operator.name] = operator
+    return operator
+
+
+def _below_autograd(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+    """No graph is recorded: results do not require grad, whatever the inputs do."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(getattr(torch.ops.fastdp, operator.packet), operator.overload)(*args, **kwargs)
+
+
+def _serve(operator: Operator, device: str, *args: Any, **kwargs: Any) -> Any:
+    return operator.implementation(device)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def forced(backend: str) -> Iterator[None]:
+    """Within it every operator runs by this backend: "reference" (plain PyTorch), or "auto"."""
+    if backend not in ("reference", "auto"):
+        raise ValueError(f"backend must be 'reference' or 'auto', not {backend!r}")
+    _forced.append(backend)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+# ---------------------------------------------------------------------- where kernels come from
+
+
+@functools.cache
+def native() -> ModuleType | str:
+    """The compiled CPU module, or why it is absent."""
+    return _module("fastdp._C", "run `python setup.py build_ext --inplace`, or reinstall with a C++ compiler")
+
+
+@functools.cache
+def native_cuda() -> ModuleType | str:
+    """The compiled CUDA module, or why it is absent."""
+    return _module("fastdp._CUDA", "reinstall where nvcc is on the PATH")
+
+
+@functools.cache
+def triton_module(name: str) -> ModuleType | str:
+    """A module of `fastdp.kernels`, or why it is absent."""
+    return _module(f"fastdp.kernels.{name}", "install triton")
+
+
+def _module(name: str, remedy: str) -> ModuleType | str:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return f"{error.name or name} is not installed: {remedy}"
+    except ImportError as error:
+        return f"{name} does not load: {error}"
+
+
+def cpp(function: Callable[..., Any]) -> Kernel:
+    """A kernel that calls `fastdp._C`."""
+    return Kernel("C++", lambda: found if isinstance(found := native(), str) else function)
+
+
+def cuda_cpp(function: Callable[..., Any]) -> Kernel:
+    """A kernel that calls `fastdp._CUDA`."""
+    return Kernel("CUDA C++", lambda: found if isinstance(found := native_cuda(), str) else function)
+
+
+def triton(module: str, function: str) -> Kernel:
+    """A kernel of `fastdp.kernels`, with the operator's own signature."""
+
+    def load() -> Callable[..., Any] | str:
+        found = triton_module(module)
+        return found if isinstance(found, str) else getattr(found, function)
+
+    return Kernel("Triton", load)
