@@ -16,8 +16,12 @@ SIGMA, R, LR = 1.0, 1.0, 1e-4
 Step = Callable[[Tensor, Tensor], None]
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def nonprivate(model: nn.Module, work: Workload, sigma: float = SIGMA) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(trained(model), lr=LR, fused=True)
 
     def step(x: Tensor, y: Tensor) -> None:
         work.losses(model(x), y).mean().backward()
@@ -52,7 +56,7 @@ def opacus(mode: str) -> Callable[..., Step]:
         from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
         warnings.filterwarnings("ignore")
-        inner = torch.optim.AdamW(model.parameters(), lr=LR)
+        inner = torch.optim.AdamW(trained(model), lr=LR, fused=True)
         common = dict(noise_multiplier=sigma, max_grad_norm=R, expected_batch_size=work.batch_size)
         if mode == "ghost":
             wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=R, use_ghost_clipping=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .contenders import CONTENDERS, R
+from .contenders import CONTENDERS, R, trained
 from .models import WORKLOADS, Workload
 
 TOLERANCE = 1e-3  # Opacus adds 1e-6 to norms before it divides: 1e-4 here
@@ -39,7 +39,7 @@ def build(work: Workload) -> nn.Module:
 
 def exact_clipped_mean(model: nn.Module, work: Workload, x: Tensor, y: Tensor) -> list[Tensor]:
     """(1/B) sum_b min(1, R / n_b) g_b, one sample at a time, by autograd alone."""
-    params = list(model.parameters())
+    params = trained(model)
     total = [torch.zeros_like(p) for p in params]
     for b in range(len(x)):
         grads = torch.autograd.grad(work.losses(model(x[b : b + 1]), y[b : b + 1]).sum(), params)
@@ -64,7 +64,7 @@ def _error_of(name: str, work: Workload) -> float:
     x, y = work.batch(work.batch_size)
     truth = exact_clipped_mean(model, work, x, y)
     seen: dict[nn.Parameter, Tensor] = {}
-    params = list(model.parameters())
+    params = trained(model)
 
     def read(optimizer: torch.optim.Optimizer, *_: object) -> None:
         seen.update({p: p.grad.detach().clone() for p in params if p.grad is not None})

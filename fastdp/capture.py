@@ -22,6 +22,7 @@ from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensor
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
 from .links import link_of
+from .memo import CONSTANT, Memo, inquires
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
 from .uses.generic import capture_generic
@@ -35,6 +36,7 @@ class Engine(Protocol):
     model: nn.Module
     token: Tensor
     last_use_of: dict[int, str]
+    memo: Memo
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module's forward begins."""
@@ -53,7 +55,7 @@ class Pass:
     """One outermost forward of the model (or of one of its modules)."""
 
     def __init__(self, engine: Engine, batch: int, tracked: dict[int, str]) -> None:
-        self.engine, self.batch, self.tracked = engine, batch, tracked
+        self.engine, self.batch, self.tracked, self.memo = engine, batch, tracked, engine.memo
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
         self.backward_id = 0  # of the backward that went through this pass
@@ -111,6 +113,25 @@ class Pass:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function call."""
+        if inquires(func):
+            return func(*args, **kwargs)
+        signature = self.memo.signature(func, args, kwargs, self.batch, self.tracked)
+        known = self.memo.layouts(signature)
+        if known is not None:
+            out = func(*args, **kwargs)
+            for tensor, layout in zip(tensors_in(out), known, strict=True):
+                if layout is not CONSTANT:
+                    tag(tensor, layout)
+                elif tensor.requires_grad and not tensor.is_leaf:
+                    tensor.__dict__[_CONSTANT] = True
+            return out
+        out = self._ask(func, args, kwargs)
+        if signature is not None:
+            self.memo.learn(signature, out, self.batch)
+        return out
+
+    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a kind not seen before, or with a parameter among its arguments."""
         parameters, has_data = [], False
         for tensor in tensors_in((args, kwargs)):
             if self.is_parameter(tensor):

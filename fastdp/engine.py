@@ -14,6 +14,7 @@ from .capture import ModuleHook, Pass, batch_of, nested_tensors, tag_inputs, tag
 from .errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingError, StepError, UncapturedUseError
 from .gradients import Gradients
 from .layouts.layout import Layout, tag_of
+from .memo import Memo
 from .planner import describe, table
 from .uses.base import Use
 
@@ -74,6 +75,7 @@ class PerSampleGradients:
         self.batch_dim, self.batch_size, self.on_backward = (0 if batch_first else 1), batch_size, on_backward
         self.rows_per_sample = rows_per_sample
         self.token = torch.zeros((), requires_grad=True)
+        self.memo = Memo()
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._chosen: set[str] | None = None
@@ -182,6 +184,8 @@ class PerSampleGradients:
         self._entered.append(None)
         if self._active is not None:
             self._active.stack.append(path)
+            if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+                return  # no checkpointing around this call: nothing will be computed again
             with torch._C.DisableTorchFunction():  # the mode is on
                 self._remember_layouts(path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
             return

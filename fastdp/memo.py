@@ -1,0 +1,148 @@
+"""Layouts of calls seen before: a forward repeats the same calls on the same shapes, step after step.
+
+A call is known by its function, the shapes, types and layouts of its tensors, and its other arguments. Only
+calls whose layouts follow from these are kept: no parameter among the arguments, nothing written in place,
+no rows in an order of their own, nothing mixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layouts import rows
+from .layouts.calls import function_name, is_in_place, tensors_in
+from .layouts.layout import Layout, tag_of
+from .layouts.propagate import REFUSING, RULES
+from .layouts.trial import UNCHECKED, VIEWS
+from .links import link_of
+from .uses.attention import COMPOSITES
+
+SIZE = 20_000
+CONSTANT = Layout(-1)  # stands for "carries no sample"
+_ASKING = frozenset(
+    "size dim numel nelement stride is_contiguous element_size data_ptr ndimension storage_offset is_floating_point "
+    "is_complex get_device".split()
+)
+_ASKING_PROPERTIES = frozenset(
+    "shape dtype device ndim requires_grad is_leaf layout is_cuda is_nested names itemsize".split()
+)
+_BY_LENGTHS = frozenset("lstm gru rnn_tanh rnn_relu _pad_packed_sequence _pack_padded_sequence".split())
+_KINDS: dict[Any, str] = {}
+
+
+def inquires(func: Any) -> bool:
+    """Whether the function only tells a tensor's shape, type or place."""
+    return _kind(func) == "asks"
+
+
+def _kind(func: Any) -> str:
+    """ "asks"; "repeats": layouts follow from shapes; "checked": unless values may matter; "depends"."""
+    found = _KINDS.get(func)
+    if found is None:
+        found = _KINDS[func] = _classify(func)
+    return found
+
+
+def _classify(func: Any) -> str:
+    name = function_name(func)
+    getter = getattr(func, "__name__", "") == "__get__"
+    if name in (_ASKING_PROPERTIES if getter else _ASKING):
+        return "asks"
+    rule = RULES.get(func)
+    by_value = rule is not None and rule.__module__ == rows.__name__ and func is not torch.Tensor.__getitem__
+    if by_value or is_in_place(name) or func in COMPOSITES or func in REFUSING or name in _BY_LENGTHS:
+        return "depends"
+    return "repeats" if func in UNCHECKED or name in VIEWS else "checked"
+
+
+class Memo:
+    """What was found for calls, by signature."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Layout, ...]] = {}
+
+    def signature(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, tracked: dict[int, str]
+    ) -> Any:
+        """What the layouts follow from; None where they depend on more."""
+        kind = _kind(func)
+        if kind == "depends" or batch <= 1:
+            return None
+        by_value = kind == "checked"  # then ids, and constants that may be made for this batch, count by value
+        by_index = func is torch.Tensor.__getitem__
+        parts: list[Any] = [func, batch]
+        try:
+            _describe(args if not by_index else args[:1], batch, tracked, by_value, parts)
+            if by_index:
+                _describe_index(args[1], parts)
+            for name, value in kwargs.items():
+                parts.append(name)
+                _describe((value,), batch, tracked, by_value, parts)
+        except _Depends:
+            return None
+        return tuple(parts)
+
+    def layouts(self, signature: Any) -> tuple[Layout, ...] | None:
+        if signature is None:
+            return None
+        try:
+            return self._known.get(signature)
+        except TypeError:  # an argument without a hash
+            return None
+
+    def learn(self, signature: Any, out: Any, batch: int) -> None:
+        """Keep the layouts of the results, if they are plain."""
+        found = []
+        for tensor in tensors_in(out):
+            layout = tag_of(tensor, batch)
+            if layout is not None and (layout.mixed or layout.owner is not None):
+                return
+            found.append(CONSTANT if layout is None else layout)
+        if len(self._known) >= SIZE:
+            self._known.clear()
+        try:
+            self._known[signature] = tuple(found)
+        except TypeError:
+            return
+
+
+class _Depends(Exception):
+    """The call's layouts do not follow from its signature."""
+
+
+def _describe(values: Any, batch: int, tracked: dict[int, str], by_value: bool, parts: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            needs_grad = value.requires_grad
+            if needs_grad and (id(value) in tracked or link_of(value) is not None):
+                raise _Depends
+            layout = tag_of(value, batch)
+            if layout is not None and (layout.mixed or layout.owner is not None):
+                raise _Depends
+            if layout is None and needs_grad and not value.is_leaf:
+                raise _Depends  # of unseen origin, perhaps
+            shape = value.shape
+            if by_value and (batch in shape if layout is None else not value.is_floating_point()):
+                raise _Depends
+            parts += (shape, value.dtype, needs_grad, layout)
+        elif isinstance(value, tuple | list):
+            parts.append((type(value), len(value)))
+            _describe(value, batch, tracked, by_value, parts)
+        elif isinstance(value, dict):
+            raise _Depends
+        else:
+            parts += (type(value), value)
+
+
+def _describe_index(index: Any, parts: list[Any]) -> None:
+    for item in index if isinstance(index, tuple) else (index,):
+        if isinstance(item, slice):
+            parts += (slice, item.start, item.stop, item.step)
+        elif item is None or item is Ellipsis or type(item) is int:
+            parts += (type(item), item)
+        else:
+            raise _Depends
+    parts.append(isinstance(index, tuple))
