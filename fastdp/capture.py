@@ -23,6 +23,7 @@ from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
 from .links import link_of
 from .memo import CONSTANT, Memo, inquires
+from .planner import Planner
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
 from .uses.generic import capture_generic
@@ -37,6 +38,7 @@ class Engine(Protocol):
     token: Tensor
     last_use_of: dict[int, str]
     memo: Memo
+    planner: Planner
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module's forward begins."""
@@ -55,7 +57,8 @@ class Pass:
     """One outermost forward of the model (or of one of its modules)."""
 
     def __init__(self, engine: Engine, batch: int, tracked: dict[int, str]) -> None:
-        self.engine, self.batch, self.tracked, self.memo = engine, batch, tracked, engine.memo
+        self.engine, self.batch, self.tracked = engine, batch, tracked
+        self.memo, self.planner = engine.memo, engine.planner
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
         self.backward_id = 0  # of the backward that went through this pass

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from . import uses as _rules  # noqa: F401  (registers the rules)
 from .capture import ModuleHook, Pass, batch_of, nested_tensors, tag_inputs, tag_packed
 from .errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingError, StepError, UncapturedUseError
+from .explain import Plan, table
 from .gradients import Gradients
 from .layouts.layout import Layout, tag_of
 from .memo import Memo
-from .planner import describe, table
+from .planner import Planner
 from .uses.base import Use
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -41,6 +42,8 @@ class PerSampleGradients:
         batch_size: number of samples, where the inputs do not show it: inputs then hold batch_size * k rows,
             k consecutive ones of each sample.
         rows_per_sample: k consecutive rows of the inputs are one sample (augmentations), whatever the batch.
+        memory_budget: bytes that may be held from the begin of backward to its end for norms and clipped sums (see
+            `fastdp.planner`); None: what is fastest.
         on_backward: called with the `Gradients` at the end of every backward; they are then not kept.
 
     After a backward: `norms()`, `clipped_sum(factors)`, `materialize()`. `detach()` restores the model.
@@ -65,6 +68,7 @@ class PerSampleGradients:
         batch_first: bool = True,
         batch_size: int | None = None,
         rows_per_sample: int = 1,
+        memory_budget: int | None = None,
         on_backward: Callable[[Gradients], None] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -75,7 +79,7 @@ class PerSampleGradients:
         self.batch_dim, self.batch_size, self.on_backward = (0 if batch_first else 1), batch_size, on_backward
         self.rows_per_sample = rows_per_sample
         self.token = torch.zeros((), requires_grad=True)
-        self.memo = Memo()
+        self.memo, self.planner, self.profile = Memo(), Planner(memory_budget), False
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._chosen: set[str] | None = None
@@ -263,6 +267,7 @@ class PerSampleGradients:
             self._backwards += 1
             self._tape = _Tape(self._backwards)
             self._gradients = None  # of the backward before, should this one be refused
+            self.planner.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
         return self._tape
 
@@ -294,6 +299,7 @@ class PerSampleGradients:
         """Keep a use until the end of backward."""
         assert self._tape is not None
         self._tape.uses.append(use)
+        self.planner.hold(use.held_bytes())
 
     def _end_backward(self) -> None:
         tape, self._tape = self._tape, None
@@ -305,7 +311,7 @@ class PerSampleGradients:
         scale = float(tape.batch) if self.loss_reduction == "mean" else 1.0
         device = tape.uses[0].operand.device if tape.uses else self.parameters()[0].device
         with torch.no_grad():
-            gradients = Gradients(tape.uses, tape.batch, scale, device)
+            gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile)
             if self.on_backward is not None:
                 self.on_backward(gradients)
             else:
@@ -361,9 +367,14 @@ class PerSampleGradients:
         with torch.no_grad():
             return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
 
-    def explain(self) -> str:
-        """The plan of the last backward: per use, its parameter, shape, route, and memory held."""
-        return table(describe(self._last(), self.named_parameters()))
+    def explain(self, profile: bool = False) -> str:
+        """The plan of the last backward: per use its parameter, shape, route, memory held and predicted time.
+
+        profile: also the time that its norms and its clipped sum took, where these have been asked for (on a
+        device from the next backward on, as it is not measured unasked).
+        """
+        self.profile = self.profile or profile
+        return table(Plan(self._last()).rows(self.named_parameters()), profile)
 
 
 def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:

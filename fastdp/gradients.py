@@ -7,15 +7,19 @@ materialised, a chunk of samples at a time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from . import ops
+from .bundle import Bundle, is_small
+from .clock import Clock
 from .derived import pull_back, pull_back_sum
 from .links import leaves_of, link_of
 from .ops.common import accumulate, chunks, square_sum
+from .planner import Planner
 from .uses.base import Direct, Use
 from .uses.conv import Conv
 from .uses.embedding import Lookup
@@ -26,26 +30,57 @@ class Gradients:
     """The per-sample gradients of one backward, as uses; in units of one sample's own loss.
 
     scale: what the recorded gradients are multiplied by (the batch size under a mean loss).
+    profile: measure the time of each use (on the CPU it is always measured).
     """
 
-    def __init__(self, uses: Iterable[Use], batch: int, scale: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        uses: Iterable[Use],
+        batch: int,
+        scale: float,
+        device: torch.device,
+        planner: Planner,
+        profile: bool = False,
+    ) -> None:
         self.batch, self.scale, self.device = batch, scale, device
         self.uses = _joined([_settled(use) for use in uses])
         self._of: dict[int, list[Use]] = {}
         for use in self.uses:
+            use.plan(planner)
+            if profile or use.operand.device.type == "cpu":
+                use.clock = Clock(use.operand.device)
             for leaf in leaves_of(use.operand):
                 self._of.setdefault(id(leaf), []).append(use)
+        self._bundles: dict[tuple[int, ...], Bundle | None] = {}
 
     def uses_of(self, parameter: Tensor) -> list[Use]:
         return self._of.get(id(parameter), [])
 
+    def shares_parameter(self, use: Use) -> bool:
+        """Whether a parameter of this use has others."""
+        return any(len(self.uses_of(leaf)) > 1 for leaf in leaves_of(use.operand))
+
+    def _bundle(self, parameters: Sequence[Tensor]) -> Bundle | None:
+        """The small kept gradients of these parameters as one matrix."""
+        key = tuple(id(p) for p in parameters)
+        if key not in self._bundles:
+            small = [(p, uses[0]) for p in parameters if len(uses := self.uses_of(p)) == 1 and is_small(uses[0], p)]
+            self._bundles[key] = Bundle(small) if len(small) > 1 else None
+        return self._bundles[key]
+
     def norm_sq(self, parameters: Sequence[Tensor]) -> Tensor:
         """Squared norms of the per-sample gradients of these parameters together, [B] float64."""
         total = torch.zeros(self.batch, dtype=torch.float64, device=self.device)
+        if not self.batch:
+            return total
+        bundle = self._bundle(parameters)
+        if bundle is not None:
+            total += bundle.norm_sq().to(self.device)
         for parameter in parameters:
             uses = self.uses_of(parameter)
-            if uses and self.batch:
-                total += _norm_sq(parameter, uses).to(self.device)
+            if uses and (bundle is None or id(parameter) not in bundle.members):
+                with uses[-1].clock or contextlib.nullcontext():
+                    total += _norm_sq(parameter, uses).to(self.device)
         return total * self.scale**2
 
     def clipped_sum(self, factors: Tensor, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -53,10 +88,17 @@ class Gradients:
         wanted = {id(p) for p in parameters}
         total: dict[int, Tensor] = {}
         c = factors * self.scale
+        if not self.batch:
+            return total
+        bundle = self._bundle(parameters)
+        if bundle is not None:
+            total.update(bundle.clipped_sum(c))
         for use in self.uses:
-            if not self.batch or not any(id(leaf) in wanted for leaf in leaves_of(use.operand)):
+            leaves = leaves_of(use.operand)
+            if not any(id(leaf) in wanted for leaf in leaves) or (bundle and id(leaves[0]) in bundle.members):
                 continue
-            found = pull_back_sum(use.operand, use.clipped_sum(c.to(use.operand.device)))
+            with use.clock or contextlib.nullcontext():
+                found = pull_back_sum(use.operand, use.clipped_sum(c.to(use.operand.device)))
             for key, value in found.items():
                 if key in wanted:
                     total[key] = total[key] + value if key in total else value

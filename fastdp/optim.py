@@ -23,7 +23,7 @@ from .privacy import Privacy
 
 _OPTIONS = (
     "noise_multiplier max_grad_norm expected_batch_size clipping style loss_reduction sample_rate accountant gamma "
-    "batch_first batch_size rows_per_sample seed"
+    "batch_first batch_size rows_per_sample memory_budget seed"
 ).split()
 
 
@@ -148,9 +148,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         self._attached().set_clipping(clipping, max_grad_norm, style, gamma)
 
-    def explain(self) -> str:
-        """The plan of the last backward: per use, shape, route, units of work, bytes."""
-        return self._attached().explain()
+    def explain(self, profile: bool = False) -> str:
+        """The plan of the last backward: per use, shape, route, units of work, bytes, predicted milliseconds.
+
+        profile: also the measured ones (on a device from the next backward on).
+        """
+        return self._attached().explain(profile)
 
     def detach(self) -> None:
         """Take the engine off the model, which is then exactly what it was (with the trained weights)."""
@@ -239,7 +242,7 @@ def privatize(
         loss_reduction: "mean" or "sum": how the loss combines samples. Under "sum" nothing is divided.
         sample_rate: probability of a record to be in a batch, for the accountant; a Poisson loader tells it.
         accountant: "prv", "rdp" or "gdp", of Opacus.
-        options: gamma (of automatic clipping, 0.01), batch_first, batch_size and rows_per_sample (see
+        options: gamma (of automatic clipping, 0.01), batch_first, batch_size, rows_per_sample and memory_budget (see
             PerSampleGradients), seed (reproducible noise, not private).
 
     Returns the same object, now of class DP<its class>. Raises ParameterError, ClippingError, ValueError.

@@ -1,79 +1,67 @@
-"""What the engine does for each use of a parameter, in units of work.
+"""Which route each use takes to its norms and its clipped sum: the one predicted to be the fastest.
 
-One unit is the multiply-adds of an ordinary weight gradient of that use (B T I O). Ordinary training takes
-three units (forward, input gradient, weight gradient); a private step replaces the third by the route's norm
-and a clipped sum.
+    gram         sum_ts (a_t . a_s)(g_t . g_s), then one product for the clipped sum
+    direct       the gradient of each sample tile by tile, never stored, then one product
+    materialise  the gradient of each sample, stored: norms and the clipped sum are read off it
+    T=1          |a|^2 |g|^2, then one product
+
+Materialising happens within backward, and drops the inputs and output gradients that the others keep until its end.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import NamedTuple
+import torch
 
-from torch import Tensor
-
-from .gradients import Gradients
-from .links import leaves_of
-from .uses.base import Direct, Use
-from .uses.conv import Conv
-from .uses.embedding import Lookup
-from .uses.linear import Matmul
+from .costs import Shape, constants, seconds
 
 
-class PlanRow(NamedTuple):
-    """A row of the plan: units are relative to one weight gradient of this use; bytes are held until the step."""
+class Planner:
+    """Chooses routes.
 
-    parameter: str
-    function: str
-    shape: str
-    route: str
-    units: float
-    bytes: int
+    memory_budget: bytes that may be held from backward's begin to its end for norms and sums; None: whatever is
+    fastest, as long as stored gradients take no more than the inputs and output gradients they replace.
+    """
 
+    def __init__(self, memory_budget: int | None = None) -> None:
+        if memory_budget is not None and (isinstance(memory_budget, bool) or not memory_budget > 0):
+            raise ValueError(f"memory_budget must be a positive number of bytes, not {memory_budget!r}")
+        self.memory_budget = memory_budget
+        self.held = 0
+        self._routes: dict[tuple[Shape, torch.device, bool], tuple[str, str]] = {}
 
-def describe(gradients: Gradients, named: Mapping[str, Tensor]) -> list[PlanRow]:
-    """The plan that the last backward followed."""
-    names = {id(p): name for name, p in named.items()}
-    rows = []
-    for use in gradients.uses:
-        owners = ", ".join(names.get(id(leaf), "?") for leaf in leaves_of(use.operand))
-        joint = len([leaf for leaf in leaves_of(use.operand) if len(gradients.uses_of(leaf)) > 1]) > 0
-        shape, units = _shape_and_units(use)
-        route = use.route + (" + cross terms" if joint else "")
-        rows.append(PlanRow(owners, use.name, shape, route, units, use.held_bytes()))
-    return rows
+    def begin(self) -> None:
+        """A backward begins: nothing is held."""
+        self.held = 0
 
+    def hold(self, count: int) -> None:
+        """`count` bytes are held until the end of backward."""
+        self.held += count
 
-def _shape_and_units(use: Use) -> tuple[str, float]:
-    if isinstance(use, Matmul):
-        b, t, i = use.a.shape
-        o = use.g.size(2)
-        norm = {"T=1": (i + o) / (i * o), "gram": t * (i + o) / (i * o), "direct": 1.0}[use.route]
-        return f"B={b} T={t} I={i} O={o}", norm + 1
-    if isinstance(use, Conv):
-        x, g = tuple(use.x.shape[2:]), tuple(use.g.shape[2:])
-        t, i, o = math.prod(g[1:]) * use.g.size(1), math.prod(use.geometry.weight[1:]), use.geometry.weight[0]
-        return f"B={use.batch} x={x} g={g}", 2.0 if use.route == "direct" else 1 + t * (i + o) / (i * o)
-    if isinstance(use, Lookup):
-        return f"B={use.batch} K={use.ids.size(1)} d={use.g.size(2)}", 2.0
-    if isinstance(use, Direct):
-        return f"B={use.batch} {tuple(use.operand.shape)}", 1.0
-    return f"B={use.batch} {tuple(use.operand.shape)}", 2.0
+    def materialises(self, shape: Shape, replaced: int, device: torch.device, short: bool) -> bool:
+        """Whether to store per-sample gradients, in place of `replaced` bytes of inputs and output gradients."""
+        stored = shape.gradient_bytes()
+        if self.memory_budget is None:
+            return stored <= replaced and self.fastest(shape, device, short)[0] == "materialise"
+        if self.held + replaced > self.memory_budget:
+            return stored < replaced  # whatever is smaller
+        return self.held + stored <= self.memory_budget and self.fastest(shape, device, short)[0] == "materialise"
 
+    def norm_route(self, shape: Shape, device: torch.device, short: bool) -> str:
+        """The faster of the routes that need no storage."""
+        return "T=1" if shape.t == 1 else self.fastest(shape, device, short)[1]
 
-def table(rows: list[PlanRow]) -> str:
-    """The plan as aligned text."""
-    head = ("parameter", "function", "shape", "route", "units", "bytes")
-    cells = [head] + [(r.parameter, r.function, r.shape, r.route, f"{r.units:.2f}", _bytes(r.bytes)) for r in rows]
-    widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-    total = sum(r.bytes for r in rows)
-    return "\n".join([*lines, f"{len(rows)} uses, {_bytes(total)} held until the end of backward"])
+    def fastest(self, shape: Shape, device: torch.device, short: bool) -> tuple[str, str]:
+        """(of all routes, of those without storage)."""
+        key = (shape, device, short)
+        found = self._routes.get(key)
+        if found is None:
+            known = constants(device, short)
+            times = {route: seconds(route, shape, known) for route in _possible(shape)}
+            lean = {route: time for route, time in times.items() if route != "materialise"}
+            found = self._routes[key] = (min(times, key=times.__getitem__), min(lean, key=lean.__getitem__))
+        return found
 
 
-def _bytes(count: int) -> str:
-    if count <= 0:
-        return "0"
-    power = min(int(math.log(count, 1024)), 3)
-    return f"{count / 1024**power:.1f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+def _possible(shape: Shape) -> tuple[str, ...]:
+    """Gram needs a product of whole rows: no groups."""
+    return ("direct", "materialise") if shape.groups > 1 else ("gram", "direct", "materialise")

@@ -14,10 +14,10 @@ from .accounting import Ledger, check_accountant
 from .clipping import Clipping, ClippingFunction
 from .engine import PerSampleGradients
 from .errors import AccountingError, StepError
+from .explain import Plan, table
 from .gradients import Gradients
 from .ops.clip import GAMMA
 from .ops.noise import Noise
-from .planner import PlanRow, describe, table
 
 
 class Privacy:
@@ -40,6 +40,7 @@ class Privacy:
         batch_first: bool = True,
         batch_size: int | None = None,
         rows_per_sample: int = 1,
+        memory_budget: int | None = None,
         seed: int | None = None,
     ) -> None:
         for name, value in (("noise_multiplier", noise_multiplier), ("expected_batch_size", expected_batch_size),
@@ -60,7 +61,7 @@ class Privacy:
         self.noise, self.ledger = Noise(seed), Ledger()
         self.engine = PerSampleGradients(
             model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
-            rows_per_sample=rows_per_sample, on_backward=self._clip,
+            rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self._clip,
         )  # fmt: skip
         try:
             self.clipping = Clipping(self.engine.named_parameters(), clipping, max_grad_norm, style, gamma)
@@ -68,7 +69,7 @@ class Privacy:
             self.engine.detach()
             raise
         self.norms: Tensor | dict[str, Tensor] | None = None
-        self._plan: list[PlanRow] = []
+        self._plan: Plan | None = None
         self._dropped: Tensor | None = None
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
@@ -100,7 +101,7 @@ class Privacy:
         for parameters, c in zip(members, factors, strict=True):
             _add(self._pending, gradients.clipped_sum(c, parameters))
         self._has_pending = True
-        self._plan = describe(gradients, named)
+        self._plan = Plan(gradients)
 
     def _current(self) -> sampling.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on."""
@@ -233,11 +234,12 @@ class Privacy:
         """epsilon at delta of the steps so far."""
         return self.ledger.epsilon(delta, self.accountant)
 
-    def explain(self) -> str:
+    def explain(self, profile: bool = False) -> str:
         """The plan of the last backward, a row a use."""
-        if not self._plan:
+        self.engine.profile = self.engine.profile or profile
+        if self._plan is None:
             raise StepError("no plan yet: call loss.backward() first")
-        return table(self._plan)
+        return table(self._plan.rows(self.engine.named_parameters()), profile)
 
     # ------------------------------------------------------------------ state
 

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .layouts.layout import Layout
+from .planner import Planner
 
 
 class Recorder(Protocol):
     """One forward of the model, as seen by the rules of uses."""
 
     batch: int
+    planner: Planner
 
     @property
     def path(self) -> str:

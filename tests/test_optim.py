@@ -394,7 +394,7 @@ def test_explain_is_a_table_of_all_uses():
         optimizer.explain()
     backward(model, data())
     lines = optimizer.explain().splitlines()
-    assert lines[0].split() == ["parameter", "function", "shape", "route", "units", "bytes"]
+    assert lines[0].split() == ["parameter", "function", "shape", "route", "units", "bytes", "predicted", "ms"]
     assert {line.split()[0] for line in lines[1:-1]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 

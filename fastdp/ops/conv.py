@@ -91,12 +91,12 @@ def gram_is_cheaper(g: Tensor, geometry: Geometry) -> bool:
     return is_dense(geometry) and linear.gram_is_cheaper(positions, math.prod(geometry.weight[1:]), g.size(2))
 
 
-def norm_sq(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
+def norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
     """Squared norm of each sample's weight gradient, [B]; formed in chunks, not stored."""
     x, g = accumulate(x), accumulate(g)
     batch, images = x.shape[:2]
     inputs, positions = math.prod(geometry.weight[1:]), math.prod(g.shape[3:]) * images
-    gram = gram_is_cheaper(g, geometry)
+    gram = gram_is_cheaper(g, geometry) if method == "auto" else method == "gram"
     size = inputs * positions + (0 if gram else math.prod(geometry.weight))
     parts = []
     for low, high in chunks(batch, 4 * size, CHUNK_BYTES // 4):
@@ -127,12 +127,10 @@ def conv_per_sample(x: Tensor, g: Tensor, kernel_size: int | Sequence[int], stri
 
 def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
                  padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
-                 method: str = "auto") -> Tensor:  # fmt: skip
+                 method: str = "auto", dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     """Squared norm of each sample's weight gradient, [B]; x [B,C,*], g [B,O,*], 1 to 3 dimensions."""
-    if method not in ("auto", "direct"):
-        raise ValueError(f"method must be 'auto' or 'direct', not {method!r}")
     geometry = _geometry(x, g, kernel_size, stride, padding, dilation, groups)
-    return norm_sq(x.unsqueeze(1), g.unsqueeze(1), geometry)
+    return norm_sq(x.unsqueeze(1), g.unsqueeze(1), geometry, method)
 
 
 def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: int | Sequence[int],

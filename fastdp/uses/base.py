@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..clock import Clock
+from ..costs import Shape
 from ..errors import BatchLayoutError, SampleMixingError
 from ..layouts.layout import Layout, samplewise, tag, tag_of
 from ..ops.common import accumulate, chunks, square_sum
+from ..planner import Planner
 from ..recorder import Recorder
 
 
@@ -27,9 +30,14 @@ class Use:
     """
 
     route = "materialise"
+    shape: Shape | None = None  # as a matrix product, where it is one
+    clock: Clock | None = None  # measures norm_sq and clipped_sum, where profiling is on
 
     def __init__(self, operand: Tensor, batch: int, name: str) -> None:
         self.operand, self.batch, self.name = operand, batch, name
+
+    def plan(self, planner: Planner) -> None:
+        """Take the route that the planner chooses."""
 
     def per_sample(self, low: int, high: int) -> Tensor:
         """Gradients of samples [low, high): [high - low, *operand.shape]."""
@@ -74,9 +82,11 @@ class Direct(Use):
 
     route = "kept"
 
-    def __init__(self, operand: Tensor, grads: Tensor, name: str) -> None:
+    def __init__(self, operand: Tensor, grads: Tensor, name: str, shape: Shape | None = None) -> None:
         super().__init__(operand, grads.size(0), name)
         self.grads = accumulate(grads)  # [B, *operand.shape]
+        if shape is not None:  # of a product that the planner chose to materialise
+            self.shape, self.route = shape, "materialise"
         assert grads.shape[1:] == operand.shape, (name, grads.shape, operand.shape)
 
     def per_sample(self, low: int, high: int) -> Tensor:

@@ -9,41 +9,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..costs import Shape
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
 from ..ops.common import accumulate
 from ..ops.conv import Geometry, spatial
+from ..planner import Planner
 from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout
-from .linear import autocast_dtype
+from .linear import autocast_dtype, is_short
 
 
 class Conv(Use):
     """x [B,F,C,*], g [B,F,O,*]: F images of each sample."""
 
+    route = "auto"
+
     def __init__(self, operand: Tensor, x: Tensor, g: Tensor, geometry: Geometry, name: str) -> None:
         super().__init__(operand, x.size(0), name)
         self.x, self.g, self.geometry = x, g, geometry
+        self.shape: Shape = shape_of(x, g, geometry)
 
-    @property
-    def route(self) -> str:  # type: ignore[override]
-        return "gram" if conv_ops.gram_is_cheaper(self.g, self.geometry) else "direct"
+    def plan(self, planner: Planner) -> None:
+        route = planner.norm_route(self.shape, self.x.device, is_short(self.x))
+        dense = conv_ops.is_dense(self.geometry)
+        self.route = "gram" if dense and route in ("gram", "T=1") else "direct"
 
     def per_sample(self, low: int, high: int) -> Tensor:
         return conv_ops.per_sample(self.x[low:high], self.g[low:high], self.geometry)
 
     def norm_sq(self) -> Tensor:
-        return conv_ops.norm_sq(self.x, self.g, self.geometry)
+        return conv_ops.norm_sq(self.x, self.g, self.geometry, self.route)
 
     def clipped_sum(self, c: Tensor) -> Tensor:
         return conv_ops.clipped_sum(self.x, self.g, c, self.geometry)
 
 
-def _keeps_gradients(x: Tensor, g: Tensor, geometry: Geometry) -> bool:
-    """Whether per-sample gradients take no more memory than the data they come from, and gram costs more."""
-    small = g.size(0) * math.prod(geometry.weight) <= x.numel() + g.numel()
-    return small and not conv_ops.gram_is_cheaper(g, geometry)
+def shape_of(x: Tensor, g: Tensor, geometry: Geometry) -> Shape:
+    """A convolution as a matrix product over its output positions (of a transposed one: its input positions)."""
+    side = x if geometry.transposed else g
+    t = side.size(1) * math.prod(side.shape[3:])
+    o = geometry.weight[0]
+    groups = geometry.groups if not geometry.transposed else max(geometry.groups, 2)  # either way no gram
+    return Shape("conv", x.size(0), t, math.prod(geometry.weight) // max(o, 1), o, groups)
 
 
 class _Conv(Captured):
@@ -90,9 +99,11 @@ class _Conv(Captured):
         recorder = self.recorder
         if self.learns_weight:
             x = cut(saved[0], self.layout)
-            if _keeps_gradients(x, g, self.geometry):
+            shape = shape_of(x, g, self.geometry)
+            replaced = x.numel() * x.element_size() + g.numel() * g.element_size()
+            if recorder.planner.materialises(shape, replaced, x.device, is_short(x)):
                 rows = conv_ops.per_sample(x, g, self.geometry)
-                recorder.record(Direct(self.weight.tensor, rows, self.name))
+                recorder.record(Direct(self.weight.tensor, rows, self.name, shape))
             else:
                 recorder.record(Conv(self.weight.tensor, x, g, self.geometry, self.name))
         if self.bias is not None and self.learns_bias:

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from ..costs import Shape
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
+from ..planner import Planner
 from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contraction, rule, sample_layout
 
@@ -18,29 +20,43 @@ from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contracti
 class Matmul(Use):
     """The operand's gradient is g_b^T a_b, with a [B,T,I], g [B,T,O] and operand [O,I]."""
 
+    route = "auto"
+
     def __init__(self, operand: Tensor, a: Tensor, g: Tensor, name: str) -> None:
         super().__init__(operand, a.size(0), name)
         self.a, self.g = a, g
+        self.shape: Shape = Shape("linear", a.size(0), a.size(1), a.size(2), g.size(2))
 
-    @property
-    def route(self) -> str:  # type: ignore[override]
-        t, i, o = self.a.size(1), self.a.size(2), self.g.size(2)
-        if t == 1:
-            return "T=1"
-        return "gram" if ops.linear.gram_is_cheaper(t, i, o) else "direct"
+    def plan(self, planner: Planner) -> None:
+        self.route = planner.norm_route(self.shape, self.a.device, is_short(self.a))
 
     def transposed(self, operand: Tensor) -> Matmul:
         """The same use, of the transposed operand."""
         return Matmul(operand, self.g, self.a, self.name)
 
     def norm_sq(self) -> Tensor:
-        return ops.linear_norm_sq(self.a, self.g, dtype=torch.float64)
+        method = "auto" if self.route == "T=1" else self.route
+        return ops.linear_norm_sq(self.a, self.g, method, dtype=torch.float64)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         return ops.linear_per_sample(self.a[low:high], self.g[low:high])
 
     def clipped_sum(self, c: Tensor) -> Tensor:
         return ops.linear_clipped_sum(self.a, self.g, c)
+
+
+def use_of_product(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:
+    """The use of an operand [O,I] by a [B,T,I] with output gradient g [B,T,O], stored as the planner says."""
+    use = Matmul(operand, a, g, name)
+    replaced = a.numel() * a.element_size() + g.numel() * g.element_size()
+    if not recorder.planner.materialises(use.shape, replaced, a.device, is_short(a)):
+        return use
+    return Direct(operand, ops.linear_per_sample(a, g), name, use.shape)
+
+
+def is_short(tensor: Tensor) -> bool:
+    """16-bit numbers."""
+    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -75,12 +91,8 @@ class _Product(Captured):
         if self.learns_weight:
             a = cut(saved[0], self.layout)
             a = a.reshape(a.size(0), -1, a.size(-1))
-            use = (
-                Matmul(self.weight.tensor, g, a, self.name)
-                if self.flipped
-                else Matmul(self.weight.tensor, a, g, self.name)
-            )
-            self.recorder.record(use)
+            a, o = (g, a) if self.flipped else (a, g)
+            self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, o, self.name))
         if self.bias is not None and self.learns_bias:
             self.recorder.record(Direct(self.bias.tensor, _row_sum(g), self.name))
 
@@ -147,7 +159,7 @@ class _Left(Captured):
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g, a = cut(grads[0], self.layout).mT, cut(saved[0], self.layout).mT  # [B, ..., T, O] and [..., T, I]
         a, g = (t.reshape(t.size(0), -1, t.size(-1)) for t in (a, g))
-        self.recorder.record(Matmul(self.weight.tensor, a, g, self.name))
+        self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, g, self.name))
 
 
 @rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm, torch.Tensor.mm)

@@ -1,0 +1,47 @@
+"""The small kept gradients of many parameters (biases, norm layers) as one matrix: few operations, not hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .links import link_of
+from .ops.common import square_sum
+from .uses.base import Direct, Use, weighted_sum
+
+SMALL = 1 << 14  # elements of a parameter; larger ones are not worth a copy
+
+
+def is_small(use: Use, parameter: Tensor) -> bool:
+    """Whether the use keeps a few float32 numbers of each sample, of the parameter itself."""
+    return (
+        isinstance(use, Direct)
+        and use.operand is parameter
+        and parameter.numel() <= SMALL
+        and use.grads.dtype == torch.float32
+        and link_of(parameter) is None
+    )
+
+
+class Bundle:
+    """Per-sample gradients [B, n] of several parameters, side by side."""
+
+    def __init__(self, members: Sequence[tuple[Tensor, Use]]) -> None:
+        self.members = {id(parameter): parameter for parameter, _ in members}
+        self.clock = members[0][1].clock
+        rows = [use.grads.flatten(1) for _, use in members if isinstance(use, Direct)]
+        self.grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
+
+    def norm_sq(self) -> Tensor:
+        """[B] float64, all members together."""
+        return square_sum(self.grads)
+
+    def clipped_sum(self, c: Tensor) -> dict[int, Tensor]:
+        """{id(parameter): sum_b c_b gradient_b}."""
+        total = weighted_sum(self.grads, c.to(self.grads.device))
+        parts = total.split([p.numel() for p in self.members.values()])
+        return {
+            key: part.view(p.shape).to(p.device) for (key, p), part in zip(self.members.items(), parts, strict=True)
+        }

@@ -1,0 +1,41 @@
+"""Time that a use's norms and sums took: by the host's clock on the CPU, by events on a device."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Adds up spans: `with clock: ...`. Reading waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = device.type == "cuda"
+        self.spans: list[tuple[Any, Any]] = []
+        self._begin: Any = None
+
+    def __enter__(self) -> Clock:
+        if self.on_device:
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._begin.record()
+        else:
+            self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        if self.on_device:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self.spans.append((self._begin, end))
+        else:
+            self.spans.append((self._begin, time.perf_counter()))
+
+    def milliseconds(self) -> float:
+        """The sum of the spans so far."""
+        if self.on_device:
+            for _, end in self.spans:
+                end.synchronize()
+            return float(sum(begin.elapsed_time(end) for begin, end in self.spans))
+        return float(sum(1e3 * (end - begin) for begin, end in self.spans))

@@ -1,0 +1,217 @@
+"""How long the jobs of a private step take on a device, predicted from a few measured constants.
+
+A job's time is a sum of four terms with non-negative constants: a call, its arithmetic, its arithmetic over
+the smallest side of the product (thin products run below the peak), and its bytes. The constants are fitted to
+some twenty small probes, once a device in well under a second, and kept in the user's cache folder.
+FASTDP_CALIBRATE=0 takes the constants below instead (so does a machine too busy to measure): then the same shapes take
+the same routes everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+Constants = dict[str, list[float]]  # job -> seconds a call, a flop, a flop over the smallest side, a byte
+REPEATS = 5
+DEADLINE = 1.0  # seconds: a machine that takes longer is busy, and would tell nothing
+
+
+class Shape(NamedTuple):
+    """A use as a matrix product: T positions of I inputs and O outputs for each of B samples (of a convolution:
+    T output positions, I = inputs of one output element), in groups that do not meet."""
+
+    family: str  # "linear" or "conv"
+    batch: int
+    t: int
+    i: int
+    o: int
+    groups: int = 1
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the per-sample gradients."""
+        return 4 * self.batch * self.i * self.o
+
+
+def terms(job: str, s: Shape) -> tuple[float, float, float, float]:
+    """(1, flop, flop over the smallest side, bytes) of a job of this shape."""
+    data, weight = 4.0 * s.batch * s.t * (s.i * s.groups + s.o), 4.0 * s.i * s.o
+    if job == "gram":
+        flop, side = float(s.batch * s.t * s.t * (s.i + s.o)), min(s.t, s.i, s.o)
+        return 1.0, flop, flop / max(side, 1), data
+    if job == "weighted":  # the norms of stored gradients, and their weighted sum
+        return 1.0, 0.0, 0.0, 2.0 * s.batch * weight
+    flop = 2.0 * s.batch * s.t * s.i * s.o
+    if job == "sum":
+        return 1.0, flop, flop / max(min(s.i, s.o, s.batch * s.t), 1), 2 * data + weight
+    side = min(s.i, s.o, s.t)
+    return 1.0, flop, flop / max(side, 1), data + (s.batch * weight if job == "per_sample" else 0.0)
+
+
+ROUTES = {"gram": ("gram", "sum"), "direct": ("direct", "sum"), "materialise": ("per_sample", "weighted")}
+
+
+def seconds(route: str, shape: Shape, constants: Constants) -> float:
+    """Predicted time of a use by a route: its norms and its clipped sum."""
+    total = 0.0
+    for job in ROUTES[route]:
+        parts = terms(job, shape)
+        total += sum(x * k for x, k in zip(parts, constants[f"{shape.family} {job}"], strict=True))
+    return total
+
+
+# ---------------------------------------------------------------------- probes
+
+_LINEAR = [Shape("linear", *size) for size in ((4, 32, 64, 64), (4, 128, 256, 256), (2, 256, 128, 512),
+                                              (8, 64, 512, 8), (8, 128, 384, 96), (1, 300, 500, 200))]  # fmt: skip
+_CONV = [(8, 3, 32, 32), (8, 16, 32, 16), (4, 64, 64, 8), (8, 128, 64, 4)]  # B, C, O, side of the image; 3x3
+
+
+def _linear_jobs(s: Shape, make: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
+    a, g, c = make(s.batch, s.t, s.i), make(s.batch, s.t, s.o), make(s.batch).float()
+    kept = ops.linear_per_sample(a, g)
+    return {
+        "gram": lambda: ops.linear_norm_sq(a, g, "gram", dtype=torch.float64),
+        "direct": lambda: ops.linear_norm_sq(a, g, "direct", dtype=torch.float64),
+        "sum": lambda: ops.linear_clipped_sum(a, g, c),
+        "per_sample": lambda: ops.linear_per_sample(a, g),
+        "weighted": lambda: _weighted(kept, c),
+    }
+
+
+def _conv_jobs(s: Shape, side: int, make: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
+    x, g, c = make(s.batch, s.i // 9, side, side), make(s.batch, s.o, side, side), make(s.batch).float()
+    kept = ops.conv_per_sample(x, g, 3, padding=1)
+    return {
+        "gram": lambda: ops.conv_norm_sq(x, g, 3, padding=1, method="gram", dtype=torch.float64),
+        "direct": lambda: ops.conv_norm_sq(x, g, 3, padding=1, method="direct", dtype=torch.float64),
+        "sum": lambda: ops.conv_clipped_sum(x, g, c, 3, padding=1),
+        "per_sample": lambda: ops.conv_per_sample(x, g, 3, padding=1),
+        "weighted": lambda: _weighted(kept, c),
+    }
+
+
+def _weighted(kept: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.common.square_sum(kept), torch.mv(kept.flatten(1).mT, c)
+
+
+def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, deadline: float = DEADLINE) -> Constants | None:
+    """Measure the probes and fit the constants; None where that takes longer than the deadline (seconds)."""
+    begin = time.perf_counter()
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    found: dict[str, list[tuple[tuple[float, ...], float]]] = {}
+    cases = [(s, _linear_jobs(s, make)) for s in _LINEAR]
+    for b, c, o, side in _CONV:
+        shape = Shape("conv", b, side * side, 9 * c, o)
+        cases.append((shape, _conv_jobs(shape, side, make)))
+    for shape, jobs in cases:
+        for job, run in jobs.items():
+            if time.perf_counter() - begin > deadline:
+                return None
+            found.setdefault(f"{shape.family} {job}", []).append((terms(job, shape), measure(run, device)))
+    return {job: fit([x for x, _ in rows], [t for _, t in rows]) for job, rows in found.items()}
+
+
+def measure(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Seconds of a call: the least of several, which other processes disturb least."""
+    run()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def fit(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
+    """Non-negative k with rows k = times, least squares of the relative errors, by coordinate descent."""
+    x = [[value / t for value in row] for row, t in zip(rows, times, strict=True)]
+    width = len(x[0])
+    k = [0.0] * width
+    left = [1.0] * len(x)  # 1 - x k
+    for _ in range(400):
+        for j in range(width):
+            square = sum(row[j] * row[j] for row in x)
+            if square == 0:
+                continue
+            new = max(0.0, k[j] + sum(row[j] * r for row, r in zip(x, left, strict=True)) / square)
+            left = [r - row[j] * (new - k[j]) for row, r in zip(x, left, strict=True)]
+            k[j] = new
+    return k
+
+
+# ---------------------------------------------------------------------- kept constants
+
+# Two cores of an Intel Xeon (AVX-512), torch 2.13: what a device is taken for when nothing may be measured.
+DEFAULT: Constants = {
+    "linear gram": [2.0e-05, 5.0e-12, 0.0, 5.0e-11],
+    "linear direct": [1.5e-05, 4.5e-12, 2.0e-11, 5.0e-11],
+    "linear sum": [1.5e-05, 3.9e-12, 1.0e-11, 5.0e-11],
+    "linear per_sample": [1.0e-05, 4.5e-12, 2.0e-11, 1.0e-10],
+    "linear weighted": [2.0e-05, 0.0, 0.0, 5.0e-11],
+    "conv gram": [4.0e-05, 6.0e-12, 0.0, 2.0e-10],
+    "conv direct": [3.0e-05, 7.0e-12, 2.0e-11, 1.0e-10],
+    "conv sum": [4.0e-05, 6.0e-12, 2.0e-11, 1.0e-10],
+    "conv per_sample": [3.0e-05, 7.0e-12, 2.0e-11, 1.0e-10],
+    "conv weighted": [2.0e-05, 0.0, 0.0, 5.0e-11],
+}
+
+
+@functools.cache
+def constants(device: torch.device, short: bool) -> Constants:
+    """The constants of a device; short: for 16-bit inputs. Measured at the first call, then read from the cache."""
+    if os.environ.get("FASTDP_CALIBRATE", "1") == "0" or device.type not in ("cpu", "cuda"):
+        return DEFAULT
+    path = _path(device, short)
+    try:
+        kept: Constants = json.loads(path.read_text())
+        if set(kept) == set(DEFAULT):
+            return kept
+    except (OSError, ValueError):
+        pass
+    with torch.no_grad():
+        found = calibrate(device, torch.bfloat16 if short else torch.float32)
+    if found is None:
+        return DEFAULT
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(found, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # measured again next time
+    return found
+
+
+def _path(device: torch.device, short: bool) -> Path:
+    """A file for each device, its threads, and the versions that decide speed."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    served = [f"{key} {op.served_by(device.type)}" for key, op in sorted(ops.registry.OPERATORS.items())]
+    what = (name, torch.get_num_threads(), os.cpu_count(), torch.__version__, short, served)
+    digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fastdp" / f"costs-{digest}.json"
