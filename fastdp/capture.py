@@ -21,7 +21,7 @@ from .errors import SampleMixingError, StepError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
-from .links import link_of
+from .links import leaves_of, link_of
 from .memo import CONSTANT, Memo, inquires
 from .planner import Planner
 from .uses.attention import COMPOSITES
@@ -37,6 +37,7 @@ class Engine(Protocol):
     model: nn.Module
     token: Tensor
     last_use_of: dict[int, str]
+    uses_of: dict[int, int]
     memo: Memo
     planner: Planner
 
@@ -46,7 +47,7 @@ class Engine(Protocol):
     def leave(self, path: str, module: nn.Module, out: Any) -> None:
         """A module's forward ends."""
 
-    def begin_record(self, recorder: Pass) -> None:
+    def begin_record(self, recorder: Pass, path: str) -> None:
         """A captured call's backward begins."""
 
     def record(self, use: Use) -> None:
@@ -56,7 +57,8 @@ class Engine(Protocol):
 class Pass:
     """One outermost forward of the model (or of one of its modules)."""
 
-    def __init__(self, engine: Engine, batch: int, tracked: dict[int, str]) -> None:
+    def __init__(self, engine: Engine, batch: int, tracked: dict[int, str], count: bool = True) -> None:
+        self.count = count  # uses of parameters: not again where a forward is recomputed
         self.engine, self.batch, self.tracked = engine, batch, tracked
         self.memo, self.planner = engine.memo, engine.planner
         self.stack: list[str] = []  # module paths, innermost last
@@ -75,8 +77,8 @@ class Pass:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
         return self.engine.token
 
-    def begin_record(self) -> None:
-        self.engine.begin_record(self)
+    def begin_record(self, path: str) -> None:
+        self.engine.begin_record(self, path)
 
     def record(self, use: Use) -> None:
         self.engine.record(use)
@@ -143,6 +145,9 @@ class Pass:
                 has_data = True
         if parameters and torch.is_grad_enabled():
             if has_data:
+                if self.count:
+                    for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
+                        self.engine.uses_of[id(leaf)] = self.engine.uses_of.get(id(leaf), 0) + 1
                 return self._combine(func, args, kwargs)
             out = func(*args, **kwargs)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):

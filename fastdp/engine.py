@@ -16,7 +16,9 @@ from .explain import Plan, table
 from .gradients import Gradients
 from .layouts.layout import Layout, tag_of
 from .memo import Memo
+from .ops.common import exactly
 from .planner import Planner
+from .replay import Block, Replays
 from .uses.base import Use
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -80,13 +82,17 @@ class PerSampleGradients:
         self.rows_per_sample = rows_per_sample
         self.token = torch.zeros((), requires_grad=True)
         self.memo, self.planner, self.profile = Memo(), Planner(memory_budget), False
+        self.collect: Callable[[Use], None] | None = None  # takes the uses of a block that runs again
+        self.uses_of: dict[int, int] = {}  # captured calls of each parameter since the last backward
+        self._replays = Replays(self)
+        self._recording = ""  # the module of the call that is recorded
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._chosen: set[str] | None = None
         self._gradients: Gradients | None = None
         self._tape: _Tape | None = None
         self._backwards = 0
-        self._entered: list[Pass | None] = []
+        self._entered: list[Pass | Block | None] = []
         self._active: Pass | None = None
         self._batch = 0
         self._argument_layouts: dict[str, list[Layout | None]] = {}
@@ -190,19 +196,23 @@ class PerSampleGradients:
             self._active.stack.append(path)
             if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
                 return  # no checkpointing around this call: nothing will be computed again
+            if self._begins_block():
+                self._entered[-1] = self._replays.entered(path, module)
             with torch._C.DisableTorchFunction():  # the mode is on
                 self._remember_layouts(path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
             return
         if not torch.is_grad_enabled():
             return
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = torch._C._current_graph_task_id() != -1 or self.collect is not None
         if not recomputing or not path:
             self._batch = self.batch_size if self.batch_size is not None else self._batch_of(args, kwargs)
         if not recomputing:
             self._tape = None  # of a backward that failed
             self._grads_before = {id(p): (p.grad, p.grad._version) for p in self.parameters() if p.grad is not None}
         tracked = {id(p): name for name, p in self.named_parameters().items()}
-        active = Pass(self, self._batch, tracked)
+        if recomputing and self.collect is None and path in self._replays.blocks:
+            self._replays.blocks[path].computed_again(args, kwargs)
+        active = Pass(self, self._batch, tracked, count=not recomputing)
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs(
@@ -211,6 +221,12 @@ class PerSampleGradients:
         tag_packed((args, kwargs), self._batch)
         active.mode.__enter__()
         self._entered[-1] = self._active = active
+
+    def _begins_block(self) -> bool:
+        """Whether a checkpointed region begins that a budget may want to run again."""
+        if self.planner.memory_budget is None or self._active is None or not self._active.count:
+            return False
+        return torch.is_grad_enabled() and not any(isinstance(e, Block) for e in self._entered)
 
     def _batch_of(self, args: Any, kwargs: Any) -> int:
         rows = batch_of((args, kwargs), self.batch_dim, self.rows_per_sample)
@@ -240,12 +256,16 @@ class PerSampleGradients:
         if not self._entered:
             return
         started = self._entered.pop()
-        if started is None:
+        if not isinstance(started, Pass):
             if self._active is not None and self._active.stack:
                 self._active.stack.pop()
+            if isinstance(started, Block):
+                started.watch(nested_tensors(out))
             return
         started.mode.__exit__(None, None, None)
         self._active = None
+        if self.collect is not None:
+            return
         for tensor in nested_tensors(out):
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._backward_reached, tag_of(tensor, self._batch)))
@@ -271,8 +291,11 @@ class PerSampleGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
         return self._tape
 
-    def begin_record(self, recorder: Pass) -> None:
+    def begin_record(self, recorder: Pass, path: str) -> None:
         """A captured call's backward begins: check that it means what it should."""
+        if self.collect is not None:
+            return  # a block runs again
+        self._recording = path
         tape = self._begin_backward()
         problem: FastDPError | None = None
         if torch.is_grad_enabled():
@@ -297,12 +320,19 @@ class PerSampleGradients:
 
     def record(self, use: Use) -> None:
         """Keep a use until the end of backward."""
+        if self.collect is not None:
+            with torch.no_grad():
+                self.collect(use)
+            return
         assert self._tape is not None
+        if self.planner.exceeds(use.held_bytes()):
+            use = self._replays.drop_data(use, self._recording, self.uses_of)
         self._tape.uses.append(use)
         self.planner.hold(use.held_bytes())
 
     def _end_backward(self) -> None:
         tape, self._tape = self._tape, None
+        self._replays, self.uses_of = Replays(self), {}
         if tape is None or tape.failed:
             return
         self._check_uncaptured()
@@ -310,7 +340,7 @@ class PerSampleGradients:
             return  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.loss_reduction == "mean" else 1.0
         device = tape.uses[0].operand.device if tape.uses else self.parameters()[0].device
-        with torch.no_grad():
+        with torch.no_grad(), exactly():
             gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile)
             if self.on_backward is not None:
                 self.on_backward(gradients)
@@ -345,7 +375,7 @@ class PerSampleGradients:
 
     def norms(self) -> Tensor:
         """Norms of the per-sample gradients of the last backward, all tracked parameters together: [B]."""
-        with torch.no_grad():
+        with torch.no_grad(), exactly():
             return self._last().norm_sq(self.parameters()).sqrt().float()
 
     def clipped_sum(self, factors: Tensor) -> dict[str, Tensor]:
@@ -357,14 +387,14 @@ class PerSampleGradients:
         if factors.shape != (gradients.batch,):
             raise ValueError(f"factors must have shape ({gradients.batch},), not {tuple(factors.shape)}")
         named = self.named_parameters()
-        with torch.no_grad():
+        with torch.no_grad(), exactly():
             sums = gradients.clipped_sum(factors, list(named.values()))
         return {name: sums.get(id(p), torch.zeros_like(p, dtype=_sum_type(p))) for name, p in named.items()}
 
     def materialize(self) -> dict[str, Tensor]:
         """The per-sample gradients themselves, {name: [B, *shape]}: for small models."""
         gradients = self._last()
-        with torch.no_grad():
+        with torch.no_grad(), exactly():
             return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
 
     def explain(self, profile: bool = False) -> str:

@@ -19,7 +19,8 @@ class Planner:
     """Chooses routes.
 
     memory_budget: bytes that may be held from backward's begin to its end for norms and sums; None: whatever is
-    fastest, as long as stored gradients take no more than the inputs and output gradients they replace.
+    fastest, as long as stored gradients take no more than the inputs and output gradients they replace. Where the
+    budget is used up, blocks under activation checkpointing run backward twice (`fastdp.replay`).
     """
 
     def __init__(self, memory_budget: int | None = None) -> None:
@@ -37,14 +38,18 @@ class Planner:
         """`count` bytes are held until the end of backward."""
         self.held += count
 
+    def exceeds(self, count: int) -> bool:
+        """Whether holding `count` bytes more would go over the budget."""
+        return self.memory_budget is not None and self.held + count > self.memory_budget
+
     def materialises(self, shape: Shape, replaced: int, device: torch.device, short: bool) -> bool:
         """Whether to store per-sample gradients, in place of `replaced` bytes of inputs and output gradients."""
         stored = shape.gradient_bytes()
         if self.memory_budget is None:
             return stored <= replaced and self.fastest(shape, device, short)[0] == "materialise"
-        if self.held + replaced > self.memory_budget:
+        if self.exceeds(replaced):
             return stored < replaced  # whatever is smaller
-        return self.held + stored <= self.memory_budget and self.fastest(shape, device, short)[0] == "materialise"
+        return not self.exceeds(stored) and self.fastest(shape, device, short)[0] == "materialise"
 
     def norm_route(self, shape: Shape, device: torch.device, short: bool) -> str:
         """The faster of the routes that need no storage."""

@@ -27,7 +27,7 @@ class Recorder(Protocol):
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
 
-    def begin_record(self) -> None:
+    def begin_record(self, path: str) -> None:
         """A captured call's backward begins."""
 
     def record(self, use: Any) -> None:

@@ -96,3 +96,23 @@ def test_bfloat16_contribution_stays_within_the_bound():
         optimizer.step()
         assert float(model.w.grad.double().norm()) <= 1.0
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_within_autocast_changes_nothing(name):
+    """Autocast turns float32 products into 16 bits; norms and sums are taken without it."""
+    found = []
+    for inside in (False, True):
+        model, batch, losses = cases.build(name)
+        engine = fastdp.PerSampleGradients(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = losses(model, batch).float().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+            norms = engine.norms()
+            found.append((norms, engine.clipped_sum((1 / norms).clamp(max=1))))
+    (norms, sums), (norms_inside, sums_inside) = found
+    # the input gradients that backward itself computes may be rounded in another order
+    torch.testing.assert_close(norms_inside, norms, rtol=1e-6, atol=0)
+    for key in sums:
+        torch.testing.assert_close(sums_inside[key], sums[key], rtol=1e-5, atol=1e-7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +14,20 @@ CHUNK_BYTES = 64 * 2**20  # temporaries stay near this size
 def accumulate(tensor: Tensor) -> Tensor:
     """The tensor in the type sums are taken in: float64 stays, all else becomes float32."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) or tensor.is_complex() else tensor.float()
+
+
+def exactly() -> contextlib.AbstractContextManager[None]:
+    """Without autocast: a backward within it would turn products of float32 into 16 bits."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return _without_autocast(kinds) if kinds else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_autocast(kinds: list[str]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def sum_type(tensor: Tensor) -> torch.dtype:

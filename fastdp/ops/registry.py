@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .common import exactly
+
 LIBRARY = torch.library.Library("fastdp", "DEF")
 OPERATORS: dict[str, Operator] = {}
 _forced: list[str] = []
@@ -61,7 +63,7 @@ class Operator:
         if isinstance(first, list | tuple):
             first = first[0] if first else None
         if type(first) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
-            with torch.no_grad():  # past the dispatcher, which costs more than a small kernel
+            with torch.no_grad(), exactly():  # past the dispatcher, which costs more than a small kernel
                 return self.implementation(first.device.type)(*args, **kwargs)
         packet = getattr(torch.ops.fastdp, self.packet)
         return getattr(packet, self.overload)(*args, **kwargs)
@@ -84,7 +86,7 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any],
 
 def _below_autograd(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     """No graph is recorded: results do not require grad, whatever the inputs do."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch._C._AutoDispatchBelowAutograd(), exactly():
         return getattr(getattr(torch.ops.fastdp, operator.packet), operator.overload)(*args, **kwargs)
 
 

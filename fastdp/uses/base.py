@@ -18,7 +18,7 @@ from ..clock import Clock
 from ..costs import Shape
 from ..errors import BatchLayoutError, SampleMixingError
 from ..layouts.layout import Layout, samplewise, tag, tag_of
-from ..ops.common import accumulate, chunks, square_sum
+from ..ops.common import accumulate, chunks, exactly, square_sum
 from ..planner import Planner
 from ..recorder import Recorder
 
@@ -198,10 +198,11 @@ class CaptureFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call: Captured = ctx.call
-        call.recorder.begin_record()
+        call.recorder.begin_record(call.path)
         saved = ctx.saved_tensors
         if call.batch:
-            call.back(saved, grads)
+            with exactly():
+                call.back(saved, grads)
         inputs = call.input_grads(saved, grads)
         inputs += [None] * (ctx.count - len(inputs))
         return (None, None, *inputs)

@@ -1,0 +1,191 @@
+"""Two backwards for a block under activation checkpointing, where holding its inputs would exceed the budget.
+
+Flat clipping needs all norms before any clipped sum, so a use's input and output gradient must wait for the end of
+backward; under checkpointing that is the very memory the user wanted to save. A block whose forward is computed
+again anyway may instead keep its own input and output gradient: the norms of its uses are taken at once, and at the
+end the block runs forward and backward a second time, now with known clip factors. Costs a forward, an input gradient
+and the norms of the block; saves everything between. A block that does not repeat itself (random numbers outside of
+torch's generators) cannot break the bound: its norms are taken again, and no sample counts for more than before.
+
+Source: the two-backward form of ghost clipping, Li et al. 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .capture import nested_tensors
+from .layouts.calls import map_tensors
+from .links import leaves_of, link_of
+from .uses.base import Use
+
+SAME = 1e-6  # squared norms of the same data, computed twice, differ by less
+
+
+class Block:
+    """A module inside a checkpointed region: what its second run needs."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.module = path, module
+        self.grads: list[Tensor | None] = []  # of its outputs
+        self.arguments: tuple[Any, Any] | None = None  # known when it is computed again
+        self.norm_sq: dict[int, Tensor] = {}  # of the parameters whose data was dropped, by id
+        self.calls = 1
+        self._random: list[Any] = []
+        self._autocast: list[tuple[str, bool, torch.dtype]] = []
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """Keep the gradients that arrive at the outputs."""
+        for tensor in outputs:
+            place = len(self.grads)
+            self.grads.append(None)
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad, place=place: self._keep(place, grad))
+
+    def _keep(self, place: int, grad: Tensor) -> None:
+        before = self.grads[place]
+        self.grads[place] = grad if before is None else before + grad
+
+    def computed_again(self, args: Any, kwargs: Any) -> None:
+        """The recomputation begins: the arguments, random state and autocast of the forward are at hand."""
+        self.arguments = map_tensors((args, kwargs), _fresh)
+        devices = {t.device for t in nested_tensors((args, kwargs)) if t.device.type == "cuda"}
+        self._random = [torch.get_rng_state(), *[(d, torch.cuda.get_rng_state(d)) for d in devices]]
+        kinds = ["cpu", *{d.type for d in devices}]
+        self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+
+    def can_replay(self) -> bool:
+        return self.arguments is not None and self.calls == 1 and any(g is not None for g in self.grads)
+
+    def run(self) -> None:
+        """Forward and backward again; what the pass records goes wherever the engine sends it."""
+        assert self.arguments is not None
+        args, kwargs = map_tensors(self.arguments, _fresh)
+        now = [torch.get_rng_state(), *[(d, torch.cuda.get_rng_state(d)) for d, _ in self._random[1:]]]
+        _set_random(self._random)
+        try:
+            with torch.enable_grad():
+                out = _under(self._autocast, lambda: self.module(*args, **kwargs))
+        finally:
+            _set_random(now)
+        pairs = [
+            (t, g) for t, g in zip(nested_tensors(out), self.grads, strict=True) if g is not None and t.requires_grad
+        ]
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+class Replayed(Use):
+    """A use whose norms are known and whose data was dropped: the block gives its clipped sum."""
+
+    route = "two backwards"
+
+    def __init__(self, use: Use, block: Block, replay: Callable[[Block, Tensor], dict[int, Tensor]]) -> None:
+        super().__init__(use.operand, use.batch, use.name)
+        self.block, self.replay, self._norm_sq = block, replay, use.norm_sq()
+
+    def norm_sq(self) -> Tensor:
+        return self._norm_sq
+
+    def clipped_sum(self, c: Tensor) -> Tensor:
+        return self.replay(self.block, c)[id(self.operand)]
+
+    def per_sample(self, low: int, high: int) -> Tensor:
+        rows = []
+        for b in range(low, high):  # one run of the block a sample: for tests and small models
+            one = torch.zeros(self.batch, device=self.operand.device)
+            one[b] = 1.0
+            rows.append(self.replay(self.block, one)[id(self.operand)])
+        return torch.stack(rows)
+
+    def held_bytes(self) -> int:
+        return self._norm_sq.numel() * 8
+
+
+class Collector(Protocol):
+    """Where uses go while a block runs again: the engine hands them to `collect` if it is set."""
+
+    collect: Callable[[Use], None] | None
+
+
+class Replays:
+    """The blocks of one forward, and the sums that their second runs give."""
+
+    def __init__(self, engine: Collector) -> None:
+        self.engine = engine
+        self.blocks: dict[str, Block] = {}
+        self._last: tuple[Block, Tensor, dict[int, Tensor]] | None = None  # of one block at a time
+
+    def entered(self, path: str, module: nn.Module) -> Block:
+        """A module under checkpointing is called in the forward."""
+        block = self.blocks.get(path)
+        if block is None:
+            block = self.blocks[path] = Block(path, module)
+        else:
+            block.calls += 1  # which of its calls is computed again cannot be told: kept as any use
+        return block
+
+    def block_of(self, path: str) -> Block | None:
+        """The block in which a call stands."""
+        found = [b for b in self.blocks.values() if path == b.path or path.startswith(b.path + ".")]
+        return found[0] if len(found) == 1 else None
+
+    def drop_data(self, use: Use, path: str, uses_of: dict[int, int]) -> Use:
+        """The use with its norms taken and its data dropped, where its block can run again."""
+        block = self.block_of(path)
+        leaves = leaves_of(use.operand)
+        alone = len(leaves) == 1 and uses_of.get(id(leaves[0]), 0) == 1 and link_of(use.operand) is None
+        if block is None or not block.can_replay() or not alone:
+            return use
+        replayed = Replayed(use, block, self.sums)
+        block.norm_sq[id(leaves[0])] = replayed.norm_sq()
+        return replayed
+
+    def sums(self, block: Block, c: Tensor) -> dict[int, Tensor]:
+        """Clipped sums of all uses in the block, by one more run of it."""
+        if self._last is not None and self._last[0] is block and self._last[1] is c:
+            return self._last[2]
+        found: dict[int, Tensor] = {}
+        self._last = None
+
+        def collect(use: Use) -> None:
+            before = block.norm_sq.get(id(use.operand))
+            if before is not None:
+                found[id(use.operand)] = use.clipped_sum(c.to(before.device) * _at_most(before, use.norm_sq()))
+
+        self.engine.collect = collect
+        try:
+            block.run()
+        finally:
+            self.engine.collect = None
+        self._last = (block, c, found)
+        return found
+
+
+def _at_most(before: Tensor, now: Tensor) -> Tensor:
+    """Factors [B] that bring norms back to what they were, where they grew; 1 where they did not."""
+    grown = now > before * (1 + SAME)
+    ratio = torch.where(grown | ~torch.isfinite(now), (before / now).sqrt(), torch.ones_like(now))
+    return torch.where(torch.isfinite(ratio), ratio, torch.zeros_like(ratio)).float()
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A leaf, so that backward ends here; what is differentiable stays so, for the same calls to be captured."""
+    return tensor.detach().requires_grad_(tensor.requires_grad and tensor.is_floating_point())
+
+
+def _set_random(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
+
+
+def _under(autocast: list[tuple[str, bool, torch.dtype]], run: Callable[[], Any]) -> Any:
+    if not autocast:
+        return run()
+    kind, enabled, dtype = autocast[0]
+    with torch.autocast(kind, dtype=dtype, enabled=enabled):
+        return _under(autocast[1:], run)
