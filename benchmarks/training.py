@@ -10,10 +10,7 @@ with the exact one (one sample at a time): a wrong contender gets no time.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -26,10 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .contenders import CONTENDERS, R, trained
 from .models import WORKLOADS, Workload
+from .timing import append, show, versions
 
 TOLERANCE = 1e-3  # Opacus adds 1e-6 to norms before it divides: 1e-4 here
 COLUMNS = ("model", "contender", "ratio", "step_ms", "p20_ms", "p80_ms", "peak_mib", "memory_ratio", "error",
            "batch_size", "device", "threads", "torch", "opacus", "fastdp", "commit", "date")  # fmt: skip
+SHOWN = ("model", "contender", "ratio", "step_ms", "p20_ms", "p80_ms", "peak_mib", "memory_ratio", "error")
 
 
 def build(work: Workload) -> nn.Module:
@@ -124,23 +123,6 @@ def peak_resident_kib() -> int:
     return int(status.split("VmHWM:")[1].split()[0])
 
 
-def versions() -> dict[str, object]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    def of(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "-"
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "device": f"cpu {platform.machine()}", "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "opacus": of("opacus"), "fastdp": of("fastdp"), "commit": commit,
-        "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
-
-
 def run(model: str, names: list[str], rounds: int, memory: bool) -> list[dict[str, object]]:
     """All rows of one model."""
     work = WORKLOADS[model]
@@ -167,14 +149,6 @@ def run(model: str, names: list[str], rounds: int, memory: bool) -> list[dict[st
     return rows
 
 
-def show(rows: list[dict[str, object]]) -> None:
-    head = ("model", "contender", "ratio", "step_ms", "p20_ms", "p80_ms", "peak_mib", "memory_ratio", "error")
-    cells = [head, *[tuple(str(row.get(c, "-")) for c in head) for row in rows]]
-    widths = [max(len(r[k]) for r in cells) for k in range(len(head))]
-    for line in cells:
-        print("  ".join(c.rjust(w) if k > 1 else c.ljust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
@@ -193,14 +167,9 @@ def main() -> None:
     for model in options.models:
         rows += run(model, names, options.rounds, not options.no_memory)
     print(", ".join(f"{key} {value}" for key, value in versions().items()))
-    show(rows)
+    show(rows, SHOWN)
     if options.out:
-        fresh = not options.out.exists()
-        with options.out.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if fresh:
-                writer.writeheader()
-            writer.writerows(rows)
+        append(options.out, rows, COLUMNS)
 
 
 if __name__ == "__main__":
