@@ -45,6 +45,36 @@ void fastdp_noise_f32(float *data, int64_t count, int64_t offset, const uint8_t 
 void fastdp_noise_f64(double *data, int64_t count, int64_t offset, const uint8_t *key, uint64_t step,
                       double std, double scale, int keep, int threads);
 
+/* ---------------------------------------------------------------- matrix products (csrc/cpu/linear.cpp)
+ *
+ * Weight gradients G_b = g_b^T a_b of a [B,T,I], g [B,T,O] in any strides. Results do not depend on `threads`.
+ * scratch: threads times as many bytes as the *_scratch function says, aligned to 64.
+ */
+typedef struct {
+    const void *data;
+    int type;                   /* 0 float32, 1 bfloat16, 2 float16 */
+    int64_t columns;            /* I, O */
+    int64_t batch, row, column; /* strides, in elements */
+} fastdp_matrix;
+
+int64_t fastdp_gram_scratch(void);
+int64_t fastdp_gram_parts(int64_t batch, int64_t positions); /* doubles in `parts` */
+
+/* norm_sq[b] = sum_{t,s} (a_t . a_s)(g_t . g_s), the squared norm of G_b. doubt[b] = 1 where rounding *
+ * sqrt(sum (|a_t| |a_s| (g_t . g_s))^2 + ((a_t . a_s) |g_t| |g_s|)^2) is more than tolerance * norm_sq[b] (the
+ * summands cancel), or norm_sq[b] less than `smallest`, or not finite. Returns how many samples are in doubt.
+ */
+int64_t fastdp_linear_gram(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
+                           double rounding, double tolerance, double smallest, double *norm_sq, uint8_t *doubt,
+                           double *parts, void *scratch, int threads);
+
+int64_t fastdp_direct_scratch(void);
+int64_t fastdp_direct_parts(int64_t batch, int64_t inputs, int64_t outputs);
+
+/* The same norms from the elements of G_b, formed in registers. */
+void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
+                          double *norm_sq, double *parts, void *scratch, int threads);
+
 #ifdef __cplusplus
 }
 #endif
