@@ -9,6 +9,8 @@
 
 namespace py = pybind11;
 
+void bind_matrix(py::module_ &);  // bind_matrix.cpp
+
 namespace {
 
 template <typename T>
@@ -45,6 +47,7 @@ void define_noise(py::module_ &module, const char *name) {
 
 PYBIND11_MODULE(_C, module) {
     module.doc() = "Compiled functions of fastdp; see csrc/fastdp.h";
+    bind_matrix(module);
     define_noise<float, fastdp_noise_f32>(module, "noise_f32");
     define_noise<double, fastdp_noise_f64>(module, "noise_f64");
     module.def(

@@ -45,6 +45,71 @@ void fastdp_noise_f32(float *data, int64_t count, int64_t offset, const uint8_t 
 void fastdp_noise_f64(double *data, int64_t count, int64_t offset, const uint8_t *key, uint64_t step,
                       double std, double scale, int keep, int threads);
 
+/* ---------------------------------------------------------------- matrix products (csrc/cpu/linear.cpp)
+ *
+ * Weight gradients G_b = g_b^T a_b of a [B,T,I], g [B,T,O] in any strides. Results do not depend on `threads`.
+ * scratch: threads times as many bytes as the *_scratch function says, aligned to 64.
+ */
+typedef struct {
+    const void *data;
+    int type;                   /* 0 float32, 1 bfloat16, 2 float16 */
+    int64_t columns;            /* I, O */
+    int64_t batch, row, column; /* strides, in elements */
+} fastdp_matrix;
+
+int64_t fastdp_gram_scratch(void);
+int64_t fastdp_gram_parts(int64_t batch, int64_t positions); /* doubles in `parts` */
+
+/* norm_sq[b] = sum_{t,s} (a_t . a_s)(g_t . g_s), the squared norm of G_b. doubt[b] = 1 where rounding *
+ * sqrt(sum (|a_t| |a_s| (g_t . g_s))^2 + ((a_t . a_s) |g_t| |g_s|)^2) is more than tolerance * norm_sq[b] (the
+ * summands cancel), or norm_sq[b] less than `smallest`, or not finite. Returns how many samples are in doubt.
+ */
+int64_t fastdp_linear_gram(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
+                           double rounding, double tolerance, double smallest, double *norm_sq, uint8_t *doubt,
+                           double *parts, void *scratch, int threads);
+
+int64_t fastdp_direct_scratch(void);
+int64_t fastdp_direct_parts(int64_t batch, int64_t inputs, int64_t outputs);
+
+/* The same norms from the elements of G_b, formed in registers. */
+void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
+                          double *norm_sq, double *parts, void *scratch, int threads);
+
+/* ---------------------------------------------------------------- convolutions (csrc/cpu/conv.cpp)
+ *
+ * Weight gradients by sample: G_b[o, i, k] = sum over images f and positions p of
+ *     g[b, f, o, p] x[b, f, i, p stride + k dilation - padding]
+ * with x 0 outside; three spatial dimensions (leading ones of size 1 for fewer). The axes of x and g:
+ * sample, image, channel, three spatial. Results do not depend on `threads`.
+ */
+typedef struct {
+    const void *data;
+    int type;           /* as in fastdp_matrix */
+    int64_t strides[6]; /* in elements */
+} fastdp_images;
+
+typedef struct {
+    fastdp_images x, g;
+    int64_t batch, images;           /* B, F */
+    int64_t groups, inputs, outputs; /* inputs, outputs: channels of one group */
+    int64_t size[3], kernel[3], positions[3], stride[3], padding[3], dilation[3]; /* size of x, positions of g */
+} fastdp_conv;
+
+enum { FASTDP_CONV_NORM = 0, FASTDP_CONV_STORE = 1, FASTDP_CONV_GRAM = 2 };
+
+int64_t fastdp_conv_scratch(const fastdp_conv *conv, int route); /* bytes a thread, aligned to 64 */
+int64_t fastdp_conv_parts(const fastdp_conv *conv, int route);   /* doubles in `parts` */
+
+/* norm_sq[b] = squared norm of G_b, from its elements, formed in registers. */
+void fastdp_conv_norm(const fastdp_conv *conv, double *norm_sq, double *parts, void *scratch, int threads);
+
+/* out [B, groups * outputs, inputs, kernel]: G_b, fully written. */
+void fastdp_conv_per_sample(const fastdp_conv *conv, float *out, void *scratch, int threads);
+
+/* As fastdp_linear_gram, over patches of x. */
+int64_t fastdp_conv_gram(const fastdp_conv *conv, double rounding, double tolerance, double smallest,
+                         double *norm_sq, uint8_t *doubt, double *parts, void *scratch, int threads);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,120 @@
+// Norms of the weight gradients of a matrix product, by sample: G_b = g_b^T a_b, never stored.
+#include "../fastdp.h"
+#include "gram.h"
+
+#include <omp.h>
+
+using namespace fastdp;
+
+namespace {
+
+// Rows of a matrix as slivers over positions: for the gram route.
+struct PackRows {
+    const void *data;
+    int type;
+    int64_t row, column;  // strides
+    void operator()(int64_t first, int64_t rows, int64_t k, int64_t count, float *dst) const {
+        for (int64_t r = 0; r < rows; r += SLIVER, dst += count * SLIVER)
+            pack_sliver(at(data, type, (first + r) * row + k * column), type, row, column,
+                        (int)min64(SLIVER, rows - r), count, dst);
+    }
+};
+
+// ---------------------------------------------------------------- direct
+
+// A job forms a block of WIDE x TALL outputs (columns of the wider operand x of the other).
+constexpr int64_t WIDE = 24 * SLIVER, TALL = 16 * SLIVER, DEEP = 2 * FLUSH;  // k packed at once
+
+struct DirectScratch {
+    float cols[WIDE * DEEP], rows[TALL * DEEP];
+    double sums[WIDE * TALL];
+};
+
+int64_t direct_jobs(int64_t wide, int64_t tall) { return ceil_div(wide, WIDE) * ceil_div(tall, TALL); }
+
+// The sum of squares of outputs [w0, w0 + wide) x [t0, t0 + tall) of one sample.
+double direct_block(const fastdp_matrix &w, const fastdp_matrix &t, int64_t sample, int64_t w0, int64_t wide,
+                    int64_t t0, int64_t tall, int64_t positions, DirectScratch &my) {
+    const int64_t slivers = ceil_div(wide, SLIVER), halves = ceil_div(tall, HALF);
+    const bool kept = positions > DEEP;  // sums wait for the next piece
+    // Few rows do not repay a copy of the columns: whole slivers are read where they are.
+    const int64_t in_place = w.type == FLOAT32 && w.column == 1 && halves <= 4 ? wide / SLIVER : 0;
+    double total = 0;
+    for (int64_t k = 0; k < positions; k += DEEP) {
+        const int64_t depth = min64(DEEP, positions - k), size = depth * SLIVER;
+        for (int64_t s = in_place; s < slivers; ++s)
+            pack_sliver(at(w.data, w.type, sample * w.batch + k * w.row + (w0 + s * SLIVER) * w.column), w.type,
+                        w.column, w.row, (int)min64(SLIVER, wide - s * SLIVER), depth, my.cols + s * size);
+        for (int64_t s = 0; s < ceil_div(tall, SLIVER); ++s)
+            pack_sliver(at(t.data, t.type, sample * t.batch + k * t.row + (t0 + s * SLIVER) * t.column), t.type,
+                        t.column, t.row, (int)min64(SLIVER, tall - s * SLIVER), depth, my.rows + s * size);
+        for (int64_t s = 0, group; s < slivers; s += group) {
+            const bool here = s < in_place;
+            group = min64(GROUP, (here ? in_place : slivers) - s);
+            const float *from = here ? (const float *)w.data + sample * w.batch + k * w.row + w0 : my.cols;
+            const int64_t stride = here ? w.row : SLIVER, apart = here ? SLIVER : size;
+            const float *three[GROUP] = {from + s * apart, from + (s + 1) * apart, from + (s + 2) * apart};
+            const Line lines[2] = {{0, min64(FLUSH, depth)}, {FLUSH * stride, depth - FLUSH}};
+            for (int64_t r = 0; r < halves; ++r) {
+                double *sums = kept ? my.sums + (r * slivers + s) * CELL : my.sums;
+                multiply((int)group, my.rows + r / 2 * size + r % 2 * HALF, three, stride, lines,
+                         depth > FLUSH ? 2 : 1, k == 0, sums);
+                for (int j = 0; j < group && k + DEEP >= positions; ++j)
+                    total += square_cell(sums + j * CELL, (int)min64(HALF, tall - r * HALF),
+                                         (int)min64(SLIVER, wide - (s + j) * SLIVER));
+            }
+        }
+    }
+    return total;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t fastdp_gram_scratch(void) { return (int64_t)sizeof(GramScratch); }
+
+int64_t fastdp_gram_parts(int64_t batch, int64_t positions) {
+    return 2 * batch * gram_blocks(positions, gram_side(batch, positions));
+}
+
+int64_t fastdp_linear_gram(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
+                           double rounding, double tolerance, double smallest, double *norm_sq, uint8_t *doubt,
+                           double *parts, void *scratch, int threads) {
+    const int64_t side = gram_side(batch, positions), blocks = gram_blocks(positions, side), jobs = batch * blocks;
+    const int team = (int)max64(1, min64(threads, jobs));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
+    for (int64_t job = 0; job < jobs; ++job) {
+        const int64_t b = job / blocks;
+        const PackRows rows_a{at(a->data, a->type, b * a->batch), a->type, a->row, a->column};
+        const PackRows rows_g{at(g->data, g->type, b * g->batch), g->type, g->row, g->column};
+        gram_block(rows_a, a->columns, rows_g, g->columns, positions, side, job % blocks,
+                   ((GramScratch *)scratch)[omp_get_thread_num()], parts + 2 * job);
+    }
+    return gram_finish(parts, batch, blocks, rounding, tolerance, smallest, norm_sq, doubt);
+}
+
+int64_t fastdp_direct_scratch(void) { return (int64_t)sizeof(DirectScratch); }
+
+int64_t fastdp_direct_parts(int64_t batch, int64_t inputs, int64_t outputs) {
+    return batch * direct_jobs(max64(inputs, outputs), min64(inputs, outputs));
+}
+
+void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
+                          double *norm_sq, double *parts, void *scratch, int threads) {
+    const fastdp_matrix &w = a->columns >= g->columns ? *a : *g, &t = a->columns >= g->columns ? *g : *a;
+    const int64_t each = direct_jobs(w.columns, t.columns), across = ceil_div(w.columns, WIDE), jobs = batch * each;
+    const int team = (int)max64(1, min64(threads, jobs));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
+    for (int64_t job = 0; job < jobs; ++job) {
+        const int64_t block = job % each, w0 = block % across * WIDE, t0 = block / across * TALL;
+        parts[job] = direct_block(w, t, job / each, w0, min64(WIDE, w.columns - w0), t0, min64(TALL, t.columns - t0),
+                                  positions, ((DirectScratch *)scratch)[omp_get_thread_num()]);
+    }
+    for (int64_t b = 0; b < batch; ++b) {
+        norm_sq[b] = 0;
+        for (int64_t i = 0; i < each; ++i) norm_sq[b] += parts[b * each + i];
+    }
+}
+
+}  // extern "C"
