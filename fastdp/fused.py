@@ -22,7 +22,7 @@ _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def kind_of(base: type) -> str | None:
     """ "sgd" or "adam" where the class's step is torch's own, else None."""
     for known, kind in FUSED.items():
-        if base is known or (issubclass(base, known) and base.step is known.step):
+        if base is known or (issubclass(base, known) and getattr(base, "step", None) is getattr(known, "step", None)):
             return kind
     return None
 
@@ -52,7 +52,7 @@ def step(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], sums
 
     sums: {id(parameter): clipped sum}, overwritten; offsets: {id(parameter): global index of its first element}.
     """
-    key = noise.key()
+    key = noise.key
     for group in groups:
         for params in _alike_in_device_and_age(kind, group, state, sums):
             totals = [sums[id(p)] for p in params]
