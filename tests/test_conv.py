@@ -137,7 +137,7 @@ def test_strides_are_only_strides(backend: str, dtype: torch.dtype) -> None:
 SIZE = st.integers(1, 3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_geometry(draw: st.DataObject) -> None:
     """F images a sample, groups, transposed, 1 to 3 dimensions: the internal functions the engine calls."""
