@@ -94,10 +94,10 @@ def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
     batch, t, _ = a.shape
     out, doubt = compiled.doubles(batch), torch.empty(batch, dtype=torch.bool)
     parts = compiled.doubles(kernels.gram_parts(batch, t))
+    memory = compiled.scratch(threads * kernels.gram_scratch())
     doubtful = kernels.linear_gram(
         compiled.matrix(a), compiled.matrix(g), batch, t, ROUNDING_COMPILED, GRAM_TOLERANCE, UNDERFLOW,
-        out.data_ptr(), doubt.data_ptr(), parts.data_ptr(),
-        compiled.scratch(threads * kernels.gram_scratch()).data_ptr(), threads,
+        out.data_ptr(), doubt.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads,
     )  # fmt: skip
     if doubtful:
         again = torch.nonzero(doubt).flatten()
@@ -109,9 +109,9 @@ def _compiled_direct(a: Tensor, g: Tensor) -> Tensor:
     kernels, threads = compiled.module(), torch.get_num_threads()
     batch, t, i = a.shape
     out, parts = compiled.doubles(batch), compiled.doubles(kernels.direct_parts(batch, i, g.size(2)))
+    memory = compiled.scratch(threads * kernels.direct_scratch())
     kernels.linear_direct(
-        compiled.matrix(a), compiled.matrix(g), batch, t, out.data_ptr(), parts.data_ptr(),
-        compiled.scratch(threads * kernels.direct_scratch()).data_ptr(), threads,
+        compiled.matrix(a), compiled.matrix(g), batch, t, out.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads,
     )  # fmt: skip
     return out
 
