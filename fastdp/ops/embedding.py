@@ -189,7 +189,8 @@ _add_clipped_sum_op = define(
     CPU=cpp(_native_add_clipped_sum), CUDA=on_cuda("embedding_clipped_sum"),
 )  # fmt: skip
 _cross_term_op = define(
-    "tied_cross_term(Tensor ids, Tensor g_embedding, Tensor h_head, Tensor g_head, *, ScalarType? dtype=None) -> Tensor",
+    "tied_cross_term(Tensor ids, Tensor g_embedding, Tensor h_head, Tensor g_head, *, ScalarType? dtype=None) "
+    "-> Tensor",
     _cross_term,
     lambda ids, e, h, g, *, dtype=None: e.new_empty(ids.size(0), dtype=norm_type(e, dtype)),
 )
