@@ -1,4 +1,4 @@
-// The memory-bound kernels for Python: noise, noise with the optimizer's update.
+// The memory-bound kernels for Python: noise, noise with the optimizer's update, look-ups, affine norms.
 // Pointers come as integers (tensor.data_ptr()); shapes, types and devices are checked by the callers in fastdp/ops.
 #include "fastdp.h"
 
@@ -6,8 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
-#include <stdexcept>
-#include <tuple>
+#include <optional>
 #include <vector>
 
 namespace py = pybind11;
@@ -67,6 +66,46 @@ void adam_step(const std::vector<Tensor> &list, const Key &key, std::uint64_t st
     fastdp_adam_step(tensors.data(), (std::int64_t)tensors.size(), tiles.data(), &noise, &options);
 }
 
+void embedding_norm_sq(std::int64_t ids, std::int64_t g, int type, std::int64_t batch, std::int64_t k, std::int64_t d,
+                       std::optional<std::int64_t> padding, std::int64_t out, int threads) {
+    const py::gil_scoped_release release;
+    std::vector<std::int64_t> order((std::size_t)(batch * k));
+    std::vector<double> parts((std::size_t)(batch * ((d + FASTDP_COLUMNS - 1) / FASTDP_COLUMNS)));
+    fastdp_embedding_norm_sq(pointer<const std::int64_t>(ids), pointer<const void>(g), type, batch, k, d,
+                             padding.has_value(), padding.value_or(0), order.data(), parts.data(),
+                             pointer<double>(out), threads);
+}
+
+// The index of the first id outside the table, then nothing is done; -1 where all is well.
+std::int64_t embedding_clipped_sum(std::int64_t ids, std::int64_t g, int type, std::int64_t c, std::int64_t batch,
+                                   std::int64_t k, std::int64_t d, std::int64_t rows,
+                                   std::optional<std::int64_t> padding, std::int64_t out, int out_type, bool add,
+                                   int threads) {
+    const py::gil_scoped_release release;
+    const std::int64_t *positions = pointer<const std::int64_t>(ids);
+    const std::int64_t outside = fastdp_first_outside(positions, batch * k, rows);
+    if (outside >= 0) return outside;
+    fastdp_embedding_clipped_sum(positions, pointer<const void>(g), type, pointer<const void>(c), batch, k, d, rows,
+                                 padding.has_value(), padding.value_or(0), pointer<void>(out), out_type, add, threads);
+    return -1;
+}
+
+void norm_affine(std::int64_t x, std::int64_t g, int type, std::int64_t mean, std::int64_t rstd, std::int64_t batch,
+                 std::int64_t t, std::int64_t d, std::int64_t weight, std::int64_t bias, int threads) {
+    const py::gil_scoped_release release;
+    fastdp_norm_affine(pointer<const void>(x), pointer<const void>(g), type, pointer<const void>(mean),
+                       pointer<const void>(rstd), batch, t, d, pointer<void>(weight), pointer<void>(bias), threads);
+}
+
+void group_affine(std::int64_t x, std::int64_t g, int type, std::int64_t mean, std::int64_t rstd, std::int64_t batch,
+                  std::int64_t channels, std::int64_t s, std::int64_t groups, std::int64_t weight, std::int64_t bias,
+                  int threads) {
+    const py::gil_scoped_release release;
+    fastdp_group_affine(pointer<const void>(x), pointer<const void>(g), type, pointer<const void>(mean),
+                        pointer<const void>(rstd), batch, channels, s, groups, pointer<void>(weight),
+                        pointer<void>(bias), threads);
+}
+
 }  // namespace
 
 void bind_stream(py::module_ &module) {
@@ -89,4 +128,8 @@ void bind_stream(py::module_ &module) {
                "data = ((read ? data : 0) + std * N(0, 1)) * scale, in place");
     module.def("sgd_step", &sgd_step, "noise and torch.optim.SGD's update; see fastdp.h");
     module.def("adam_step", &adam_step, "noise and torch.optim.Adam's or AdamW's update; see fastdp.h");
+    module.def("embedding_norm_sq", &embedding_norm_sq, "squared norms of table gradients; see fastdp.h");
+    module.def("embedding_clipped_sum", &embedding_clipped_sum, "clipped sum of table gradients; see fastdp.h");
+    module.def("norm_affine", &norm_affine, "gradients of layer norm's affine parameters; see fastdp.h");
+    module.def("group_affine", &group_affine, "gradients of group norm's affine parameters; see fastdp.h");
 }

@@ -151,6 +151,44 @@ void fastdp_conv_per_sample(const fastdp_conv *conv, float *out, void *scratch, 
 int64_t fastdp_conv_gram(const fastdp_conv *conv, double rounding, double tolerance, double smallest,
                          double *norm_sq, uint8_t *doubt, double *parts, void *scratch, int threads);
 
+/* ---------------------------------------------------------------- table look-ups (csrc/cpu/embedding.cpp)
+ *
+ * ids: [batch, k]; g: [batch, k, d] of any type; has_padding: positions with the id `padding` have no gradient.
+ */
+enum { FASTDP_COLUMNS = 256 }; /* columns that one task works on */
+
+/* Index of the first of n ids outside [0, rows), or -1. */
+int64_t fastdp_first_outside(const int64_t *ids, int64_t n, int64_t rows);
+
+/* out[b] = sum over the ids v of sample b of |sum of g[b, t] over t with ids[b, t] = v|^2, in double.
+ * order: scratch, [batch * k]; parts: scratch, [batch * ceil(d / FASTDP_COLUMNS)].
+ */
+void fastdp_embedding_norm_sq(const int64_t *ids, const void *g, int type, int64_t batch, int64_t k, int64_t d,
+                              int has_padding, int64_t padding, int64_t *order, double *parts, double *out,
+                              int threads);
+
+/* out[v] (+)= sum of c[b] g[b, t] over ids[b, t] = v, [rows, d]; samples with c = 0 are not read. add: 0 sets all of
+ * out, 1 adds to it. c and out: float, or double where out_type is F64. All ids must lie in [0, rows).
+ */
+void fastdp_embedding_clipped_sum(const int64_t *ids, const void *g, int type, const void *c, int64_t batch, int64_t k,
+                                  int64_t d, int64_t rows, int has_padding, int64_t padding, void *out, int out_type,
+                                  int add, int threads);
+
+/* ---------------------------------------------------------------- affine norms (csrc/cpu/norm.cpp)
+ *
+ * weight[b, j] = sum_t g[b, t, j] (x[b, t, j] - mean[b, t]) rstd[b, t], bias[b, j] = sum_t g[b, t, j]; x and g
+ * [batch, t, d] of one type; mean (NULL for 0) and rstd [batch, t]; mean, rstd, weight and bias (NULL where not
+ * wanted) float, or double where type is F64.
+ */
+void fastdp_norm_affine(const void *x, const void *g, int type, const void *mean, const void *rstd, int64_t batch,
+                        int64_t t, int64_t d, void *weight, void *bias, int threads);
+
+/* The same with channels before positions: x and g [batch, channels, s]; mean, rstd [batch, groups]; weight and bias
+ * [batch, channels].
+ */
+void fastdp_group_affine(const void *x, const void *g, int type, const void *mean, const void *rstd, int64_t batch,
+                         int64_t channels, int64_t s, int64_t groups, void *weight, void *bias, int threads);
+
 #ifdef __cplusplus
 }
 #endif

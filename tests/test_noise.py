@@ -318,6 +318,32 @@ def test_add_scaled_computes_in_double_and_rounds_once(
     assert tensor._version > version or not tensor.numel()  # autograd can see that it changed
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("std", [1.0, 1e-7, 1e5])
+def test_16_bit_noise_is_float64_noise_rounded_once(backend: str, dtype: torch.dtype, std: float) -> None:
+    found = noise_(torch.full((3001,), math.nan, dtype=dtype), std, KEY, 2, 77)
+    exact = std * draw(3001, KEY, 2, 77, torch.float64)
+    if dtype == torch.float16:
+        overflow = exact.abs() >= 65520
+        assert torch.equal(found.double().isinf(), overflow)
+        found, exact = found[~overflow], exact[~overflow]
+    smallest = -24 if dtype == torch.float16 else -133
+    ulp = torch.finfo(dtype).eps * 2.0 ** exact.abs().log2().floor()
+    assert ((found.double() - exact).abs() <= 0.5000001 * ulp.clamp(min=2.0**smallest)).all()
+
+
+def test_disjoint_ranges_parameters_steps_are_independent_and_normal() -> None:
+    count = 1 << 16
+    draws = [
+        draw(count, step=step, offset=rank * count + 31, dtype=torch.float64) for step in (0, 1) for rank in range(4)
+    ]
+    for x in draws:
+        assert kolmogorov(x) < 1.95
+    for k, x in enumerate(draws):
+        assert all(abs(correlation(x, y)) < 4.5 / math.sqrt(count) for y in draws[:k])
+    assert kolmogorov(torch.stack(draws).t()[0:8000].flatten()) < 1.95  # the same indices across steps and ranks
+
+
 def test_memory_around_is_untouched(backend: str) -> None:
     whole = torch.full((3000,), math.pi)
     noise_(whole[700:1900], 2.0, KEY, 0, 3)

@@ -9,7 +9,7 @@ from .conv import conv_clipped_sum, conv_norm_sq, conv_per_sample
 from .embedding import embedding_clipped_sum, embedding_norm_sq, embedding_per_sample, tied_cross_term
 from .linear import linear_clipped_sum, linear_norm_sq, linear_per_sample
 from .noise import Noise, noise_
-from .norm import norm_affine_per_sample
+from .norm import group_affine_per_sample, norm_affine_per_sample, rms_affine_per_sample
 from .step import noisy_adamw_step_, noisy_sgd_step_
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "embedding_clipped_sum",
     "embedding_norm_sq",
     "embedding_per_sample",
+    "group_affine_per_sample",
     "linear_clipped_sum",
     "linear_norm_sq",
     "linear_per_sample",
@@ -28,5 +29,6 @@ __all__ = [
     "noisy_adamw_step_",
     "noisy_sgd_step_",
     "norm_affine_per_sample",
+    "rms_affine_per_sample",
     "tied_cross_term",
 ]

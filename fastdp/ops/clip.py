@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from .noise import on_cuda
+from .registry import define
 
 KINDS = ("local", "global", "automatic")
 GAMMA = 0.01
 # A norm may come out too small by rounding; factors are computed for a norm larger by this share, so that no
 # contribution exceeds the clipping norm. Float32 accumulation errs by about 1e-7 to 1e-6 here.
 MARGIN = 4e-6
+TINY = 2.0**-126  # float32's smallest normal number: a factor below it would be rounded by more than any margin
+# Below it a squared norm of float32 may have lost what its parts were: gradients this small are not told from 0.
+SMALL = {torch.float32: 2.0**-100, torch.float64: 0.0}
 
 
-def clip_factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gamma: float = GAMMA) -> Tensor:
-    """Factors c with c * norm <= max_grad_norm, [B] float32, 0 where the norm is not finite.
-
-    local: min(1, R / n) (Abadi et al. 2016); global: 1[n <= R], 0 or 1 (Bu et al., Convergence and
-    calibration of DP deep learning); automatic: R / (n + gamma) (Bu et al. 2023, arXiv 2206.07136).
-    Raises ValueError on an unknown kind.
-    """
-    norm = norm_sq.sqrt() * (1 + MARGIN)
+def _factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gamma: float = GAMMA) -> Tensor:
+    if kind not in KINDS:
+        raise ValueError(f"clipping must be one of {', '.join(KINDS)} or a callable, not {kind!r}")
+    if norm_sq.dtype not in SMALL:
+        raise TypeError(f"squared norms are float32 or float64, not {norm_sq.dtype}")
+    if not (0 < max_grad_norm < math.inf and 0 <= gamma < math.inf):
+        raise ValueError(f"max_grad_norm must be positive and gamma not negative, not {max_grad_norm} and {gamma}")
+    norm = norm_sq.double().sqrt() * (1 + MARGIN)  # the rounding of all that follows is far inside the margin
     if kind == "local":
         factors = (max_grad_norm / norm).clamp(max=1.0)
     elif kind == "global":
-        factors = (norm <= max_grad_norm).to(norm.dtype)
-    elif kind == "automatic":
-        factors = max_grad_norm / (norm + gamma)
+        factors = (norm <= max_grad_norm).double()
     else:
-        raise ValueError(f"clipping must be one of {', '.join(KINDS)} or a callable, not {kind!r}")
-    keep = torch.isfinite(norm)
+        factors = max_grad_norm / (norm + gamma)
+    keep = torch.isfinite(norm) & (factors >= TINY)
     if kind == "automatic" and gamma == 0:
-        keep &= norm > 0
-    return torch.where(keep, factors, torch.zeros_like(factors))
+        keep &= norm_sq > SMALL[norm_sq.dtype]
+    # a factor that float32 cannot hold (automatic, of tiny norms) is as large as may be
+    factors = factors.clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(keep, factors, torch.zeros_like(factors)).float()
+
+
+_factors_op = define(
+    "clip_factors(Tensor norm_sq, float max_grad_norm, str kind='local', float gamma=0.01) -> Tensor",
+    _factors,
+    lambda norm_sq, max_grad_norm, kind="local", gamma=GAMMA: norm_sq.new_empty(norm_sq.shape, dtype=torch.float32),
+    CUDA=on_cuda("clip_factors"),
+)
+
+
+def clip_factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gamma: float = GAMMA) -> Tensor:
+    """Factors c with c * norm <= max_grad_norm in exact arithmetic, [B] float32, 0 where the norm is not finite.
+
+    local: min(1, R / n) (Abadi et al. 2016); global: 1[n <= R], 0 or 1 (Bu et al., Convergence and
+    calibration of DP deep learning); automatic: R / (n + gamma) (Bu et al. 2023, arXiv 2206.07136).
+    norm_sq [B] squared norms, float32 or float64; n is their root enlarged by the share MARGIN. Factors below
+    float32's smallest normal number are 0; so are those of zero gradients (and of float32 squares below 2^-100,
+    which may be rounding) under gamma = 0. Raises ValueError on an unknown kind, TypeError on another type.
+    """
+    return _factors_op(norm_sq, max_grad_norm, kind, gamma)  # type: ignore[no-any-return]

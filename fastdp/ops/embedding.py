@@ -1,20 +1,26 @@
 """Gradients of table look-ups per sample: G_b[v] = sum of g_t over the positions t with id v.
 
-The cross term of a table that is also the output head: design of fastdp, exact without G_b.
+Only rows that were looked up are touched: B K d work, no table per sample. The cross term of a table that is also
+the output head: design of fastdp, exact without G_b. Equal ids are added in a fixed order, without atomics.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .common import accumulate, chunks, scaled, square_sum
+from .common import accumulate, chunks, norm_type, scaled, square_sum, sum_type
+from .noise import TYPES, on_cuda
+from .registry import cpp, define, native
 
 
 def _two(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     if ids.shape != g.shape[:-1] or ids.dim() == 0:
         raise ValueError(f"expected ids [B,...] and g [B,...,d]; got {tuple(ids.shape)} and {tuple(g.shape)}")
-    return ids.reshape(ids.size(0), -1), accumulate(g.reshape(ids.size(0), -1, g.size(-1)))
+    positions = ids.numel() // ids.size(0) if ids.size(0) else 0
+    return ids.reshape(ids.size(0), positions), g.reshape(ids.size(0), positions, g.size(-1))
 
 
 def _without_padding(ids: Tensor, g: Tensor, padding_idx: int | None) -> Tensor:
@@ -23,39 +29,188 @@ def _without_padding(ids: Tensor, g: Tensor, padding_idx: int | None) -> Tensor:
     return torch.where((ids == padding_idx).unsqueeze(-1), torch.zeros((), dtype=g.dtype, device=g.device), g)
 
 
-def embedding_norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Squared norm of each sample's table gradient. ids [B,...] int, g [B,...,d] -> [B] float32.
+# ---------------------------------------------------------------------- reference
 
-    Rows of one sample with equal ids are added first; rows of `padding_idx` (not negative) have no gradient.
-    """
+
+def _norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    kind = norm_type(g, dtype)
     ids, g = _two(ids, g)
-    g = _without_padding(ids, g, padding_idx)
+    g = _without_padding(ids, accumulate(g), padding_idx)
     batch, k, d = g.shape
-    if k <= 1 or batch == 0:
-        return square_sum(g)
+    if g.numel() == 0:
+        return g.new_zeros(batch, dtype=kind)
+    if k == 1:
+        return square_sum(g).to(kind)
     if g.device.type == "cpu":
         ordered, order = ids.sort(dim=1, stable=True)
         fresh = torch.ones_like(ids)
         fresh[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        segment = torch.empty_like(ids).scatter_(1, order, fresh.cumsum(1) - 1)  # of each position
-        segment += torch.arange(batch).unsqueeze(1) * k
-        sums = g.new_zeros(batch * k, d).index_add_(0, segment.flatten(), g.reshape(-1, d))
-        return square_sum(sums.view(batch, k, d))
+        segment = torch.empty_like(ids).scatter_(1, order, fresh.cumsum(1).to(ids.dtype) - 1)  # of each position
+        segment += torch.arange(batch, dtype=ids.dtype).unsqueeze(1) * k
+        sums = g.new_zeros(batch * k, d).index_add_(0, segment.flatten(), g.flatten(0, 1))
+        return square_sum(sums.view(batch, k, d)).to(kind)
     out = g.new_empty(batch, dtype=torch.float64)  # equal ids by comparison: a fixed order of summation, no atomics
     for low, high in chunks(batch, 2 * k * k * g.element_size()):
         same = ids[low:high, :, None] == ids[low:high, None, :]
         sums = torch.bmm(same.to(g.dtype), g[low:high])  # for each position the sum over its id
         out[low:high] = (sums * g[low:high]).sum((1, 2), dtype=torch.float64)
+    return out.to(kind)
+
+
+def _outside(value: int, rows: int) -> IndexError:
+    return IndexError(f"id {value} is outside the table of {rows} rows")
+
+
+def _check_ids(ids: Tensor, rows: int) -> None:
+    if ids.device.type == "cpu" and ids.numel():  # on a device indexing itself asserts
+        bad = (ids < 0) | (ids >= rows)
+        if bool(bad.any()):
+            raise _outside(int(ids[bad][0]), rows)
+
+
+def _per_sample(ids: Tensor, g: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
+    ids, g = _two(ids, g)
+    _check_ids(ids, num_embeddings)
+    batch, _, d = g.shape
+    flat = ids + torch.arange(batch, device=ids.device).unsqueeze(1) * num_embeddings
+    g = _without_padding(ids, accumulate(g), padding_idx).flatten(0, 1)
+    return g.new_zeros(batch * num_embeddings, d).index_add_(0, flat.flatten(), g).view(batch, num_embeddings, d)
+
+
+def _clipped_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
+    out = g.new_zeros(num_embeddings, g.size(-1), dtype=sum_type(g))
+    _add_clipped_sum(ids, g, c, num_embeddings, padding_idx, out=out)
     return out
 
 
-def embedding_per_sample(ids: Tensor, g: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
-    """The table gradient of each sample, [B, num_embeddings, d]."""
+def _add_clipped_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding_idx: int | None = None, *,
+                     out: Tensor) -> None:  # fmt: skip
     ids, g = _two(ids, g)
-    batch, _, d = g.shape
-    flat = ids + torch.arange(batch, device=ids.device).unsqueeze(1) * num_embeddings
-    g = _without_padding(ids, g, padding_idx).reshape(-1, d)
-    return g.new_zeros(batch * num_embeddings, d).index_add_(0, flat.flatten(), g).view(batch, num_embeddings, d)
+    _check_sum(ids, g, c, num_embeddings, out)
+    _check_ids(ids, num_embeddings)
+    g = scaled(_without_padding(ids, accumulate(g), padding_idx), c)
+    out.index_add_(0, ids.flatten(), g.flatten(0, 1).to(out.dtype))
+
+
+def _check_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, out: Tensor) -> None:
+    if c.shape != ids.shape[:1] or out.shape != (num_embeddings, g.size(-1)):
+        raise ValueError(
+            f"expected c [{ids.size(0)}] and out [{num_embeddings}, {g.size(-1)}]; got {tuple(c.shape)} and "
+            f"{tuple(out.shape)}"
+        )
+
+
+def _cross_term(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_head: Tensor, *,
+                dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    kind = norm_type(g_embedding, dtype)
+    ids, e = _two(ids, g_embedding)
+    e, h, g = accumulate(e), accumulate(h_head), accumulate(g_head)
+    out = e.new_empty(ids.size(0), dtype=torch.float64)
+    for low, high in chunks(ids.size(0), 2 * ids.size(1) * h.size(1) * e.element_size()):
+        dots = torch.bmm(h[low:high], e[low:high].mT)  # [b, T, K]
+        picked = g[low:high].gather(2, ids[low:high, None, :].expand(-1, h.size(1), -1))
+        out[low:high] = (dots * picked).sum((1, 2), dtype=torch.float64)
+    return out.to(kind)
+
+
+# ---------------------------------------------------------------------- C++
+
+
+def _native_norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None = None, *,
+                    dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    kind = norm_type(g, dtype)
+    ids, g = _two(ids, g)
+    if g.dtype not in TYPES:
+        return _norm_sq(ids, g, padding_idx, dtype=dtype)
+    ids, g = ids.long().contiguous(), g.contiguous()
+    out = torch.empty(g.size(0), dtype=torch.float64)
+    module: Any = native()
+    module.embedding_norm_sq(ids.data_ptr(), g.data_ptr(), TYPES[g.dtype], *g.shape, padding_idx, out.data_ptr(),
+                             torch.get_num_threads())  # fmt: skip
+    return out.to(kind)
+
+
+def _native_sum_into(ids: Tensor, g: Tensor, c: Tensor, rows: int, padding_idx: int | None, out: Tensor,
+                     add: bool) -> None:  # fmt: skip
+    ids, g = _two(ids, g)
+    _check_sum(ids, g, c, rows, out)
+    ids, g, c = ids.long().contiguous(), g.contiguous(), c.to(out.dtype).contiguous()
+    module: Any = native()
+    outside = module.embedding_clipped_sum(
+        ids.data_ptr(), g.data_ptr(), TYPES[g.dtype], c.data_ptr(), *g.shape, rows, padding_idx, out.data_ptr(),
+        TYPES[out.dtype], add, torch.get_num_threads(),
+    )  # fmt: skip
+    if outside >= 0:
+        raise _outside(int(ids.view(-1)[outside]), rows)
+
+
+def _native_clipped_sum(
+    ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding_idx: int | None = None
+) -> Tensor:
+    if g.dtype not in TYPES:
+        return _clipped_sum(ids, g, c, num_embeddings, padding_idx)
+    out = torch.empty(num_embeddings, g.size(-1), dtype=sum_type(g))
+    _native_sum_into(ids, g, c, num_embeddings, padding_idx, out, False)
+    return out
+
+
+def _native_add_clipped_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding_idx: int | None = None, *,
+                            out: Tensor) -> None:  # fmt: skip
+    if g.dtype not in TYPES or not out.is_contiguous() or out.dtype != sum_type(g):
+        return _add_clipped_sum(ids, g, c, num_embeddings, padding_idx, out=out)
+    _native_sum_into(ids, g, c, num_embeddings, padding_idx, out, True)
+    torch.autograd.graph.increment_version(out)
+
+
+# ---------------------------------------------------------------------- operators
+
+_norm_sq_op = define(
+    "embedding_norm_sq(Tensor ids, Tensor g, int? padding_idx=None, *, ScalarType? dtype=None) -> Tensor",
+    _norm_sq,
+    lambda ids, g, padding_idx=None, *, dtype=None: g.new_empty(ids.size(0), dtype=norm_type(g, dtype)),
+    CPU=cpp(_native_norm_sq), CUDA=on_cuda("embedding_norm_sq"),
+)  # fmt: skip
+_per_sample_op = define(
+    "embedding_per_sample(Tensor ids, Tensor g, SymInt num_embeddings, int? padding_idx=None) -> Tensor",
+    _per_sample,
+    lambda ids, g, n, padding_idx=None: g.new_empty(ids.size(0), n, g.size(-1), dtype=sum_type(g)),
+)
+_clipped_sum_op = define(
+    "embedding_clipped_sum(Tensor ids, Tensor g, Tensor c, SymInt num_embeddings, int? padding_idx=None) -> Tensor",
+    _clipped_sum,
+    lambda ids, g, c, n, padding_idx=None: g.new_empty(n, g.size(-1), dtype=sum_type(g)),
+    CPU=cpp(_native_clipped_sum), CUDA=on_cuda("embedding_clipped_sum"),
+)  # fmt: skip
+_add_clipped_sum_op = define(
+    "embedding_clipped_sum.out(Tensor ids, Tensor g, Tensor c, SymInt num_embeddings, int? padding_idx=None, *, "
+    "Tensor(a!) out) -> ()",
+    _add_clipped_sum,
+    lambda ids, g, c, n, padding_idx=None, *, out: None,
+    CPU=cpp(_native_add_clipped_sum), CUDA=on_cuda("embedding_clipped_sum"),
+)  # fmt: skip
+_cross_term_op = define(
+    "tied_cross_term(Tensor ids, Tensor g_embedding, Tensor h_head, Tensor g_head, *, ScalarType? dtype=None) "
+    "-> Tensor",
+    _cross_term,
+    lambda ids, e, h, g, *, dtype=None: e.new_empty(ids.size(0), dtype=norm_type(e, dtype)),
+)
+
+
+def embedding_norm_sq(
+    ids: Tensor, g: Tensor, padding_idx: int | None = None, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Squared norm of each sample's table gradient: sum_v |sum_{t: ids_t = v} g_t|^2.
+
+    Args: ids [B,...] of integers; g [B,...,d] output gradients; padding_idx (not negative) the id of positions
+    without a gradient; dtype of the result: float32 (float64 for float64 g) unless given.
+    Returns: [B]. Raises ValueError on shapes.
+    """
+    return _norm_sq_op(ids, g, padding_idx, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def embedding_per_sample(ids: Tensor, g: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
+    """The table gradient of each sample, materialised: [B, num_embeddings, d]. Raises IndexError on an id outside."""
+    return _per_sample_op(ids, g, num_embeddings, padding_idx)  # type: ignore[no-any-return]
 
 
 def embedding_clipped_sum(
@@ -66,25 +221,22 @@ def embedding_clipped_sum(
     padding_idx: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """sum_b c_b (table gradient of sample b), [num_embeddings, d] float32; added to `out` if given."""
-    ids, g = _two(ids, g)
-    g = scaled(_without_padding(ids, g, padding_idx), c)
+    """sum_b c_b (table gradient of sample b), [num_embeddings, d] float32; added to `out` if given.
+
+    Args: ids [B,...], g [B,...,d] as of `embedding_norm_sq`; c [B] factors: samples with c = 0 are not read as
+    numbers. Raises ValueError on shapes, IndexError on an id outside the table (on the CPU; then nothing is added).
+    """
     if out is None:
-        out = g.new_zeros(num_embeddings, g.size(-1))
-    return out.index_add_(0, ids.flatten(), g.reshape(-1, g.size(-1)).to(out.dtype))
+        return _clipped_sum_op(ids, g, c, num_embeddings, padding_idx)  # type: ignore[no-any-return]
+    _add_clipped_sum_op(ids, g, c, num_embeddings, padding_idx, out=out)
+    return out
 
 
-def tied_cross_term(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_head: Tensor) -> Tensor:
+def tied_cross_term(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_head: Tensor, *,
+                    dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     """<G_embedding, G_head> of each sample, for one table used to look up and as the head's weight.
 
     ids [B,K], g_embedding [B,K,d] of the look-up; h_head [B,T,d], g_head [B,T,V] of the head -> [B]:
-    sum_{k,t} g_head[t, ids_k] (g_embedding_k . h_head_t).
+    sum_{k,t} g_head[t, ids_k] (g_embedding_k . h_head_t), of type `dtype` (float32; float64 for float64 inputs).
     """
-    ids, e = _two(ids, g_embedding)
-    h, g = accumulate(h_head), accumulate(g_head)
-    out = e.new_empty(ids.size(0))
-    for low, high in chunks(ids.size(0), 2 * ids.size(1) * h.size(1) * e.element_size()):
-        dots = torch.bmm(h[low:high], e[low:high].mT)  # [b, T, K]
-        picked = g[low:high].gather(2, ids[low:high, None, :].expand(-1, h.size(1), -1))
-        out[low:high] = (dots * picked).sum((1, 2))
-    return out
+    return _cross_term_op(ids, g_embedding, h_head, g_head, dtype=dtype)  # type: ignore[no-any-return]

@@ -36,7 +36,7 @@ class Lookup(Use):
         return cls(operand, ids, grads.reshape(batch, ids.size(1), width), name)
 
     def norm_sq(self) -> Tensor:
-        return ops.embedding_norm_sq(self.ids, self.g)
+        return ops.embedding_norm_sq(self.ids, self.g, dtype=torch.float64)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         rows = ops.embedding_per_sample(self.ids[low:high], self.g[low:high], self.operand.size(0))
