@@ -12,7 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import Tile, aligned, device_limits, dot, extent, float32_is_exact, grouped, is_half, precision
+from .common import (
+    Tile,
+    aligned,
+    device_limits,
+    dot,
+    extent,
+    float32_is_exact,
+    grouped,
+    has_kernel,
+    is_half,
+    precision,
+    wide,
+)
 from .linear import as_rows, matrix_tile
 
 SHORT = 32  # samples of fewer rows are scaled row by row
@@ -21,7 +33,7 @@ MOST_SPLITS = 16
 
 @triton.jit
 def clipped_kernel(
-    p_a, p_g, p_c, p_out, B, T, I, O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
+    p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
     stride_os, stride_oo, stride_oi, n_o, n_i, share,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +44,7 @@ def clipped_kernel(
     o_o = i_o * BLOCK_O + tl.arange(0, BLOCK_O)
     o_i = i_i * BLOCK_I + tl.arange(0, BLOCK_I)
     o_step = tl.arange(0, BLOCK_T)
-    m_o, m_i = (o_o < O)[:, None], (o_i < I)[None, :]
+    m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
     p_g += o_o.to(tl.int64)[:, None] * stride_go
     p_a += o_i.to(tl.int64)[None, :] * stride_ai
     total = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
@@ -66,7 +78,7 @@ def _upper(x):
 
 @triton.jit
 def clipped_rows_kernel(
-    p_a, p_g, p_c, p_out, B, T, I, O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
+    p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
     stride_os, stride_oo, stride_oi, n_o, n_i, share,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +88,7 @@ def clipped_rows_kernel(
     i_o, i_i = grouped(pid % (n_o * n_i), n_o, n_i, 8)
     o_o = i_o * BLOCK_O + tl.arange(0, BLOCK_O)
     o_i = i_i * BLOCK_I + tl.arange(0, BLOCK_I)
-    m_o, m_i = (o_o < O)[:, None], (o_i < I)[None, :]
+    m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
     p_g += o_o.to(tl.int64)[:, None] * stride_go
     p_a += o_i.to(tl.int64)[None, :] * stride_ai
     total = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
@@ -104,12 +116,12 @@ def clipped_rows_kernel(
 
 
 @triton.jit
-def add_parts_kernel(p_part, p_out, parts, O, I, stride_oo, stride_oi, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def add_parts_kernel(p_part, p_out, parts, D_O, D_I, stride_oo, stride_oi, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of groups of samples, [parts, O, I], added in their order."""
     o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = O.to(tl.int64) * I
+    size = D_O.to(tl.int64) * D_I
     m_n = o_n < size
-    p_to = p_out + o_n // I * stride_oo + o_n % I * stride_oi
+    p_to = p_out + o_n // D_I * stride_oo + o_n % D_I * stride_oi
     total = tl.zeros([BLOCK], tl.float32)
     if ADD:
         total = tl.load(p_to, mask=m_n, other=0.0)
@@ -128,8 +140,7 @@ def splits(batch: int, tiles: int, units: int) -> int:
 
 def rows_tile(a: Tensor, g: Tensor) -> Tile:
     """The tile where rows are scaled one by one."""
-    wide = aligned(a, g)
-    tile = Tile(extent(g.size(2), 64 if wide else 32), extent(a.size(2), 64), 16, 4, 2)
+    tile = Tile(extent(g.size(2), 64 if aligned(a, g) else 32), extent(a.size(2), 64), 16, 4, 2)
     return tile._replace(k=32, stages=3) if is_half(a) else tile
 
 
@@ -150,17 +161,25 @@ def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor | None = Non
     if c.shape != (a.size(0),) or (out is not None and out.shape != shape):
         raise ValueError(f"expected factors [{a.size(0)}] and out {shape}; got {tuple(c.shape)}, "
                          f"{None if out is None else tuple(out.shape)}")  # fmt: skip
-    if tile is None and parts is None and (a.dtype == torch.float64 or not is_half(a) and float32_is_exact()):
+    if tile is None and parts is None and not is_half(a) and (not has_kernel(a) or float32_is_exact()):
         total = clipped_sum_prescaled(a, g, c)
         return total if out is None else out.add_(total)
     if out is not None and out.dtype != torch.float32:
         return out.add_(linear_clipped_sum(a, g, c, tile=tile, parts=parts))
     if 0 in (*a.shape, shape[0]):
         return a.new_zeros(shape, dtype=torch.float32) if out is None else out
-    target = a.new_empty(shape, dtype=torch.float32) if out is None else out
     with torch.cuda.device_of(a):
-        _launch(a, g, c, target, out is not None, tile, parts)
-    return target
+        if tile is not None or not is_half(a) or aligned(a, g):
+            target = a.new_empty(shape, dtype=torch.float32) if out is None else out
+            _launch(a, g, c, target, out is not None, tile, parts)
+            return target
+        total = a.new_empty(0, dtype=torch.float32)  # of columns filled up to whole vectors
+        for part_a, part_g, rows in wide(a, g):
+            if rows.start == 0:
+                total = a.new_empty((part_g.size(2), part_a.size(2)), dtype=torch.float32)
+            _launch(part_a, part_g, c[rows], total, rows.start > 0, None, parts)
+    total = total[: shape[0], : shape[1]]
+    return total.contiguous() if out is None else out.add_(total)
 
 
 def add_linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +25,8 @@ CHUNK = 1024  # so many products are summed by a matrix unit before the sum goes
 # Matrix units cut their sums off towards zero after each 16 products: half a unit in the last place on average,
 # of a sum that is half grown on average. Norms are enlarged by that share a factor and step.
 TRUNCATION = 2.0**-25
+VECTOR = 16  # elements
+PAD_BYTES = 256 * 2**20
 
 
 class Tile(NamedTuple):
@@ -57,12 +62,15 @@ def triangle(tile, n, GROUP: tl.constexpr):
 
 @triton.jit
 def tile_sums(m):
-    """Sum and sum of squares of a tile, float64; the tile is scaled, so that no square under- or overflows."""
-    top = tl.maximum(tl.max(tl.max(tl.abs(m), 1), 0), SMALLEST)
+    """Sum and sum of squares of a tile, float64; the tile is scaled, so that no square under- or overflows.
+
+    Reduced over both axes at once: Triton 3.6 does not compile one after the other for sm_100.
+    """
+    top = tl.maximum(tl.max(tl.abs(m)), SMALLEST)
     m = m * (1.0 / top)
     top = top.to(tl.float64)
-    total = tl.sum(tl.sum(m, 1), 0).to(tl.float64)
-    squares = tl.sum(tl.sum(m * m, 1), 0).to(tl.float64)
+    total = tl.sum(m).to(tl.float64)
+    squares = tl.sum(m * m).to(tl.float64)
     return total * top, squares * top * top
 
 
@@ -90,10 +98,11 @@ def finish_kernel(p_value, p_spread, p_out, n, enlarge, GUARD: tl.constexpr, BLO
 def finish(value: Tensor, spread: Tensor | None, enlarge: float, dtype: torch.dtype) -> Tensor:
     """Partial sums [B, n] float64 (and sums of squared summands, for the guard) -> [B]."""
     out = torch.empty(value.size(0), dtype=dtype, device=value.device)
-    finish_kernel[(value.size(0),)](
-        value, value if spread is None else spread, out, value.size(1), enlarge,
-        GUARD=spread is not None, BLOCK=256, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(value):
+        finish_kernel[(value.size(0),)](
+            value, value if spread is None else spread, out, value.size(1), enlarge,
+            GUARD=spread is not None, BLOCK=256, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -102,16 +111,21 @@ def is_half(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
+def has_kernel(tensor: Tensor) -> bool:
+    """Whether kernels take such numbers; float64 and complex ones are left to plain PyTorch."""
+    return tensor.dtype == torch.float32 or is_half(tensor)
+
+
 def truncation(products: int) -> float:
     """By how much sums of so many products of 16-bit numbers come out too small on a matrix unit, at most."""
     return TRUNCATION * triton.cdiv(min(products, CHUNK), 16)
 
 
 def norm_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type of squared norms: as asked for, else float32 (float64 for float64)."""
+    """The type of squared norms: as asked for, else float32 (float64 for float64 and complex128)."""
     if dtype not in (None, torch.float32, torch.float64):
         raise ValueError(f"norms are float32 or float64, not {dtype}")
-    return dtype or (torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    return dtype or (torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32)
 
 
 def same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,11 +183,30 @@ def device_limits(device: torch.device) -> Device:
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether rows begin at multiples of 16 bytes, which wide and asynchronous loads need."""
+    """Whether Triton can load 16 bytes at once: strides and sizes of whole vectors, as it specialises on them."""
     return all(
-        x.storage_offset() * x.itemsize % 16 == 0 and all(s == 1 or s * x.itemsize % 16 == 0 for s in x.stride())
+        x.storage_offset() * x.itemsize % 16 == 0
+        and all(stride == 1 or stride % VECTOR == 0 for stride in x.stride())
+        and all(size % VECTOR == 0 for size, stride in zip(x.shape, x.stride(), strict=True) if stride == 1)
         for x in tensors
     )
+
+
+def wide(a: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """a and g [B,T,*] as they are if their rows allow wide loads, else copied with zeros to whole vectors of columns,
+    so many samples at a time as fit PAD_BYTES; with the samples they are of.
+    """
+    if not is_half(a) or aligned(a, g):
+        yield a, g, slice(0, a.size(0))
+        return
+    bytes_per_sample = sum(x.size(1) * (x.size(2) + VECTOR) * x.itemsize for x in (a, g) if not aligned(x))
+    count = max(1, PAD_BYTES // bytes_per_sample)
+    for low in range(0, a.size(0), count):
+        rows = slice(low, min(a.size(0), low + count))
+        part_a, part_g = (
+            x[rows] if aligned(x) else F.pad(x[rows], (0, -x.size(2) % VECTOR)).contiguous() for x in (a, g)
+        )
+        yield part_a, part_g, rows
 
 
 def stages(bytes_per_stage: int, shared: int, most: int = 4) -> int:
@@ -183,4 +216,17 @@ def stages(bytes_per_stage: int, shared: int, most: int = 4) -> int:
 
 def float32_is_exact() -> bool:
     """Whether PyTorch's float32 matrix products are of float32, not of tf32 or bfloat16 numbers."""
-    return torch.get_float32_matmul_precision() == "highest"
+    ours, general = torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision
+    return ours == "ieee" or (ours == "none" and general in ("none", "ieee"))
+
+
+@contextlib.contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Within it cuDNN's convolutions are of float32 numbers, by PyTorch's default of tf32 ones, and always the same."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision, cudnn.deterministic
+    cudnn.conv.fp32_precision, cudnn.deterministic = "ieee", True
+    try:
+        yield
+    finally:
+        cudnn.conv.fp32_precision, cudnn.deterministic = before

@@ -19,8 +19,22 @@ from torch import Tensor
 
 from . import linear
 from .common import (
-    CHUNK, Tile, device_limits, dot, extent, finish, grouped, is_half, norm_type, precision, same_type, tile_sums,
-    triangle, truncation,
+    CHUNK,
+    Tile,
+    device_limits,
+    dot,
+    exact_convolutions,
+    extent,
+    finish,
+    grouped,
+    has_kernel,
+    is_half,
+    norm_type,
+    precision,
+    same_type,
+    tile_sums,
+    triangle,
+    truncation,
 )  # fmt: skip
 
 Size = int | Sequence[int]
@@ -68,7 +82,7 @@ def _patches(p_x, o_p, o_n, P, N, depth, height, width, out_h, out_w, stride_c, 
 
 @triton.jit
 def conv_kernel(
-    p_x, p_g, p_c, p_out, B, P, N, O, depth, height, width, out_h, out_w,
+    p_x, p_g, p_c, p_out, B, P, N, D_O, depth, height, width, out_h, out_w,
     stride_xb, stride_xg, stride_c, stride_d, stride_h, stride_w, stride_gb, stride_gg, stride_go, stride_gp,
     groups, n_o, n_n, share, flush,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, MODE: tl.constexpr,
@@ -94,7 +108,7 @@ def conv_kernel(
     for step in range(first * steps, tl.minimum(first + share, B) * steps):
         i_b, i_p = (step // steps).to(tl.int64), step % steps
         o_p = i_p * BLOCK_P + tl.arange(0, BLOCK_P)
-        m_g = (o_o < O)[:, None] & (o_p < P)[None, :]
+        m_g = (o_o < D_O)[:, None] & (o_p < P)[None, :]
         g = tl.load(p_row + i_b * stride_gb + o_p.to(tl.int64)[None, :] * stride_gp, mask=m_g, other=0.0)
         x = _patches(p_x + i_b * stride_xb, o_p, o_n, P, N, depth, height, width, out_h, out_w,
                      stride_c, stride_d, stride_h, stride_w, KERNEL, STRIDE, PADDING, DILATION)  # fmt: skip
@@ -110,13 +124,13 @@ def conv_kernel(
         value, squares = tile_sums(total)  # |tile of G|^2
         tl.store(p_out + pid, squares)
     else:
-        row = (i_split.to(tl.int64) * groups + i_group) * O + o_o
-        tl.store(p_out + row[:, None] * N + o_n[None, :], total, mask=(o_o < O)[:, None] & (o_n < N)[None, :])
+        row = (i_split.to(tl.int64) * groups + i_group) * D_O + o_o
+        tl.store(p_out + row[:, None] * N + o_n[None, :], total, mask=(o_o < D_O)[:, None] & (o_n < N)[None, :])
 
 
 @triton.jit
 def conv_gram_kernel(
-    p_x, p_g, p_value, p_spread, P, N, O, depth, height, width, out_h, out_w,
+    p_x, p_g, p_value, p_spread, P, N, D_O, depth, height, width, out_h, out_w,
     stride_xb, stride_xg, stride_c, stride_d, stride_h, stride_w, stride_gb, stride_gg, stride_go, stride_gp,
     groups, n,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
@@ -132,18 +146,21 @@ def conv_gram_kernel(
     o_col = i_col * BLOCK + tl.arange(0, BLOCK)
     p_x += i_b * stride_xb + i_group * stride_xg
     m = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for start in range(0, N, CHUNK if CHUNK_N else 1 << 30):
-        acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-        for k in range(start, tl.minimum(start + CHUNK, N) if CHUNK_N else N, BLOCK_N):
-            o_n = k + tl.arange(0, BLOCK_N)
-            row = _patches(p_x, o_row, o_n, P, N, depth, height, width, out_h, out_w,
-                           stride_c, stride_d, stride_h, stride_w, KERNEL, STRIDE, PADDING, DILATION)  # fmt: skip
-            col = _patches(p_x, o_col, o_n, P, N, depth, height, width, out_h, out_w,
-                           stride_c, stride_d, stride_h, stride_w, KERNEL, STRIDE, PADDING, DILATION)  # fmt: skip
-            acc = dot(row, tl.trans(col), acc, PRECISION)
-        m += acc
+    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for k in range(0, N, BLOCK_N):
+        o_n = k + tl.arange(0, BLOCK_N)
+        row = _patches(p_x, o_row, o_n, P, N, depth, height, width, out_h, out_w,
+                       stride_c, stride_d, stride_h, stride_w, KERNEL, STRIDE, PADDING, DILATION)  # fmt: skip
+        col = _patches(p_x, o_col, o_n, P, N, depth, height, width, out_h, out_w,
+                       stride_c, stride_d, stride_h, stride_w, KERNEL, STRIDE, PADDING, DILATION)  # fmt: skip
+        acc = dot(row, tl.trans(col), acc, PRECISION)
+        if CHUNK_N:
+            if (k + BLOCK_N) % CHUNK == 0:
+                m += acc
+                acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    m += acc
     # M_pq = (patch_p . patch_q)(g_p . g_q)
-    m *= linear._rows_product(p_g + i_b * stride_gb + i_group * stride_gg, o_row, o_col, P, O, stride_gp, stride_go,
+    m *= linear._rows_product(p_g + i_b * stride_gb + i_group * stride_gg, o_row, o_col, P, D_O, stride_gp, stride_go,
                               BLOCK, BLOCK_O, CHUNK, CHUNK_O, PRECISION)  # fmt: skip
     value, spread = tile_sums(m)
     weight = tl.where(i_row == i_col, 1.0, 2.0).to(tl.float64)
@@ -248,7 +265,7 @@ def _by_pytorch(p: Problem, x: Tensor, g: Tensor) -> Tensor:
     depth = g.size(2) // (p.out[0] * p.out[1])
     k, s, pad, d = p.geometry
     weight = x.new_empty(1).expand(*p.weight[:2], *k)
-    with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+    with exact_convolutions():
         return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
             g.reshape(*g.shape[:2], depth, *p.out), x, weight, None, list(s), list(pad), list(d), False, [0, 0, 0],
             p.groups, [False, True, False],
@@ -269,8 +286,9 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
     p = problem(x, g, kernel_size, stride, padding, dilation, groups)
     if _empty(p):
         return x.new_zeros(x.size(0), dtype=kind)
-    if p.x.dtype == torch.float64:
-        return conv_per_sample(x, g, kernel_size, stride, padding, dilation, groups).flatten(1).square().sum(1).to(kind)
+    if not has_kernel(p.x):
+        rows = conv_per_sample(x, g, kernel_size, stride, padding, dilation, groups)
+        return torch.linalg.vector_norm(rows.flatten(1), dim=1).square().to(kind)
     if _pointwise(p):
         return linear.linear_norm_sq(*_rows(p), method, dtype=kind, tile=tile)
     outputs = p.weight[0] // groups
@@ -302,10 +320,10 @@ def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, p
     """The weight gradient of each sample, [B, O, C / groups, *kernel_size] float32 (float64 for float64)."""
     p = problem(x, g, kernel_size, stride, padding, dilation, groups)
     batch = x.size(0)
-    kind = torch.float64 if p.x.dtype == torch.float64 else torch.float32
+    kind = torch.float32 if is_half(p.x) else p.x.dtype
     if _empty(p):
         return x.new_zeros((batch, *p.weight), dtype=kind)
-    if kind == torch.float64:
+    if not has_kernel(p.x):
         return torch.stack([_by_pytorch(p, p.x[b : b + 1], p.g[b : b + 1]) for b in range(batch)])
     if _pointwise(p):
         return linear.linear_per_sample(*_rows(p), tile=tile).view(batch, *p.weight)
@@ -326,7 +344,7 @@ def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Size, stride:
     if c.shape != (x.size(0),):
         raise ValueError(f"expected factors [{x.size(0)}], got {tuple(c.shape)}")
     if _empty(p):
-        total = x.new_zeros(p.weight, dtype=torch.float64 if p.x.dtype == torch.float64 else torch.float32)
+        total = x.new_zeros(p.weight, dtype=torch.float32 if is_half(p.x) else p.x.dtype)
     elif not is_half(p.x) and tile is None:
         drop, zero = c == 0, torch.zeros((), dtype=p.x.dtype, device=x.device)
         factors = c.to(p.x.dtype)[:, None, None]

@@ -13,8 +13,25 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import (
-    CHUNK, Tile, aligned, device_limits, dot, extent, finish, float32_is_exact, grouped, is_half, norm_type, precision,
-    same_type, stages, tile_sums, triangle, truncation,
+    CHUNK,
+    Tile,
+    aligned,
+    device_limits,
+    dot,
+    extent,
+    finish,
+    float32_is_exact,
+    grouped,
+    has_kernel,
+    is_half,
+    norm_type,
+    precision,
+    same_type,
+    stages,
+    tile_sums,
+    triangle,
+    truncation,
+    wide,
 )  # fmt: skip
 
 STORED_T = 256  # up to so many positions the T x T products are stored; a guess until measured
@@ -30,7 +47,7 @@ def _rows_product(p_x, o_row, o_col, T, K, stride_t, stride_k, BLOCK: tl.constex
     p_col = p_x + o_col.to(tl.int64)[None, :] * stride_t
     m_row, m_col = (o_row < T)[:, None], (o_col < T)[None, :]
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for start in range(0, K, CHUNK if CHUNKED else 1 << 30):
+    for start in range(0, K, CHUNK if CHUNKED else 1 << 30):  # a loop each: one loop with a branch spills registers
         acc = tl.zeros([BLOCK, BLOCK], tl.float32)
         for k in range(start, tl.minimum(start + CHUNK, K) if CHUNKED else K, BLOCK_K):
             o = k + o_k
@@ -46,7 +63,7 @@ def _rows_product(p_x, o_row, o_col, T, K, stride_t, stride_k, BLOCK: tl.constex
 
 @triton.jit
 def gram_kernel(
-    p_a, p_g, p_value, p_spread, T, I, O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, n,
+    p_a, p_g, p_value, p_spread, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, n,
     BLOCK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, CHUNK: tl.constexpr,
     CHUNK_I: tl.constexpr, CHUNK_O: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -58,9 +75,9 @@ def gram_kernel(
     o_row = i_row * BLOCK + tl.arange(0, BLOCK)
     o_col = i_col * BLOCK + tl.arange(0, BLOCK)
     # M_ts = (a_t . a_s)(g_t . g_s)
-    m = _rows_product(p_a + i_b * stride_ab, o_row, o_col, T, I, stride_at, stride_ai, BLOCK, BLOCK_I, CHUNK, CHUNK_I,
+    m = _rows_product(p_a + i_b * stride_ab, o_row, o_col, T, D_I, stride_at, stride_ai, BLOCK, BLOCK_I, CHUNK, CHUNK_I,
                       PRECISION)  # fmt: skip
-    m *= _rows_product(p_g + i_b * stride_gb, o_row, o_col, T, O, stride_gt, stride_go, BLOCK, BLOCK_O, CHUNK, CHUNK_O,
+    m *= _rows_product(p_g + i_b * stride_gb, o_row, o_col, T, D_O, stride_gt, stride_go, BLOCK, BLOCK_O, CHUNK, CHUNK_O,
                        PRECISION)  # fmt: skip
     value, spread = tile_sums(m)
     weight = tl.where(i_row == i_col, 1.0, 2.0).to(tl.float64)  # M_ts = M_st: each pair of tiles is formed once
@@ -70,7 +87,7 @@ def gram_kernel(
 
 @triton.jit
 def direct_kernel(
-    p_a, p_g, p_out, T, I, O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, n_o, n_i,
+    p_a, p_g, p_out, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, n_o, n_i,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
@@ -80,25 +97,25 @@ def direct_kernel(
     i_o, i_i = grouped(pid % (n_o * n_i), n_o, n_i, 8)
     o_o = i_o * BLOCK_O + tl.arange(0, BLOCK_O)
     o_i = i_i * BLOCK_I + tl.arange(0, BLOCK_I)
-    m_o, m_i = (o_o < O)[:, None], (o_i < I)[None, :]
+    m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
     p_g += i_b * stride_gb + o_o.to(tl.int64)[:, None] * stride_go
     p_a += i_b * stride_ab + o_i.to(tl.int64)[None, :] * stride_ai
     total = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
-    for start in range(0, T, CHUNK if CHUNKED else 1 << 30):
-        acc = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
-        for t in range(start, tl.minimum(start + CHUNK, T) if CHUNKED else T, BLOCK_T):
-            o_t = t + tl.arange(0, BLOCK_T)
-            m_t = o_t < T
-            o_t = o_t.to(tl.int64)
-            g = tl.load(p_g + o_t[None, :] * stride_gt, mask=m_o & m_t[None, :], other=0.0)
-            a = tl.load(p_a + o_t[:, None] * stride_at, mask=m_i & m_t[:, None], other=0.0)
-            acc = dot(g, a, acc, PRECISION)
+    acc = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+    for t in range(0, T, BLOCK_T):
+        o_t = t + tl.arange(0, BLOCK_T)
+        m_t = o_t < T
+        o_t = o_t.to(tl.int64)
+        g = tl.load(p_g + o_t[None, :] * stride_gt, mask=m_o & m_t[None, :], other=0.0)
+        a = tl.load(p_a + o_t[:, None] * stride_at, mask=m_i & m_t[:, None], other=0.0)
+        acc = dot(g, a, acc, PRECISION)
         if CHUNKED:
-            total += acc
-        else:
-            total = acc
+            if (t + BLOCK_T) % CHUNK == 0:
+                total += acc
+                acc = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+    total += acc
     if STORE:
-        offset = i_b * O * I + o_o.to(tl.int64)[:, None] * I + o_i[None, :]
+        offset = i_b * D_O * D_I + o_o.to(tl.int64)[:, None] * D_I + o_i[None, :]
         tl.store(p_out + offset, total, mask=m_o & m_i)
     else:
         value, squares = tile_sums(total)  # |tile of G|^2
@@ -119,19 +136,19 @@ def product_kernel(p_x, p_y, p_value, p_spread, N, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def vector_kernel(p_a, p_g, p_out, I, O, stride_ab, stride_ai, stride_gb, stride_go, BLOCK: tl.constexpr):
+def vector_kernel(p_a, p_g, p_out, D_I, D_O, stride_ab, stride_ai, stride_gb, stride_go, BLOCK: tl.constexpr):
     """|a_b|^2 |g_b|^2 of one sample, in float64."""
     i_b = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BLOCK)
     a_sq = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, I, BLOCK):
+    for start in range(0, D_I, BLOCK):
         o = start + o_n
-        a = tl.load(p_a + i_b * stride_ab + o * stride_ai, mask=o < I, other=0.0).to(tl.float64)
+        a = tl.load(p_a + i_b * stride_ab + o * stride_ai, mask=o < D_I, other=0.0).to(tl.float64)
         a_sq += a * a
     g_sq = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, O, BLOCK):
+    for start in range(0, D_O, BLOCK):
         o = start + o_n
-        g = tl.load(p_g + i_b * stride_gb + o * stride_go, mask=o < O, other=0.0).to(tl.float64)
+        g = tl.load(p_g + i_b * stride_gb + o * stride_go, mask=o < D_O, other=0.0).to(tl.float64)
         g_sq += g * g
     value = tl.sum(a_sq, 0) * tl.sum(g_sq, 0)
     tl.store(p_out + i_b, value.to(p_out.dtype.element_ty))
@@ -146,10 +163,10 @@ def matrix_tile(m: int, n: int, k: int, *tensors: Tensor) -> Tile:
     On matrix units 128 x 128 x 64 with two warp groups; less where loads are narrow, and for float32 (by fused
     multiply-add, tf32 would be too coarse), which would spill registers.
     """
-    wide = aligned(*tensors)
+    whole = aligned(*tensors)
     if not is_half(tensors[0]):
-        return Tile(extent(m, 64 if wide else 32), extent(n, 64), 16, 4, 2)
-    most = 128 if wide else 64
+        return Tile(extent(m, 64 if whole else 32), extent(n, 64), 16, 4, 2)
+    most = 128 if whole else 64
     tile = Tile(extent(m, most), extent(n, most), extent(k, 64), 0, 0)
     warps = 8 if tile.m * tile.n > 64 * 128 else 4
     return tile._replace(
@@ -201,8 +218,9 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.d
                    tile: Tile | None = None) -> Tensor:  # fmt: skip
     """Squared Frobenius norm of each sample's weight gradient g_b^T a_b.
 
-    Args: a [B,T,I] or [B,I], g [B,T,O] or [B,O], float32, bfloat16 or float16 (float64 by plain PyTorch), any
-    strides; method "auto", "gram" or "direct"; dtype float32 or float64; tile in place of the rule's.
+    Args: a [B,T,I] or [B,I], g [B,T,O] or [B,O], float32, bfloat16 or float16 (others by plain PyTorch), any
+    strides (16-bit rows that are no multiple of 16 are copied); method "auto", "gram" or "direct"; dtype float32
+    or float64; tile in place of the rule's.
     Returns: [B], never too small by more than float32 rounding: by gram, a norm whose summands cancel is enlarged
     by their rounding. Raises ValueError on shapes, method, dtype. Source: Li et al. 2022, section 4.
     """
@@ -213,14 +231,17 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.d
         raise ValueError(f"method must be 'auto', 'gram' or 'direct', not {method!r}")
     if 0 in (batch, t, i, o):
         return a.new_zeros(batch, dtype=kind)
+    if not has_kernel(a):
+        return torch.stack([torch.linalg.vector_norm(g[b].mT @ a[b]) for b in range(batch)]).square().to(kind)
     with torch.cuda.device_of(a):
         if t == 1:
             return _vector(a, g, kind)
-        if a.dtype == torch.float64:
-            return torch.stack([torch.linalg.vector_norm(g[b].mT @ a[b]) for b in range(batch)]).square().to(kind)
-        if method == "gram" or (method == "auto" and gram_is_cheaper(t, i, o)):
-            return _gram_stored(a, g, kind) if tile is None and _stores_gram(a) else _gram(a, g, kind, tile)
-        return _direct(a, g, kind, tile)
+        gram = method == "gram" or (method == "auto" and gram_is_cheaper(t, i, o))
+        if tile is not None:
+            return (_gram if gram else _direct)(a, g, kind, tile)
+        route = _direct if not gram else _gram_stored if _stores_gram(a) else _gram
+        parts = [route(part_a, part_g, kind) for part_a, part_g, _ in wide(a, g)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _vector(a: Tensor, g: Tensor, kind: torch.dtype) -> Tensor:
@@ -285,11 +306,11 @@ def linear_per_sample(a: Tensor, g: Tensor, *, tile: Tile | None = None) -> Tens
     """
     a, g = as_rows(a, g)
     (batch, t, i), o = a.shape, g.size(2)
-    kind = torch.float64 if a.dtype == torch.float64 else torch.float32
+    kind = torch.float32 if is_half(a) else a.dtype
     if 0 in (batch, t, i, o):
         return a.new_zeros((batch, o, i), dtype=kind)
     if tile is None:
-        if a.dtype == torch.float64 or (a.dtype == torch.float32 and float32_is_exact()):
+        if not has_kernel(a) or (a.dtype == torch.float32 and float32_is_exact()):
             return torch.bmm(g.mT, a)
         if is_half(a) and a.is_cuda and BMM_WIDENS:
             return torch.bmm(g.mT, a, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]

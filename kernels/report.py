@@ -125,8 +125,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Matrix products at sizes of language models, of attention heads' leftovers, and of a low-rank adapter."""
-    half = dtype.itemsize == 2
+    """Matrix products at sizes of language models, of a low-rank adapter, and of no multiple of anything."""
     for t, i, o in ((1024, 4096, 4096), (512, 768, 768), (1024, 768, 8), (197, 50, 300)):
         a, g, c = meta(8, t, i, dtype=dtype), meta(8, t, o, dtype=dtype), meta(8, dtype=torch.float32)
         name = f"T={t} I={i} O={o}"
@@ -211,7 +210,9 @@ def main() -> None:
     if knobs.runtime.interpret:
         parser.error("unset TRITON_INTERPRET: interpreted kernels are not compiled")
     if not options.json:
-        print(f"{'kernel':<18}{'case':<36}{'type':<6}{'arch':<8}{'regs':>5}{'stack':>7}{'local':>7}{'shared':>8}  matrix unit")
+        print(
+            f"{'kernel':<18}{'case':<36}{'type':<6}{'arch':<8}{'regs':>5}{'stack':>7}{'local':>7}{'shared':>8}  matrix"
+        )
     for case, made in rows(options):
         if options.json:
             print(json.dumps({"case": case.name, "type": TYPES[case.dtype], **made._asdict()}), flush=True)

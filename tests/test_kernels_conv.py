@@ -11,9 +11,9 @@ from .kernels_truth import DEVICE, DTYPES, check_close, check_norms, conv_gradie
 
 pytest.importorskip("triton")
 
-from fastdp.kernels import conv  # noqa: E402
-from fastdp.kernels.common import Tile  # noqa: E402
-from fastdp.kernels.conv import conv_clipped_sum, conv_norm_sq, conv_per_sample  # noqa: E402
+from fastdp.kernels import conv
+from fastdp.kernels.common import Tile
+from fastdp.kernels.conv import conv_clipped_sum, conv_norm_sq, conv_per_sample
 
 SMALL = Tile(16, 16, 16, 4, 2)
 
@@ -39,7 +39,8 @@ class Setting:
     """A convolution's input, output gradient and truth."""
 
     def __init__(self, x_shape: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, ...],
-                 padding: tuple[int, ...], dilation: tuple[int, ...], groups: int, dtype: torch.dtype) -> None:  # fmt: skip
+                 padding: tuple[int, ...], dilation: tuple[int, ...], groups: int,
+                 dtype: torch.dtype) -> None:  # fmt: skip
         self.x = numbers(*x_shape, dtype=dtype)
         forward = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[len(x_shape)]
         meta = forward(self.x.to("meta"), torch.empty(weight, device="meta", dtype=dtype), None, stride, padding,

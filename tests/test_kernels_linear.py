@@ -10,8 +10,7 @@ from .kernels_truth import DEVICE, DTYPES, check_close, check_norms, linear_grad
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-
-from fastdp.kernels import clipped, linear  # noqa: E402
+from fastdp.kernels import clipped, common, linear  # noqa: E402
 from fastdp.kernels.clipped import add_linear_clipped_sum, linear_clipped_sum  # noqa: E402
 from fastdp.kernels.common import Tile, triangle  # noqa: E402
 from fastdp.kernels.linear import linear_norm_sq, linear_per_sample  # noqa: E402
@@ -204,7 +203,9 @@ def test_sums_over_nothing() -> None:
         a, g = pair(*shape, torch.bfloat16)
         c = torch.ones(shape[0], device=DEVICE)
         assert torch.equal(linear_clipped_sum(a, g, c), torch.zeros(4, 3, device=DEVICE))
-        assert torch.equal(linear_clipped_sum(a, g, c, torch.ones(4, 3, device=DEVICE)), torch.ones(4, 3, device=DEVICE))
+        assert torch.equal(
+            linear_clipped_sum(a, g, c, torch.ones(4, 3, device=DEVICE)), torch.ones(4, 3, device=DEVICE)
+        )
         assert linear_per_sample(a, g).shape == (shape[0], 4, 3)
     a, g = pair(2, 40, 20, 18, torch.bfloat16)
     a[:] = float("nan")
@@ -218,3 +219,25 @@ def test_sum_of_prescaled_rows() -> None:
     truth = weighted(linear_gradients(a, g), c)
     a[1] = float("nan")
     check_close(clipped.clipped_sum_prescaled(a, g, c), truth, truth)
+
+
+def test_narrow_rows_are_filled_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "PAD_BYTES", 2 * 40 * (21 + 16 + 17 + 16) * 2)  # two samples
+    a, g = pair(5, 40, 21, 17, torch.bfloat16)
+    truth = linear_gradients(a, g)
+    for method in ("gram", "direct"):
+        check_norms(linear_norm_sq(a, g, method), truth, plain_norms(a, g))
+    c = torch.tensor([0.3, 0.0, 1.7, 0.01, 0.5], device=DEVICE)
+    out = torch.ones(17, 21, device=DEVICE)
+    found = linear_clipped_sum(a, g, c)
+    assert found.shape == (17, 21) and found.is_contiguous()
+    check_close(found, weighted(truth, c), found)
+    check_close(linear_clipped_sum(a, g, c, out), weighted(truth, c) + 1, found + 1)
+    assert common.aligned(numbers(2, 16, 32)) and not common.aligned(numbers(2, 16, 33)[..., 1:])
+
+
+def test_complex_numbers_are_left_to_pytorch() -> None:
+    a, g = torch.complex(*pair(2, 5, 4, 4, torch.float32)), torch.complex(*pair(2, 5, 4, 4, torch.float32)).conj()
+    truth = linear_per_sample(a, g)
+    torch.testing.assert_close(truth, g.mT @ a)
+    torch.testing.assert_close(linear_norm_sq(a, g), truth.abs().square().sum((1, 2)))

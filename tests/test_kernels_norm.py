@@ -11,7 +11,7 @@ from .kernels_truth import DTYPES, check_close, numbers, poisoned
 
 pytest.importorskip("triton")
 
-from fastdp.kernels.norm import group_affine_per_sample, norm_affine_per_sample, rms_affine_per_sample  # noqa: E402
+from fastdp.kernels.norm import group_affine_per_sample, norm_affine_per_sample, rms_affine_per_sample
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,9 @@ def test_strides_nothing_and_errors() -> None:
             assert torch.equal(result, torch.zeros_like(result)) and result.shape == (shape[0], 4)
     empty = numbers(2, 4, 0)
     statistic = numbers(2, 2)
-    assert torch.equal(group_affine_per_sample(empty, empty, statistic, statistic, 2)[0], torch.zeros_like(numbers(2, 4)))
+    assert torch.equal(
+        group_affine_per_sample(empty, empty, statistic, statistic, 2)[0], torch.zeros_like(numbers(2, 4))
+    )
     with pytest.raises(ValueError, match="expected x and g"):
         norm_affine_per_sample(x, g[:, 1:], mean, rstd)
     with pytest.raises(ValueError, match="a statistic a row"):
