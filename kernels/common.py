@@ -116,9 +116,9 @@ def has_kernel(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 or is_half(tensor)
 
 
-def truncation(products: int) -> float:
-    """By how much sums of so many products of 16-bit numbers come out too small on a matrix unit, at most."""
-    return TRUNCATION * triton.cdiv(min(products, CHUNK), 16)
+def truncation(products: int, chunk: int = CHUNK) -> float:
+    """The share by which sums of so many products of 16-bit numbers come out too small on a matrix unit."""
+    return TRUNCATION * triton.cdiv(min(products, chunk), 16)
 
 
 def norm_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -17,25 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import linear
-from .common import (
-    CHUNK,
-    Tile,
-    device_limits,
-    dot,
-    exact_convolutions,
-    extent,
-    finish,
-    grouped,
-    has_kernel,
-    is_half,
-    norm_type,
-    precision,
-    same_type,
-    tile_sums,
-    triangle,
-    truncation,
-)  # fmt: skip
+from . import common, linear
+from .common import CHUNK, Tile, dot, extent, grouped, has_kernel, is_half, tile_sums, triangle, truncation
 
 Size = int | Sequence[int]
 
@@ -218,7 +201,7 @@ def problem(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size
                 for size, k, s, p, d in zip(full, *geometry, strict=True)]  # fmt: skip
     if tuple(expected[3 - n :]) != tuple(g.shape[2:]):
         raise ValueError(f"these sizes give an output of {expected[3 - n :]}; g has {list(g.shape[2:])}")
-    x, g = same_type(x, g)
+    x, g = common.same_type(x, g)
     view = x.view(*x.shape[:2], *full)
     weight = (g.size(1), x.size(1) // groups, *geometry.kernel[3 - n :])
     return Problem(view, g.flatten(2), (expected[1], expected[2]), geometry, groups, weight)
@@ -256,7 +239,7 @@ def _launch(p: Problem, mode: str, out: Tensor, tile: Tile, share: int, c: Tenso
         conv_kernel[(triton.cdiv(p.x.size(0), share) * p.groups * n_o * n_n,)](
             p.x, p.g, out if c is None else c, out, p.x.size(0), *p.sizes(), *p.strides(), p.groups, n_o, n_n, share,
             CHUNK // tile.k, **p.constants(), MODE=mode, BLOCK_O=tile.m, BLOCK_N=tile.n, BLOCK_P=tile.k,
-            PRECISION=precision(p.x), num_warps=tile.warps, num_stages=tile.stages,
+            PRECISION=common.precision(p.x), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 
@@ -265,7 +248,7 @@ def _by_pytorch(p: Problem, x: Tensor, g: Tensor) -> Tensor:
     depth = g.size(2) // (p.out[0] * p.out[1])
     k, s, pad, d = p.geometry
     weight = x.new_empty(1).expand(*p.weight[:2], *k)
-    with exact_convolutions():
+    with common.exact_convolutions():
         return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
             g.reshape(*g.shape[:2], depth, *p.out), x, weight, None, list(s), list(pad), list(d), False, [0, 0, 0],
             p.groups, [False, True, False],
@@ -280,7 +263,7 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
     Args: x and g float32, bfloat16 or float16 (float64 by plain PyTorch), any strides; method "auto", "gram" or
     "direct" as for linear_norm_sq; dtype float32 or float64; tile in place of the rule's. Raises ValueError.
     """
-    kind = norm_type(x, dtype)
+    kind = common.norm_type(x, dtype)
     if method not in ("auto", "gram", "direct"):
         raise ValueError(f"method must be 'auto', 'gram' or 'direct', not {method!r}")
     p = problem(x, g, kernel_size, stride, padding, dilation, groups)
@@ -298,7 +281,7 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
     tiles = groups * triton.cdiv(outputs, tile.m) * triton.cdiv(p.inputs, tile.n)
     partial = x.new_empty((x.size(0), tiles), dtype=torch.float64)
     _launch(p, "norm", partial, tile, 1)
-    return finish(partial, None, 2 * truncation(p.g.size(2)) if is_half(p.x) else 0.0, kind)
+    return common.finish(partial, None, 2 * truncation(p.g.size(2)) if is_half(p.x) else 0.0, kind)
 
 
 def _gram(p: Problem, kind: torch.dtype, tile: Tile | None) -> Tensor:
@@ -310,9 +293,10 @@ def _gram(p: Problem, kind: torch.dtype, tile: Tile | None) -> Tensor:
         conv_gram_kernel[(partial[0].numel(),)](
             p.x, p.g, partial[0], partial[1], *p.sizes(), *p.strides(), p.groups, n, **p.constants(),
             BLOCK=tile.m, BLOCK_N=tile.k, BLOCK_O=tile.k, CHUNK=CHUNK, CHUNK_N=half and p.inputs > CHUNK,
-            CHUNK_O=half and outputs > CHUNK, PRECISION=precision(p.x), num_warps=tile.warps, num_stages=tile.stages,
+            CHUNK_O=half and outputs > CHUNK, PRECISION=common.precision(p.x),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        return finish(partial[0], partial[1], truncation(p.inputs) + truncation(outputs) if half else 0.0, kind)
+        return common.finish(partial[0], partial[1], truncation(p.inputs) + truncation(outputs) if half else 0.0, kind)
 
 
 def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padding: Size = 0, dilation: Size = 1,
@@ -358,7 +342,7 @@ def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Size, stride:
 def _clipped_sum(p: Problem, c: Tensor, tile: Tile, parts: int | None) -> Tensor:
     batch, outputs = p.x.size(0), p.weight[0] // p.groups
     tiles = p.groups * triton.cdiv(outputs, tile.m) * triton.cdiv(p.inputs, tile.n)
-    share = triton.cdiv(batch, parts or max(1, min(batch, 64, 2 * device_limits(p.x.device).units // tiles)))
+    share = triton.cdiv(batch, parts or max(1, min(batch, 64, 2 * common.device_limits(p.x.device).units // tiles)))
     parts = triton.cdiv(batch, share)
     part = p.x.new_empty((parts, *p.weight), dtype=torch.float32)
     _launch(p, "sum", part, tile, share, c.contiguous())

@@ -77,8 +77,8 @@ def gram_kernel(
     # M_ts = (a_t . a_s)(g_t . g_s)
     m = _rows_product(p_a + i_b * stride_ab, o_row, o_col, T, D_I, stride_at, stride_ai, BLOCK, BLOCK_I, CHUNK, CHUNK_I,
                       PRECISION)  # fmt: skip
-    m *= _rows_product(p_g + i_b * stride_gb, o_row, o_col, T, D_O, stride_gt, stride_go, BLOCK, BLOCK_O, CHUNK, CHUNK_O,
-                       PRECISION)  # fmt: skip
+    m *= _rows_product(p_g + i_b * stride_gb, o_row, o_col, T, D_O, stride_gt, stride_go, BLOCK, BLOCK_O, CHUNK,
+                       CHUNK_O, PRECISION)  # fmt: skip
     value, spread = tile_sums(m)
     weight = tl.where(i_row == i_col, 1.0, 2.0).to(tl.float64)  # M_ts = M_st: each pair of tiles is formed once
     tl.store(p_value + pid, weight * value)
@@ -269,8 +269,9 @@ def _gram(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None) -> 
 
 def _gram_stored(a: Tensor, g: Tensor, kind: torch.dtype) -> Tensor:
     """The same from stored T x T products of cuBLAS."""
+    i, o = a.size(2), g.size(2)
     x, y = (torch.bmm(r, r.mT, out_dtype=torch.float32) for r in (a, g))  # type: ignore[call-overload]
-    return _reduce_products(x, y, truncation(a.size(2)) + truncation(g.size(2)), kind)
+    return _reduce_products(x, y, truncation(i, i) + truncation(o, o), kind)  # cuBLAS sums in one go
 
 
 def _reduce_products(x: Tensor, y: Tensor, enlarge: float, kind: torch.dtype) -> Tensor:

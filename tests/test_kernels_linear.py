@@ -100,12 +100,12 @@ def test_cancelling_summands_never_give_too_small_a_norm() -> None:
     assert bool((found >= truth * (1 - 1e-6)).all())
 
 
-@pytest.mark.parametrize("method", ["gram", "direct"])
-@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@pytest.mark.parametrize(("method", "scale"), [("gram", 1e-12), ("gram", 1e12), ("direct", 1e-25), ("direct", 1e25)])
 def test_norms_near_the_ends_of_float32(method: str, scale: float) -> None:
     a, g = pair(2, 20, 18, 20, torch.float32)
     found = linear_norm_sq(a, g * scale, method, tile=SMALL, dtype=torch.float64)
-    check_norms(found, linear_gradients(a, g * scale), found)
+    truth = linear_gradients(a, g * scale)
+    check_norms(found, truth, truth.square().sum((1, 2)))
 
 
 def test_products_lost_by_underflow_leave_no_small_norm() -> None:
@@ -118,7 +118,7 @@ def test_products_lost_by_underflow_leave_no_small_norm() -> None:
 def test_norms_from_stored_products() -> None:
     a, g = pair(3, 70, 12, 10, torch.float32)
     found = linear._reduce_products(a @ a.mT, g @ g.mT, 0.0, torch.float64)
-    check_norms(found, linear_gradients(a, g), found)
+    check_norms(found, linear_gradients(a, g), linear_gradients(a, g).square().sum((1, 2)))
 
 
 def test_float64_stays_float64() -> None:
@@ -231,8 +231,8 @@ def test_narrow_rows_are_filled_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     out = torch.ones(17, 21, device=DEVICE)
     found = linear_clipped_sum(a, g, c)
     assert found.shape == (17, 21) and found.is_contiguous()
-    check_close(found, weighted(truth, c), found)
-    check_close(linear_clipped_sum(a, g, c, out), weighted(truth, c) + 1, found + 1)
+    check_close(found, weighted(truth, c), weighted(truth, c))
+    check_close(linear_clipped_sum(a, g, c, out), weighted(truth, c) + 1, weighted(truth, c) + 1)
     assert common.aligned(numbers(2, 16, 32)) and not common.aligned(numbers(2, 16, 33)[..., 1:])
 
 
