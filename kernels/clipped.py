@@ -1,0 +1,223 @@
+"""The clipped sum of a matrix product's weight gradients: sum_b c_b g_b^T a_b.
+
+A factor rounded into 16-bit numbers could lift a sample above its clipping norm by 0.4 %. So it is applied to the
+float32 sum of its sample where samples have rows enough, else to rows split in two tf32 numbers (22 bits).
+Source: book-keeping, Bu et al. 2023, arXiv 2210.00038.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    Tile,
+    aligned,
+    device_limits,
+    dot,
+    extent,
+    float32_is_exact,
+    grouped,
+    has_kernel,
+    is_half,
+    precision,
+    wide,
+)
+from .linear import as_rows, matrix_tile
+
+SHORT = 32  # samples of fewer rows are scaled row by row
+MOST_SPLITS = 16
+
+
+@triton.jit
+def clipped_kernel(
+    p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
+    stride_os, stride_oo, stride_oi, n_o, n_i, share,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of the sum over `share` samples; the factor goes on each sample's float32 sum."""
+    pid = tl.program_id(0)
+    i_split = pid // (n_o * n_i)
+    i_o, i_i = grouped(pid % (n_o * n_i), n_o, n_i, 8)
+    o_o = i_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    o_i = i_i * BLOCK_I + tl.arange(0, BLOCK_I)
+    o_step = tl.arange(0, BLOCK_T)
+    m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
+    p_g += o_o.to(tl.int64)[:, None] * stride_go
+    p_a += o_i.to(tl.int64)[None, :] * stride_ai
+    total = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+    acc = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+    steps = tl.cdiv(T, BLOCK_T)
+    first = i_split * share
+    for step in range(first * steps, tl.minimum(first + share, B) * steps):
+        i_b, i_t = step // steps, step % steps
+        o_t = i_t * BLOCK_T + o_step
+        m_t = o_t < T
+        row_g = i_b.to(tl.int64) * stride_gb + o_t.to(tl.int64) * stride_gt
+        row_a = i_b.to(tl.int64) * stride_ab + o_t.to(tl.int64) * stride_at
+        g = tl.load(p_g + row_g[None, :], mask=m_o & m_t[None, :], other=0.0)
+        a = tl.load(p_a + row_a[:, None], mask=m_i & m_t[:, None], other=0.0)
+        acc = dot(g, a, acc, PRECISION)
+        if i_t == steps - 1:
+            c = tl.load(p_c + i_b * stride_c).to(tl.float32)
+            total += tl.where(c != 0, c * acc, 0.0)  # sum += c_b G_b; 0 * inf never formed into it
+            acc = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+    p_out += i_split.to(tl.int64) * stride_os + o_o.to(tl.int64)[:, None] * stride_oo + o_i[None, :] * stride_oi
+    if ADD:
+        total += tl.load(p_out, mask=m_o & m_i, other=0.0)
+    tl.store(p_out, total, mask=m_o & m_i)
+
+
+@triton.jit
+def _upper(x):
+    """The part of a float32 that a tf32 holds exactly."""
+    return (x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def clipped_rows_kernel(
+    p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
+    stride_os, stride_oo, stride_oi, n_o, n_i, share,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """The same with the factor on each row of g, in float32: for samples of few rows."""
+    pid = tl.program_id(0)
+    i_split = pid // (n_o * n_i)
+    i_o, i_i = grouped(pid % (n_o * n_i), n_o, n_i, 8)
+    o_o = i_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    o_i = i_i * BLOCK_I + tl.arange(0, BLOCK_I)
+    m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
+    p_g += o_o.to(tl.int64)[:, None] * stride_go
+    p_a += o_i.to(tl.int64)[None, :] * stride_ai
+    total = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+    first = i_split.to(tl.int64) * share
+    end = tl.minimum(first + share, B) * T
+    for row in range(first * T, end, BLOCK_T):
+        o_row = row + tl.arange(0, BLOCK_T)
+        o_b, o_t = o_row // T, o_row % T
+        c = tl.load(p_c + o_b * stride_c, mask=o_row < end, other=0.0).to(tl.float32)
+        m_row = (o_row < end) & (c != 0)  # rows of dropped samples are not read at all
+        g = tl.load(p_g + (o_b * stride_gb + o_t * stride_gt)[None, :], mask=m_o & m_row[None, :], other=0.0)
+        a = tl.load(p_a + (o_b * stride_ab + o_t * stride_at)[:, None], mask=m_i & m_row[:, None], other=0.0)
+        scaled = g.to(tl.float32) * c[None, :]
+        a = a.to(tl.float32)
+        if HALF:  # a is exact in tf32, c g in two of them
+            upper = _upper(scaled)
+            total = tl.dot(upper, a, total, input_precision="tf32")
+            total = tl.dot(scaled - upper, a, total, input_precision="tf32")
+        else:
+            total = tl.dot(scaled, a, total, input_precision="ieee")
+    p_out += i_split.to(tl.int64) * stride_os + o_o.to(tl.int64)[:, None] * stride_oo + o_i[None, :] * stride_oi
+    if ADD:
+        total += tl.load(p_out, mask=m_o & m_i, other=0.0)
+    tl.store(p_out, total, mask=m_o & m_i)
+
+
+@triton.jit
+def add_parts_kernel(p_part, p_out, parts, D_O, D_I, stride_oo, stride_oi, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of groups of samples, [parts, O, I], added in their order."""
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = D_O.to(tl.int64) * D_I
+    m_n = o_n < size
+    p_to = p_out + o_n // D_I * stride_oo + o_n % D_I * stride_oi
+    total = tl.zeros([BLOCK], tl.float32)
+    if ADD:
+        total = tl.load(p_to, mask=m_n, other=0.0)
+    for part in range(parts):
+        total += tl.load(p_part + part * size + o_n, mask=m_n, other=0.0)
+    tl.store(p_to, total, mask=m_n)
+
+
+# ---------------------------------------------------------------------- choices
+
+
+def splits(batch: int, tiles: int, units: int) -> int:
+    """Into how many groups of samples the sum is cut, so that every multiprocessor has a tile."""
+    return max(1, min(batch, MOST_SPLITS, units // tiles))
+
+
+def rows_tile(a: Tensor, g: Tensor) -> Tile:
+    """The tile where rows are scaled one by one."""
+    tile = Tile(extent(g.size(2), 64 if aligned(a, g) else 32), extent(a.size(2), 64), 16, 4, 2)
+    return tile._replace(k=32, stages=3) if is_half(a) else tile
+
+
+# ---------------------------------------------------------------------- launchers
+
+
+def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor | None = None, *, tile: Tile | None = None,
+                       parts: int | None = None) -> Tensor:  # fmt: skip
+    """sum_b c_b g_b^T a_b, [O,I] float32 (float64 for float64); rows of samples with c_b = 0 are not read as numbers.
+
+    Args: a [B,T,I] or [B,I]; g [B,T,O] or [B,O]; c [B] finite factors; out [O,I], to which the sum is added, any
+    strides; tile and parts (groups of samples summed apart) in place of the rules'.
+    Float32 goes through cuBLAS on g scaled before, where PyTorch does not round it to tf32; else a kernel.
+    Raises ValueError on shapes. Source: book-keeping, Bu et al. 2023, arXiv 2210.00038.
+    """
+    a, g = as_rows(a, g)
+    shape = (g.size(2), a.size(2))
+    if c.shape != (a.size(0),) or (out is not None and out.shape != shape):
+        raise ValueError(f"expected factors [{a.size(0)}] and out {shape}; got {tuple(c.shape)}, "
+                         f"{None if out is None else tuple(out.shape)}")  # fmt: skip
+    if tile is None and parts is None and not is_half(a) and (not has_kernel(a) or float32_is_exact()):
+        total = clipped_sum_prescaled(a, g, c)
+        return total if out is None else out.add_(total)
+    if out is not None and out.dtype != torch.float32:
+        return out.add_(linear_clipped_sum(a, g, c, tile=tile, parts=parts))
+    if 0 in (*a.shape, shape[0]):
+        return a.new_zeros(shape, dtype=torch.float32) if out is None else out
+    with torch.cuda.device_of(a):
+        if tile is not None or not is_half(a) or aligned(a, g):
+            target = a.new_empty(shape, dtype=torch.float32) if out is None else out
+            _launch(a, g, c, target, out is not None, tile, parts)
+            return target
+        total = a.new_empty(0, dtype=torch.float32)  # of columns filled up to whole vectors
+        for part_a, part_g, rows in wide(a, g):
+            if rows.start == 0:
+                total = a.new_empty((part_g.size(2), part_a.size(2)), dtype=torch.float32)
+            _launch(part_a, part_g, c[rows], total, rows.start > 0, None, parts)
+    total = total[: shape[0], : shape[1]]
+    return total.contiguous() if out is None else out.add_(total)
+
+
+def add_linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
+    """Adds sum_b c_b g_b^T a_b to out [O,I]; see linear_clipped_sum."""
+    linear_clipped_sum(a, g, c, out)
+
+
+def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile | None, parts: int | None) -> None:
+    (batch, t, i), o = a.shape, g.size(2)
+    half = is_half(a)
+    by_rows = not half or t < SHORT
+    tile = tile or (rows_tile(a, g) if by_rows else matrix_tile(o, i, t, a, g))
+    n_o, n_i = triton.cdiv(o, tile.m), triton.cdiv(i, tile.n)
+    share = triton.cdiv(batch, parts or splits(batch, n_o * n_i, device_limits(a.device).units))
+    parts = triton.cdiv(batch, share)
+    part = out if parts == 1 else a.new_empty((parts, o, i), dtype=torch.float32)
+    strides = (0, *part.stride()) if parts == 1 else part.stride()
+    kernel, extra = (clipped_rows_kernel, {"HALF": half}) if by_rows else (clipped_kernel, {"PRECISION": precision(a)})
+    kernel[(parts * n_o * n_i,)](
+        a, g, c, part, batch, t, i, o, *a.stride(), *g.stride(), c.stride(0), *strides, n_o, n_i, share,
+        BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, ADD=add and parts == 1, **extra,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if parts > 1:
+        add_parts_kernel[(triton.cdiv(o * i, 1024),)](
+            part, out, parts, o, i, *out.stride(), ADD=add, BLOCK=1024, num_warps=4
+        )
+
+
+def clipped_sum_prescaled(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
+    """The same by cuBLAS on c_b g_b. With 16-bit inputs c_b g_b is rounded to 16 bits: a sample's share may then
+    exceed its bound by up to 2^-8 of itself, so that the rule does not choose it; multiply c by 1 - 2^-8 to be safe.
+    """
+    a, g = as_rows(a, g)
+    drop = (c == 0)[:, None, None]
+    zero = torch.zeros((), dtype=a.dtype, device=a.device)
+    a = torch.where(drop, zero, a).flatten(0, 1)
+    g = torch.where(drop, zero, (g * c[:, None, None]).to(g.dtype)).flatten(0, 1)
+    if is_half(a) and a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(g.mT, a, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+    return torch.mm(g.mT.float(), a.float()) if is_half(a) else torch.mm(g.mT, a)

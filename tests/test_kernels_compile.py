@@ -1,0 +1,44 @@
+"""Every Triton kernel compiles for the architectures we name, without a GPU: nothing spilled, matrix units used."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Of the cases of `python -m fastdp.kernels.report`, one or two a kernel and choice of tile.
+CASES = {
+    "bf16": [
+        "gram T=1024 I=4096", "direct T=1024 I=4096", "per sample T=1024 I=768 O=8", "sum T=512", "gram T=197",
+        "sum T=197", "T=1", "direct 3x3/2", "gram 16x16", "sum 3x3/2", "layer norm", "group norm",
+    ],
+    "fp32": ["gram T=1024 I=4096", "direct T=512", "sum T=197", "per sample 3x3/2", "gram 16x16"],
+}  # fmt: skip
+MATRIX = {80: ("mma.sync",), 90: ("wgmma.mma_async",), 100: ("tcgen05.mma", "mma.sync")}
+GEMM_LIKE = {"gram", "direct", "clipped", "clipped_rows", "conv", "conv_gram"}
+
+
+@pytest.mark.parametrize("dtype", CASES)
+@pytest.mark.parametrize("arch", MATRIX)
+def test_kernels_compile(arch: int, dtype: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "fastdp.kernels.report", "--json", "--arch", str(arch),
+               "--dtype", dtype, "--only", *CASES[dtype]]  # fmt: skip
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = [json.loads(line) for line in done.stdout.splitlines()]
+    expected = GEMM_LIKE | {"finish", "vector", "rows", "channels", "add_parts"}
+    if dtype == "fp32":
+        expected = GEMM_LIKE - {"clipped"} | {"finish", "add_parts"}
+    assert {b["kernel"] for b in built} == expected
+    for b in built:
+        assert b["stack"] == b["local"] == 0, f"spills: {b}"
+        assert b["shared"] <= (163 if arch == 80 else 227) * 1024, b
+        if dtype == "bf16" and b["kernel"] in GEMM_LIKE:
+            narrow = "O=8" in b["case"]  # tiles of 16 rows do not fill Hopper's instruction
+            assert b["matrix"] in (*MATRIX[arch], *(("mma.sync",) if narrow else ())), f"no matrix unit: {b}"
+        if dtype == "fp32":
+            assert not b["matrix"], f"float32 must not be rounded to tf32: {b}"
