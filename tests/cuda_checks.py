@@ -1,0 +1,421 @@
+"""What must hold of fastdp.ops.cuda, as functions of the device: tests/test_cuda.py runs them on the emulation,
+tests/test_cuda_device.py on a GPU."""
+
+import math
+import struct
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastdp.ops import clip, cuda, noise
+from fastdp.ops.noise import reference_box_muller, reference_noise
+
+from .test_noise import VECTORS, words_of
+
+KEY = bytes(range(32))
+WORDS = cuda.words_of(KEY)
+SEED_KEY = cuda.words_of(noise.key_of(7))
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# A float normal is within 5e-7 of its pair's radius of the exact one, and the radius ends at 9.42.
+NORMAL_ERROR = 5e-7
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.full(shape, math.nan, dtype=dtype, device=device)
+
+
+def accurate(found: Tensor, plain: Tensor, truth: Tensor, slack: float = 0.0) -> bool:
+    """|found - truth| <= 4 |plain - truth| + 1e-5 |truth| + slack, of everything."""
+    found, plain, truth = (x.detach().double().cpu() for x in (found, plain, truth))
+    bound = 4 * (plain - truth).abs() + 1e-5 * truth.abs() + slack
+    return bool(((found - truth).abs() <= bound).all())
+
+
+# ---------------------------------------------------------------------- the generator
+
+
+def check_block_function(device: str) -> None:
+    states, streams = [], []
+    for key, counter, nonce, stream in VECTORS:
+        key_words = struct.unpack("<8I", bytes.fromhex(key))
+        states.append([*noise.SIGMA, *key_words, counter, *words_of(nonce)])
+        streams.append(stream)
+    state = torch.tensor(states).T.contiguous()  # [16, n]
+    high = state.clone()
+    high[12], high[13] = 0xFFFFFFFF, 0x80000001
+    for given in (state, high):
+        words = torch.full(given.shape, 7, dtype=torch.int32, device=device)
+        put = given.to(torch.int32).to(device)
+        place = cuda._place(words.device)
+        cuda._native().chacha20(put.data_ptr(), words.data_ptr(), given.size(1), *place)
+        found = words.cpu().long() & noise.MASK
+        assert torch.equal(found, noise.reference_chacha20(given))
+    words_first = noise.reference_chacha20(state)
+    for column, stream in enumerate(streams):
+        assert struct.pack("<16I", *words_first[:, column].tolist()).hex() == stream
+
+
+def transformed(words: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    """words [16, n] -> normals [8, n] float64 on the CPU."""
+    out = poisoned(8, words.size(1), dtype=dtype, device=device)
+    given = words.to(torch.int32).contiguous().to(device)
+    place = cuda._place(out.device)
+    cuda._native().box_muller(given.data_ptr(), out.data_ptr(), cuda.TYPES[dtype], words.size(1), *place)
+    return out.cpu().double()
+
+
+def check_transform(device: str) -> None:
+    """Random bits and chosen ones: U = 1 and near it, the smallest U, U = 3/4 from both sides, all quarters."""
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(0, 1 << 32, (16, 20_000), generator=generator)
+    top = 0xFFFFFFFF
+    radii = [(0, 0), (1, 0), (0, 1), (top, top), (top - 1, top), (top, top - 1), (5, top - 3), (0, 0x80000000)]
+    radii += [(top, 0xBFFFFFFF), (0, 0xC0000000), (top, 0x7FFFFFFF), (0, 0xFFFFFF00), (9, 0), (77, 1 << 20)]
+    angles = [(0, 0), (top, top), (0, 0x80000000), (0x1001, 0x80000000), (0xFFFFEFFF, 0x7FFFFFFF), (1, 0x40000000)]
+    angles += [(0, 0xC0000000), (3, 0x80000001), (0, 0x20000000)]
+    chosen = torch.tensor([(*r, *a) * 4 for r in radii for a in angles]).T  # low, high, low, high
+    for given in (words, chosen):
+        truth = reference_box_muller(given).view(4, 2, -1)
+        radius = truth.square().sum(1).sqrt()  # [4, n]
+        single = transformed(given, torch.float32, device).view(4, 2, -1)
+        assert bool(((single - truth).abs() <= NORMAL_ERROR * radius[:, None]).all())
+        found_radius = single.square().sum(1).sqrt()
+        assert bool((found_radius <= 9.4194 * (1 + NORMAL_ERROR)).all())  # never outside the double's tail
+        double = transformed(given, torch.float64, device).view(4, 2, -1)
+        # the reference's U has 53 bits, and so has this one
+        assert bool(((double - truth).abs() <= 4e-15 * radius[:, None] + 1e-22).all())
+    far = reference_box_muller(torch.zeros(16, 1, dtype=torch.int64)).abs().max()
+    assert far > 9.4 and transformed(torch.zeros(16, 1, dtype=torch.int64), torch.float32, device).abs().max() > 9.4
+
+
+# ---------------------------------------------------------------------- noise
+
+
+def check_noise(device: str, dtype: torch.dtype) -> None:
+    for count, offset, step in ((1, 0, 0), (513, 511, 1), (64, 37, 5), (2000, (1 << 45) + 3, (1 << 40) + 7)):
+        out = poisoned(count, dtype=dtype, device=device)
+        assert cuda.noise_(out, 2.5, WORDS, step, offset) is out
+        truth = 2.5 * reference_noise(count, KEY, step, offset, dtype=torch.float64)
+        slack = 1e-13 if dtype == torch.float64 else 2.5 * NORMAL_ERROR * 6
+        assert accurate(out, truth.to(dtype), truth, slack), (count, offset)
+    out = poisoned(0, dtype=dtype, device=device)
+    cuda.noise_(out, 1.0, WORDS, 0)
+
+
+def check_shards(device: str) -> None:
+    whole = cuda.noise_(poisoned(3000, dtype=torch.float32, device=device), 1.0, WORDS, 9, 100)
+    for low, high in ((0, 1), (1, 700), (700, 3000), (511, 513), (412, 924)):
+        part = cuda.noise_(poisoned(high - low, dtype=torch.float32, device=device), 1.0, WORDS, 9, 100 + low)
+        assert torch.equal(part, whole[low:high])
+
+
+def check_add_scaled(device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    given = torch.randn(700, 3).to(dtype)
+    held = given.to(device)
+    edges = torch.full((5,), 3.0, dtype=dtype, device=device)
+    cuda.add_scaled_(held, 0.3, 0.125, WORDS, 2, 1234)
+    normal = reference_noise(2100, KEY, 2, 1234, dtype=torch.float64).view(700, 3)
+    truth = (given.double() + 0.3 * normal) * 0.125
+    slack = 0 if dtype == torch.float64 else 0.3 * 0.125 * NORMAL_ERROR * 6
+    assert accurate(held, truth.to(dtype), truth, slack + 1e-7)
+    cuda.add_scaled_(edges[1:4], 1.0, 1.0, WORDS, 0)
+    assert edges[0] == 3 and edges[4] == 3 and (edges[1:4] != 3).all()
+
+
+# ---------------------------------------------------------------------- noise and step
+
+SIZES = [(1,), (511,), (8, 64), (513,), (0,), (64,), (3, 7), (1300,), (5, 257)]
+START = 12345  # of the global index; the sizes put the others anywhere in the grid
+COMMON = {"key": WORDS, "std": 0.7, "scale": 0.25, "lr": 0.05}
+
+
+def problem(dtype: torch.dtype, device: str, sizes: Any = SIZES) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Parameters, their values in float64, and global offsets."""
+    torch.manual_seed(1)
+    params = [torch.randn(size).to(dtype).to(device) for size in sizes]
+    offsets, at = [], START
+    for param in params:
+        offsets.append(at)
+        at += param.numel() + (17 if param.numel() == 64 else 0)
+    return params, [param.double().cpu().clone() for param in params], offsets
+
+
+def sums_like(params: list[Tensor], seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    exact = [torch.float64 if p.dtype == torch.float64 else torch.float32 for p in params]
+    return [
+        (torch.randn(p.shape, dtype=torch.float64) * 3).to(kind).to(p.device)
+        for p, kind in zip(params, exact, strict=True)
+    ]
+
+
+def noised(sums: list[Tensor], offsets: list[int], step: int) -> list[Tensor]:
+    """(sum + std N) scale in float64."""
+    draws = [
+        reference_noise(s.numel(), KEY, step, at, dtype=torch.float64) for s, at in zip(sums, offsets, strict=True)
+    ]
+    return [
+        (s.double().cpu() + COMMON["std"] * n.view(s.shape)) * COMMON["scale"] for s, n in zip(sums, draws, strict=True)
+    ]
+
+
+def reference_step(optimizer: Any, params: list[Tensor], gradients: list[Tensor]) -> None:
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient.to(param.dtype).to(param.device)
+    optimizer.step()
+
+
+def states_of(optimizer: Any, params: list[Tensor], name: str) -> list[Tensor]:
+    return [optimizer.state[p][name] for p in params]
+
+
+def check_sgd(device: str, dtype: torch.dtype, state_dtype: torch.dtype, **options: Any) -> None:
+    params, exact, offsets = problem(dtype, device)
+    plain = [p.cpu().clone() for p in params]
+    momentum = options.get("momentum", 0.0)
+    buffers = [poisoned(*p.shape, dtype=state_dtype, device=device) for p in params] if momentum else []
+    truth_rule, plain_rule = (torch.optim.SGD(list(ps), lr=0.05, **options) for ps in (exact, plain))
+    for k in range(3):
+        sums = sums_like(params, k)
+        gradients = noised(sums, offsets, 40 + k)
+        cuda.noisy_sgd_step_(params, sums, buffers, offsets, step=40 + k, first=k == 0, **COMMON, **options)
+        reference_step(truth_rule, exact, gradients)
+        reference_step(plain_rule, plain, gradients)
+        slack = 1e-13 if dtype == torch.float64 else 3e-7
+        for found, truth in zip(sums, gradients, strict=True):
+            assert accurate(found, truth.float(), truth, slack)
+        slack = {torch.float32: 2e-7, torch.float64: 1e-13}.get(dtype, 1e-2)  # halves: one rounding either way
+        for found, other, truth in zip(params, plain, exact, strict=True):
+            assert accurate(found, other, truth, slack)
+        if momentum:
+            slack = max(slack, 1e-2 if state_dtype in HALF else 0) * 10
+            pairs = zip(buffers, states_of(truth_rule, exact, "momentum_buffer"), strict=True)
+            assert all(accurate(found, truth, truth, slack) for found, truth in pairs)
+
+
+def check_adamw(device: str, dtype: torch.dtype, state_dtype: torch.dtype, **options: Any) -> None:
+    params, exact, offsets = problem(dtype, device)
+    plain = [p.cpu().clone() for p in params]
+    averages, squares = ([torch.zeros_like(p, dtype=state_dtype) for p in params] for _ in range(2))
+    decoupled = options.pop("decoupled", True)
+    rule = torch.optim.AdamW if decoupled else torch.optim.Adam
+    rates = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, **options}
+    truth_rule, plain_rule = (rule(list(ps), **rates) for ps in (exact, plain))
+    given = {"beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.01, **options, "decoupled": decoupled}
+    for k in range(3):
+        sums = sums_like(params, k)
+        gradients = noised(sums, offsets, 40 + k)
+        kept = [s.clone() for s in sums]
+        keep = k != 1
+        cuda.noisy_adamw_step_(
+            params, sums, averages, squares, offsets, step=40 + k, t=k + 1, keep_grads=keep, **COMMON, **given
+        )
+        reference_step(truth_rule, exact, gradients)
+        reference_step(plain_rule, plain, gradients)
+        slack = 1e-13 if dtype == torch.float64 else 3e-7
+        if keep:
+            assert all(accurate(s, n.float(), n, slack) for s, n in zip(sums, gradients, strict=True))
+        else:
+            assert all(torch.equal(s, before) for s, before in zip(sums, kept, strict=True))
+        # Near a gradient of 0 the ratio of the averages turns float32's rounding of the gradient into lr times it.
+        slack = {torch.float32: 2e-6, torch.float64: 1e-12}.get(dtype, 2e-2)
+        for found, other, truth in zip(params, plain, exact, strict=True):
+            assert accurate(found, other, truth, slack)
+        state_slack = 2e-2 if state_dtype in HALF else slack
+        for states, name in ((averages, "exp_avg"), (squares, "exp_avg_sq")):
+            pairs = zip(states, states_of(truth_rule, exact, name), strict=True)
+            assert all(accurate(found, truth, truth, state_slack) for found, truth in pairs)
+
+
+def adamw_state(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
+
+
+ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+
+
+def check_many_tensors(device: str) -> None:
+    """More than one launch fills the table; all together give the bits that each alone gives."""
+    params, _, offsets = problem(torch.float32, device, [(k % 5,) for k in range(1000)])
+    alone = [p.clone() for p in params]
+    sums = sums_like(params, 0)
+    cuda.noisy_adamw_step_(
+        params, [s.clone() for s in sums], *adamw_state(params), offsets, step=1, t=1, **COMMON, **ADAMW
+    )
+    for k in (0, 1, 447, 448, 449, 896, 999):
+        one = slice(k, k + 1)
+        state = adamw_state(alone[one])
+        cuda.noisy_adamw_step_(alone[one], sums[one], *state, offsets[one], step=1, t=1, **COMMON, **ADAMW)
+        assert torch.equal(alone[k], params[k])
+    moved = [p for p, before in zip(params, problem(torch.float32, device, [(k % 5,) for k in range(1000)])[0],
+             strict=True) if not torch.equal(p, before)]  # fmt: skip
+    assert len(moved) == 800
+
+
+def check_mixed_types(device: str) -> None:
+    """Parameters of all types in one call are what each alone is, in their order."""
+    one_each = [problem(dtype, device, [(600,)])[0][0] for dtype in FLOATS]
+    offsets = [0, 600, 1200, 1800]
+    alone = [p.clone() for p in one_each]
+    sums = sums_like(one_each, 5)
+    buffers = [torch.ones_like(p) for p in one_each]
+    options = {"step": 3, "momentum": 0.9, **COMMON}
+    cuda.noisy_sgd_step_(one_each, [s.clone() for s in sums], buffers, offsets, **options)
+    for k, param in enumerate(alone):
+        cuda.noisy_sgd_step_([param], [sums[k]], [torch.ones_like(param)], [offsets[k]], **options)
+        assert torch.equal(param, one_each[k])
+
+
+def check_counter(device: str) -> None:
+    """step and t plus the counter's value, which advance_ counts."""
+    counter = torch.tensor([4], device=device)
+    results = []
+    for given in ({"step": 11, "t": 2, "counter": cuda.advance_(counter)}, {"step": 16, "t": 7}):
+        params, _, offsets = problem(torch.float32, device)
+        cuda.noisy_adamw_step_(params, sums_like(params, 0), *adamw_state(params), offsets, **given, **COMMON, **ADAMW)
+        results.append(params)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert int(counter) == 5
+
+
+def check_without_noise(device: str) -> None:
+    """std = 0 is torch's optimizer; the sums' extreme numbers stay in their places."""
+    params, _, offsets = problem(torch.float32, device, [(300,), (40,)])
+    sums = sums_like(params, 2)
+    sums[0][7], sums[0][8], sums[1][0] = math.nan, math.inf, 1e-30
+    plain = [p.cpu().clone() for p in params]
+    state = adamw_state(params)
+    cuda.noisy_adamw_step_(
+        params, [s.clone() for s in sums], *state, offsets, step=0, t=1, **{**COMMON, "std": 0.0}, **ADAMW
+    )
+    rule = torch.optim.AdamW(plain, lr=0.05, weight_decay=0.01)
+    reference_step(rule, plain, [s.cpu() * 0.25 for s in sums])
+    for found, other in zip(params, plain, strict=True):
+        assert torch.allclose(found.cpu(), other, rtol=2e-6, atol=1e-7, equal_nan=True)
+    assert int(params[0].isnan().sum()) == 2
+
+
+# ---------------------------------------------------------------------- clip factors
+
+
+def check_clip_factors(device: str) -> None:
+    tiny, huge = 1e-300, 1e300
+    values = [0.0, tiny, huge, 1e-45, 1e-38, 2e-38, 1e-8, 0.25, 0.999999, 1.0, 1.000001, 4.0, 1e38, math.inf, math.nan]
+    for dtype in (torch.float64, torch.float32):
+        norm_sq = torch.tensor(values, dtype=torch.float64).to(dtype)
+        for kind in clip.KINDS:
+            for limit in (1.0, 1e-3, 1e6):
+                for gamma in (0.01, 0.0):
+                    found = cuda.clip_factors(norm_sq.to(device), limit, kind, gamma).cpu()
+                    assert found.dtype == torch.float32 and bool(found.isfinite().all())
+                    usual = (norm_sq > 1e-12) & (norm_sq < 1e12)
+                    expected = clip.clip_factors(norm_sq.double(), limit, kind, gamma).float()
+                    assert torch.allclose(found[usual], expected[usual], rtol=1e-6, atol=0)
+                    assert bool((found[~norm_sq.isfinite()] == 0).all())
+                    for square, c in zip(norm_sq.tolist(), found.tolist(), strict=True):
+                        if math.isfinite(square):  # c^2 n^2 <= R^2 without rounding
+                            assert Fraction(c) ** 2 * Fraction(square) <= Fraction(limit) ** 2
+    check_clip_layouts(device)
+
+
+def check_clip_layouts(device: str) -> None:
+    torch.manual_seed(0)
+    uses = torch.rand(5, 300, dtype=torch.float64) * 4
+    uses[2, 7], uses[0, 299] = math.nan, math.inf
+    for given in (uses, uses.float(), uses.T.contiguous().T, uses[:, ::3]):
+        found = cuda.clip_factors(given.to(device), 2.0).cpu()
+        expected = clip.clip_factors(given.double().sum(0), 2.0).float()
+        assert torch.allclose(found, expected, rtol=1e-6, atol=0)
+    for shape in ((0,), (3, 0)):
+        assert cuda.clip_factors(torch.zeros(shape, device=device), 1.0).shape == (0,)
+
+
+# ---------------------------------------------------------------------- embedding
+
+
+def look_up(
+    batch: int, k: int, d: int, rows: int, dtype: torch.dtype, seed: int = 0, same: bool = False
+) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    ids = torch.full((batch, k), rows - 1) if same else torch.randint(0, rows, (batch, k))
+    return ids, torch.randn(batch, k, d).to(dtype)
+
+
+def table_gradients(ids: Tensor, g: Tensor, rows: int, padding: int | None) -> Tensor:
+    """[B, rows, d] float64, a position at a time."""
+    out = torch.zeros(ids.size(0), rows, g.size(-1), dtype=torch.float64)
+    for b in range(ids.size(0)):
+        for j in range(ids.size(1)):
+            if ids[b, j] != padding:
+                out[b, ids[b, j]] += g[b, j].double()
+    return out
+
+
+SHAPES = [(1, 1, 1, 3), (3, 37, 5, 11), (2, 64, 128, 4), (2, 130, 129, 7), (4, 65, 3, 1), (0, 5, 4, 3), (3, 0, 4, 3)]
+
+
+def check_embedding(device: str, dtype: torch.dtype) -> None:
+    for batch, k, d, rows in SHAPES:
+        for padding in (None, 2):
+            ids, g = look_up(batch, k, d, rows, dtype)
+            each = table_gradients(ids, g, rows, padding)
+            norm_sq = cuda.embedding_norm_sq(ids.to(device), g.to(device), padding, dtype=torch.float64).cpu()
+            truth = each.square().sum((1, 2))
+            assert norm_sq.shape == (batch,) and torch.allclose(norm_sq, truth, rtol=1e-12, atol=0)
+            c = torch.rand(batch)
+            c[1:2] = 0
+            g[1:2] = math.nan
+            total = torch.einsum("b,bvd->vd", c.double(), each)
+            plain = torch.einsum("b,bvd->vd", c, each.float())
+            found = cuda.embedding_clipped_sum(ids.to(device), g.to(device), c.to(device), rows, padding)
+            assert found.shape == (rows, d) and accurate(found, plain, total, 1e-12 if dtype == torch.float64 else 5e-5)
+            base = torch.randn(rows, d, dtype=found.dtype)
+            out = base.to(device)
+            assert cuda.embedding_clipped_sum(ids.to(device), g.to(device), c.to(device), rows, padding, out) is out
+            assert accurate(out, base + plain, base + total, 5e-5)
+
+
+def check_embedding_long_segments(device: str) -> None:
+    """One id over many chunks, and some that begin or end at their edges."""
+    for same in (True, False):
+        ids, g = look_up(3, 300, 6, 3, torch.float32, seed=5, same=same)
+        each = table_gradients(ids, g, 3, None)
+        norm_sq = cuda.embedding_norm_sq(ids.to(device), g.to(device))
+        assert norm_sq.dtype == torch.float32
+        assert torch.allclose(norm_sq.cpu().double(), each.square().sum((1, 2)), rtol=1e-6)
+        found = cuda.embedding_clipped_sum(ids.to(device), g.to(device), torch.ones(3, device=device), 3).cpu()
+        assert torch.allclose(found.double(), each.sum(0), rtol=1e-5, atol=1e-4)
+    ids = torch.arange(256).div(64, rounding_mode="floor").view(2, 128)  # segments end where chunks do
+    g = torch.randn(2, 128, 2)
+    found = cuda.embedding_clipped_sum(ids.to(device), g.to(device), torch.ones(2, device=device), 4).cpu()
+    assert torch.allclose(found.double(), table_gradients(ids, g, 4, None).sum(0), rtol=1e-5, atol=1e-5)
+
+
+def check_embedding_layouts(device: str) -> None:
+    """Strides, more dimensions, 32-bit ids, a sample that is no number, an `out` that is not contiguous."""
+    ids, g = look_up(4, 6, 8, 5, torch.float32)
+    truth = table_gradients(ids, g, 5, None)
+    squares, total = truth.square().sum((1, 2)), truth.sum(0)
+    ones = torch.ones(4, device=device)
+    cases = [
+        (ids, g.mT.contiguous().mT),
+        (ids, torch.cat([g, g], 2)[:, :, :8]),
+        (ids.view(4, 2, 3), g.view(4, 2, 3, 8)),
+        (ids.int(), g.transpose(0, 1).contiguous().transpose(0, 1)),
+    ]
+    for given_ids, given in cases:
+        put_ids, put = given_ids.to(device), given.to(device)
+        assert torch.allclose(cuda.embedding_norm_sq(put_ids, put).cpu().double(), squares, rtol=1e-6)
+        found = cuda.embedding_clipped_sum(put_ids, put, ones, 5).cpu().double()
+        assert torch.allclose(found, total, rtol=1e-5, atol=1e-6)
+    out = torch.zeros(8, 5, device=device).mT
+    cuda.embedding_clipped_sum(ids.to(device), g.to(device), ones, 5, out=out)
+    assert torch.allclose(out.cpu().double(), total, rtol=1e-5, atol=1e-6)
+    g[2, 3, 1] = math.inf
+    norms = cuda.embedding_norm_sq(ids.to(device), g.to(device)).cpu().double()
+    assert not norms[2].isfinite()
+    assert torch.allclose(norms[[0, 1, 3]], squares[[0, 1, 3]], rtol=1e-6)
