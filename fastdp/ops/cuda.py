@@ -230,7 +230,7 @@ def clip_factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gam
         raise ValueError(f"norm_sq must be [B] or [U,B], float32 or float64: {norm_sq.dtype} {tuple(norm_sq.shape)}")
     if not (0 < max_grad_norm < math.inf and 0 <= gamma < math.inf):
         raise ValueError(f"max_grad_norm > 0 and gamma >= 0 must be finite: {max_grad_norm!r}, {gamma!r}")
-    rows = norm_sq.reshape(-1, norm_sq.size(-1)).contiguous()
+    rows = (norm_sq if norm_sq.dim() == 2 else norm_sq.unsqueeze(0)).contiguous()
     factors = torch.empty(rows.size(1), dtype=torch.float32, device=rows.device)
     if factors.numel():
         sizes = (TYPES[rows.dtype], rows.size(0), rows.size(1))
@@ -309,7 +309,7 @@ def _rows_of(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError(f"ids must be integers, g a floating-point type: {ids.dtype}, {g.dtype}")
     k = math.prod(ids.shape[1:])
     g = g.reshape(ids.size(0), k, g.size(-1))
-    return ids.reshape(-1, k).long().contiguous(), g if g.stride(2) == 1 else g.contiguous()
+    return ids.reshape(ids.size(0), k).long().contiguous(), g if g.stride(2) == 1 else g.contiguous()
 
 
 # ---------------------------------------------------------------------- what they share
