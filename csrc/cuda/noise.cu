@@ -1,5 +1,5 @@
 // Noise alone, in place, and the parts of the generator for tests.
-#include "step.cuh"
+#include "tile.cuh"
 
 namespace fastdp {
 namespace {

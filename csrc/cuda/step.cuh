@@ -1,19 +1,13 @@
 // Noise and an optimizer's rule for a table of parameters in one launch.
 //
-// The work is a list of tiles of 512 elements of each parameter's global index grid. 64 threads take a tile: a thread
-// draws one block of the key stream and spends its 8 normals on 8 elements, 64 apart, so that at each of the 8
-// neighbouring threads touch neighbouring elements. What a tile reads is asked for before its noise is drawn.
+// The work is the list of all parameters' tiles, and 64 threads take 4 of them at a time.
 #pragma once
 
-#include <cmath>
-#include <type_traits>
-
-#include "keystream.cuh"
+#include "tile.cuh"
 
 namespace fastdp {
 
-constexpr int THREADS = 256, TILES_PER_ITEM = 4;
-constexpr int BLOCKS_PER_MULTIPROCESSOR = 6;  // of the grid; what fits at once is fewer
+constexpr int TILES_PER_ITEM = 4;            // of 64 threads' work, between two searches of the table
 constexpr int64_t ENTRIES_PER_LAUNCH = 448;   // of the table by kernel arguments: 25 KB of the 32 KB there are
 
 // What a step computes once, in device memory before the table, because a counter on the device may take part.
@@ -66,59 +60,6 @@ FASTDP_INLINE int find_entry(const fastdp_cuda_entry *table, int count, int64_t 
     return low;
 }
 
-// Which of this thread's 8 elements (first, first + 64, ...) lie in [0, count): one bit each.
-FASTDP_INLINE unsigned elements_inside(int64_t first, int64_t count) {
-    unsigned inside = 0;
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-        if ((uint64_t)(first + slot * LANES) < (uint64_t)count) inside |= 1u << slot;
-    }
-    return inside;
-}
-
-template <class Rule>
-struct Loaded {
-    typename Rule::Element element[SLOTS / 2];
-};
-
-// Read elements `half` * 4 .. + 3 of this thread.
-template <class Rule>
-FASTDP_INLINE void load_half(const Rule &rule, int half, unsigned inside, Loaded<Rule> &loaded) {
-#pragma unroll
-    for (int k = 0; k < SLOTS / 2; ++k) {
-        const int slot = half * SLOTS / 2 + k;
-        if (inside >> slot & 1) loaded.element[k] = rule.load(slot * LANES);
-    }
-}
-
-template <class Rule>
-FASTDP_INLINE void spend_half(const Rule &rule, int half, unsigned inside, const uint32_t *words,
-                              Loaded<Rule> &loaded) {
-#pragma unroll
-    for (int k = 0; k < SLOTS / 2; k += 2) {
-        const int slot = half * SLOTS / 2 + k;
-        typename Rule::Number even, odd;
-        box_muller(words + 2 * slot, even, odd);
-        if (inside >> slot & 1) rule.store(slot * LANES, loaded.element[k], even);
-        if (inside >> (slot + 1) & 1) rule.store((slot + 1) * LANES, loaded.element[k + 1], odd);
-    }
-}
-
-// One tile of the global grid; `first`: this thread's first element in the arrays of `rule`, may lie outside.
-template <class Rule>
-FASTDP_INLINE void noisy_tile(Rule &rule, const Key &key, const Nonce &nonce, int64_t global_tile, int64_t first,
-                              int64_t count) {
-    const int lane = (int)threadIdx.x % LANES;
-    const unsigned inside = first >= lane && first - lane + TILE <= count ? 0xffu : elements_inside(first, count);
-    Loaded<Rule> low, high;
-    load_half(rule, 0, inside, low);
-    uint32_t words[16];
-    chacha20_block(key, nonce, (uint64_t)global_tile * LANES + lane, words);
-    load_half(rule, 1, inside, high);
-    spend_half(rule, 0, inside, words, low);
-    spend_half(rule, 1, inside, words, high);
-}
-
 template <class Rule>
 static __global__ void __launch_bounds__(THREADS, Rule::BLOCKS)
     noisy_step(const fastdp_cuda_entry *__restrict__ table, int count, const Header *__restrict__ header,
@@ -154,13 +95,6 @@ inline int64_t lay_out(fastdp_cuda_entry *entries, int64_t count) {
     }
     return tiles;
 }
-
-// A std that is no float is rounded up: noise is never less than asked for.
-inline void round_up(double x, float &to) {
-    to = (float)x;
-    if ((double)to < x) to = nextafterf(to, INFINITY);
-}
-inline void round_up(double x, double &to) { to = x; }
 
 template <class Rule>
 fastdp_cuda_status step_over(const char *name, fastdp_cuda_entry *entries, int64_t count, void *workspace,
