@@ -15,6 +15,7 @@ from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 ROOT = Path(__file__).parent
 # -ffp-contract=off: noise has the same bits on every instruction set. The other two let loops with sqrt vectorise;
@@ -65,7 +66,7 @@ class OptionalBuild(build_ext):
             if ext.name == "fastdp._CUDA":
                 self._build_with_nvcc(ext)
             else:
-                self.compiler.compile = in_parallel(type(self.compiler).compile.__get__(self.compiler))
+                self.compiler.compile = in_parallel(self.compiler.compile)
                 super().build_extension(ext)
         except Exception as error:  # noqa: BLE001
             self._without(ext.name, error)
@@ -75,18 +76,20 @@ class OptionalBuild(build_ext):
         nvcc = shutil.which("nvcc")
         if nvcc is None:
             raise RuntimeError("nvcc is not on the PATH")
+        target = Path(self.get_ext_fullpath(ext.name))
+        if not (self.force or newer_group([*ext.sources, *ext.depends], str(target), "newer")):
+            return
         includes = [f"-I{folder}" for folder in [*ext.include_dirs, *self.compiler.include_dirs]]
         folder = Path(self.build_temp) / "cuda"
         folder.mkdir(parents=True, exist_ok=True)
 
         def compile_one(source: str) -> str:
-            target = str(folder / f"{Path(source).name}.o")
-            run([nvcc, *CUDA_FLAGS, *includes, "-c", source, "-o", target])
-            return target
+            result = str(folder / f"{Path(source).name}.o")
+            run([nvcc, *CUDA_FLAGS, *includes, "-c", source, "-o", result])
+            return result
 
         with ThreadPool(os.cpu_count() or 1) as pool:
             objects = pool.map(compile_one, ext.sources)
-        target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         run([nvcc, "-shared", "-cudart", "static", *objects, "-o", str(target)])
 
@@ -122,7 +125,7 @@ extensions = [
     )
 ]
 if wants_cuda():
-    depends = found("csrc/*.h", "csrc/cuda/*.cuh")
+    depends = [*found("csrc/*.h", "csrc/cuda/*.cuh"), "setup.py"]
     extensions += [Extension("fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=True)]
 os.chdir(ROOT)
 setup(ext_modules=extensions, cmdclass={"build_ext": OptionalBuild})

@@ -133,6 +133,15 @@ def check_shards(device: str) -> None:
         assert torch.equal(part, whole[low:high])
 
 
+def check_std_is_never_rounded_down(device: str) -> None:
+    """A std between two floats becomes the larger one."""
+    below, above = (
+        cuda.noise_(poisoned(1000, dtype=torch.float32, device=device), std, WORDS, 0).abs()
+        for std in (1.0, 1.0 + 1e-9)
+    )
+    assert bool((above >= below).all()) and int((above > below).sum()) > 500
+
+
 def check_add_scaled(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     given = torch.randn(700, 3).to(dtype)

@@ -140,6 +140,7 @@ CHECKS = [
     checks.check_block_function,
     checks.check_transform,
     checks.check_shards,
+    checks.check_std_is_never_rounded_down,
     checks.check_many_tensors,
     checks.check_mixed_types,
     checks.check_counter,

@@ -76,7 +76,8 @@ FASTDP_INLINE float fast_sqrt(float x) { return sqrtf(x); }
 FASTDP_INLINE float fast_sqrt_normal(float x) { return sqrtf(x); }
 #endif
 
-// A pointer that was read from memory, as one into device memory: loads and stores need not ask what it points at.
+// A pointer that was read from memory, as one into device memory (it must be, so not NULL): loads and stores need not
+// ask what it points at.
 template <typename T>
 FASTDP_INLINE T *global(void *pointer) {
 #ifdef __CUDA_ARCH__

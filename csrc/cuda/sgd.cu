@@ -68,6 +68,7 @@ extern "C" fastdp_cuda_status fastdp_cuda_noisy_sgd(fastdp_cuda_entry *entries, 
     const DeviceGuard guard(device);
     if (guard.error != cudaSuccess) return status_of("noisy_sgd", guard.error);
     const Powers powers = {0, 0, 0, 1};
+    for (int64_t i = 0; rule->momentum == 0 && i < count; ++i) entries[i].state1 = entries[i].param;  // not touched
     return with_types(param_type, state_type, [&](auto *param, auto *state) {
         using Rule = Sgd<std::remove_pointer_t<decltype(param)>, std::remove_pointer_t<decltype(state)>>;
         typename Rule::Options options;
