@@ -23,7 +23,7 @@ enum { FASTDP_LOCAL, FASTDP_GLOBAL, FASTDP_AUTOMATIC };
 /* ---------------------------------------------------------------- noise (noise.cu)
  *
  * The noise of fastdp.h: the same key stream, and the same normals up to rounding. For float64 data they are drawn in
- * double; for all else in float, each within 5e-7 of its pair's radius of the exact one.
+ * double; for all else in float, each within 7e-7 of its pair's radius of the exact one.
  */
 
 /* data = ((keep ? data : 0) + std * N(0, 1)) * scale, rounded once. data: [count], its first element has the global

@@ -23,6 +23,7 @@ import torch
 from fastdp.ops import cuda
 
 from . import cuda_checks as checks
+from . import cuda_sample_checks as sample_checks
 from . import emulation
 
 ROOT = Path(__file__).parent.parent
@@ -140,14 +141,15 @@ CHECKS = [
     checks.check_block_function,
     checks.check_transform,
     checks.check_shards,
+    checks.check_edges,
     checks.check_std_is_never_rounded_down,
     checks.check_many_tensors,
     checks.check_mixed_types,
     checks.check_counter,
     checks.check_without_noise,
-    checks.check_clip_factors,
-    checks.check_embedding_long_segments,
-    checks.check_embedding_layouts,
+    sample_checks.check_clip_factors,
+    sample_checks.check_embedding_long_segments,
+    sample_checks.check_embedding_layouts,
 ]
 
 
@@ -157,7 +159,7 @@ def test_emulated(check: Callable[[str], None], emulated: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", checks.FLOATS)
-@pytest.mark.parametrize("check", [checks.check_noise, checks.check_add_scaled, checks.check_embedding])
+@pytest.mark.parametrize("check", [checks.check_noise, checks.check_add_scaled, sample_checks.check_embedding])
 def test_emulated_by_type(check: Callable[[str, torch.dtype], None], dtype: torch.dtype, emulated: str) -> None:
     check(emulated, dtype)
 
@@ -193,7 +195,7 @@ def test_emulated_adamw(options: Any, dtype: torch.dtype, state_dtype: torch.dty
 def test_results_do_not_depend_on_the_order_of_threads(hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_native", emulation.module)
     monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
-    ids, g = checks.look_up(3, 200, 130, 9, torch.float32)
+    ids, g = sample_checks.look_up(3, 200, 130, 9, torch.float32)
     results = []
     for reverse in (False, True):
         hooks.reverse(reverse)

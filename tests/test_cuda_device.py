@@ -18,6 +18,7 @@ from fastdp.ops.noise import reference_noise
 from fastdp.ops.registry import native_cuda
 
 from . import cuda_checks as checks
+from . import cuda_sample_checks as sample_checks
 from .test_cuda import ADAMW, CHECKS, PAIRS, SGD
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +35,7 @@ def test_on_device(check: Callable[[str], None]) -> None:
 
 
 @pytest.mark.parametrize("dtype", checks.FLOATS)
-@pytest.mark.parametrize("check", [checks.check_noise, checks.check_add_scaled, checks.check_embedding])
+@pytest.mark.parametrize("check", [checks.check_noise, checks.check_add_scaled, sample_checks.check_embedding])
 def test_on_device_by_type(check: Callable[[str, torch.dtype], None], dtype: torch.dtype) -> None:
     check(DEVICE, dtype)
 
@@ -55,7 +56,7 @@ def test_sanitizer_small_sizes_of_everything() -> None:
     for check in CHECKS:
         check(DEVICE)
     checks.check_noise(DEVICE, torch.bfloat16)
-    checks.check_embedding(DEVICE, torch.float16)
+    sample_checks.check_embedding(DEVICE, torch.float16)
     checks.check_sgd(DEVICE, torch.float16, torch.float16, momentum=0.9)
     checks.check_adamw(DEVICE, torch.bfloat16, torch.float32, weight_decay=0.1)
     checks.check_adamw(DEVICE, torch.float64, torch.float64, weight_decay=0.1)
@@ -103,7 +104,7 @@ def test_the_same_bits_every_time_on_any_stream() -> None:
         sums = checks.sums_like(params, 0)
         state = checks.adamw_state(params)
         cuda.noisy_adamw_step_(params, sums, *state, offsets, step=1, t=1, **checks.COMMON, **checks.ADAMW)
-        ids, g = (x.to(DEVICE) for x in checks.look_up(8, 600, 96, 50, torch.bfloat16))
+        ids, g = (x.to(DEVICE) for x in sample_checks.look_up(8, 600, 96, 50, torch.bfloat16))
         c = torch.rand(8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         norms = cuda.embedding_norm_sq(ids, g, dtype=torch.float64)
         return [*params, *sums, norms, cuda.embedding_clipped_sum(ids, g, c, 50)]
@@ -166,7 +167,7 @@ def test_graph_without_a_counter_is_refused() -> None:
 
 
 def test_norms_factors_and_sums_can_be_captured() -> None:
-    ids, g = (x.to(DEVICE) for x in checks.look_up(4, 70, 33, 9, torch.float32))
+    ids, g = (x.to(DEVICE) for x in sample_checks.look_up(4, 70, 33, 9, torch.float32))
     results: list[Tensor] = []
 
     def work() -> None:

@@ -111,7 +111,7 @@ FASTDP_INLINE void cosine_sine(float h, float &cosine, float &sine) {
     sine = s * h;
 }
 
-// Two normals of a pair's words w[0] .. w[3], in float: within 5e-7 of the radius of the exact ones.
+// Two normals of a pair's words w[0] .. w[3], in float: within 7e-7 of the radius of the exact ones.
 FASTDP_INLINE void box_muller(const uint32_t *w, float &even, float &odd) {
     const float radius = fast_sqrt_normal(minus_two_log(w[1], w[0]));
     // the upper 52 bits, less half of their range, as a signed integer: an angle in [-1/2, 1/2) of half a circle

@@ -7,7 +7,7 @@
 
 namespace fastdp {
 
-constexpr int TILES_PER_ITEM = 4;            // of 64 threads' work, between two searches of the table
+constexpr int TILES_PER_ITEM = 4;             // of 64 threads' work, between two searches of the table
 constexpr int64_t ENTRIES_PER_LAUNCH = 448;   // of the table by kernel arguments: 25 KB of the 32 KB there are
 
 // What a step computes once, in device memory before the table, because a counter on the device may take part.

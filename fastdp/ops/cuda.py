@@ -5,7 +5,7 @@ host, so a CUDA graph may hold it. Noise drawn under capture would be the same a
 for the steps given a `counter` on the device; `advance_(counter)` once a step belongs into the same graph.
 
 The noise is that of `fastdp.ops.noise` (same key stream, same radius of 64 bits and angle of 53). For float64
-tensors the normals are computed in double, for all others in float: each is within 5e-7 of its pair's radius
+tensors the normals are computed in double, for all others in float: each is within 7e-7 of its pair's radius
 of the exact one.
 
 Raises TypeError or ValueError on wrong arguments, RuntimeError where fastdp._CUDA is absent, a kernel is not
