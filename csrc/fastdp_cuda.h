@@ -42,7 +42,7 @@ fastdp_cuda_status fastdp_cuda_box_muller(const uint32_t *words, void *normals, 
 
 /* ---------------------------------------------------------------- noise and optimizer's step (sgd.cu, adamw.cu)
  *
- * For all entries in one launch (a launch of one block before it puts the table into device memory, so that nothing is
+ * For all entries in one launch (a small launch before it puts the table into device memory, so that nothing is
  * copied from the host and a CUDA graph may hold both):
  *     n = (sum + std * N(0, 1)) * scale;  sum = n where keep_sums;  then the optimizer's rule with gradient n.
  * Sums are float64 for float64 parameters, else float32; states have a type of their own: that of the parameters, or

@@ -7,6 +7,7 @@
 
 namespace fastdp {
 
+constexpr int PREPARE_THREADS = 32;
 constexpr int TILES_PER_ITEM = 4;             // of 64 threads' work, between two searches of the table
 constexpr int64_t ENTRIES_PER_LAUNCH = 448;   // of the table by kernel arguments: 25 KB of the 32 KB there are
 
@@ -35,12 +36,14 @@ FASTDP_INLINE double power(double base, int64_t n) {
     return result;
 }
 
-// The table comes by kernel arguments: no copy from the host, so a CUDA graph may hold it.
+// The table comes by kernel arguments: no copy from the host, so a CUDA graph may hold it. A thread an entry, in small
+// blocks: threads that read different arguments wait for each other.
 static __global__ void prepare_step(const __grid_constant__ Batch batch, int count, fastdp_cuda_entry *table,
                                     Header *header, uint64_t step, const __grid_constant__ Powers powers,
                                     const int64_t *counter) {
-    for (int i = (int)threadIdx.x; i < count; i += THREADS) table[i] = batch.entry[i];
-    if (threadIdx.x == 0) {
+    const int i = (int)(blockIdx.x * PREPARE_THREADS + threadIdx.x);
+    if (i < count) table[i] = batch.entry[i];
+    if (i == 0) {
         const int64_t more = counter != nullptr ? *counter : 0;
         header->nonce = nonce_of(step + (uint64_t)more);
         header->step_size = powers.lr / (1 - power(powers.beta1, powers.t + more));
@@ -108,8 +111,9 @@ fastdp_cuda_status step_over(const char *name, fastdp_cuda_entry *entries, int64
         const int part = (int)(count - begin < ENTRIES_PER_LAUNCH ? count - begin : ENTRIES_PER_LAUNCH);
         Batch batch;
         for (int i = 0; i < part; ++i) batch.entry[i] = entries[begin + i];
-        FASTDP_LAUNCH(prepare_step, 1, THREADS, stream, batch, part, table + begin, header, draw.step, powers,
-                      draw.counter);
+        const unsigned small_blocks = (unsigned)((part + PREPARE_THREADS - 1) / PREPARE_THREADS);
+        FASTDP_LAUNCH(prepare_step, small_blocks, PREPARE_THREADS, stream, batch, part, table + begin, header,
+                      draw.step, powers, draw.counter);
         const fastdp_cuda_status status = launched("prepare_step");
         if (status.kernel != nullptr) return status;
     }
