@@ -31,7 +31,7 @@ __global__ void clip_factors(const T *norm_sq, int64_t uses, int64_t batch, doub
         else if (kind == FASTDP_GLOBAL) c = norm <= limit ? 1.0f : 0.0f;
         else if (gamma > 0 || !vanishes) c = factor_below(limit, norm + gamma);
     }
-    factors[b] = isfinite(c) ? c : 0.0f;
+    factors[b] = c;
 }
 
 }  // namespace
