@@ -1,19 +1,52 @@
-"""Builds the optional extension fastdp._C; all else is in pyproject.toml.
+"""Builds the optional extensions fastdp._C and fastdp._CUDA; all else is in pyproject.toml.
 
-Without a compiler, or where compiling fails, fastdp installs without it and runs on plain PyTorch.
+Without a compiler, or where compiling fails, fastdp installs without them and runs on plain PyTorch and Triton.
+fastdp._CUDA is built where nvcc is on the PATH and a GPU is present, or FASTDP_CUDA=1 is set (FASTDP_CUDA=0: never).
 torch is never needed to build.
 """
 
 import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 ROOT = Path(__file__).parent
 # -ffp-contract=off: noise has the same bits on every instruction set. The other two let loops with sqrt vectorise;
 # neither changes a result (fastdp reads no errno and no floating-point flags).
 FLAGS = "-std=c++17 -O3 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden -g0".split()
+# Machine code for each generation of data-centre GPUs, and PTX for those to come. cudart is linked statically: torch's
+# streams are the driver's handles, which it takes.
+CUDA_FLAGS = "-std=c++17 -O3 -cudart static -Xcompiler -fPIC,-fvisibility=hidden,-g0".split()
+CUDA_TARGETS = ("80", "90", "100")
+CUDA_FLAGS += [f"-gencode=arch=compute_{target},code=sm_{target}" for target in CUDA_TARGETS]
+CUDA_FLAGS += [f"-gencode=arch=compute_{CUDA_TARGETS[-1]},code=compute_{CUDA_TARGETS[-1]}"]
+
+
+def wants_cuda() -> bool:
+    """Whether to build fastdp._CUDA."""
+    setting = os.environ.get("FASTDP_CUDA", "")
+    if setting not in ("", "0", "1"):
+        raise SystemExit(f"FASTDP_CUDA must be 0 or 1, not {setting!r}")
+    present = shutil.which("nvcc") is not None and Path("/dev/nvidiactl").exists()
+    return setting == "1" or (setting == "" and present)
+
+
+def in_parallel(compile_all: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """A compiler's `compile`, a thread a source."""
+
+    def compile_each(sources: list[str], **options: Any) -> list[str]:
+        with ThreadPool(os.cpu_count() or 1) as pool:
+            objects = pool.map(lambda source: compile_all([source], **options), sources)
+        return [name for names in objects for name in names]
+
+    return compile_each
 
 
 class OptionalBuild(build_ext):
@@ -23,33 +56,76 @@ class OptionalBuild(build_ext):
         try:
             super().run()
         except Exception as error:  # noqa: BLE001  (no compiler shows in many ways)
-            self._without(error)
+            self._without("fastdp._C", error)
 
     def build_extension(self, ext: Extension) -> None:
         try:
             import pybind11
 
             ext.include_dirs.append(pybind11.get_include())
-            super().build_extension(ext)
+            if ext.name == "fastdp._CUDA":
+                self._build_with_nvcc(ext)
+            else:
+                self.compiler.compile = in_parallel(self.compiler.compile)
+                super().build_extension(ext)
         except Exception as error:  # noqa: BLE001
-            self._without(error)
+            self._without(ext.name, error)
 
-    def _without(self, error: Exception) -> None:
+    def _build_with_nvcc(self, ext: Extension) -> None:
+        """nvcc compiles and links all of it: it knows where its headers and libraries are."""
+        nvcc = shutil.which("nvcc")
+        if nvcc is None:
+            raise RuntimeError("nvcc is not on the PATH")
+        target = Path(self.get_ext_fullpath(ext.name))
+        if not (self.force or newer_group([*ext.sources, *ext.depends], str(target), "newer")):
+            return
+        includes = [f"-I{folder}" for folder in [*ext.include_dirs, *self.compiler.include_dirs]]
+        folder = Path(self.build_temp) / "cuda"
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def compile_one(source: str) -> str:
+            result = str(folder / f"{Path(source).name}.o")
+            run([nvcc, *CUDA_FLAGS, *includes, "-c", source, "-o", result])
+            return result
+
+        with ThreadPool(os.cpu_count() or 1) as pool:
+            objects = pool.map(compile_one, ext.sources)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run([nvcc, "-shared", "-cudart", "static", *objects, "-o", str(target)])
+
+    def _without(self, name: str, error: Exception) -> None:
         reason = " ".join(str(error).split())[:100] or type(error).__name__
-        print(f"fastdp: WARNING: installing without the compiled extension fastdp._C (noise is slower): {reason}")
+        slower = "noise is slower" if name == "fastdp._C" else "the GPU's noise is slower"
+        print(f"fastdp: WARNING: installing without the compiled extension {name} ({slower}): {reason}")
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout + done.stderr)
+        raise RuntimeError(f"{Path(command[0]).name} failed: {(done.stderr or done.stdout)[:80]}")
 
 
 # Paths relative to this file, as setuptools wants them.
-sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp"))
-extension = Extension(
-    "fastdp._C",
-    sources,
-    include_dirs=["csrc"],
-    depends=["csrc/fastdp.h"],
-    language="c++",
-    optional=True,  # lets an in-place build go on without the file
-    extra_compile_args=FLAGS,
-    extra_link_args=["-fopenmp"],
-)
+def found(*patterns: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+
+
+cuda_sources = found("csrc/bind_cuda.cpp", "csrc/cuda/*.cu")
+extensions = [
+    Extension(
+        "fastdp._C",
+        [source for source in found("csrc/**/*.cpp") if source not in cuda_sources],
+        include_dirs=["csrc"],
+        depends=found("csrc/**/*.h"),
+        language="c++",
+        optional=True,  # lets an in-place build go on without the file
+        extra_compile_args=FLAGS,
+        extra_link_args=["-fopenmp"],
+    )
+]
+if wants_cuda():
+    depends = [*found("csrc/*.h", "csrc/cuda/*.cuh"), "setup.py"]
+    extensions += [Extension("fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=True)]
 os.chdir(ROOT)
-setup(ext_modules=[extension], cmdclass={"build_ext": OptionalBuild})
+setup(ext_modules=extensions, cmdclass={"build_ext": OptionalBuild})

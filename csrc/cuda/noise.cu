@@ -1,0 +1,120 @@
+// Noise alone, in place, and the parts of the generator for tests.
+#include "tile.cuh"
+
+namespace fastdp {
+namespace {
+
+// data = (data + std N) scale; without `keep` data is not read.
+template <typename T>
+struct Draw {
+    using Number = arithmetic<T>;
+    struct Element {
+        T value;
+    };
+    static constexpr int BLOCKS = sizeof(Number) == 8 ? 1 : 3;
+
+    FASTDP_INLINE Element load(int i) const {
+        Element e;
+        if (keep) e.value = data[i];
+        else narrow(e.value, (Number)0);
+        return e;
+    }
+    FASTDP_INLINE void store(int i, const Element &e, Number normal) const {
+        narrow(data[i], fma(std, normal, (Number)widen(e.value)) * scale);
+    }
+
+    T *data;
+    Number std, scale;
+    int keep;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS, Draw<T>::BLOCKS)
+    noise(T *data, int64_t count, int64_t offset, const __grid_constant__ Key key, Nonce nonce,
+          arithmetic<T> std, arithmetic<T> scale, int keep) {
+    const int64_t groups = (int64_t)gridDim.x * (THREADS / LANES);
+    const int64_t group = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / LANES;
+    Draw<T> rule = {data, std, scale, keep};
+    for (int64_t tile = offset / TILE + group; tile <= (offset + count - 1) / TILE; tile += groups) {
+        const int64_t first = tile * TILE - offset + (int)threadIdx.x % LANES;
+        rule.data = data + first;
+        noisy_tile(rule, key, nonce, tile, first, count);
+    }
+}
+
+// states, words: [16][count]
+__global__ void chacha20(const uint32_t *states, uint32_t *words, int64_t count) {
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= count) return;
+    Key key;
+    for (int k = 0; k < 8; ++k) key.word[k] = states[(4 + k) * count + i];
+    const Nonce nonce = {{states[14 * count + i], states[15 * count + i]}};
+    uint32_t x[16];
+    chacha20_block(key, nonce, (uint64_t)states[13 * count + i] << 32 | states[12 * count + i], x);
+#pragma unroll
+    for (int k = 0; k < 16; ++k) words[k * count + i] = x[k];
+}
+
+// words: [16][count], normals: [8][count]
+template <typename Number>
+__global__ void transform(const uint32_t *words, Number *normals, int64_t count) {
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= count) return;
+#pragma unroll
+    for (int pair = 0; pair < SLOTS / 2; ++pair) {
+        uint32_t w[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) w[k] = words[(4 * pair + k) * count + i];
+        box_muller(w, normals[2 * pair * count + i], normals[(2 * pair + 1) * count + i]);
+    }
+}
+
+}  // namespace
+}  // namespace fastdp
+
+using namespace fastdp;
+
+extern "C" fastdp_cuda_status fastdp_cuda_noise(void *data, int type, int64_t count, int64_t offset,
+                                                const uint32_t *key_words, uint64_t step, double std, double scale,
+                                                int keep, int device, void *stream) {
+    if (count <= 0) return {nullptr, nullptr};
+    const DeviceGuard guard(device);
+    if (guard.error != cudaSuccess) return status_of("noise", guard.error);
+    Key key;
+    for (int k = 0; k < 8; ++k) key.word[k] = key_words[k];
+    const int64_t tiles = (offset + count - 1) / TILE - offset / TILE + 1;
+    const unsigned blocks = blocks_for(tiles, THREADS / LANES, device, BLOCKS_PER_MULTIPROCESSOR);
+    return with_type(type, [&](auto *typed) {
+        using T = std::remove_pointer_t<decltype(typed)>;
+        arithmetic<T> std_up;
+        round_up(std, std_up);
+        const auto kernel = noise<T>;
+        FASTDP_LAUNCH(kernel, blocks, THREADS, (cudaStream_t)stream, (T *)data, count, offset, key, nonce_of(step),
+                      std_up, (arithmetic<T>)scale, keep);
+        return launched("noise");
+    });
+}
+
+extern "C" fastdp_cuda_status fastdp_cuda_chacha20(const uint32_t *states, uint32_t *words, int64_t count, int device,
+                                                   void *stream) {
+    if (count <= 0) return {nullptr, nullptr};
+    const DeviceGuard guard(device);
+    if (guard.error != cudaSuccess) return status_of("chacha20", guard.error);
+    FASTDP_LAUNCH(chacha20, (unsigned)((count + THREADS - 1) / THREADS), THREADS, (cudaStream_t)stream, states, words,
+                  count);
+    return launched("chacha20");
+}
+
+extern "C" fastdp_cuda_status fastdp_cuda_box_muller(const uint32_t *words, void *normals, int type, int64_t count,
+                                                     int device, void *stream) {
+    if (count <= 0) return {nullptr, nullptr};
+    const DeviceGuard guard(device);
+    if (guard.error != cudaSuccess) return status_of("box_muller", guard.error);
+    const unsigned blocks = (unsigned)((count + THREADS - 1) / THREADS);
+    if (type == FASTDP_FLOAT64) {
+        FASTDP_LAUNCH(transform<double>, blocks, THREADS, (cudaStream_t)stream, words, (double *)normals, count);
+    } else {
+        FASTDP_LAUNCH(transform<float>, blocks, THREADS, (cudaStream_t)stream, words, (float *)normals, count);
+    }
+    return launched("box_muller");
+}
