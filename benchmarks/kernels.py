@@ -25,6 +25,8 @@ from .timing import Row, append, interleaved, roofs, show, versions
 COLUMNS = ("operator", "shape", "dtype", "backend", "ms", "reference_ms", "speedup", "roof", "bound", "error")
 SAVED = (*COLUMNS, "device", "threads", "torch", "triton", "fastdp", "commit", "date")
 KEY = bytes(range(32))
+NOTE = """reference_ms and speedup: against the operator's plain-PyTorch reference; linear_clipped_sum: torch.mm of the same
+data without factors; conv_*: torch's weight gradient of the whole batch; noise_: normal_(); steps: named."""
 
 
 class Case(NamedTuple):
@@ -85,13 +87,14 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         ids, g, c = torch.randint(0, v, (b, t), device=device), make(b, t, d), torch.rand(b, device=device)
         text, data = f"B={b} K={t} d={d} V={v}", 1.0 * b * t * d * size
         yield Case("embedding_norm_sq", text, lambda i=ids, g=g: ops.embedding_norm_sq(i, g), 0.0, data)
-        yield Case("embedding_clipped_sum", text, lambda i=ids, g=g, c=c, v=v: ops.embedding_clipped_sum(i, g, c, v), 0.0,
-                   data + 4.0 * v * d)  # fmt: skip
+        yield Case("embedding_clipped_sum", text,
+                   lambda i=ids, g=g, c=c, v=v: ops.embedding_clipped_sum(i, g, c, v), 0.0, data + 4.0 * v * d)  # fmt: skip
     for b, t, d in NORMS[kind]:
         x, g = make(b, t, d), make(b, t, d)
         mean, rstd = torch.randn(b, t, device=device), torch.rand(b, t, device=device)
         yield Case("norm_affine_per_sample", f"B={b} T={t} d={d}",
-                   lambda x=x, g=g, m=mean, r=rstd: ops.norm_affine_per_sample(x, g, m, r), 0.0, 2.0 * b * t * d * size)  # fmt: skip
+                   lambda x=x, g=g, m=mean, r=rstd: ops.norm_affine_per_sample(x, g, m, r), 0.0,
+                   2.0 * b * t * d * size)  # fmt: skip
     yield from _steps(device)
 
 
@@ -164,7 +167,8 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype, roof: tuple[fl
     floor = max(case.flop / roof[0], case.bytes / roof[1])
     return row | {
         "ms": f"{1e3 * times['ours']:.3f}", "reference_ms": f"{1e3 * times['peer']:.3f}",
-        "speedup": f"{times['peer'] / times['ours']:.2f}", "roof": f"{100 * floor / times['ours']:.0f}%", "bound": bound,
+        "speedup": f"{times['peer'] / times['ours']:.2f}", "roof": f"{100 * floor / times['ours']:.0f}%",
+        "bound": bound,
     }  # fmt: skip
 
 
@@ -188,12 +192,7 @@ def main() -> None:
         for case in cases(device, dtype):
             if options.only in case.operator:
                 rows.append(measure(case, device, dtype, roof, options.rounds) | facts)
-    print(
-        "reference_ms and speedup: against the operator's plain-PyTorch reference; linear_clipped_sum: torch.mm of the"
-    )
-    print(
-        "same data without factors; conv_*: torch's weight gradient of the whole batch; noise_: normal_(); steps: named."
-    )
+    print(NOTE)
     show(rows, COLUMNS)
     if options.out:
         append(options.out, rows, SAVED)
