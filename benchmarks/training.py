@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import os
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,12 +176,27 @@ def timed(step: Step, x: Tensor, y: Tensor, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def peak_mib(model: str, name: str, place: Place = CPU, small: bool = False) -> float | None:
-    """Peak memory of a fresh process that makes three steps (None: out of memory).
+def peaks_mib(model: str, names: list[str], place: Place = CPU, small: bool = False) -> dict[str, float | None]:
+    """Peak memory of fresh processes that make three steps, of each contender (None: out of memory).
 
     On the CPU the peak of resident memory; tensors are given back to the system at once (MALLOC_MMAP_THRESHOLD_), so
-    that it is of what lives. On a GPU the peak of the allocator.
+    that it is of what lives. On a GPU the peak of the allocator; there the processes run side by side, as starting
+    them takes longest, and one that found too little memory left runs again on its own.
     """
+
+    def peak(name: str) -> float | None:
+        return peak_mib(model, name, place, small)
+
+    if place.device.type != "cuda":
+        return {name: peak(name) for name in names}
+    gc.collect()
+    torch.cuda.empty_cache()
+    with ThreadPoolExecutor(3) as pool:
+        found = dict(zip(names, pool.map(peak, names), strict=True))
+    return {name: peak(name) if value is None else value for name, value in found.items()}
+
+
+def peak_mib(model: str, name: str, place: Place, small: bool) -> float | None:
     command = [sys.executable, "-m", "benchmarks.training", "--memory-of", model, name]
     command += ["--device", place.device.type, "--dtype", str(place.dtype)[6:], *["--small"] * small]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -226,7 +243,7 @@ def run(model: str, names: list[str], rounds: int, memory: bool, place: Place = 
     errors = {name: errors_of(name, work, place) for name in names}
     good = [name for name in names if right(errors[name])]
     times = interleaved(work, good, rounds, place)
-    peaks = {name: peak_mib(model, name, place, small) for name in times} if memory else {}
+    peaks = peaks_mib(model, list(times), place, small) if memory else {}
     medians = {name: statistics.median(t) for name, t in times.items()}
     least, facts = f"{floor(work, roof):.2f}", versions(place.device)
     rows: list[Row] = []
