@@ -1,5 +1,5 @@
 /* fastdp's compiled functions: plain C over pointers and sizes. They know neither torch nor Python and
- * never allocate. Arrays are contiguous; nothing is checked here, callers do (fastdp/ops/noise.py).
+ * never allocate. Arrays are contiguous; nothing is checked here, callers do (fastdp/ops).
  */
 #ifndef FASTDP_H
 #define FASTDP_H
@@ -9,6 +9,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Types of numbers in memory. */
+enum { FASTDP_F32 = 0, FASTDP_F64 = 1, FASTDP_BF16 = 2, FASTDP_F16 = 3 };
 
 /* ---------------------------------------------------------------- noise (csrc/cpu/noise.cpp)
  *
@@ -24,6 +27,11 @@ enum {
     FASTDP_DOMAIN_NOISE = 0x6e6f /* upper 16 bits of the nonce: what the key stream is used for */
 };
 
+/* Use no more than this instruction set (0 plain, 1 AVX2 with FMA, 2 AVX-512), for tests; -1 changes nothing.
+ * Returns the one in use. Results are the same bits with each.
+ */
+int fastdp_instruction_set(int at_most);
+
 /* FASTDP_LANES consecutive ChaCha20 blocks (RFC 8439, 2.3). Words 12 and 13 of the state are one 64-bit
  * counter, of block 0; block l has that counter + l.
  * state: [16]; words: [16][FASTDP_LANES], word k of block l at k * FASTDP_LANES + l.
@@ -35,15 +43,48 @@ void fastdp_chacha20_blocks(const uint32_t *state, uint32_t *words);
  */
 void fastdp_box_muller(const uint32_t *words, double *normals);
 
-/* data = ((keep ? data : 0) + std * N(0, 1)) * scale, in place, computed in double and rounded once.
- * count: elements of data; offset >= 0: global index of data[0]; key: 32 bytes; step < 2^48;
- * keep: 0 or 1 (with 0 data is not read); threads >= 1. The same bits whatever the threads, the chunks in
- * which an array is passed, or the instruction set.
+/* What is drawn: n = ((read ? sum : 0) + std * N(0, 1)) * scale, computed in double and rounded once.
+ * key: 8 words, the 32 bytes of RFC 8439 in little-endian order; step < 2^48; keep: n is written over the sums.
+ * Sums are not looked at where read = 0. The same bits whatever the threads (>= 1), the pieces in which an array
+ * is passed, or the instruction set.
  */
-void fastdp_noise_f32(float *data, int64_t count, int64_t offset, const uint8_t *key, uint64_t step,
-                      double std, double scale, int keep, int threads);
-void fastdp_noise_f64(double *data, int64_t count, int64_t offset, const uint8_t *key, uint64_t step,
-                      double std, double scale, int keep, int threads);
+typedef struct {
+    const uint32_t *key;
+    uint64_t step;
+    double std, scale;
+    int32_t read, keep, threads;
+} fastdp_noise;
+
+/* data = n, in place. type: of data; offset >= 0: global index of data[0]. */
+void fastdp_noise_into(void *data, int type, int64_t count, int64_t offset, const fastdp_noise *noise);
+
+/* ---------------------------------------------------------------- noise and update (csrc/cpu/step.cpp)
+ *
+ * One parameter: its weights, the clipped sum of its gradients, its states (first: momentum or the average of
+ * gradients; second: of squares; NULL where the update has none), all of `count` elements in the same order.
+ * Arithmetic is in float32, or in double where the first parameter is of type F64 (then all should be).
+ */
+typedef struct {
+    void *param, *sum, *first, *second;
+    int64_t count, offset; /* elements; global index of the first one */
+    int32_t param_type, sum_type, first_type, second_type;
+} fastdp_tensor;
+
+typedef struct {
+    double lr, momentum, dampening, weight_decay;
+    int32_t nesterov, maximize, first; /* first: momentum is written, not read */
+} fastdp_sgd;
+
+typedef struct {
+    double lr, beta1, beta2, eps, weight_decay, t; /* t: steps including this one */
+    int32_t decoupled, maximize;                   /* decoupled: weight decay as in AdamW */
+} fastdp_adam;
+
+/* torch.optim.SGD's and Adam's (AdamW's) update of all tensors with gradients n. tiles: scratch, [count + 1]. */
+void fastdp_sgd_step(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise,
+                     const fastdp_sgd *options);
+void fastdp_adam_step(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise,
+                      const fastdp_adam *options);
 
 /* ---------------------------------------------------------------- matrix products (csrc/cpu/linear.cpp)
  *

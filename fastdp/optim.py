@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import fused
 from .clipping import ClippingFunction
 from .errors import ParameterError, StepError
 from .privacy import Privacy
@@ -47,15 +48,21 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not privacy.ready():
             return loss
+        base = _base(self)
+        kind = fused.kind_of(base)
         with torch.no_grad():
-            gradient = privacy.gradient()
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = gradient.pop(id(parameter), None)
-        try:
-            _unhooked_step(self)(self)
-        finally:  # the noise is drawn: it counts, and must not be drawn again, even where the update fails
-            privacy.finish()
+            release = privacy.release()
+            try:
+                if kind is not None and fused.can_fuse(kind, self.param_groups, self.state):
+                    fused.step(kind, self.param_groups, self.state, *release)
+                    return loss
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = release.gradient(parameter)
+                with torch.enable_grad():
+                    _unhooked(base.step)(self)
+            finally:  # the noise is drawn: it counts, and must not be drawn again, even where the update fails
+                privacy.finish()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -195,14 +202,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
 
 
-def _unhooked_step(optimizer: PrivateOptimizer) -> Callable[..., Any]:
-    """The base class's step, without the hooks that torch has put around it (ours has them)."""
+def _base(optimizer: PrivateOptimizer) -> Any:
+    """The optimizer's class but for privacy."""
     classes = type(optimizer).__mro__
-    base = classes[classes.index(PrivateOptimizer) + 1]
-    step: Any = base.step  # type: ignore[attr-defined]
+    return classes[classes.index(PrivateOptimizer) + 1]
+
+
+def _unhooked(step: Any) -> Callable[..., Any]:
+    """A class's step, without the hooks that torch has put around it (ours has them)."""
     while getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return step
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
 
 
 _CLASSES: dict[type, type[PrivateOptimizer]] = {}

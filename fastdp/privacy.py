@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,24 @@ from .explain import Plan, table
 from .gradients import Gradients
 from .ops.clip import GAMMA
 from .ops.noise import Noise
+
+
+class Release(NamedTuple):
+    """What a step makes of the clipped sums: (sum + std * N) * scale for each parameter, by id."""
+
+    sums: dict[int, Tensor]
+    offsets: dict[int, int]  # global index of each parameter's first element
+    noise: Noise
+    std: float
+    scale: float
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The private gradient of a parameter, in its type; None if it is not tracked."""
+        total = self.sums.pop(id(parameter), None)
+        if total is None:
+            return None
+        noisy = self.noise.add_scaled_(total, self.std, self.scale, self.offsets[id(parameter)])
+        return noisy.to(parameter.dtype)
 
 
 class Privacy:
@@ -201,28 +219,24 @@ class Privacy:
         """Drop the gradients of backwards that no step has taken."""
         self._pending, self._has_pending = {}, False
 
-    def gradient(self) -> dict[int, Tensor]:
-        """The private gradient of every tracked parameter: (sum + noise) / expected batch size, by id.
+    def release(self) -> Release:
+        """The clipped sums of every tracked parameter, and the noise that must be added to them, once.
 
-        Noise has the standard deviation noise_multiplier * sensitivity, once for the logical batch.
+        The noise has the standard deviation noise_multiplier * sensitivity, for the logical batch.
         """
-        named = self.engine.named_parameters()
         divisor = 1.0
         if self.loss_reduction == "mean":
             assert self._expected is not None  # checked in ready()
             divisor = float(self._expected)
-        std = self.noise_multiplier * self.clipping.sensitivity
-        found: dict[int, Tensor] = {}
-        offsets = self.engine.offsets()
-        for name, parameter in named.items():
+        sums, places, offsets = {}, {}, self.engine.offsets()
+        for name, parameter in self.engine.named_parameters().items():
             total = self._sums.get(id(parameter))
             if total is None:
                 kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
                 total = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
-            elif not total.is_contiguous():
-                total = total.contiguous()
-            found[id(parameter)] = self.noise.add_scaled_(total, std, 1 / divisor, offsets[name]).to(parameter.dtype)
-        return found
+            sums[id(parameter)] = total.contiguous()
+            places[id(parameter)] = offsets[name]
+        return Release(sums, places, self.noise, self.noise_multiplier * self.clipping.sensitivity, 1 / divisor)
 
     def finish(self) -> None:
         """The noised step was made: count it."""

@@ -8,9 +8,6 @@
 #include "patches.h"
 
 #include <omp.h>
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 #include <algorithm>
 
@@ -153,18 +150,20 @@ void form(const fastdp_conv &conv, const Plan &plan, int64_t sample, int64_t gro
     for (int64_t piece = 0; piece < plan.pieces; ++piece) {
         pack(conv, plan, sample, group, row, rows, piece, my);
         const bool last = piece + 1 == plan.pieces;
-        for (int64_t s = 0; s < plan.slivers; s += GROUP) {
+        const int64_t across = ceil_div(plan.slivers, GROUP), tiles = across * halves;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            // Down the columns, which stay in L1; but along the rows where sums are short and writing them is the work.
+            const int64_t r = plan.by_channel ? tile % halves : tile / across;
+            const int64_t s = (plan.by_channel ? tile / halves : tile % across) * GROUP;
             const int some = (int)min64(GROUP, plan.slivers - s);
             Sliver slivers[GROUP];
             const float *columns[GROUP];
             for (int j = 0; j < some; ++j) columns[j] = (slivers[j] = sliver_of(conv, plan, my, s + j)).data;
-            for (int64_t r = 0; r < halves; ++r) {
-                double *sums = plan.pieces > 1 ? my.sums + (r * plan.slivers + s) * CELL : my.sums;
-                multiply(some, my.rows + r / 2 * my.positions * SLIVER + r % 2 * HALF, columns, my.stride, my.lines,
-                         my.count, piece == 0, sums);
-                for (int j = 0; j < some && last; ++j)
-                    use(sums + j * CELL, r * HALF, min64(HALF, rows - r * HALF), slivers[j]);
-            }
+            double *sums = plan.pieces > 1 ? my.sums + (r * plan.slivers + s) * CELL : my.sums;
+            multiply(some, my.rows + r / 2 * my.positions * SLIVER + r % 2 * HALF, columns, my.stride, my.lines,
+                     my.count, piece == 0, sums);
+            for (int j = 0; j < some && last; ++j)
+                use(sums + j * CELL, r * HALF, min64(HALF, rows - r * HALF), slivers[j]);
         }
     }
 }
@@ -175,18 +174,6 @@ void store_cell(const double *sums, int64_t rows, const Sliver &sliver, int64_t 
             for (int c = 0; c < SLIVER; ++c) out[sliver.first + c] = (float)sums[c];
         else
             for (int64_t c = 0; c < sliver.columns; ++c) out[sliver.first + c * sliver.apart] = (float)sums[c];
-}
-
-// Asks for large pages under a large result: the first touch of many small ones takes longer than the sums.
-void ask_for_large_pages(void *data, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    constexpr uintptr_t LARGE = 2 << 20;
-    const uintptr_t from = ((uintptr_t)data + LARGE - 1) / LARGE * LARGE;
-    const uintptr_t to = ((uintptr_t)data + (uintptr_t)bytes) / LARGE * LARGE;
-    if (to > from) madvise((void *)from, to - from, MADV_HUGEPAGE);  // a hint: failure changes nothing
-#else
-    (void)data, (void)bytes;
-#endif
 }
 
 // ---------------------------------------------------------------- gram
@@ -223,11 +210,13 @@ void gram_job(const fastdp_conv &conv, const GramPlan &plan, int64_t sample, int
     float *g = (float *)((char *)x + align64(4 * (conv.images * plan.x + Patches::SLACK)));
     const Band all = band_of(plan.axis, 0, plan.axis[cut_axis(plan.axis)].count);
     const Band flat = band_of(plan.flat, 0, plan.flat[cut_axis(plan.flat)].count);
+    Band run = flat;  // packed, the positions of g are one line
+    run.axis[0].count = run.axis[1].count = 1, run.axis[2].count = plan.positions / conv.images;
     for (int64_t f = 0; f < conv.images; ++f) {
         pack_padded(source_of(conv.x, sample, f, group * conv.inputs), conv.inputs, all, x + f * plan.x);
         pack_padded(source_of(conv.g, sample, f, group * conv.outputs), conv.outputs, flat, g + f * plan.g);
     }
-    gram_block(Patches{x, plan.x, all}, plan.columns, Patches{g, plan.g, flat}, conv.outputs, plan.positions, plan.side,
+    gram_block(Patches{x, plan.x, all}, plan.columns, Patches{g, plan.g, run}, conv.outputs, plan.positions, plan.side,
                block, my, out);
 }
 
@@ -269,7 +258,6 @@ void fastdp_conv_per_sample(const fastdp_conv *conv, float *out, void *scratch, 
     const Plan plan = plan_of(*conv, true);
     const int64_t each = conv->groups * plan.parts, jobs = conv->batch * each;
     const int team = (int)max64(1, min64(threads, jobs));
-    ask_for_large_pages(out, conv->batch * conv->groups * conv->outputs * plan.columns * (int64_t)sizeof(float));
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
     for (int64_t job = 0; job < jobs; ++job) {
         const int64_t row = job % plan.parts * plan.part, group = job / plan.parts;  // of all samples' groups

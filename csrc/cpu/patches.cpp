@@ -99,15 +99,28 @@ void pack_outputs(const Source &source, int64_t outputs, const Band &band, int64
 
 namespace {
 
-// Where a run of positions begins.
-struct Start {
-    int64_t image, plane, row, place;
+// Positions of the patch matrix in pieces, found once for all columns: up to four in a row, or, where they are not
+// side by side in the image, one.
+struct Chunk {
+    int64_t from, to;  // floats from the column's start; position
 };
 
-INLINE Start start_of(const Patches &patches, int64_t first) {
+constexpr int64_t PIECE = 256;
+
+INLINE int64_t chunks_of(const Patches &patches, int64_t first, int64_t count, Chunk *chunks) {
     const Axis *axis = patches.band.axis;
-    const int64_t width = axis[2].count, rows = axis[1].count, lines = first / width, planes = lines / rows;
-    return {planes / axis[0].count, planes % axis[0].count, lines % rows, first % width};
+    const int64_t width = axis[2].count, rows = axis[1].count, planes = axis[0].count, step = axis[2].stride;
+    const int64_t breadth = axis[2].extent(), height = axis[1].extent();
+    int64_t n = 0;
+    for (int64_t done = 0, run; done < count; done += run) {
+        const int64_t p = first + done, w = p % width, line = p / width, plane = line / rows;
+        const int64_t from = plane / planes * patches.apart + w * step +
+                             (plane % planes * axis[0].stride * height + line % rows * axis[1].stride) * breadth;
+        run = min64(width - w, count - done);
+        const int64_t wide = step == 1 ? 4 : 1;
+        for (int64_t i = 0; i < run; i += wide) chunks[n++] = {from + i * step, done + i};
+    }
+    return n;
 }
 
 // The columns of the patch matrix one after the other: channel, then tap.
@@ -132,54 +145,43 @@ struct Column {
     }
 };
 
-// dst[i] = the column at position start + i, i < count; up to SLACK more are spoilt.
-INLINE void read_column(const Column &column, Start at, int64_t count, float *dst) {
+// dst[to] = the column at the positions of the chunks; up to SLACK floats beyond the last are spoilt.
+INLINE void read_column(const Column &column, const Chunk *chunks, int64_t count, float *dst) {
     const Axis *axis = column.patches.band.axis;
-    const int64_t width = axis[2].count, step = axis[2].stride, height = axis[1].extent();
-    const int64_t breadth = axis[2].extent(), jump = axis[1].stride * breadth;
-    while (count > 0) {
-        const float *src = column.patches.data + at.image * column.patches.apart + column.channel +
-                           ((at.plane * axis[0].stride + column.offset[0]) * height + at.row * axis[1].stride +
-                            column.offset[1]) * breadth + column.offset[2];
-        for (; at.row < axis[1].count && count > 0; ++at.row, src += jump) {
-            const int64_t run = min64(width - at.place, count);
-            const float *from = src + at.place * step;
-            if (step == 1)
-                for (int64_t i = 0; i < run; i += 4) __builtin_memcpy(dst + i, from + i, 16);
-            else
-                for (int64_t i = 0; i < run; ++i) dst[i] = from[i * step];
-            dst += run, count -= run, at.place = 0;
-        }
-        at.row = 0;
-        if (++at.plane == axis[0].count) at.plane = 0, ++at.image;
-    }
+    const float *src = column.patches.data + column.channel + column.offset[2] +
+                       (column.offset[0] * axis[1].extent() + column.offset[1]) * axis[2].extent();
+    if (axis[2].stride == 1)
+        for (int64_t i = 0; i < count; ++i) __builtin_memcpy(dst + chunks[i].to, src + chunks[i].from, 16);
+    else
+        for (int64_t i = 0; i < count; ++i) dst[chunks[i].to] = src[chunks[i].from];
 }
 
 }  // namespace
 
 CLONES void Patches::columns(int64_t first, int64_t columns, float *dst) const {
-    constexpr int64_t PIECE = 256, APART = PIECE + SLACK;
+    constexpr int64_t APART = PIECE + SLACK;
     alignas(64) float block[SLIVER * APART];
-    const int64_t count = positions();
-    for (int64_t c = 0; c < columns; c += SLIVER)
-        for (int64_t p = 0; p < count; p += PIECE) {
-            const int64_t piece = min64(PIECE, count - p), rows = min64(SLIVER, columns - c);
-            const Start start = start_of(*this, p);
-            Column column(*this, first + c);
-            for (int64_t r = 0; r < rows; ++r, column.next()) read_column(column, start, piece, block + r * APART);
-            pack_sliver(block, FLOAT32, APART, 1, (int)rows, piece, dst);
-            dst += piece * SLIVER;
+    Chunk chunks[PIECE];
+    const int64_t count = positions(), slivers = ceil_div(columns, SLIVER);
+    for (int64_t p = 0; p < count; p += PIECE) {
+        const int64_t piece = min64(PIECE, count - p), n = chunks_of(*this, p, piece, chunks);
+        Column column(*this, first);
+        for (int64_t s = 0; s < slivers; ++s) {
+            const int64_t rows = min64(SLIVER, columns - s * SLIVER);
+            for (int64_t r = 0; r < rows; ++r, column.next()) read_column(column, chunks, n, block + r * APART);
+            pack_sliver(block, FLOAT32, APART, 1, (int)rows, piece, dst + (s * count + p) * SLIVER);
         }
+    }
 }
 
 CLONES void Patches::operator()(int64_t first, int64_t rows, int64_t k, int64_t count, float *dst) const {
-    constexpr int64_t MOST = 128;
-    alignas(64) float line[MOST + SLACK];
-    const Start start = start_of(*this, first);
+    alignas(64) float line[PIECE + SLACK];
+    Chunk chunks[PIECE];
+    const int64_t n = chunks_of(*this, first, rows, chunks), padded = ceil_div(rows, SLIVER) * SLIVER;
     Column column(*this, k);
     for (int64_t i = 0; i < count; ++i, column.next()) {
-        read_column(column, start, rows, line);
-        std::fill(line + rows, line + ceil_div(rows, SLIVER) * SLIVER, 0.0f);
+        read_column(column, chunks, n, line);
+        for (int64_t r = rows; r < padded; ++r) line[r] = 0;
         for (int64_t r = 0; r < rows; r += SLIVER)
             for (int j = 0; j < SLIVER; ++j) dst[r * count + i * SLIVER + j] = line[r + j];
     }

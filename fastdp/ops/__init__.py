@@ -10,6 +10,7 @@ from .embedding import embedding_clipped_sum, embedding_norm_sq, embedding_per_s
 from .linear import linear_clipped_sum, linear_norm_sq, linear_per_sample
 from .noise import Noise, noise_
 from .norm import norm_affine_per_sample
+from .step import noisy_adamw_step_, noisy_sgd_step_
 
 __all__ = [
     "Noise",
@@ -24,6 +25,8 @@ __all__ = [
     "linear_norm_sq",
     "linear_per_sample",
     "noise_",
+    "noisy_adamw_step_",
+    "noisy_sgd_step_",
     "norm_affine_per_sample",
     "tied_cross_term",
 ]

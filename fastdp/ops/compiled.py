@@ -50,8 +50,11 @@ def doubles(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float64)
 
 
-def on_cuda(name: str, function: str, reference: Callable[..., Any]) -> Kernel:
-    """The Triton kernel for the types it takes; the reference for the others (float64, complex)."""
+def on_cuda(name: str, function: str, reference: Callable[..., Any], returns: bool = True) -> Kernel:
+    """The Triton kernel for the types it takes; the reference for the others (float64, complex).
+
+    returns: False where the operator returns nothing.
+    """
     kernel = triton(name, function)
 
     def load() -> Callable[..., Any] | str:
@@ -60,7 +63,8 @@ def on_cuda(name: str, function: str, reference: Callable[..., Any]) -> Kernel:
             return found
 
         def serve(first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (found if takes(first, second) else reference)(first, second, *args, **kwargs)
+            result = (found if takes(first, second) else reference)(first, second, *args, **kwargs)
+            return result if returns else None
 
         return serve
 

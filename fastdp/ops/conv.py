@@ -1,21 +1,24 @@
 """Weight gradients of convolutions per sample, in 1, 2 and 3 dimensions, also transposed.
 
 A convolution is a matrix product over its patches; source: Bu et al. 2022, arXiv 2205.10683.
+With x and g exchanged a transposed convolution is a convolution: its kernels are the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import linear
-from .common import CHUNK_BYTES, accumulate, chunks, scaled, square_sum, without_dropped
+from . import compiled, linear
+from .common import CHUNK_BYTES, accumulate, chunks, norm_type, scaled, square_sum, sum_type, without_dropped
+from .registry import Operator, cpp, define, native
 
+Sizes = int | Sequence[int]
 IM2COL_POSITIONS = 320  # below this many output positions patches + matmul beat a convolution a sample
 
 
@@ -31,16 +34,29 @@ class Geometry(NamedTuple):
     output_padding: tuple[int, ...] = ()
 
 
-def spatial(value: int | Sequence[int], n: int) -> tuple[int, ...]:
+def spatial(value: Sizes, n: int) -> tuple[int, ...]:
     """One number for all spatial dimensions, or one for each."""
     return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
 
 
-def _geometry(x: Tensor, g: Tensor, kernel_size: int | Sequence[int], stride: int | Sequence[int],
-              padding: int | Sequence[int], dilation: int | Sequence[int], groups: int) -> Geometry:  # fmt: skip
+def _geometry(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes,
+              groups: int) -> Geometry:  # fmt: skip
+    """Of the operators' arguments: x [B,C,*], g [B,O,*]. Raises ValueError where they do not fit together."""
     n = x.dim() - 2
-    weight = (g.size(1), x.size(1) // groups, *spatial(kernel_size, n))
-    return Geometry(weight, spatial(stride, n), spatial(padding, n), spatial(dilation, n), groups)
+    if n not in (1, 2, 3) or g.dim() != x.dim() or x.size(0) != g.size(0):
+        raise ValueError(f"expected x [B,C,*] and g [B,O,*] of 1 to 3 dimensions; got {x.shape} and {g.shape}")
+    if groups < 1 or x.size(1) % groups or g.size(1) % groups:
+        raise ValueError(f"{groups} groups do not divide {x.size(1)} and {g.size(1)} channels")
+    sizes = [spatial(value, n) for value in (kernel_size, stride, padding, dilation)]
+    if any(len(value) != n for value in sizes):
+        raise ValueError(f"expected one number or {n} for kernel_size, stride, padding, dilation; got {sizes}")
+    kernel, strides, paddings, dilations = sizes
+    expected = [
+        (x.size(2 + d) + 2 * paddings[d] - dilations[d] * (kernel[d] - 1) - 1) // strides[d] + 1 for d in range(n)
+    ]
+    if list(g.shape[2:]) != expected:
+        raise ValueError(f"expected g [B,O,{','.join(map(str, expected))}] for x {x.shape}; got {g.shape}")
+    return Geometry((g.size(1), x.size(1) // groups, *kernel), strides, paddings, dilations, groups)
 
 
 def weight_gradient(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
@@ -67,11 +83,13 @@ def _patches(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     return view.reshape(x.size(0), x.size(1) * math.prod(kernel), math.prod(positions))
 
 
-def per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """The weight gradient of each sample, [B, *weight]. x [B,F,C,*], g [B,F,O,*]: F images a sample."""
+# ---------------------------------------------------------------------- reference
+
+
+def _reference_per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     x, g = accumulate(x), accumulate(g)
     batch, images = x.shape[:2]
-    if batch == 0 or images == 0:
+    if x.numel() == 0 or g.numel() == 0:
         return x.new_zeros((batch, *geometry.weight))
     if is_dense(geometry) and (math.prod(geometry.weight[2:]) == 1 or math.prod(g.shape[3:]) <= IM2COL_POSITIONS):
         patches = _patches(x.flatten(0, 1), g.flatten(0, 1), geometry)
@@ -85,59 +103,248 @@ def is_dense(geometry: Geometry) -> bool:
     return geometry.groups == 1 and not geometry.transposed
 
 
+def _positions(g: Tensor, geometry: Geometry) -> int:
+    """Terms of a sum that makes one element of a sample's gradient; g [B,F,O,*]."""
+    sizes = list(g.shape[3:])
+    if geometry.transposed:  # those of x
+        for d, pads in enumerate(geometry.output_padding or (0,) * len(sizes)):
+            reach = geometry.dilation[d] * (geometry.weight[2 + d] - 1) + 1 + pads - 2 * geometry.padding[d]
+            sizes[d] = (sizes[d] - reach) // geometry.stride[d] + 1
+    return math.prod(sizes) * g.size(1)
+
+
 def gram_is_cheaper(g: Tensor, geometry: Geometry) -> bool:
     """Whether few output positions make the gram route the cheaper one; g [B,F,O,*]."""
-    positions = math.prod(g.shape[3:]) * g.size(1)
-    return is_dense(geometry) and linear.gram_is_cheaper(positions, math.prod(geometry.weight[1:]), g.size(2))
+    p, o, i = _positions(g, geometry), geometry.weight[0] // geometry.groups, math.prod(geometry.weight[1:])
+    if isinstance(native(), str) or g.device.type != "cpu" or not compiled.takes(g):
+        return is_dense(geometry) and linear.reference_gram_is_cheaper(p, i, o)
+    # Cycles of the compiled kernels, MEASURED: packing takes one or two for each element.
+    pack = 1.2 if max(geometry.stride) == 1 else 2.0
+    return p * (p / 2 + 8) * (i + o) / 25 + pack * p * (i + o) < i * o * (p / 30 + 0.3)
 
 
-def norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
-    """Squared norm of each sample's weight gradient, [B]; formed in chunks, not stored."""
+def _reference_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
     x, g = accumulate(x), accumulate(g)
     batch, images = x.shape[:2]
-    inputs, positions = math.prod(geometry.weight[1:]), math.prod(g.shape[3:]) * images
-    gram = gram_is_cheaper(g, geometry) if method == "auto" else method == "gram"
+    inputs, positions = math.prod(geometry.weight[1:]), _positions(g, geometry)
+    gram = method == "gram"
+    if method == "auto":
+        gram = is_dense(geometry) and linear.reference_gram_is_cheaper(positions, inputs, g.size(2))
+    if x.numel() == 0 or g.numel() == 0:
+        return x.new_zeros(batch, dtype=torch.float64)
     size = inputs * positions + (0 if gram else math.prod(geometry.weight))
     parts = []
     for low, high in chunks(batch, 4 * size, CHUNK_BYTES // 4):
-        if gram:
-            a = _patches(x[low:high].flatten(0, 1), g[low:high].flatten(0, 1), geometry).mT  # [b F, P, I]
-            rows = g[low:high].flatten(3).mT.flatten(1, 2)  # [b, F P, O]
-            parts.append(linear.linear_norm_sq(a.reshape(high - low, positions, inputs), rows, "gram"))
-        else:
-            parts.append(square_sum(per_sample(x[low:high], g[low:high], geometry)))
-    return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
+        some = x[low:high], g[low:high]
+        parts.append(_gram(*some, geometry) if gram else square_sum(_reference_per_sample(*some, geometry)))
+    return torch.cat(parts)
 
 
-def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
-    """sum_b c_b (weight gradient of sample b), by one convolution over scaled output gradients."""
+def _gram(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
+    """The sum over groups of their gram norms, [B] float64."""
+    if geometry.transposed:
+        x, g = g, x
+    total = x.new_zeros(x.size(0), dtype=torch.float64)
+    pairs = zip(x.chunk(geometry.groups, 2), g.chunk(geometry.groups, 2), strict=True)
+    for some, grads in pairs:
+        a = _patches(some.flatten(0, 1), grads.flatten(0, 1), geometry).mT  # [B F, P, I]
+        a = a.unflatten(0, x.shape[:2]).flatten(1, 2)
+        rows = grads.flatten(3).mT.flatten(1, 2)  # [B, F P, O]
+        total += linear.reference_norm_sq(a, rows, "gram", dtype=torch.float64)
+    return total
+
+
+def _reference_clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
     x, g = without_dropped(accumulate(x), c), scaled(accumulate(g), c)
-    if x.size(0) * x.size(1) == 0:
+    if x.numel() == 0 or g.numel() == 0:
         return x.new_zeros(geometry.weight)
     return weight_gradient(x.flatten(0, 1), g.flatten(0, 1), geometry)
 
 
-def conv_per_sample(x: Tensor, g: Tensor, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
-                    padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1,
-                    groups: int = 1) -> Tensor:  # fmt: skip
-    """The weight gradient of each sample: x [B,C,*], g [B,O,*] -> [B, O, C / groups, *kernel_size]."""
-    geometry = _geometry(x, g, kernel_size, stride, padding, dilation, groups)
-    return per_sample(x.unsqueeze(1), g.unsqueeze(1), geometry)
+# ---------------------------------------------------------------------- compiled
 
 
-def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
-                 padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
-                 method: str = "auto", dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    """Squared norm of each sample's weight gradient, [B]; x [B,C,*], g [B,O,*], 1 to 3 dimensions."""
-    geometry = _geometry(x, g, kernel_size, stride, padding, dilation, groups)
-    return norm_sq(x.unsqueeze(1), g.unsqueeze(1), geometry, method)
+def _packed(x: Tensor, g: Tensor, geometry: Geometry) -> Any:
+    """The arguments of the kernels of csrc/cpu/conv.cpp: 3 dimensions, x and g exchanged if transposed."""
+    if geometry.transposed:
+        x, g = g, x
+    n = x.dim() - 3
+
+    def three(values: Sequence[int], fill: int) -> list[int]:
+        return [fill] * (3 - n) + list(values)
+
+    def images(t: Tensor) -> tuple[int, int, list[int]]:
+        return t.data_ptr(), compiled.TYPES[t.dtype], [*t.stride()[:3], *three(t.stride()[3:], 0)]
+
+    groups = geometry.groups
+    sizes = [x.size(0), x.size(1), groups, x.size(2) // groups, g.size(2) // groups]
+    return compiled.module().Conv(
+        images(x), images(g), sizes, three(x.shape[3:], 1), three(geometry.weight[2:], 1), three(g.shape[3:], 1),
+        three(geometry.stride, 1), three(geometry.padding, 0), three(geometry.dilation, 1),
+    )  # fmt: skip
 
 
-def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: int | Sequence[int],
-                     stride: int | Sequence[int] = 1, padding: int | Sequence[int] = 0,
-                     dilation: int | Sequence[int] = 1, groups: int = 1,
-                     out: Tensor | None = None) -> Tensor:  # fmt: skip
-    """sum_b c_b (weight gradient of sample b), of the weight's shape; added to `out` if given."""
-    geometry = _geometry(x, g, kernel_size, stride, padding, dilation, groups)
-    total = clipped_sum(x.unsqueeze(1), g.unsqueeze(1), c, geometry)
-    return total if out is None else out.add_(total)
+def _compiled_per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
+    if not compiled.takes(x, g) or x.numel() == 0 or g.numel() == 0:
+        return _reference_per_sample(x, g, geometry)
+    kernels, threads, conv = compiled.module(), torch.get_num_threads(), _packed(x, g, geometry)
+    out = torch.empty((x.size(0), *geometry.weight))
+    memory = compiled.scratch(threads * conv.scratch(kernels.CONV_STORE))
+    conv.per_sample(out.data_ptr(), memory.data_ptr(), threads)
+    return out
+
+
+def _compiled_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
+    if not compiled.takes(x, g) or x.numel() == 0 or g.numel() == 0:
+        return _reference_norm_sq(x, g, geometry, method)
+    kernels, threads, conv = compiled.module(), torch.get_num_threads(), _packed(x, g, geometry)
+    gram = method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry))
+    route = kernels.CONV_GRAM if gram else kernels.CONV_NORM
+    out, parts = compiled.doubles(x.size(0)), compiled.doubles(conv.parts(route))
+    memory = compiled.scratch(threads * conv.scratch(route))
+    if not gram:
+        conv.norm(out.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads)
+        return out
+    doubt = torch.empty(x.size(0), dtype=torch.bool)
+    doubtful = conv.gram(
+        linear.ROUNDING_COMPILED, linear.GRAM_TOLERANCE, linear.UNDERFLOW, out.data_ptr(), doubt.data_ptr(),
+        parts.data_ptr(), memory.data_ptr(), threads,
+    )  # fmt: skip
+    if doubtful:
+        again = torch.nonzero(doubt).flatten()
+        out[again] = _compiled_norm_sq(x[again], g[again], geometry, "direct")
+    return out
+
+
+# ---------------------------------------------------------------------- for the engine: F images, also transposed
+
+
+def _simple(x: Tensor, geometry: Geometry) -> bool:
+    """Whether the operators below take it: on a device they may have a kernel of their own."""
+    return x.device.type != "cpu" and x.size(1) == 1 and not geometry.transposed
+
+
+def _is_compiled(operator: Operator, x: Tensor) -> bool:
+    return x.device.type == "cpu" and operator.implementation("cpu") is not operator.reference
+
+
+def per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
+    """The weight gradient of each sample, [B, *weight]. x [B,F,C,*], g [B,F,O,*]: F images a sample."""
+    if _simple(x, geometry):
+        return _per_sample_op(x.squeeze(1), g.squeeze(1), *_arguments(geometry))  # type: ignore[no-any-return]
+    return (_compiled_per_sample if _is_compiled(_per_sample_op, x) else _reference_per_sample)(x, g, geometry)
+
+
+def norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
+    """Squared norm of each sample's weight gradient, [B] float64; never stored for the whole batch."""
+    if _simple(x, geometry):
+        arguments = *_arguments(geometry), method
+        return _norm_sq_op(x.squeeze(1), g.squeeze(1), *arguments, dtype=torch.float64)  # type: ignore[no-any-return]
+    return (_compiled_norm_sq if _is_compiled(_norm_sq_op, x) else _reference_norm_sq)(x, g, geometry, method)
+
+
+def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
+    """sum_b c_b (weight gradient of sample b), by one convolution over scaled output gradients."""
+    if _simple(x, geometry):
+        return _clipped_sum_op(x.squeeze(1), g.squeeze(1), c, *_arguments(geometry))  # type: ignore[no-any-return]
+    return _reference_clipped_sum(x, g, c, geometry)
+
+
+def _arguments(geometry: Geometry) -> tuple[Any, ...]:
+    return geometry.weight[2:], geometry.stride, geometry.padding, geometry.dilation, geometry.groups
+
+
+# ---------------------------------------------------------------------- operators
+
+
+def _per_sample_by(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, g, *args: function(x.unsqueeze(1), g.unsqueeze(1), _geometry(x, g, *args))
+
+
+def _norm_sq_by(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int,
+            method: str = "auto", *, dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+        linear.check_method(method)
+        geometry = _geometry(x, g, kernel_size, stride, padding, dilation, groups)
+        return function(x.unsqueeze(1), g.unsqueeze(1), geometry, method).to(norm_type(x, dtype))
+
+    return run
+
+
+def _clipped_sum(x: Tensor, g: Tensor, c: Tensor, *args: Any) -> Tensor:
+    return _reference_clipped_sum(x.unsqueeze(1), g.unsqueeze(1), c, _geometry(x, g, *args))
+
+
+def _add_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes,
+                     dilation: Sizes, groups: int, out: Tensor) -> None:  # fmt: skip
+    out.add_(_clipped_sum(x, g, c, kernel_size, stride, padding, dilation, groups))
+
+
+SIZES = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, int groups"
+_per_sample_op = define(
+    f"conv_per_sample(Tensor x, Tensor g, {SIZES}) -> Tensor",
+    _per_sample_by(_reference_per_sample),
+    lambda x, g, *args: x.new_empty((x.size(0), *_geometry(x, g, *args).weight), dtype=sum_type(x)),
+    CPU=cpp(_per_sample_by(_compiled_per_sample)),
+    CUDA=compiled.on_cuda("conv", "conv_per_sample", _per_sample_by(_reference_per_sample)),
+)
+_norm_sq_op = define(
+    f"conv_norm_sq(Tensor x, Tensor g, {SIZES}, str method='auto', *, ScalarType? dtype=None) -> Tensor",
+    _norm_sq_by(_reference_norm_sq),
+    lambda x, g, *args, dtype=None: x.new_empty(x.size(0), dtype=norm_type(x, dtype)),
+    CPU=cpp(_norm_sq_by(_compiled_norm_sq)),
+    CUDA=compiled.on_cuda("conv", "conv_norm_sq", _norm_sq_by(_reference_norm_sq)),
+)
+_clipped_sum_op = define(
+    f"conv_clipped_sum(Tensor x, Tensor g, Tensor c, {SIZES}) -> Tensor",
+    _clipped_sum,
+    lambda x, g, c, *args: x.new_empty(_geometry(x, g, *args).weight, dtype=sum_type(x)),
+    CUDA=compiled.on_cuda("conv", "conv_clipped_sum", _clipped_sum),
+)
+_add_clipped_sum_op = define(
+    f"conv_clipped_sum.out(Tensor x, Tensor g, Tensor c, {SIZES}, Tensor(a!) out) -> ()",
+    _add_clipped_sum,
+    lambda x, g, c, kernel_size, stride, padding, dilation, groups, out: None,
+    CUDA=compiled.on_cuda("conv", "conv_clipped_sum", _add_clipped_sum, returns=False),
+)
+
+
+def _lists(x: Tensor, *sizes: Sizes) -> list[list[int]]:
+    return [list(spatial(value, x.dim() - 2)) for value in sizes]
+
+
+def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
+                    dilation: Sizes = 1, groups: int = 1) -> Tensor:  # fmt: skip
+    """The weight gradient of each sample: x [B,C,*], g [B,O,*] -> [B, O, C / groups, *kernel_size].
+
+    G_b[o,i,k] = sum_p g[b,o,p] x[b,i, p stride + k dilation - padding], 1 to 3 dimensions, x 0 outside.
+    Returns float32 (float64 for float64 inputs). Raises ValueError on shapes.
+    """
+    sizes = _lists(x, kernel_size, stride, padding, dilation)
+    return _per_sample_op(x, g, *sizes, groups)  # type: ignore[no-any-return]
+
+
+def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
+                 dilation: Sizes = 1, groups: int = 1, method: str = "auto", *,
+                 dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    """Squared norm of each sample's weight gradient, [B]; x [B,C,*], g [B,O,*], 1 to 3 dimensions.
+
+    Args: method "direct" (the elements of the gradient, squared and added), "gram" (the products of patches and
+    of output gradients between positions) or "auto"; dtype of the result: float32 (float64 for float64 inputs)
+    unless given. Raises ValueError on shapes or method. Source: Bu et al. 2022, arXiv 2205.10683.
+    """
+    sizes = _lists(x, kernel_size, stride, padding, dilation)
+    return _norm_sq_op(x, g, *sizes, groups, method, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
+                     dilation: Sizes = 1, groups: int = 1, out: Tensor | None = None) -> Tensor:  # fmt: skip
+    """sum_b c_b (weight gradient of sample b), of the weight's shape, float32; added to `out` if given.
+
+    Rows of samples with c_b = 0 are not read as numbers. Raises ValueError on shapes.
+    """
+    sizes = _lists(x, kernel_size, stride, padding, dilation)
+    if out is None:
+        return _clipped_sum_op(x, g, c, *sizes, groups)  # type: ignore[no-any-return]
+    _add_clipped_sum_op(x, g, c, *sizes, groups, out)
+    return out

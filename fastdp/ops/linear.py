@@ -44,10 +44,10 @@ def check_method(method: str) -> None:
 
 def gram_is_cheaper(t: int, i: int, o: int) -> bool:
     """By arithmetic per sample: of the compiled kernels where they are here, else of the reference."""
-    return _gram_reads_less(t, i, o) if isinstance(native(), str) else compiled_gram_is_cheaper(t, i, o)
+    return reference_gram_is_cheaper(t, i, o) if isinstance(native(), str) else compiled_gram_is_cheaper(t, i, o)
 
 
-def _gram_reads_less(t: int, i: int, o: int) -> bool:
+def reference_gram_is_cheaper(t: int, i: int, o: int) -> bool:
     """T^2 (I + O) against T I O, plus writing and reading what is formed."""
     return t * t * (i + o) + 8 * t * t < t * i * o + 8 * i * o
 
@@ -60,7 +60,8 @@ def compiled_gram_is_cheaper(t: int, i: int, o: int) -> bool:
     return 1.15 * (t / 2 + 8) * (i + o) < i * o
 
 
-def _norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
+def reference_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
+    """linear_norm_sq in plain PyTorch."""
     kind = norm_type(a, dtype)
     a, g = _three(a, g)
     batch, t, i = a.shape
@@ -70,7 +71,7 @@ def _norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dtype |
         return a.new_zeros(batch, dtype=kind)
     if t == 1:
         return (square_sum(a) * square_sum(g)).to(kind)
-    if method == "gram" or (method == "auto" and _gram_reads_less(t, i, o)):
+    if method == "gram" or (method == "auto" and reference_gram_is_cheaper(t, i, o)):
         return _gram(a, g).to(kind)
     return _direct(a, g).to(kind)
 
@@ -80,7 +81,7 @@ def _norm_sq_cpu(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dty
     a, g = _shaped(a, g)
     batch, t, i = a.shape
     if not compiled.takes(a, g) or t <= 1 or a.numel() == 0 or g.numel() == 0:
-        return _norm_sq(a, g, method, dtype=dtype)
+        return reference_norm_sq(a, g, method, dtype=dtype)
     check_method(method)
     kind = norm_type(a, dtype)
     if method == "gram" or (method == "auto" and compiled_gram_is_cheaper(t, i, g.size(2))):
@@ -167,10 +168,10 @@ def _add_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
 
 _norm_sq_op = define(
     "linear_norm_sq(Tensor a, Tensor g, str method='auto', *, ScalarType? dtype=None) -> Tensor",
-    _norm_sq,
+    reference_norm_sq,
     lambda a, g, method="auto", *, dtype=None: a.new_empty(a.size(0), dtype=norm_type(a, dtype)),
     CPU=cpp(_norm_sq_cpu),
-    CUDA=compiled.on_cuda("linear", "linear_norm_sq", _norm_sq),
+    CUDA=compiled.on_cuda("linear", "linear_norm_sq", reference_norm_sq),
 )
 _per_sample_op = define(
     "linear_per_sample(Tensor a, Tensor g) -> Tensor",
@@ -182,11 +183,13 @@ _clipped_sum_op = define(
     "linear_clipped_sum(Tensor a, Tensor g, Tensor c) -> Tensor",
     _clipped_sum,
     lambda a, g, c: a.new_empty(g.size(-1), a.size(-1), dtype=sum_type(a)),
+    CUDA=compiled.on_cuda("linear", "linear_clipped_sum", _clipped_sum),
 )
 _add_clipped_sum_op = define(
     "linear_clipped_sum.out(Tensor a, Tensor g, Tensor c, Tensor(a!) out) -> ()",
     _add_clipped_sum,
     lambda a, g, c, out: None,
+    CUDA=compiled.on_cuda("linear", "linear_clipped_sum", _add_clipped_sum, returns=False),
 )
 
 

@@ -5,8 +5,8 @@ for; block counter from the element's global index. So noise does not depend on 
 device, and without the key no draw tells anything about another. Normals by Box & Muller (1958), two from 128
 bits: the radius from 64 (up to 9.4 sigma; 32 bits would end at 6.7), the angle from 53.
 
-On the CPU the compiled kernel csrc/cpu/noise.cpp draws and adds in one pass; where it is absent, and on other
-devices, plain PyTorch does the same in int64 and float64.
+On the CPU the compiled kernel csrc/cpu/noise.cpp draws and adds in one pass, in double with an error below 1e-13:
+the same bits on every instruction set. Where it is absent plain PyTorch does the same in int64 and float64.
 
 Element i is one of the 8 normals of one block: with tile = i // 512, slot = i % 512 // 64, lane = i % 64 the
 block's counter is 64 * tile + lane, and slots 2p and 2p + 1 come from its words 4p .. 4p + 3.
@@ -14,19 +14,20 @@ block's counter is 64 * tile + lane, and slots 2p and 2p + 1 come from its words
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import math
 import operator
 import os
 import secrets
-from collections.abc import Iterator
-from types import ModuleType
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .registry import Kernel, cpp, cuda_cpp, define, native
 
 LANES, SLOTS = 64, 8  # blocks of a tile, normals of a block
 TILE = LANES * SLOTS
@@ -67,9 +68,18 @@ class Noise:
         """
         if std == 0:
             return tensor.mul_(scale)
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"noise is added in float32 or float64, not {tensor.dtype}")
+        _refuse_graph(tensor)
+        _add_noise_op(tensor, std, scale, words_of(self.key), self.step, offset)
+        return tensor
+
+    @property
+    def key(self) -> bytes:
+        """The 32 bytes of the generator's key; a new one after a fork, where it is secret."""
         if self._process != os.getpid():
             self._new_key()  # after a fork: the same noise on two sums would cancel in their difference
-        return _draw_into(tensor, std, scale, self._key, self.step, offset, keep=True)
+        return self._key
 
     def __getstate__(self) -> dict[str, Any]:
         return {"seed": self.seed, "step": self.step}  # a copy or pickle must not repeat the secret noise
@@ -79,11 +89,12 @@ class Noise:
         self._new_key()
 
 
-def noise_(out: Tensor, std: float, key: bytes, step: int, offset: int = 0) -> Tensor:
+def noise_(out: Tensor, std: float, key: bytes | Sequence[int], step: int, offset: int = 0) -> Tensor:
     """out = std * N(0, 1), in place; returns out.
 
-    Args: out contiguous, float32 or float64, any shape and device; std >= 0; key 32 bytes; step in [0, 2^48);
-    offset >= 0 the global index of out's first element. Raises TypeError or ValueError on anything else.
+    Args: out contiguous, float32, float64, bfloat16 or float16, any shape and device: drawn in float64, rounded
+    once; std >= 0; key 32 bytes, or their 8 little-endian words; step in [0, 2^48); offset >= 0 the global index
+    of out's first element. Raises TypeError or ValueError on anything else.
     Source: RFC 8439; Box & Muller 1958, A note on the generation of random normal deviates.
 
     >>> key = bytes(32)
@@ -92,7 +103,9 @@ def noise_(out: Tensor, std: float, key: bytes, step: int, offset: int = 0) -> T
     >>> torch.equal(whole[500:510], part)
     True
     """
-    return _draw_into(out, std, 1.0, key, step, offset, keep=False)
+    _refuse_graph(out)
+    _noise_op(out, std, words_of(key), step, offset)
+    return out
 
 
 def key_of(seed: int) -> bytes:
@@ -100,54 +113,106 @@ def key_of(seed: int) -> bytes:
     return hashlib.sha256(b"fastdp noise key, version 1: %d" % operator.index(seed)).digest()
 
 
+def words_of(key: bytes | Sequence[int]) -> list[int]:
+    """A key as the 8 words of ChaCha20's state, as operators take it. Raises ValueError on anything else."""
+    if isinstance(key, bytes) and len(key) == 32:
+        return list(struct.unpack("<8I", key))
+    words = list(key) if isinstance(key, list | tuple) else []
+    if len(words) != 8 or not all(isinstance(word, int) and 0 <= word <= MASK for word in words):
+        raise ValueError("key must be 32 bytes, or a list of 8 words of 32 bits")
+    return words
+
+
 def native_status() -> str:
     """ "built" where the compiled kernel is used on the CPU, else why it is absent."""
-    native = _native()
-    return native if isinstance(native, str) else "built"
+    module = native()
+    return module if isinstance(module, str) else "built"
 
 
-@functools.cache
-def _native() -> ModuleType | str:
-    """The compiled module, or why it is absent."""
-    try:
-        return importlib.import_module("fastdp._C")
-    except ModuleNotFoundError:
-        return "fastdp._C was not compiled: run `python setup.py build_ext --inplace`, or reinstall with a compiler"
-    except ImportError as error:
-        return f"fastdp._C does not load: {error}"
-
-
-def _draw_into(tensor: Tensor, std: float, scale: float, key: bytes, step: int, offset: int, keep: bool) -> Tensor:
-    _check(key, step, offset, tensor.numel())
-    if tensor.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"noise is added in float32 or float64, not {tensor.dtype}")
-    if not tensor.is_contiguous():
-        raise ValueError("noise is drawn into contiguous memory: call contiguous() first")
+def _refuse_graph(tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError("noise is drawn in place, which autograd does not see: detach() the tensor")
-    if not 0 <= std < math.inf:
-        raise ValueError(f"std must be 0 or larger and finite, not {std!r}")
-    native = _native()
-    if tensor.device.type != "cpu" or isinstance(native, str):
-        flat = tensor.view(-1)
-        for low, high, normal in _reference_chunks(flat.numel(), key, step, offset, tensor.device):
-            part = flat[low:high]
-            total = normal.mul_(std)
-            part.copy_((total.add_(part) if keep else total).mul_(scale))
-        return tensor
-    draw = native.noise_f32 if tensor.dtype == torch.float32 else native.noise_f64
-    draw(tensor.data_ptr(), tensor.numel(), offset, key, step, std, scale, keep, torch.get_num_threads())
-    torch.autograd.graph.increment_version(tensor)
-    return tensor
 
 
-def _check(key: bytes, step: int, offset: int, count: int) -> None:
-    if not isinstance(key, bytes) or len(key) != 32:
-        raise ValueError("key must be 32 bytes")
+def check_draw(key: Sequence[int], step: int, std: float) -> None:
+    """What every draw must satisfy. Raises ValueError."""
+    words_of(list(key))
     if not 0 <= step < MAX_STEP:
         raise ValueError(f"step must lie in [0, 2^48), not {step}")
+    if not 0 <= std < math.inf:
+        raise ValueError(f"std must be 0 or larger and finite, not {std!r}")
+
+
+def check_range(offset: int, count: int) -> None:
+    """Global indices must be counted by the generator. Raises ValueError."""
     if offset < 0 or offset + count > 1 << 62:
         raise ValueError(f"global indices must lie in [0, 2^62): offset {offset} with {count} elements")
+
+
+def _check_out(tensor: Tensor, key: Sequence[int], step: int, std: float, offset: int) -> None:
+    check_draw(key, step, std)
+    check_range(offset, tensor.numel())
+    if tensor.dtype not in TYPES:
+        raise TypeError(f"noise is drawn in float32, float64, bfloat16 or float16, not {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise ValueError("noise is drawn into contiguous memory: call contiguous() first")
+
+
+# ---------------------------------------------------------------------- operators
+
+TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # of csrc/fastdp.h
+
+
+def _native_draw(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int,
+                 read: bool) -> None:  # fmt: skip
+    _check_out(tensor, key, step, std, offset)
+    module: Any = native()
+    module.noise_into(tensor.data_ptr(), TYPES[tensor.dtype], tensor.numel(), offset, list(key), step, std, scale,
+                      read, torch.get_num_threads())  # fmt: skip
+    torch.autograd.graph.increment_version(tensor)
+
+
+def _native_noise(out: Tensor, std: float, key: Sequence[int], step: int, offset: int = 0) -> None:
+    _native_draw(out, std, 1.0, key, step, offset, False)
+
+
+def _native_add(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int) -> None:
+    _native_draw(tensor, std, scale, key, step, offset, True)
+
+
+def _noise(out: Tensor, std: float, key: Sequence[int], step: int, offset: int = 0) -> None:
+    _check_out(out, key, step, std, offset)
+    flat = out.view(-1)
+    for low, high, normal in reference_chunks(flat.numel(), key, step, offset, out.device):
+        flat[low:high] = rounded(normal.mul_(std), out.dtype)
+
+
+def _add_noise(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int) -> None:
+    _check_out(tensor, key, step, std, offset)
+    flat = tensor.view(-1)
+    for low, high, normal in reference_chunks(flat.numel(), key, step, offset, tensor.device):
+        part = flat[low:high]
+        part.copy_(rounded(normal.mul_(std).add_(part).mul_(scale), tensor.dtype))
+
+
+def on_cuda(function: str) -> Kernel:
+    """A function of fastdp.ops.cuda, which calls the compiled CUDA kernels."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module("fastdp.ops.cuda"), function)(*args, **options)
+
+    return cuda_cpp(call)
+
+
+_nothing: Callable[..., None] = lambda *args, **options: None
+
+_noise_op = define("noise_(Tensor(a!) out, float std, int[] key, int step, int offset=0) -> ()", _noise, _nothing,
+                   CPU=cpp(_native_noise), CUDA=on_cuda("noise_"))  # fmt: skip
+# tensor = (tensor + std * N(0, 1)) * scale
+_add_noise_op = define(
+    "add_noise_(Tensor(a!) tensor, float std, float scale, int[] key, int step, int offset) -> ()",
+    _add_noise, _nothing, CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_"),
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------- reference
@@ -162,19 +227,30 @@ def reference_noise(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """N(0, 1) of the global indices offset .. offset + count - 1 in plain PyTorch on any device: [count]."""
-    _check(key, step, offset, count)
     out = torch.empty(count, dtype=dtype, device=device)
-    for low, high, normal in _reference_chunks(count, key, step, offset, out.device):
-        out[low:high] = normal
+    _noise(out, 1.0, words_of(key), step, offset)
     return out
 
 
-def _reference_chunks(
-    count: int, key: bytes, step: int, offset: int, device: torch.device
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 x in a type, rounded once (PyTorch goes by way of float32 to the 16-bit types).
+
+    Float32 is rounded to odd first: inexact values get their last bit set, so that no tie arises that was none.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return x.to(dtype)
+    single = x.float()
+    bits = single.view(torch.int32)
+    moved = torch.where(single.double().abs() < x.abs(), bits + 1, bits - 1)
+    odd = torch.where((single.double() != x) & (bits & 1 == 0), moved, bits)
+    return torch.where(x.isnan(), single, odd.view(torch.float32)).to(dtype)
+
+
+def reference_chunks(
+    count: int, words: Sequence[int], step: int, offset: int, device: torch.device
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(low, high, normals [high - low] float64) of successive ranges of [0, count)."""
     end = offset + count
-    words = [int.from_bytes(key[k : k + 4], "little") for k in range(0, 32, 4)]
     nonce = (step & MASK, step >> 32 | DOMAIN << 16)
     for first in range(offset // TILE, -(-end // TILE) if count else 0, CHUNK):
         last = min(first + CHUNK, -(-end // TILE))

@@ -1,0 +1,104 @@
+// Noise and the optimizer's update in one pass over the parameters: SGD and Adam(W) as torch.optim defines them.
+//
+// Arithmetic in float32, in double where the parameter is; each number is rounded to its tensor's type once.
+#include "noise.h"
+
+namespace {
+
+using fastdp::Tile;
+
+template <class T>
+struct Sgd {
+    T lr, momentum, undamped, weight_decay, sign;
+    bool has_momentum, nesterov, first;
+
+    template <int W>
+    INLINE void apply(const Tile<T> &tile, int at) const {
+        const T *grad = tile.grad + at;
+        T *param = tile.param + at;
+        if (!has_momentum) {
+#pragma omp simd
+            for (int l = 0; l < W; ++l) {
+                param[l] = std::fma(-lr, std::fma(weight_decay, param[l], sign * grad[l]), param[l]);
+            }
+            return;
+        }
+        T *buffer = tile.first + at;
+#pragma omp simd
+        for (int l = 0; l < W; ++l) {
+            const T d = std::fma(weight_decay, param[l], sign * grad[l]);
+            const T b = first ? d : std::fma(momentum, buffer[l], undamped * d);
+            buffer[l] = b;
+            param[l] = std::fma(-lr, nesterov ? std::fma(momentum, b, d) : b, param[l]);
+        }
+    }
+};
+
+template <class T, bool PLAIN>
+struct Adam {
+    T step_size, new_share, new_square_share, root_scale, eps, decay, l2, sign;
+
+    template <int W>
+    INLINE void apply(const Tile<T> &tile, int at) const {
+        const T *grad = tile.grad + at;
+        T *param = tile.param + at, *first = tile.first + at, *second = tile.second + at;
+#pragma omp simd
+        for (int l = 0; l < W; ++l) {
+            const T g = PLAIN ? grad[l] : std::fma(l2, param[l], sign * grad[l]);
+            const T p = std::fma(-decay, param[l], param[l]);
+            const T m = std::fma(new_share, g - first[l], first[l]);
+            const T v = std::fma(new_square_share, std::fma(g, g, -second[l]), second[l]);
+            first[l] = m, second[l] = v;
+            param[l] = std::fma(-step_size, m / std::fma(std::sqrt(v), root_scale, eps), p);
+        }
+    }
+};
+
+template <class T>
+void sgd(const fastdp::Work &work, const fastdp_sgd *o, int threads) {
+    Sgd<T> update;
+    update.lr = (T)o->lr, update.momentum = (T)o->momentum, update.undamped = (T)(1 - o->dampening);
+    update.weight_decay = (T)o->weight_decay, update.sign = o->maximize ? (T)-1 : (T)1;
+    update.has_momentum = o->momentum != 0, update.nesterov = o->nesterov != 0, update.first = o->first != 0;
+    fastdp::draw<T>(work, update, threads);
+}
+
+template <class T, bool PLAIN>
+void adam(const fastdp::Work &work, const fastdp_adam *o, int threads) {
+    Adam<T, PLAIN> update;
+    update.step_size = (T)(o->lr / (1 - std::pow(o->beta1, o->t)));
+    update.root_scale = (T)(1 / std::sqrt(1 - std::pow(o->beta2, o->t)));
+    update.new_share = (T)(1 - o->beta1), update.new_square_share = (T)(1 - o->beta2), update.eps = (T)o->eps;
+    update.decay = o->decoupled ? (T)(o->lr * o->weight_decay) : (T)0;
+    update.l2 = o->decoupled ? (T)0 : (T)o->weight_decay, update.sign = o->maximize ? (T)-1 : (T)1;
+    fastdp::draw<T>(work, update, threads);
+}
+
+}  // namespace
+
+extern "C" {
+
+void fastdp_sgd_step(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise,
+                     const fastdp_sgd *options) {
+    const fastdp::Work work = fastdp::work_of(tensors, count, tiles, noise);
+    if (count > 0 && tensors[0].param_type == FASTDP_F64) {
+        sgd<double>(work, options, noise->threads);
+    } else {
+        sgd<float>(work, options, noise->threads);
+    }
+}
+
+void fastdp_adam_step(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise,
+                      const fastdp_adam *options) {
+    const fastdp::Work work = fastdp::work_of(tensors, count, tiles, noise);
+    const bool plain = !options->maximize && (options->decoupled || options->weight_decay == 0);
+    if (count > 0 && tensors[0].param_type == FASTDP_F64) {
+        adam<double, false>(work, options, noise->threads);
+    } else if (plain) {
+        adam<float, true>(work, options, noise->threads);
+    } else {
+        adam<float, false>(work, options, noise->threads);
+    }
+}
+
+}  // extern "C"
