@@ -10,6 +10,7 @@ is compared with the reference's before it is timed: a wrong one gets no time.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from .timing import Row, append, interleaved, roofs, show, versions
 COLUMNS = ("operator", "shape", "dtype", "backend", "ms", "reference_ms", "speedup", "roof", "bound", "error")
 SAVED = (*COLUMNS, "device", "threads", "torch", "triton", "fastdp", "commit", "date")
 KEY = bytes(range(32))
+NOTE = """reference_ms and speedup: against the operator's plain-PyTorch reference; linear_clipped_sum: torch.mm of the
+same data without factors; conv_*: torch's weight gradient of the whole batch; noise_: normal_(); steps: named."""
 
 
 class Case(NamedTuple):
@@ -85,13 +88,14 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         ids, g, c = torch.randint(0, v, (b, t), device=device), make(b, t, d), torch.rand(b, device=device)
         text, data = f"B={b} K={t} d={d} V={v}", 1.0 * b * t * d * size
         yield Case("embedding_norm_sq", text, lambda i=ids, g=g: ops.embedding_norm_sq(i, g), 0.0, data)
-        yield Case("embedding_clipped_sum", text, lambda i=ids, g=g, c=c, v=v: ops.embedding_clipped_sum(i, g, c, v), 0.0,
-                   data + 4.0 * v * d)  # fmt: skip
+        yield Case("embedding_clipped_sum", text, lambda i=ids, g=g, c=c, v=v: ops.embedding_clipped_sum(i, g, c, v),
+                   0.0, data + 4.0 * v * d)  # fmt: skip
     for b, t, d in NORMS[kind]:
         x, g = make(b, t, d), make(b, t, d)
         mean, rstd = torch.randn(b, t, device=device), torch.rand(b, t, device=device)
         yield Case("norm_affine_per_sample", f"B={b} T={t} d={d}",
-                   lambda x=x, g=g, m=mean, r=rstd: ops.norm_affine_per_sample(x, g, m, r), 0.0, 2.0 * b * t * d * size)  # fmt: skip
+                   lambda x=x, g=g, m=mean, r=rstd: ops.norm_affine_per_sample(x, g, m, r), 0.0,
+                   2.0 * b * t * d * size)  # fmt: skip
     yield from _steps(device)
 
 
@@ -141,17 +145,29 @@ def error(case: Case) -> float:
     with forced("reference"):
         truth = case.run()
     pairs = [(found, truth)] if isinstance(found, Tensor) else list(zip(found or (), truth or (), strict=True))
-    return max((float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs), default=0.0)
+    worst = 0.0
+    for a, b in pairs:
+        wrong = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
+        worst = wrong if not wrong <= worst else worst  # NaN too
+    return worst
 
 
 def measure(case: Case, device: torch.device, dtype: torch.dtype, roof: tuple[float, float], rounds: int) -> Row:
-    """One row of the table."""
-    name = case.operator.split()[0].strip()
-    served = ops.registry.OPERATORS[name if name in ops.registry.OPERATORS else "noisy_adamw_step_"]
+    """One row of the table; an operator that fails says so in it."""
+    name = case.operator.split()[0]
+    served = ops.registry.OPERATORS.get("noisy_adamw_step_" if name == ".." else name)
     row: Row = {"operator": case.operator, "shape": case.shape, "dtype": str(dtype)[6:],
-                "backend": served.served_by(device.type).split(" (")[0]}  # fmt: skip
-    wrong = 0.0 if "step_" in case.operator or "keeping" in case.operator or name == "noise_" else error(case)
-    row["error"] = f"{wrong:.0e}"
+                "backend": served.served_by(device.type).split(" (")[0] if served else "PyTorch"}  # fmt: skip
+    try:
+        return row | _measured(case, device, dtype, roof, rounds)
+    except Exception as problem:  # noqa: BLE001  (the others are still to be measured)
+        print(f"{case.operator} failed: {type(problem).__name__}: {str(problem)[:300]}", file=sys.stderr)
+        return row | {"error": f"failed: {type(problem).__name__}"}
+
+
+def _measured(case: Case, device: torch.device, dtype: torch.dtype, roof: tuple[float, float], rounds: int) -> Row:
+    wrong = 0.0 if case.operator.startswith(("nois", " ")) else error(case)
+    row: Row = {"error": f"{wrong:.0e}"}
     if not wrong < (2e-2 if dtype != torch.float32 else 1e-4):
         return row
 
@@ -164,7 +180,8 @@ def measure(case: Case, device: torch.device, dtype: torch.dtype, roof: tuple[fl
     floor = max(case.flop / roof[0], case.bytes / roof[1])
     return row | {
         "ms": f"{1e3 * times['ours']:.3f}", "reference_ms": f"{1e3 * times['peer']:.3f}",
-        "speedup": f"{times['peer'] / times['ours']:.2f}", "roof": f"{100 * floor / times['ours']:.0f}%", "bound": bound,
+        "speedup": f"{times['peer'] / times['ours']:.2f}", "roof": f"{100 * floor / times['ours']:.0f}%",
+        "bound": bound,
     }  # fmt: skip
 
 
@@ -188,15 +205,10 @@ def main() -> None:
         for case in cases(device, dtype):
             if options.only in case.operator:
                 rows.append(measure(case, device, dtype, roof, options.rounds) | facts)
-    print(
-        "reference_ms and speedup: against the operator's plain-PyTorch reference; linear_clipped_sum: torch.mm of the"
-    )
-    print(
-        "same data without factors; conv_*: torch's weight gradient of the whole batch; noise_: normal_(); steps: named."
-    )
+                if options.out:  # one by one: a run cut short keeps what it has
+                    append(options.out, rows[-1:], SAVED)
+    print(NOTE)
     show(rows, COLUMNS)
-    if options.out:
-        append(options.out, rows, SAVED)
 
 
 if __name__ == "__main__":

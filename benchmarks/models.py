@@ -131,36 +131,44 @@ class ResNet(nn.Module):
 
 
 class Workload(NamedTuple):
-    """A model, its batches, and the loss of each sample."""
+    """A model, its batches, and the loss of each sample.
+
+    small: the same code at a size at which samples can be taken one at a time; None: the workload itself is.
+    """
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, Tensor]]
     losses: Callable[[Tensor, Tensor], Tensor]
     batch_size: int
+    small: Workload | None = None
 
 
-def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Each sample's mean over its own tokens, [B]."""
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each sample's mean over its own tokens, [B], in float32 or better."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
 
 
-def _class_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="none")
+def class_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each sample's loss, [B], in float32 or better."""
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels, reduction="none")
+
+
+def _tokens(b: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 8192, (b, 128)), torch.randint(0, 8192, (b, 128))
 
 
 def _sentences(b: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 30522, (b, 128)), torch.randint(0, 2, (b,))
 
 
+def _images(b: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(b, 3, 32, 32), torch.randint(0, 10, (b,))
+
+
 WORKLOADS = {
-    "gpt": Workload(
-        GPT, lambda b: (torch.randint(0, 8192, (b, 128)), torch.randint(0, 8192, (b, 128))), _token_losses, 8
-    ),
-    "bert": Workload(
-        Encoder, lambda b: (torch.randint(0, 30522, (b, 128)), torch.randint(0, 2, (b,))), _class_losses, 8
-    ),
-    "lora": Workload(
-        lora_encoder, lambda b: (torch.randint(0, 30522, (b, 128)), torch.randint(0, 2, (b,))), _class_losses, 8
-    ),
-    "resnet": Workload(ResNet, lambda b: (torch.randn(b, 3, 32, 32), torch.randint(0, 10, (b,))), _class_losses, 32),
+    "gpt": Workload(GPT, _tokens, token_losses, 8),
+    "bert": Workload(Encoder, _sentences, class_losses, 8),
+    "lora": Workload(lora_encoder, _sentences, class_losses, 8),
+    "resnet": Workload(ResNet, _images, class_losses, 32),
 }

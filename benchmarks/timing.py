@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import platform
 import statistics
 import subprocess
@@ -28,19 +29,30 @@ def versions(device: torch.device | str = "cpu") -> Row:
 
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "triton": of("triton"),
-        "opacus": of("opacus"), "fastdp": of("fastdp"), "commit": done.stdout.strip() or commit_file(),
+        "opacus": of("opacus"), "fastdp": of("fastdp"), "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
 
 
-def commit_file() -> str:
-    """The commit of a tree that travelled without its history (`benchmarks/gpu.sh` is told it)."""
-    import os
+def commit() -> str:
+    """FASTDP_COMMIT (of a tree that travelled without its history), else this checkout's, else "-"."""
+    told = os.environ.get("FASTDP_COMMIT")
+    if told:
+        return told
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:  # no git
+        return "-"
+    return done.stdout.strip() or "-"
 
-    return os.environ.get("FASTDP_COMMIT", "-")
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -93,11 +105,17 @@ def show(rows: Sequence[Row], columns: Sequence[str], left: int = 2) -> None:
 
 
 def append(path: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
-    """Add tidy rows to a CSV file."""
-    fresh = not path.exists()
+    """Add tidy rows to a CSV file; one written with other columns keeps its rows and gets the new columns too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        if fresh:
-            writer.writeheader()
-        writer.writerows(rows)
+    old: list[Row] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            old, header = [dict(row) for row in reader], list(reader.fieldnames or ())
+        columns = [*header, *(c for c in columns if c not in header)]
+    fresh = path.with_name(path.name + ".new")
+    with fresh.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="-", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows([*old, *rows])
+    fresh.replace(path)

@@ -88,7 +88,7 @@ def _linear_jobs(s: Shape, make: Callable[..., Tensor]) -> dict[str, Callable[[]
         "direct": lambda: ops.linear_norm_sq(a, g, "direct", dtype=torch.float64),
         "sum": lambda: ops.linear_clipped_sum(a, g, c),
         "per_sample": lambda: ops.linear_per_sample(a, g),
-        "weighted": lambda: _weighted(kept, c),
+        "weighted": lambda: weighted(kept, c),
     }
 
 
@@ -100,11 +100,11 @@ def _conv_jobs(s: Shape, side: int, make: Callable[..., Tensor]) -> dict[str, Ca
         "direct": lambda: ops.conv_norm_sq(x, g, 3, padding=1, method="direct", dtype=torch.float64),
         "sum": lambda: ops.conv_clipped_sum(x, g, c, 3, padding=1),
         "per_sample": lambda: ops.conv_per_sample(x, g, 3, padding=1),
-        "weighted": lambda: _weighted(kept, c),
+        "weighted": lambda: weighted(kept, c),
     }
 
 
-def _weighted(kept: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def weighted(kept: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return ops.common.square_sum(kept), torch.mv(kept.flatten(1).mT, c)
 
 
