@@ -42,6 +42,20 @@ void linear_direct(const Matrix &a, const Matrix &g, std::int64_t batch, std::in
                          pointer<void>(scratch), threads);
 }
 
+void square_sum(std::uintptr_t rows, std::int64_t batch, std::int64_t n, std::int64_t stride, std::uintptr_t parts,
+                std::uintptr_t out, int threads) {
+    const py::gil_scoped_release release;
+    fastdp_square_sum(pointer<const float>(rows), batch, n, stride, pointer<double>(parts), pointer<double>(out),
+                      threads);
+}
+
+void weighted_sum(std::uintptr_t rows, std::uintptr_t c, std::int64_t batch, std::int64_t n, std::int64_t stride,
+                  std::uintptr_t out, int threads) {
+    const py::gil_scoped_release release;
+    fastdp_weighted_sum(pointer<const float>(rows), pointer<const float>(c), batch, n, stride, pointer<float>(out),
+                        threads);
+}
+
 using Images = std::tuple<std::uintptr_t, int, std::array<std::int64_t, 6>>;
 using Three = std::array<std::int64_t, 3>;
 
@@ -85,6 +99,9 @@ std::int64_t conv_gram(const fastdp_conv &conv, double rounding, double toleranc
 }  // namespace
 
 void bind_matrix(py::module_ &module) {
+    module.def("square_parts", &fastdp_square_parts);
+    module.def("square_sum", &square_sum);
+    module.def("weighted_sum", &weighted_sum);
     module.def("gram_scratch", &fastdp_gram_scratch, "bytes of scratch a thread");
     module.def("gram_parts", &fastdp_gram_parts, "doubles in `parts`");
     module.def("linear_gram", &linear_gram, "squared norms by the gram route; returns how many are in doubt");

@@ -189,6 +189,20 @@ void fastdp_norm_affine(const void *x, const void *g, int type, const void *mean
 void fastdp_group_affine(const void *x, const void *g, int type, const void *mean, const void *rstd, int64_t batch,
                          int64_t channels, int64_t s, int64_t groups, void *weight, void *bias, int threads);
 
+/* ---------------------------------------------------------------- rows (csrc/cpu/rows.cpp)
+ *
+ * rows: batch rows of n floats, `stride` floats from one to the next.
+ */
+int64_t fastdp_square_parts(int64_t batch, int64_t n); /* doubles in `parts` */
+
+/* out[b] = sum of the squares of row b, in double. */
+void fastdp_square_sum(const float *rows, int64_t batch, int64_t n, int64_t stride, double *parts, double *out,
+                       int threads);
+
+/* out[j] = sum_b c[b] rows[b][j], added in double; rows with c = 0 are not read. */
+void fastdp_weighted_sum(const float *rows, const float *c, int64_t batch, int64_t n, int64_t stride, float *out,
+                         int threads);
+
 #ifdef __cplusplus
 }
 #endif

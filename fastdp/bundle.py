@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .links import link_of
-from .ops.common import square_sum
-from .uses.base import Direct, Use, weighted_sum
+from .ops.rows import square_sum, weighted_sum
+from .uses.base import Direct, Use
 
 SMALL = 1 << 14  # elements of a parameter; larger ones are not worth a copy
 

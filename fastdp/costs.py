@@ -105,7 +105,7 @@ def _conv_jobs(s: Shape, side: int, make: Callable[..., Tensor]) -> dict[str, Ca
 
 
 def weighted(kept: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    return ops.common.square_sum(kept), torch.mv(kept.flatten(1).mT, c)
+    return ops.square_sum(kept), ops.weighted_sum(kept, c)
 
 
 def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, deadline: float = DEADLINE) -> Constants | None:

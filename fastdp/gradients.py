@@ -18,7 +18,8 @@ from .bundle import Bundle, is_small
 from .clock import Clock
 from .derived import pull_back, pull_back_sum
 from .links import leaves_of, link_of
-from .ops.common import accumulate, chunks, square_sum
+from .ops.common import accumulate, chunks
+from .ops.rows import square_sum
 from .planner import Planner
 from .uses.base import Direct, Use
 from .uses.conv import Conv

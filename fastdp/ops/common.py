@@ -67,23 +67,3 @@ def without_dropped(a: Tensor, c: Tensor) -> Tensor:
     if a.device.type == "cpu" and not bool((c == 0).any()):
         return a
     return torch.where(column(c == 0, a), torch.zeros((), dtype=a.dtype, device=a.device), a)
-
-
-def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares of each sample: [B, ...] -> [B] float64.
-
-    Squares in float32 are many times faster on the CPU (1e-7 exact), but under- and overflow: such samples are
-    taken again in float64; on a device, where that would stop the stream, all are.
-    """
-    flat = x.reshape(x.size(0), -1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).flatten(1)
-    if not flat.size(1):
-        return flat.new_zeros(flat.size(0), dtype=torch.float64)
-    if flat.dtype != torch.float32 or flat.device.type != "cpu":
-        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
-    norm = torch.linalg.vector_norm(flat, dim=1).double()
-    odd = torch.nonzero(~((norm > 1e-15) & (norm < 1e15))).flatten()
-    if odd.numel():
-        norm[odd] = torch.linalg.vector_norm(flat[odd], dim=1, dtype=torch.float64)
-    return norm.square()

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import compiled, linear
-from .common import CHUNK_BYTES, accumulate, chunks, norm_type, scaled, square_sum, sum_type, without_dropped
+from .common import CHUNK_BYTES, accumulate, chunks, norm_type, scaled, sum_type, without_dropped
 from .registry import Operator, cpp, define, native
+from .rows import square_sum
 
 Sizes = int | Sequence[int]
 IM2COL_POSITIONS = 320  # below this many output positions patches + matmul beat a convolution a sample

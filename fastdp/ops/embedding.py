@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import accumulate, chunks, norm_type, scaled, square_sum, sum_type
+from .common import accumulate, chunks, norm_type, scaled, sum_type
 from .noise import TYPES, on_cuda
 from .registry import cpp, define, native
+from .rows import square_sum
 
 
 def _two(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from . import compiled
-from .common import accumulate, chunks, norm_type, scaled, square_sum, sum_type, without_dropped
+from .common import accumulate, chunks, norm_type, scaled, sum_type, without_dropped
 from .registry import cpp, define, native
+from .rows import square_sum
 
 METHODS = ("auto", "gram", "direct")
 # Rounding of the gram route is taken as random: of the reference ROUNDING * sqrt(sum M^2), M_ts the summands,

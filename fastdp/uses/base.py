@@ -18,7 +18,8 @@ from ..clock import Clock
 from ..costs import Shape
 from ..errors import BatchLayoutError, SampleMixingError
 from ..layouts.layout import Layout, samplewise, tag, tag_of
-from ..ops.common import accumulate, chunks, exactly, square_sum
+from ..ops.common import accumulate, chunks, exactly
+from ..ops.rows import square_sum, weighted_sum
 from ..planner import Planner
 from ..recorder import Recorder
 
@@ -65,16 +66,6 @@ class Use:
         return sum(v.numel() * v.element_size() for v in vars(self).values() if isinstance(v, Tensor)) - (
             self.operand.numel() * self.operand.element_size()
         )
-
-
-def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
-    """sum_b c_b rows_b; rows with c_b = 0 are not read as numbers."""
-    c = c.to(rows.dtype)
-    if rows.device.type == "cpu" and not bool((c == 0).any()):
-        return torch.mv(rows.reshape(rows.size(0), -1).mT, c).view(rows.shape[1:])
-    shape = (-1, *[1] * (rows.dim() - 1))
-    kept = torch.where((c == 0).view(shape), torch.zeros((), dtype=rows.dtype, device=rows.device), rows)
-    return torch.mv(kept.reshape(rows.size(0), -1).mT, c).view(rows.shape[1:])
 
 
 class Direct(Use):

@@ -1,0 +1,96 @@
+"""Rows of numbers, one a sample: sums of squares, and the weighted sum that leaves dropped rows unread."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import compiled
+from .registry import cpp, define
+
+BLOCK = 1024  # elements whose squares are added in float32
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """[B, ...] -> [B, n], complex numbers as pairs."""
+    flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+    return torch.view_as_real(flat.resolve_conj()).flatten(1) if flat.is_complex() else flat
+
+
+def _square_sum(rows: Tensor) -> Tensor:
+    flat = _flat(rows)
+    batch, n = flat.shape
+    if flat.numel() == 0:
+        return flat.new_zeros(batch, dtype=torch.float64)
+    if flat.dtype != torch.float32 or flat.device.type != "cpu":
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
+    # torch squares in float32 many times faster, which is exact enough for short blocks, but under- and overflows
+    whole = n // BLOCK * BLOCK
+    norms = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, BLOCK)), dim=2).double()
+    rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, dtype=torch.float64)
+    odd = torch.nonzero(~((norms > 1e-15) & (norms < 1e15)).all(1)).flatten()
+    total = norms.square().sum(1) + rest.square()
+    if odd.numel():
+        total[odd] = torch.linalg.vector_norm(flat[odd], dim=1, dtype=torch.float64).square()
+    return total
+
+
+def _compiled_square_sum(rows: Tensor) -> Tensor:
+    flat = _flat(rows)
+    if flat.dtype != torch.float32 or flat.numel() == 0:
+        return _square_sum(rows)
+    if flat.stride(1) != 1:
+        flat = flat.contiguous()
+    kernels, (batch, n) = compiled.module(), flat.shape
+    out, parts = compiled.doubles(batch), compiled.doubles(kernels.square_parts(batch, n))
+    kernels.square_sum(
+        flat.data_ptr(), batch, n, flat.stride(0), parts.data_ptr(), out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def _weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
+    flat, c = rows.reshape(rows.size(0), -1 if rows.numel() else 0), c.to(rows.dtype)
+    if rows.device.type == "cpu" and not bool((c == 0).any()):
+        return torch.mv(flat.mT, c).view(rows.shape[1:])
+    kept = torch.where((c == 0).unsqueeze(1), torch.zeros((), dtype=rows.dtype, device=rows.device), flat)
+    return torch.mv(kept.mT, c).view(rows.shape[1:])
+
+
+def _compiled_weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
+    flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+    if rows.dtype != torch.float32 or rows.numel() == 0:
+        return _weighted_sum(rows, c)
+    if flat.stride(1) != 1:
+        flat = flat.contiguous()
+    c = c.float().contiguous()
+    out = torch.empty(flat.size(1))
+    compiled.module().weighted_sum(
+        flat.data_ptr(), c.data_ptr(), flat.size(0), flat.size(1), flat.stride(0), out.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out.view(rows.shape[1:])
+
+
+_square_sum_op = define(
+    "square_sum(Tensor rows) -> Tensor",
+    _square_sum,
+    lambda rows: rows.new_empty(rows.size(0), dtype=torch.float64),
+    CPU=cpp(_compiled_square_sum),
+)
+_weighted_sum_op = define(
+    "weighted_sum(Tensor rows, Tensor c) -> Tensor",
+    _weighted_sum,
+    lambda rows, c: rows.new_empty(rows.shape[1:]),
+    CPU=cpp(_compiled_weighted_sum),
+)
+
+
+def square_sum(rows: Tensor) -> Tensor:
+    """Sum of the squares of each sample's numbers: [B, ...] -> [B] float64, right to 1e-7 of it."""
+    return _square_sum_op(rows)  # type: ignore[no-any-return]
+
+
+def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
+    """sum_b c_b rows_b: rows [B, ...], c [B] -> [...]; rows with c_b = 0 are not read as numbers."""
+    return _weighted_sum_op(rows, c)  # type: ignore[no-any-return]
