@@ -171,8 +171,9 @@ ASSUMED = [Device(132, 227 * 1024, 90)]  # where no GPU is asked: a Hopper GPU
 @functools.cache
 def _properties(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)
-    shared = getattr(found, "shared_memory_per_block_optin", 99 * 1024)
-    return Device(found.multi_processor_count, shared, 10 * found.major + found.minor)
+    arch = 10 * found.major + found.minor
+    usual = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(arch, 99) * 1024
+    return Device(found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", usual), arch)
 
 
 def device_limits(device: torch.device) -> Device:

@@ -174,6 +174,12 @@ def matrix_tile(m: int, n: int, k: int, *tensors: Tensor) -> Tile:
     )
 
 
+def direct_tile(a: Tensor, g: Tensor) -> Tile:
+    """The tile of G = g^T a. Three steps in flight leave room for a second program, whose work fills in at the ends."""
+    tile = matrix_tile(g.size(2), a.size(2), a.size(1), a, g)
+    return tile._replace(stages=min(tile.stages, 3))
+
+
 def gram_tile(a: Tensor, g: Tensor) -> Tile:
     """The tile of the triangle, square. Two sums and a third being formed fill the registers, so that narrow loads
     (one address a number) and, before Hopper, sums in chunks get smaller tiles.
@@ -284,7 +290,7 @@ def _reduce_products(x: Tensor, y: Tensor, enlarge: float, kind: torch.dtype) ->
 
 
 def _direct(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None) -> Tensor:
-    tile = tile or matrix_tile(g.size(2), a.size(2), a.size(1), a, g)
+    tile = tile or direct_tile(a, g)
     n_o, n_i = triton.cdiv(g.size(2), tile.m), triton.cdiv(a.size(2), tile.n)
     partial = a.new_empty((a.size(0), n_o * n_i), dtype=torch.float64)
     _launch_direct(a, g, partial, tile, n_o, n_i, store=False)
@@ -315,7 +321,7 @@ def linear_per_sample(a: Tensor, g: Tensor, *, tile: Tile | None = None) -> Tens
             return torch.bmm(g.mT, a)
         if is_half(a) and a.is_cuda and BMM_WIDENS:
             return torch.bmm(g.mT, a, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
-        tile = matrix_tile(o, i, t, a, g)
+        tile = direct_tile(a, g)
     out = a.new_empty((batch, o, i), dtype=torch.float32)
     with torch.cuda.device_of(a):
         _launch_direct(a, g, out, tile, triton.cdiv(o, tile.m), triton.cdiv(i, tile.n), store=True)

@@ -131,7 +131,7 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
         name = f"T={t} I={i} O={o}"
         for method in ("gram", "direct"):
             yield Case(f"{method} {name}", dtype, lambda a=a, g=g, m=method: linear.linear_norm_sq(a, g, m))
-        tile = linear.matrix_tile(o, i, t, a, g)
+        tile = linear.direct_tile(a, g)
         yield Case(f"per sample {name}", dtype, lambda a=a, g=g, t=tile: linear.linear_per_sample(a, g, tile=t))
         yield Case(f"sum {name}", dtype, lambda a=a, g=g, c=c: clipped.linear_clipped_sum(a, g, c, parts=2))
     a, g, c = meta(64, 768, dtype=dtype), meta(64, 1000, dtype=dtype), meta(64, dtype=torch.float32)

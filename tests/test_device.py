@@ -55,7 +55,7 @@ def linear_call(name: str, b: int, t: int, i: int, o: int, dtype: torch.dtype) -
     if name == "per sample":
         return Call(lambda: linear.linear_per_sample(a, g), true, plain, False)
     if name == "per sample, kernel":
-        tile = linear.matrix_tile(o, i, t, a, g)
+        tile = linear.direct_tile(a, g)
         return Call(lambda: linear.linear_per_sample(a, g, tile=tile), true, plain, False)
     run = {
         "sum": lambda: clipped.linear_clipped_sum(a, g, c),
