@@ -153,7 +153,7 @@ def main() -> None:
         begin = time.perf_counter()
         known = costs.constants(device, dtype != torch.float32)
         told = f"calibration: {time.perf_counter() - begin:.2f} s"
-        print(told + (" (not measured: default constants)" if known == costs.DEFAULT else ""))
+        print(told + (" (not measured: default constants)" if known in costs.DEFAULTS.values() else ""))
         rows = _rows(device, dtype, options)
     rows.sort(key=lambda row: -float(str(row["loss"])))
     show(rows[: options.worst], COLUMNS, left=1)
