@@ -136,7 +136,7 @@ else
     --out "$out/kernels_cpu.csv"
   stage planner 60 "$python" -m benchmarks.planner --dtype "$dtype" --rounds 1 --seconds 5 --out "$out/planner_cpu.csv"
   stage training 120 "$python" -m benchmarks.training --dtype "$dtype" --rounds 2 --small \
-    --models vit gpt2 llama llama-lora --contenders fastdp "fastdp layerwise" --out "$out/training_cpu.csv"
+    --models gpt2 llama-lora --contenders fastdp "fastdp layerwise" --out "$out/training_cpu.csv"
 fi
 
 if [ "$mode" = plan ]; then exit 0; fi

@@ -111,7 +111,11 @@ def _error_of(name: str, work: Workload, place: Place) -> float:
     params = trained(model)
 
     def read(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        seen.update({p: p.grad.detach().clone() for p in params if p.grad is not None})
+        for p in params:
+            if p.grad is not None:
+                seen[p] = p.grad.detach().clone()
+            elif "exp_avg" in optimizer.state.get(p, {}):  # a step that leaves no gradient: Adam's first average of it
+                seen[p] = optimizer.state[p]["exp_avg"].double() / (1 - optimizer.param_groups[0]["betas"][0])
 
     handle = register_optimizer_step_post_hook(read)
     try:
@@ -162,8 +166,8 @@ def interleaved(work: Workload, names: list[str], rounds: int, place: Place = CP
                     torch.cuda.empty_cache()
             elif number > 2:
                 times[name].append(spent)
-        print(f"\r  round {number} of {rounds + 2}", end="", file=sys.stderr, flush=True)
-    print("\r" + " " * 30 + "\r", end="", file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"\r  round {number} of {rounds + 2} ", end="\r", file=sys.stderr, flush=True)
     return times
 
 
