@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .buffers import alias
 from .ops.noise import Noise
 
 FUSED = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
@@ -64,7 +65,7 @@ def step(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], sums
             else:
                 _sgd(group, params, totals, places, state, common)
             for p, total in zip(params, totals, strict=True):
-                p.grad = total if total.dtype == p.dtype else None
+                p.grad = alias(total) if total.dtype == p.dtype else None
                 torch.autograd.graph.increment_version(p)
 
 

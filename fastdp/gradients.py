@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .buffers import Buffers
 from .bundle import Bundle, is_small
 from .clock import Clock
 from .derived import pull_back, pull_back_sum
@@ -84,8 +85,13 @@ class Gradients:
                     total += _norm_sq(parameter, uses).to(self.device)
         return total * self.scale**2
 
-    def clipped_sum(self, factors: Tensor, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-        """{id(parameter): sum_b factors_b gradient_b} in float32; parameters without a use are absent."""
+    def clipped_sum(
+        self, factors: Tensor, parameters: Sequence[Tensor], buffers: Buffers | None = None
+    ) -> dict[int, Tensor]:
+        """{id(parameter): sum_b factors_b gradient_b} in float32; parameters without a use are absent.
+
+        buffers: memory to be used again.
+        """
         wanted = {id(p) for p in parameters}
         total: dict[int, Tensor] = {}
         c = factors * self.scale
@@ -99,7 +105,10 @@ class Gradients:
             if not any(id(leaf) in wanted for leaf in leaves) or (bundle and id(leaves[0]) in bundle.members):
                 continue
             with use.clock or contextlib.nullcontext():
-                found = pull_back_sum(use.operand, use.clipped_sum(c.to(use.operand.device)))
+                into = None
+                if buffers is not None and use.operand is leaves[0] and use.operand.dtype != torch.float64:
+                    into = buffers.take(use.operand)
+                found = pull_back_sum(use.operand, use.clipped_sum(c.to(use.operand.device), into))
             for key, value in found.items():
                 if key in wanted:
                     total[key] = total[key] + value if key in total else value

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import sampling
 from .accounting import Ledger, check_accountant
+from .buffers import Buffers, alias
 from .clipping import Clipping, ClippingFunction
 from .engine import PerSampleGradients
 from .errors import AccountingError, StepError
@@ -35,7 +36,7 @@ class Release(NamedTuple):
         if total is None:
             return None
         noisy = self.noise.add_scaled_(total, self.std, self.scale, self.offsets[id(parameter)])
-        return noisy.to(parameter.dtype)
+        return alias(noisy) if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
 
 
 class Privacy:
@@ -88,6 +89,7 @@ class Privacy:
             raise
         self.norms: Tensor | dict[str, Tensor] | None = None
         self._plan: Plan | None = None
+        self._buffers = Buffers()
         self._dropped: Tensor | None = None
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
@@ -117,7 +119,7 @@ class Privacy:
         dropped = (~torch.isfinite(torch.stack(norm_sq))).any(0).sum()
         self._dropped = dropped if self._dropped is None else self._dropped + dropped
         for parameters, c in zip(members, factors, strict=True):
-            _add(self._pending, gradients.clipped_sum(c, parameters))
+            _add(self._pending, gradients.clipped_sum(c, parameters, self._buffers))
         self._has_pending = True
         self._plan = Plan(gradients)
 
@@ -242,6 +244,7 @@ class Privacy:
         """The noised step was made: count it."""
         self.ledger.add(self.noise_multiplier, self._rate)
         self.noise.step += 1
+        self._buffers.give(self._sums)
         self.discard()
 
     def epsilon(self, delta: float) -> float:

@@ -90,7 +90,7 @@ class Replayed(Use):
     def norm_sq(self) -> Tensor:
         return self._norm_sq
 
-    def clipped_sum(self, c: Tensor) -> Tensor:
+    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         return self.replay(self.block, c)[id(self.operand)]
 
     def per_sample(self, low: int, high: int) -> Tensor:

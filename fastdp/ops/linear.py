@@ -167,6 +167,14 @@ def _add_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
     out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))
 
 
+def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tensor:
+    """`linear_clipped_sum` into float32 memory on the CPU whose contents do not matter."""
+    if a.dtype == torch.float64:
+        return _clipped_sum(a, g, c)
+    a, g = _weighted(a, g, c)
+    return torch.mm(g.mT, a, out=into)
+
+
 _norm_sq_op = define(
     "linear_norm_sq(Tensor a, Tensor g, str method='auto', *, ScalarType? dtype=None) -> Tensor",
     reference_norm_sq,

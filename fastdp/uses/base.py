@@ -52,8 +52,11 @@ class Use:
         parts = [square_sum(self.per_sample(low, high)) for low, high in self.chunks()]
         return torch.cat(parts)
 
-    def clipped_sum(self, c: Tensor) -> Tensor:
-        """sum_b c_b gradient_b, of the operand's shape; samples with c_b = 0 are not read as numbers."""
+    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
+        """sum_b c_b gradient_b, of the operand's shape; samples with c_b = 0 are not read as numbers.
+
+        into: float32 memory of that shape on the CPU which the result may take, contents lost.
+        """
         total = None
         for low, high in self.chunks():
             part = weighted_sum(self.per_sample(low, high), c[low:high])
@@ -86,7 +89,7 @@ class Direct(Use):
     def norm_sq(self) -> Tensor:
         return square_sum(self.grads)
 
-    def clipped_sum(self, c: Tensor) -> Tensor:
+    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         return weighted_sum(self.grads, c)
 
 

@@ -42,7 +42,7 @@ class Conv(Use):
     def norm_sq(self) -> Tensor:
         return conv_ops.norm_sq(self.x, self.g, self.geometry, self.route)
 
-    def clipped_sum(self, c: Tensor) -> Tensor:
+    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         return conv_ops.clipped_sum(self.x, self.g, c, self.geometry)
 
 

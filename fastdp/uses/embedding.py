@@ -42,8 +42,12 @@ class Lookup(Use):
         rows = ops.embedding_per_sample(self.ids[low:high], self.g[low:high], self.operand.size(0))
         return rows.view(high - low, *self.operand.shape)
 
-    def clipped_sum(self, c: Tensor) -> Tensor:
-        return ops.embedding_clipped_sum(self.ids, self.g, c, self.operand.size(0)).view(self.operand.shape)
+    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
+        if into is not None and self.g.dtype != torch.float64:
+            ops.embedding_clipped_sum(self.ids, self.g, c, self.operand.size(0), out=into.zero_().flatten(1))
+            return into
+        found = ops.embedding_clipped_sum(self.ids, self.g, c, self.operand.size(0))
+        return found if found.shape == self.operand.shape else found.view(self.operand.shape)
 
 
 class _Embedding(Captured):

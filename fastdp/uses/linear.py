@@ -41,7 +41,9 @@ class Matmul(Use):
     def per_sample(self, low: int, high: int) -> Tensor:
         return ops.linear_per_sample(self.a[low:high], self.g[low:high])
 
-    def clipped_sum(self, c: Tensor) -> Tensor:
+    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
+        if into is not None:
+            return ops.linear.overwrite_clipped_sum(self.a, self.g, c, into)
         return ops.linear_clipped_sum(self.a, self.g, c)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import ops
 from ..errors import SampleMixingError
 from ..layouts.calls import Call, bind
 from ..layouts.layout import Layout
@@ -56,6 +58,98 @@ class _Norm(Captured):
         self.recorder.record(use)
 
 
+class _Native(Captured):
+    """Layer and group norm by torch's own kernels, whose statistics give the affine gradients in one pass."""
+
+    def __init__(self, recorder: Recorder, name: str, weight: Tensor | None, bias: Tensor | None,
+                 layout: Layout) -> None:  # fmt: skip
+        super().__init__(recorder, name, recorder.path)
+        self.weight = None if weight is None else Operand.of(weight)
+        self.bias = None if bias is None else Operand.of(bias)
+        self.learns = [t is not None and recorder.is_parameter(t) for t in (weight, bias)]
+        self.layout, self.wants_input = layout, False
+        self.statistics: tuple[Tensor, Tensor]
+
+    def values(self) -> tuple[Tensor | None, Tensor | None]:
+        return (
+            None if self.weight is None else self.weight.value,
+            None if self.bias is None else self.bias.value,
+        )
+
+    def _record(self, rows: Sequence[Tensor]) -> None:
+        """Per-sample gradients of weight and bias, [B, d] each."""
+        for operand, learns, grads in zip((self.weight, self.bias), self.learns, rows, strict=True):
+            if operand is not None and learns:
+                shaped = grads.view(grads.size(0), 1, *operand.value.shape)
+                ndim = 1 + operand.value.dim()
+                self.recorder.record(uses_of_broadcast(operand.tensor, shaped, Layout(self.batch), ndim, self.name))
+
+
+class _LayerNorm(_Native):
+    def __init__(self, recorder: Recorder, name: str, weight: Tensor | None, bias: Tensor | None, layout: Layout,
+                 shape: Sequence[int], eps: float) -> None:  # fmt: skip
+        super().__init__(recorder, name, weight, bias, layout)
+        self.shape, self.eps = list(shape), eps
+
+    def forward(self, *data: Tensor) -> Tensor:
+        self.wants_input = data[0].requires_grad
+        out, *statistics = torch.native_layer_norm(data[0], self.shape, *self.values(), self.eps)
+        self.statistics = (statistics[0], statistics[1])
+        return out
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        if not self.wants_input:
+            return []
+        backward = torch.ops.aten.native_layer_norm_backward
+        return [backward(grads[0], saved[0], self.shape, *self.statistics, *self.values(), [True, False, False])[0]]
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        lead = saved[0].dim() - len(self.shape)
+        x, g = (cut(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
+        mean, rstd = (cut(t.flatten(lead), self.layout).flatten(1) for t in self.statistics)  # [B, T]
+        self._record(ops.norm_affine_per_sample(x, g, mean, rstd))
+
+
+class _GroupNorm(_Native):
+    def __init__(self, recorder: Recorder, name: str, weight: Tensor | None, bias: Tensor | None, layout: Layout,
+                 groups: int, eps: float) -> None:  # fmt: skip
+        super().__init__(recorder, name, weight, bias, layout)
+        self.groups, self.eps = groups, eps
+
+    def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
+        return x.size(0), x.size(1), math.prod(x.shape[2:]), self.groups
+
+    def forward(self, *data: Tensor) -> Tensor:
+        self.wants_input = data[0].requires_grad
+        x = data[0]
+        out, *statistics = torch.native_group_norm(x, *self.values(), *self._sizes(x), self.eps)
+        self.statistics = (statistics[0], statistics[1])
+        return out
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        if not self.wants_input:
+            return []
+        x, backward = saved[0], torch.ops.aten.native_group_norm_backward
+        g = grads[0].contiguous()
+        return [backward(g, x, *self.statistics, self.values()[0], *self._sizes(x), [True, False, False])[0]]
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        x, g = (cut(t, self.layout) for t in (saved[0], grads[0]))  # [B, F, C, *]
+        mean, rstd = (cut(t, self.layout) for t in self.statistics)  # [B, F, groups]
+        batch, images = x.shape[:2]
+        x, g, mean, rstd = (t.flatten(0, 1) for t in (x, g, mean, rstd))
+        rows = ops.group_affine_per_sample(x, g, mean, rstd, self.groups)
+        self._record([t.unflatten(0, (batch, images)).sum(1) if images > 1 else t for t in rows])
+
+
+def _native_takes(recorder: Recorder, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """One type throughout, and no autocast, which treats the composed functions in ways of its own."""
+    tensors = [t for t in (weight, bias) if t is not None]
+    plain = x.is_contiguous() and x.numel() > 0 and not torch.is_autocast_enabled(x.device.type)
+    learned = any(recorder.is_parameter(t) for t in tensors)
+    return plain and learned and all(t.dtype == x.dtype and t.device == x.device for t in tensors)
+
+
 def _capture(recorder: Recorder, func: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
              view: tuple[int, ...], normalise: Callable[..., Tensor]) -> Any:  # fmt: skip
     if recorder.is_parameter(x) or not recorder.is_data(x):
@@ -74,6 +168,9 @@ def capture_layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
     x, shape, weight, bias, eps = bind(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
     eps = 1e-5 if eps is None else eps
     _refuse_mixing(recorder, func, x, shape)
+    if not recorder.is_parameter(x) and recorder.is_data(x) and _native_takes(recorder, x, weight, bias):
+        layout = sample_layout(recorder, x, func.__name__)
+        return capture(_LayerNorm(recorder, func.__name__, weight, bias, layout, shape, eps), x, layout=layout)
     return _capture(recorder, func, x, weight, bias, (), lambda x, w, b: F.layer_norm(x, shape, w, b, eps))
 
 
@@ -101,6 +198,10 @@ def capture_group_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
     """Channels in dimension 1."""
     x, groups, weight, bias, eps = bind(args, kwargs, "input", "num_groups", "weight", "bias", "eps")
     eps = 1e-5 if eps is None else eps
+    if not recorder.is_parameter(x) and recorder.is_data(x) and _native_takes(recorder, x, weight, bias):
+        layout = sample_layout(recorder, x, func.__name__)
+        if layout.batch <= 1 or layout.dim == 0:
+            return capture(_GroupNorm(recorder, func.__name__, weight, bias, layout, groups, eps), x, layout=layout)
     return _capture(recorder, func, x, weight, bias, (1, -1), lambda x, w, b: F.group_norm(x, groups, w, b, eps))
 
 
