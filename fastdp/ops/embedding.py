@@ -187,7 +187,7 @@ _add_clipped_sum_op = define(
     "Tensor(a!) out) -> ()",
     _add_clipped_sum,
     lambda ids, g, c, n, padding_idx=None, *, out: None,
-    CPU=cpp(_native_add_clipped_sum), CUDA=on_cuda("embedding_clipped_sum"),
+    CPU=cpp(_native_add_clipped_sum), CUDA=on_cuda("embedding_clipped_sum", False),
 )  # fmt: skip
 _cross_term_op = define(
     "tied_cross_term(Tensor ids, Tensor g_embedding, Tensor h_head, Tensor g_head, *, ScalarType? dtype=None) "

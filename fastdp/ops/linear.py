@@ -192,13 +192,13 @@ _clipped_sum_op = define(
     "linear_clipped_sum(Tensor a, Tensor g, Tensor c) -> Tensor",
     _clipped_sum,
     lambda a, g, c: a.new_empty(g.size(-1), a.size(-1), dtype=sum_type(a)),
-    CUDA=compiled.on_cuda("linear", "linear_clipped_sum", _clipped_sum),
+    CUDA=compiled.on_cuda("clipped", "linear_clipped_sum", _clipped_sum),
 )
 _add_clipped_sum_op = define(
     "linear_clipped_sum.out(Tensor a, Tensor g, Tensor c, Tensor(a!) out) -> ()",
     _add_clipped_sum,
     lambda a, g, c, out: None,
-    CUDA=compiled.on_cuda("linear", "linear_clipped_sum", _add_clipped_sum, returns=False),
+    CUDA=compiled.on_cuda("clipped", "add_linear_clipped_sum", _add_clipped_sum, returns=False),
 )
 
 

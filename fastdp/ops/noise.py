@@ -195,11 +195,12 @@ def _add_noise(tensor: Tensor, std: float, scale: float, key: Sequence[int], ste
         part.copy_(rounded(normal.mul_(std).add_(part).mul_(scale), tensor.dtype))
 
 
-def on_cuda(function: str) -> Kernel:
-    """A function of fastdp.ops.cuda, which calls the compiled CUDA kernels."""
+def on_cuda(function: str, returns: bool = True) -> Kernel:
+    """A function of fastdp.ops.cuda, which calls the compiled CUDA kernels; returns: as the operator's schema says."""
 
     def call(*args: Any, **options: Any) -> Any:
-        return getattr(importlib.import_module("fastdp.ops.cuda"), function)(*args, **options)
+        result = getattr(importlib.import_module("fastdp.ops.cuda"), function)(*args, **options)
+        return result if returns else None
 
     return cuda_cpp(call)
 
@@ -207,11 +208,11 @@ def on_cuda(function: str) -> Kernel:
 _nothing: Callable[..., None] = lambda *args, **options: None
 
 _noise_op = define("noise_(Tensor(a!) out, float std, int[] key, int step, int offset=0) -> ()", _noise, _nothing,
-                   CPU=cpp(_native_noise), CUDA=on_cuda("noise_"))  # fmt: skip
+                   CPU=cpp(_native_noise), CUDA=on_cuda("noise_", False))  # fmt: skip
 # tensor = (tensor + std * N(0, 1)) * scale
 _add_noise_op = define(
     "add_noise_(Tensor(a!) tensor, float std, float scale, int[] key, int step, int offset) -> ()",
-    _add_noise, _nothing, CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_"),
+    _add_noise, _nothing, CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_", False),
 )  # fmt: skip
 
 

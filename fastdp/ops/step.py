@@ -182,14 +182,14 @@ _sgd_op = define(
     "int[] key, int step, float std, float scale, float lr, float momentum=0.0, float dampening=0.0, "
     "float weight_decay=0.0, bool nesterov=False, bool maximize=False, bool first=False, bool keep_grads=True, "
     "Tensor? counter=None) -> ()",
-    _sgd, _nothing, CPU=cpp(_native_sgd), CUDA=on_cuda("noisy_sgd_step_"),
+    _sgd, _nothing, CPU=cpp(_native_sgd), CUDA=on_cuda("noisy_sgd_step_", False),
 )  # fmt: skip
 _adamw_op = define(
     "noisy_adamw_step_(Tensor(a!)[] params, Tensor(b!)[] sums, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "int[] offsets, *, int[] key, int step, float std, float scale, float lr, float beta1, float beta2, float eps, "
     "float weight_decay, int t, bool decoupled=True, bool maximize=False, bool keep_grads=True, "
     "Tensor? counter=None) -> ()",
-    _adamw, _nothing, CPU=cpp(_native_adamw), CUDA=on_cuda("noisy_adamw_step_"),
+    _adamw, _nothing, CPU=cpp(_native_adamw), CUDA=on_cuda("noisy_adamw_step_", False),
 )  # fmt: skip
 
 
