@@ -25,6 +25,7 @@ test: check
 	$(BIN)/python -m pytest
 
 benchmark: .venv/ready
+	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python -m benchmarks.training
 
 clean:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .clock import Clock
 from .links import link_of
 from .ops.rows import square_sum, weighted_sum
 from .uses.base import Direct, Use
@@ -30,7 +31,11 @@ class Bundle:
 
     def __init__(self, members: Sequence[tuple[Tensor, Use]]) -> None:
         self.members = {id(parameter): parameter for parameter, _ in members}
-        self.clock = members[0][1].clock
+        self.clock: Clock | None = None
+        if members[0][1].clock is not None:
+            self.clock = Clock(members[0][0].device, len(members))
+            for _, use in members:
+                use.clock = self.clock
         rows = [use.grads.flatten(1) for _, use in members if isinstance(use, Direct)]
         self.grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
 

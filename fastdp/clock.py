@@ -9,10 +9,13 @@ import torch
 
 
 class Clock:
-    """Adds up spans: `with clock: ...`. Reading waits for the device."""
+    """Adds up spans: `with clock: ...`. Reading waits for the device.
 
-    def __init__(self, device: torch.device) -> None:
-        self.on_device = device.type == "cuda"
+    sharers: uses that are worked on together, of which each is told an equal part.
+    """
+
+    def __init__(self, device: torch.device, sharers: int = 1) -> None:
+        self.on_device, self.sharers = device.type == "cuda", sharers
         self.spans: list[tuple[Any, Any]] = []
         self._begin: Any = None
 
@@ -33,9 +36,9 @@ class Clock:
             self.spans.append((self._begin, time.perf_counter()))
 
     def milliseconds(self) -> float:
-        """The sum of the spans so far."""
+        """The sum of the spans so far, for one of the sharers."""
         if self.on_device:
             for _, end in self.spans:
                 end.synchronize()
-            return float(sum(begin.elapsed_time(end) for begin, end in self.spans))
-        return float(sum(1e3 * (end - begin) for begin, end in self.spans))
+            return float(sum(begin.elapsed_time(end) for begin, end in self.spans)) / self.sharers
+        return float(sum(1e3 * (end - begin) for begin, end in self.spans)) / self.sharers

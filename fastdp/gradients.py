@@ -77,7 +77,8 @@ class Gradients:
             return total
         bundle = self._bundle(parameters)
         if bundle is not None:
-            total += bundle.norm_sq().to(self.device)
+            with bundle.clock or contextlib.nullcontext():
+                total += bundle.norm_sq().to(self.device)
         for parameter in parameters:
             uses = self.uses_of(parameter)
             if uses and (bundle is None or id(parameter) not in bundle.members):
@@ -99,7 +100,8 @@ class Gradients:
             return total
         bundle = self._bundle(parameters)
         if bundle is not None:
-            total.update(bundle.clipped_sum(c))
+            with bundle.clock or contextlib.nullcontext():
+                total.update(bundle.clipped_sum(c))
         for use in self.uses:
             leaves = leaves_of(use.operand)
             if not any(id(leaf) in wanted for leaf in leaves) or (bundle and id(leaves[0]) in bundle.members):

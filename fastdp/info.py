@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from .ops.noise import native_status
+from .ops.registry import OPERATORS, native_cuda, triton_module
 
 
 def report() -> str:
@@ -18,17 +19,33 @@ def report() -> str:
     rows += [(name, _version(name)) for name in ("torch", "numpy", "opacus", "triton")]
     rows += [
         ("C++ kernels (CPU)", native_status()),
-        ("Triton kernels", "not part of this version; PyTorch operators serve every device"),
-        ("CUDA kernels", "not part of this version; PyTorch operators serve every device"),
+        ("CUDA C++ kernels", _state(native_cuda())),
+        ("Triton kernels", _state(triton_module("linear"))),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()}"),
         ("devices", ", ".join(_devices())),
     ]
-    extras = {"demo": ("sklearn", "matplotlib")}
+    extras = {"demo": ("sklearn", "matplotlib"), "gpu": ("triton",)}
     for extra, modules in extras.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         rows.append((f"extra [{extra}]", "installed" if not missing else f"missing {', '.join(missing)}"))
+    rows += [
+        (f"  {name}", "; ".join(f"{d}: {backends}" for d, backends in by.items())) for name, by in served().items()
+    ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def served() -> dict[str, dict[str, str]]:
+    """Which backend serves each operator, by device: {operator: {"cpu": ..., "cuda": ...}}."""
+    public = {name: operator for name, operator in OPERATORS.items() if "." not in name}
+    return {
+        name: {device: operator.served_by(device).split(" (")[0] for device in ("cpu", "cuda")}
+        for name, operator in sorted(public.items())
+    }
+
+
+def _state(module: object) -> str:
+    return module if isinstance(module, str) else "built"
 
 
 def _version(name: str) -> str:
