@@ -325,10 +325,12 @@ class PerSampleGradients:
                 self.collect(use)
             return
         assert self._tape is not None
-        if self.planner.exceeds(use.held_bytes()):
+        size = use.held_bytes()
+        if self.planner.exceeds(size):
             use = self._replays.drop_data(use, self._recording, self.uses_of)
+            size = use.held_bytes()
         self._tape.uses.append(use)
-        self.planner.hold(use.held_bytes())
+        self.planner.hold(size)
 
     def _end_backward(self) -> None:
         tape, self._tape = self._tape, None

@@ -11,13 +11,11 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .costs import Shape, constants, seconds
 from .gradients import Gradients
 from .links import leaves_of
-from .uses.base import Use
 
 
 class PlanRow(NamedTuple):
@@ -38,10 +36,9 @@ class Plan:
 
     def __init__(self, gradients: Gradients) -> None:
         self._uses = [
-            (use.operand, use.name, use.shape, use.route, use.held_bytes(), use.batch, _short(use), use.clock,
-             gradients.shares_parameter(use))
+            (use.operand, use.name, use.shape, use.route, use.held_bytes(), use.batch, use.short, use.clock, use.shared)
             for use in gradients.uses
-        ]  # fmt: skip
+        ]
 
     def rows(self, named: Mapping[str, Tensor]) -> list[PlanRow]:
         """A row a use."""
@@ -57,10 +54,6 @@ class Plan:
             route = route + (" + cross terms" if shared else "")
             rows.append(PlanRow(owners, function, text, route, units, held, predicted, measured))
         return rows
-
-
-def _short(use: Use) -> bool:
-    return any(v.dtype in (torch.bfloat16, torch.float16) for v in vars(use).values() if isinstance(v, Tensor))
 
 
 def _shape_and_units(shape: Shape | None, route: str, batch: int, operand: Tensor) -> tuple[str, float]:

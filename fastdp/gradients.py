@@ -53,14 +53,13 @@ class Gradients:
                 use.clock = Clock(use.operand.device)
             for leaf in leaves_of(use.operand):
                 self._of.setdefault(id(leaf), []).append(use)
+        for group in self._of.values():
+            for use in group if len(group) > 1 else ():
+                use.shared = True
         self._bundles: dict[tuple[int, ...], Bundle | None] = {}
 
     def uses_of(self, parameter: Tensor) -> list[Use]:
         return self._of.get(id(parameter), [])
-
-    def shares_parameter(self, use: Use) -> bool:
-        """Whether a parameter of this use has others."""
-        return any(len(self.uses_of(leaf)) > 1 for leaf in leaves_of(use.operand))
 
     def _bundle(self, parameters: Sequence[Tensor]) -> Bundle | None:
         """The small kept gradients of these parameters as one matrix."""

@@ -84,7 +84,7 @@ def samplewise(tensor: Tensor, layout: Layout) -> Tensor:
     dim, batch = layout.dim, layout.batch
     if layout.owner is None:
         if layout.outer == 1 and layout.inner == 1:
-            return tensor.movedim(dim, 0).unsqueeze(dim + 1)
+            return tensor.unsqueeze(1) if dim == 0 else tensor.movedim(dim, 0).unsqueeze(dim + 1)
         cut = tensor.unflatten(dim, (layout.outer, batch, layout.inner))
         return cut.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
     owner = layout.owner.to(tensor.device)

@@ -31,6 +31,7 @@ class Use:
     """
 
     route = "materialise"
+    shared = False  # whether a parameter of it has other uses
     shape: Shape | None = None  # as a matrix product, where it is one
     clock: Clock | None = None  # measures norm_sq and clipped_sum, where profiling is on
 
@@ -64,11 +65,18 @@ class Use:
         assert total is not None
         return total
 
+    def data(self) -> tuple[Tensor, ...]:
+        """The tensors that the use holds until the end of backward."""
+        return tuple(v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.operand)
+
+    @property
+    def short(self) -> bool:
+        """Whether it holds 16-bit numbers."""
+        return any(t.dtype in (torch.bfloat16, torch.float16) for t in self.data())
+
     def held_bytes(self) -> int:
         """Memory that the use holds until the end of backward."""
-        return sum(v.numel() * v.element_size() for v in vars(self).values() if isinstance(v, Tensor)) - (
-            self.operand.numel() * self.operand.element_size()
-        )
+        return sum(t.nbytes for t in self.data())
 
 
 class Direct(Use):
@@ -82,6 +90,9 @@ class Direct(Use):
         if shape is not None:  # of a product that the planner chose to materialise
             self.shape, self.route = shape, "materialise"
         assert grads.shape[1:] == operand.shape, (name, grads.shape, operand.shape)
+
+    def data(self) -> tuple[Tensor, ...]:
+        return (self.grads,)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         return self.grads[low:high]

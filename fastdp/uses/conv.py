@@ -100,7 +100,7 @@ class _Conv(Captured):
         if self.learns_weight:
             x = cut(saved[0], self.layout)
             shape = shape_of(x, g, self.geometry)
-            replaced = x.numel() * x.element_size() + g.numel() * g.element_size()
+            replaced = x.nbytes + g.nbytes
             if recorder.planner.materialises(shape, replaced, x.device, is_short(x)):
                 rows = conv_ops.per_sample(x, g, self.geometry)
                 recorder.record(Direct(self.weight.tensor, rows, self.name, shape))

@@ -30,6 +30,9 @@ class Matmul(Use):
     def plan(self, planner: Planner) -> None:
         self.route = planner.norm_route(self.shape, self.a.device, is_short(self.a))
 
+    def data(self) -> tuple[Tensor, ...]:
+        return (self.a, self.g)
+
     def transposed(self, operand: Tensor) -> Matmul:
         """The same use, of the transposed operand."""
         return Matmul(operand, self.g, self.a, self.name)
@@ -50,7 +53,7 @@ class Matmul(Use):
 def use_of_product(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:
     """The use of an operand [O,I] by a [B,T,I] with output gradient g [B,T,O], stored as the planner says."""
     use = Matmul(operand, a, g, name)
-    replaced = a.numel() * a.element_size() + g.numel() * g.element_size()
+    replaced = a.nbytes + g.nbytes
     if not recorder.planner.materialises(use.shape, replaced, a.device, is_short(a)):
         return use
     return Direct(operand, ops.linear_per_sample(a, g), name, use.shape)
