@@ -12,6 +12,7 @@ import torch
 
 from fastdp import demo
 from fastdp.calibration import calibration
+from fastdp.ops.registry import OPERATORS
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +36,21 @@ def test_info_tells_versions_backends_and_devices():
     )
     for word in ("torch", "opacus", "C++ kernels", "Triton", "CUDA", "devices"):
         assert word in done.stdout
+
+
+def test_readme_says_which_backend_serves_which_operator():
+    text = (ROOT / "README.md").read_text()
+    table = re.search(r"\| operator \| CPU \| CUDA \|\n(.*?)\n\n", text, re.S).group(1).splitlines()[1:]
+    written = {}
+    for line in table:
+        names, cpu, cuda = (cell.strip() for cell in line.strip("|").split("|"))
+        written |= {name: (cpu, cuda) for name in re.findall(r"`(\w+)`", names)}
+    registered = {
+        name: tuple(o.kernels[d].backend if d in o.kernels else "PyTorch" for d in ("cpu", "cuda"))
+        for name, o in OPERATORS.items()
+        if "." not in name
+    }
+    assert written == registered
 
 
 def test_no_command_is_an_error_that_lists_them():
