@@ -108,7 +108,7 @@ stage build 120 bash -c 'build && built'
 stage info 20 "$python" -m fastdp info
 
 tests=()
-for file in tests/test_device.py tests/test_cuda_device.py; do
+for file in tests/test_device.py tests/test_cuda_device.py tests/test_engine_device.py; do
   if [ -e "$file" ]; then tests+=("$file"); fi
 done
 if [ ${#tests[@]} -gt 0 ]; then
