@@ -18,6 +18,13 @@ from .truth import norms_of, truth
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.fixture(autouse=True)
+def full_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's convolutions and recurrent layers otherwise use tf32, which the truth does not."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
 def moved(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.cuda()
