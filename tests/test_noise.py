@@ -47,14 +47,14 @@ def blocks(backend: str, state: list[int]) -> Tensor:
     return noise.reference_chacha20(states)
 
 
-def box_muller(backend: str, words: Tensor) -> Tensor:
-    """[16, 64] int64 -> [8, 64] float64."""
+def box_muller(backend: str, words: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[16, 64] int64 -> [8, 64] float64, computed in dtype by the compiled kernel."""
     if backend == "reference":
         return noise.reference_box_muller(words)
-    out = torch.full((SLOTS, LANES), math.nan, dtype=torch.float64)
+    out = torch.full((SLOTS, LANES), math.nan, dtype=dtype)
     given = words.to(torch.int32).contiguous()
-    native().box_muller(given.data_ptr(), out.data_ptr())
-    return out
+    native().box_muller(given.data_ptr(), out.data_ptr(), noise.TYPES[dtype])
+    return out.double()
 
 
 def draw(count: int, key: bytes = KEY, step: int = 0, offset: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
