@@ -25,12 +25,14 @@ typedef uint32_t V __attribute__((vector_size(4 * W)));
 #define FASTDP_DIAGONALS_2(n) \
     FASTDP_MIX(x10, x15, x5, n), FASTDP_MIX(x11, x12, x6, n), FASTDP_MIX(x8, x13, x7, n), FASTDP_MIX(x9, x14, x4, n)
 
-// Fetches the elements of the tile after the next, in case they lie behind this one.
+// Fetches the elements of the tile after the next, in case they lie behind this one. Large arrays lie alike in their
+// pages: fetched a line apart, they do not wait for each other's place in the cache.
 template <class T>
 INLINE void ahead(const Tile<T> &tile, int at) {
+    constexpr int LINE = 64 / sizeof(T);
     const int next = at + 2 * TILE;
-    __builtin_prefetch(tile.sum + next), __builtin_prefetch(tile.param + next, 1);
-    __builtin_prefetch(tile.first + next, 1), __builtin_prefetch(tile.second + next, 1);
+    __builtin_prefetch(tile.sum + next), __builtin_prefetch(tile.param + next + LINE, 1);
+    __builtin_prefetch(tile.first + next + 2 * LINE, 1), __builtin_prefetch(tile.second + next + 3 * LINE, 1);
 }
 
 #if FASTDP_W == 16
