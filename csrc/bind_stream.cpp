@@ -119,10 +119,10 @@ void bind_stream(py::module_ &module) {
         py::arg("state"), py::arg("words"), "64 consecutive ChaCha20 blocks: uint32 [16] -> uint32 [16, 64]");
     module.def(
         "box_muller",
-        [](std::int64_t words, std::int64_t normals) {
-            fastdp_box_muller(pointer<const std::uint32_t>(words), pointer<double>(normals));
+        [](std::int64_t words, std::int64_t normals, int type) {
+            fastdp_box_muller(pointer<const std::uint32_t>(words), pointer<void>(normals), type);
         },
-        py::arg("words"), py::arg("normals"), "uint32 [16, 64] -> float64 [8, 64]");
+        py::arg("words"), py::arg("normals"), py::arg("type"), "uint32 [16, 64] -> float32 or float64 [8, 64]");
     module.def("noise_into", &noise_into, py::arg("data"), py::arg("type"), py::arg("count"), py::arg("offset"),
                py::arg("key"), py::arg("step"), py::arg("std"), py::arg("scale"), py::arg("read"), py::arg("threads"),
                "data = ((read ? data : 0) + std * N(0, 1)) * scale, in place");

@@ -39,11 +39,13 @@ int fastdp_instruction_set(int at_most);
 void fastdp_chacha20_blocks(const uint32_t *state, uint32_t *words);
 
 /* The transform from key stream to normals (Box & Muller 1958) on chosen bits, for tests.
- * words: [16][FASTDP_LANES]; normals: [FASTDP_SLOTS][FASTDP_LANES].
+ * words: [16][FASTDP_LANES]; normals: [FASTDP_SLOTS][FASTDP_LANES], type FASTDP_F32 (computed in float, each within
+ * 7e-7 of its pair's radius) or FASTDP_F64 (in double, within 1e-13).
  */
-void fastdp_box_muller(const uint32_t *words, double *normals);
+void fastdp_box_muller(const uint32_t *words, void *normals, int type);
 
-/* What is drawn: n = ((read ? sum : 0) + std * N(0, 1)) * scale, computed in double and rounded once.
+/* What is drawn: n = ((read ? sum : 0) + std * N(0, 1)) * scale, or sum * scale where std = 0. In double for
+ * float64 data, in float for all other (in double, too, where std or scale is not 0 and outside 2^-60 .. 2^60).
  * key: 8 words, the 32 bytes of RFC 8439 in little-endian order; step < 2^48; keep: n is written over the sums.
  * Sums are not looked at where read = 0. The same bits whatever the threads (>= 1), the pieces in which an array
  * is passed, or the instruction set.

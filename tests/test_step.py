@@ -93,7 +93,8 @@ def test_sgd_is_noise_and_torchs_step(backend: str, case: dict[str, Any], dtype:
     for k, sums in enumerate(steps):
         noisy_sgd_step_(moved, sums, buffers, offsets, lr=0.1, first=k == 0, **{**DRAW, "step": 7 + k}, **case)
         for total, grad in zip(sums, grads[k], strict=True):  # kept
-            torch.testing.assert_close(total, grad, rtol=3e-7 if dtype != torch.float64 else 1e-13, atol=1e-13)
+            atol = 1e-13 if dtype == torch.float64 else 7e-7 * 5 * 0.3 * 0.25  # of the longest radius here
+            torch.testing.assert_close(total, grad, rtol=3e-7 if dtype != torch.float64 else 1e-13, atol=atol)
     for k, param in enumerate(moved):
         assert_close(param, plain[0][k], truth[0][k], "weight")
         if buffers:

@@ -18,6 +18,16 @@ int found_instruction_set() {
     return 0;
 }
 
+template <class T>
+void transform(const uint32_t *words, T *normals) {
+    auto run = fastdp::plain::transform<T>;
+#ifdef FASTDP_X86
+    if (fastdp::instruction_set() == 1) run = fastdp::avx2::transform<T>;
+    if (fastdp::instruction_set() == 2) run = fastdp::avx512::transform<T>;
+#endif
+    run(words, normals);
+}
+
 }  // namespace
 
 int instruction_set() {
@@ -58,20 +68,19 @@ void fastdp_chacha20_blocks(const uint32_t *state, uint32_t *words) {
     run(state, words);
 }
 
-void fastdp_box_muller(const uint32_t *words, double *normals) {
-    auto run = fastdp::plain::transform;
-#ifdef FASTDP_X86
-    if (fastdp::instruction_set() == 1) run = fastdp::avx2::transform;
-    if (fastdp::instruction_set() == 2) run = fastdp::avx512::transform;
-#endif
-    run(words, normals);
+void fastdp_box_muller(const uint32_t *words, void *normals, int type) {
+    if (type == FASTDP_F32) {
+        fastdp::transform(words, (float *)normals);
+    } else {
+        fastdp::transform(words, (double *)normals);
+    }
 }
 
 void fastdp_noise_into(void *data, int type, int64_t count, int64_t offset, const fastdp_noise *noise) {
     const fastdp_tensor tensor = {nullptr, data, nullptr, nullptr, count, offset, type, type, type, type};
     int64_t tiles[2];
     const fastdp::Work work = fastdp::work_of(&tensor, 1, tiles, noise);
-    if (type == FASTDP_F32) {
+    if (type != FASTDP_F64 && fastdp::fits_float(*noise)) {
         fastdp::draw<float>(work, fastdp::NoUpdate(), noise->threads);
     } else {
         fastdp::draw<double>(work, fastdp::NoUpdate(), noise->threads);

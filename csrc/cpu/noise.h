@@ -6,7 +6,7 @@
 // the two need nothing of each other, so the processor overlaps them.
 //
 // Only IEEE operations, fma where it is written and nowhere else (-ffp-contract=off): every instruction set gives
-// the same bits.
+// the same bits. In float for float32 and 16-bit numbers, in double for float64 ones.
 #ifndef FASTDP_CPU_NOISE_H
 #define FASTDP_CPU_NOISE_H
 
@@ -64,9 +64,30 @@ INLINE Place place_after(const Work &work, Place place, int64_t number) {  // nu
     return place_of(work, number);
 }
 
-INLINE void count_from(uint32_t *state, int64_t block) {
-    state[12] = (uint32_t)block, state[13] = (uint32_t)((uint64_t)block >> 32);
-}
+// What is multiplied and added, in the arithmetic's type: std + rest is the std asked for.
+template <class T>
+struct Amounts {
+    T std, rest, scale;
+};
+
+// ChaCha20's state and what of its first round does not depend on the lane: of the first column one sum, of the other
+// three all, as the upper half of the counter is one for all blocks of a group.
+struct Stream {
+    uint32_t state[16], first[16];
+
+    explicit Stream(const uint32_t *given) { std::copy(given, given + 16, state); }
+
+    INLINE void count_from(int64_t block) {
+        state[12] = (uint32_t)block, state[13] = (uint32_t)((uint64_t)block >> 32);
+        std::copy(state, state + 16, first);
+        first[0] += first[4];
+        for (int k = 1; k < 4; ++k) {
+            uint32_t &a = first[k], &b = first[4 + k], &c = first[8 + k], &d = first[12 + k];
+            a += b, d ^= a, d = d << 16 | d >> 16, c += d, b ^= c, b = b << 12 | b >> 20;
+            a += b, d ^= a, d = d << 8 | d >> 24, c += d, b ^= c, b = b << 7 | b >> 25;
+        }
+    }
+};
 
 alignas(64) inline const double zeros[TILE] = {};
 
@@ -82,9 +103,10 @@ __attribute__((noinline)) T *fetch(void *data, int type, int64_t begin, int from
 
 }  // namespace fastdp
 
-// The code for each instruction set: tile.h in a namespace of its own.
+// The code for each instruction set: noise_pair.h and noise_tile.h in a namespace of its own.
 #define FASTDP_W 4
 #define FASTDP_ISA plain
+#include "noise_pair.h"
 #include "noise_tile.h"
 #undef FASTDP_W
 #undef FASTDP_ISA
@@ -93,6 +115,7 @@ __attribute__((noinline)) T *fetch(void *data, int type, int64_t begin, int from
 #pragma GCC target("avx2,fma")
 #define FASTDP_W 8
 #define FASTDP_ISA avx2
+#include "noise_pair.h"
 #include "noise_tile.h"
 #undef FASTDP_W
 #undef FASTDP_ISA
@@ -101,6 +124,7 @@ __attribute__((noinline)) T *fetch(void *data, int type, int64_t begin, int from
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,prefer-vector-width=512")
 #define FASTDP_W 16
 #define FASTDP_ISA avx512
+#include "noise_pair.h"
 #include "noise_tile.h"
 #undef FASTDP_W
 #undef FASTDP_ISA
@@ -120,6 +144,12 @@ void draw(const Work &work, const Update &update, int threads) {
 #endif
 #pragma omp parallel for schedule(static, 1) num_threads(team) if (team > 1)
     for (int part = 0; part < team; ++part) run(work, update, tiles * part / team, tiles * (part + 1) / team);
+}
+
+// Whether std and scale can be multiplied in float with room to spare on both ends; else all is done in double.
+INLINE bool fits_float(const fastdp_noise &noise) {
+    const auto fits = [](double x) { return x == 0 || (std::fabs(x) >= 0x1p-60 && std::fabs(x) <= 0x1p60); };
+    return fits(noise.std) && fits(noise.scale);
 }
 
 // Fills `tiles` [count + 1] and the generator's state.

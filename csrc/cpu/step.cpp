@@ -1,6 +1,7 @@
 // Noise and the optimizer's update in one pass over the parameters: SGD and Adam(W) as torch.optim defines them.
 //
-// Arithmetic in float32, in double where the parameter is; each number is rounded to its tensor's type once.
+// Arithmetic in float32, in double where the parameter is (or std or scale is far from 1, see fits_float in noise.h);
+// each number is rounded to its tensor's type once.
 #include "noise.h"
 
 namespace {
@@ -81,7 +82,7 @@ extern "C" {
 void fastdp_sgd_step(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise,
                      const fastdp_sgd *options) {
     const fastdp::Work work = fastdp::work_of(tensors, count, tiles, noise);
-    if (count > 0 && tensors[0].param_type == FASTDP_F64) {
+    if ((count > 0 && tensors[0].param_type == FASTDP_F64) || !fastdp::fits_float(*noise)) {
         sgd<double>(work, options, noise->threads);
     } else {
         sgd<float>(work, options, noise->threads);
@@ -92,7 +93,7 @@ void fastdp_adam_step(const fastdp_tensor *tensors, int64_t count, int64_t *tile
                       const fastdp_adam *options) {
     const fastdp::Work work = fastdp::work_of(tensors, count, tiles, noise);
     const bool plain = !options->maximize && (options->decoupled || options->weight_decay == 0);
-    if (count > 0 && tensors[0].param_type == FASTDP_F64) {
+    if ((count > 0 && tensors[0].param_type == FASTDP_F64) || !fastdp::fits_float(*noise)) {
         adam<double, false>(work, options, noise->threads);
     } else if (plain) {
         adam<float, true>(work, options, noise->threads);

@@ -1,6 +1,6 @@
 """Noise and the optimizer's update in one pass over all parameters.
 
-    n = (sum + std * N(0, 1)) * scale            the private gradient, in double, rounded once to the sum's type
+    n = (sum + std * N(0, 1)) * scale            the private gradient, in float32 or better, of the sum's type
     state, weight = update(n, state, weight)     as torch.optim.SGD, Adam or AdamW, in float32 or better
 
 The noise is that of `noise_` for the same key, step and global index. On the CPU csrc/cpu/step.cpp does all
@@ -61,7 +61,10 @@ def _noised(params: Sequence[Tensor], sums: Sequence[Tensor], offsets: Sequence[
     for k, (param, total) in enumerate(zip(params, sums, strict=True)):
         grad = torch.empty_like(total)
         flat, source = grad.view(-1), total.view(-1)
-        for low, high, normal in reference_chunks(flat.numel(), key, step, offsets[k], total.device):
+        if std == 0:
+            torch.mul(total, scale, out=grad)
+        chunks = reference_chunks(flat.numel() if std else 0, key, step, offsets[k], total.device)
+        for low, high, normal in chunks:
             flat[low:high] = normal.mul_(std).add_(source[low:high]).mul_(scale)
         if keep_grads:
             total.copy_(grad)
