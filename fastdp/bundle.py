@@ -36,7 +36,7 @@ class Bundle:
             self.clock = Clock(members[0][0].device, len(members))
             for _, use in members:
                 use.clock = self.clock
-        rows = [use.grads.flatten(1) for _, use in members if isinstance(use, Direct)]
+        rows = [use.grads.reshape(use.batch, -1) for _, use in members if isinstance(use, Direct)]
         self.grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
 
     def norm_sq(self) -> Tensor:

@@ -31,6 +31,7 @@ class _Tape:
         self.number, self.uses = number, list[Use]()
         self.batch: int | None = None
         self.failed = False
+        self.recomputed = False  # went through forwards that reentrant checkpointing repeated
 
 
 class PerSampleGradients:
@@ -85,6 +86,7 @@ class PerSampleGradients:
         self.collect: Callable[[Use], None] | None = None  # takes the uses of a block that runs again
         self.uses_of: dict[int, int] = {}  # captured calls of each parameter since the last backward
         self._replays = Replays(self)
+        self._open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._slots: list[tuple[nn.Module, str, str]] = []
@@ -207,6 +209,7 @@ class PerSampleGradients:
         if not recomputing or not path:
             self._batch = self.batch_size if self.batch_size is not None else self._batch_of(args, kwargs)
         if not recomputing:
+            self._open_forwards += 1
             self._tape = None  # of a backward that failed
             self._grads_before = {id(p): (p.grad, p.grad._version) for p in self.parameters() if p.grad is not None}
         tracked = {id(p): name for name, p in self.named_parameters().items()}
@@ -303,7 +306,7 @@ class PerSampleGradients:
                 "backward with create_graph=True: the gradient of a gradient is not of one sample each. Call "
                 "loss.backward() without it."
             )
-        elif recorder.backward_id not in (0, tape.number):
+        elif recorder.backward_id not in (0, tape.number) or self._repeats(recorder, tape):
             problem = StepError(
                 "backward twice through one forward: each would be clipped on its own, so one sample could "
                 "contribute twice the clipping norm. Add the losses and call backward once."
@@ -317,6 +320,12 @@ class PerSampleGradients:
             tape.failed = True
             raise problem
         recorder.backward_id, tape.batch = tape.number, recorder.batch
+
+    def _repeats(self, recorder: Pass, tape: _Tape) -> bool:
+        """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
+        first = not recorder.count and not tape.recomputed
+        tape.recomputed = tape.recomputed or first
+        return first and self._open_forwards < 1
 
     def record(self, use: Use) -> None:
         """Keep a use until the end of backward."""
@@ -335,6 +344,7 @@ class PerSampleGradients:
     def _end_backward(self) -> None:
         tape, self._tape = self._tape, None
         self._replays, self.uses_of = Replays(self), {}
+        self._open_forwards = max(0, self._open_forwards - 1)
         if tape is None or tape.failed:
             return
         self._check_uncaptured()

@@ -107,7 +107,12 @@ class Gradients:
                 continue
             with use.clock or contextlib.nullcontext():
                 into = None
-                if buffers is not None and use.operand is leaves[0] and use.operand.dtype != torch.float64:
+                if (
+                    buffers is not None
+                    and use.overwrites
+                    and use.operand is leaves[0]
+                    and use.operand.dtype != torch.float64
+                ):
                     into = buffers.take(use.operand)
                 found = pull_back_sum(use.operand, use.clipped_sum(c.to(use.operand.device), into))
             for key, value in found.items():

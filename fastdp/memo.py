@@ -73,14 +73,15 @@ class Memo:
             return None
         by_value = kind == "checked"  # then ids, and constants that may be made for this batch, count by value
         by_index = func is torch.Tensor.__getitem__
-        parts: list[Any] = [func, batch]
+        parts: list[Any] = [func, batch, torch.is_grad_enabled()]
+        rows = {batch, *[size.rows for size in _layouts((args, kwargs), batch)]} if by_value else set()
         try:
-            _describe(args if not by_index else args[:1], batch, tracked, by_value, parts)
+            _describe(args if not by_index else args[:1], batch, tracked, rows, parts)
             if by_index:
                 _describe_index(args[1], parts)
             for name, value in kwargs.items():
                 parts.append(name)
-                _describe((value,), batch, tracked, by_value, parts)
+                _describe((value,), batch, tracked, rows, parts)
         except _Depends:
             return None
         return tuple(parts)
@@ -96,10 +97,13 @@ class Memo:
     def learn(self, signature: Any, out: Any, batch: int) -> None:
         """Keep the layouts of the results, if they are plain."""
         found = []
+        had_data = any(isinstance(part, Layout) for part in signature)
         for tensor in tensors_in(out):
             layout = tag_of(tensor, batch)
             if layout is not None and (layout.mixed or layout.owner is not None):
                 return
+            if layout is None and had_data:
+                return  # of unknown rows: looked at every time
             found.append(CONSTANT if layout is None else layout)
         if len(self._known) >= SIZE:
             self._known.clear()
@@ -113,7 +117,11 @@ class _Depends(Exception):
     """The call's layouts do not follow from its signature."""
 
 
-def _describe(values: Any, batch: int, tracked: dict[int, str], by_value: bool, parts: list[Any]) -> None:
+def _layouts(value: Any, batch: int) -> list[Layout]:
+    return [layout for tensor in tensors_in(value) if (layout := tag_of(tensor, batch)) is not None]
+
+
+def _describe(values: Any, batch: int, tracked: dict[int, str], rows: set[int], parts: list[Any]) -> None:
     for value in values:
         if isinstance(value, Tensor):
             needs_grad = value.requires_grad
@@ -125,12 +133,12 @@ def _describe(values: Any, batch: int, tracked: dict[int, str], by_value: bool, 
             if layout is None and needs_grad and not value.is_leaf:
                 raise _Depends  # of unseen origin, perhaps
             shape = value.shape
-            if by_value and (batch in shape if layout is None else not value.is_floating_point()):
+            if rows and (not rows.isdisjoint(shape) if layout is None else not value.is_floating_point()):
                 raise _Depends
             parts += (shape, value.dtype, needs_grad, layout)
         elif isinstance(value, tuple | list):
             parts.append((type(value), len(value)))
-            _describe(value, batch, tracked, by_value, parts)
+            _describe(value, batch, tracked, rows, parts)
         elif isinstance(value, dict):
             raise _Depends
         else:

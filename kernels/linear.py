@@ -247,7 +247,14 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.d
             return (_gram if gram else _direct)(a, g, kind, tile)
         route = _direct if not gram else _gram_stored if _stores_gram(a) else _gram
         parts = [route(part_a, part_g, kind) for part_a, part_g, _ in wide(a, g)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (out.double() + _vanished(a, g)).to(kind) if gram else out
+
+
+def _vanished(a: Tensor, g: Tensor) -> Tensor:
+    """What underflow may have taken from a gram norm, at most: an entry of a a^T may lose I 1.2e-38, and so on."""
+    a_sq, g_sq = (torch.linalg.vector_norm(t, dim=(1, 2), dtype=torch.float64).square() for t in (a, g))
+    return 1.2e-38 * a.size(1) * (a.size(2) * g_sq + g.size(2) * a_sq)
 
 
 def _vector(a: Tensor, g: Tensor, kind: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import SampleMixingError
 from .calls import Call, tensors_in
 from .layout import Layout, tag
-from .propagate import ask, combined, rule, spellings
+from .propagate import ask, combined, has_data_beside_first, rule, spellings
 from .rows import by_owner
 from .trial import Tags
 
@@ -114,6 +114,8 @@ _along(2, "dim", F.normalize)
 
 @rule(F.scaled_dot_product_attention)
 def _attention(call: Call) -> Tags:
+    if len(call.inputs()) > len([t for t in tensors_in(call.args[:3]) if call.layout(t) is not None]):
+        return ask(call)  # a mask made of data
     for tensor in tensors_in(call.args[:3]):
         layout = call.layout(tensor)
         if layout is not None and layout.dim >= tensor.dim() - 2:
@@ -128,6 +130,8 @@ def _attention(call: Call) -> Tags:
 @rule(F.layer_norm, F.rms_norm)
 def _layer_norm(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
+    if has_data_beside_first(call):
+        return [(call.out, combined(call, call.out, "scales all samples by numbers made of the batch"))]
     if layout is not None and layout.dim >= source.dim() - len(call.argument(1, "normalized_shape")):
         return [(call.out, combined(call, call.out, "normalises over the batch"))]
     return [(call.out, layout)]
@@ -146,6 +150,8 @@ def _batch_norm(call: Call) -> Tags:
                 f"{call.mixed()} keeps running statistics of the data, which would be released without noise. "
                 "Use track_running_stats=False, or put the module in eval mode."
             )
+    if has_data_beside_first(call):
+        return [(call.out, combined(call, call.out, "normalises all samples by numbers made of the batch"))]
     tag(call.out, call.layout(call.args[0]))
     return [(call.out, call.layout(call.args[0]))]
 

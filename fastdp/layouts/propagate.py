@@ -109,6 +109,11 @@ def _from_trial(
     return layout
 
 
+def has_data_beside_first(call: Call) -> bool:
+    """Whether an argument after the first carries samples: what all samples share must not be made of some."""
+    return any(tensor is not call.args[0] for tensor, _ in call.inputs())
+
+
 def combined(call: Call, tensor: Tensor, why: str, mixed: str = "") -> Layout | None:
     """Made of several samples: numbers, and masks and counts, which may become numbers."""
     return Layout(call.batch, mixed=mixed or call.mixed(why))

@@ -160,12 +160,22 @@ def _index_select(call: Call) -> Tags:
     return [(call.out, by_owner(call, layout.dim, layout.owners(source.device)[index], layout))]
 
 
+def _same_rows(a: Layout, b: Layout, device: torch.device) -> bool:
+    """Whether rows lie along one dimension in one order."""
+    if a.dim != b.dim or a.rows != b.rows:
+        return False
+    return a.owner is b.owner is None and a[2:4] == b[2:4] or torch.equal(a.owners(device), b.owners(device))
+
+
 @rule(torch.gather, T.gather, torch.take_along_dim, T.take_along_dim)
 def _gather(call: Call) -> Tags:
     along = call.name == "take_along_dim"
     source, dim = call.args[0], call.argument(2 if along else 1, "dim")
     index = call.argument(1, "indices") if along else call.argument(2, "index")
     layout = call.layout(source) or call.layout(index)
+    both = [found for found in (call.layout(source), call.layout(index)) if found is not None]
+    if any(found.mixed for found in both) or (len(both) == 2 and not _same_rows(both[0], both[1], call.out.device)):
+        return [(call.out, combined(call, call.out, "gathers one sample's data by another's indices"))]
     if dim is None or layout is None or dim % source.dim() == layout.dim:
         return [(call.out, combined(call, call.out, "gathers along the batch"))]
     return [(call.out, layout)]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .calls import Call, tensors_in
 from .layout import Layout, reshaped
-from .propagate import ask, combined, rule, spellings
+from .propagate import ask, combined, has_data_beside_first, rule, spellings
 from .trial import UNCHECKED, Tags
 
 T = torch.Tensor
@@ -111,6 +111,8 @@ def _aligned(layout: Layout, ndim: int, out_ndim: int) -> Layout:
 @rule(*spellings("group_norm"))
 def _group_norm(call: Call) -> Tags:
     layout = call.layout(call.args[0])
+    if has_data_beside_first(call):
+        return [(call.out, combined(call, call.out, "scales all samples by numbers made of the batch"))]
     if layout is not None and layout.dim != 0:
         return [(call.out, combined(call, call.out, "takes the batch for channels"))]
     return [(call.out, layout)]

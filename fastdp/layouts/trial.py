@@ -31,7 +31,8 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
         return True
     key: Any = None
     others = [t for t in tensors_in((call.args, call.kwargs)) if tag_of(t, call.batch) is None]
-    varying = any(call.batch in t.shape for t in others) or any(not t.is_floating_point() for t, _ in inputs)
+    rows = {call.batch, *[layout.rows for _, layout in inputs]}
+    varying = any(not rows.isdisjoint(t.shape) for t in others) or any(not t.is_floating_point() for t, _ in inputs)
     if not varying:
         try:
             key = (call.func, call.batch, _key(call.args, call.batch), _key(call.kwargs, call.batch))

@@ -26,8 +26,8 @@ def module() -> ModuleType:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels take these types."""
-    return all(t.dtype in TYPES for t in tensors)
+    """Whether the kernels take these types, all of one device."""
+    return all(t.dtype in TYPES and t.device == tensors[0].device for t in tensors)
 
 
 def matrix(t: Tensor) -> tuple[int, int, int, int, int, int]:

@@ -52,6 +52,8 @@ def _geometry(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes, padding: 
     if any(len(value) != n for value in sizes):
         raise ValueError(f"expected one number or {n} for kernel_size, stride, padding, dilation; got {sizes}")
     kernel, strides, paddings, dilations = sizes
+    if min(*kernel, *strides, *dilations) < 1 or min(paddings) < 0:
+        raise ValueError(f"kernel_size, stride and dilation must be 1 or more, padding 0 or more; got {sizes}")
     expected = [
         (x.size(2 + d) + 2 * paddings[d] - dilations[d] * (kernel[d] - 1) - 1) // strides[d] + 1 for d in range(n)
     ]
@@ -211,8 +213,11 @@ def _compiled_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "a
         linear.ROUNDING_COMPILED, linear.GRAM_TOLERANCE, linear.UNDERFLOW, out.data_ptr(), doubt.data_ptr(),
         parts.data_ptr(), memory.data_ptr(), threads,
     )  # fmt: skip
-    if doubtful:
-        again = torch.nonzero(doubt).flatten()
+    p, o, i = _positions(g, geometry), geometry.weight[0], math.prod(geometry.weight[1:])
+    seen = math.prod(geometry.weight[2:])  # patches in which an element lies, at most
+    lost = ~(linear.vanished(seen * square_sum(x), seen * square_sum(g), p, i, o) <= linear.GRAM_TOLERANCE * out)
+    if doubtful or bool(lost.any()):
+        again = torch.nonzero(doubt | lost).flatten()
         out[again] = _compiled_norm_sq(x[again], g[again], geometry, "direct")
     return out
 

@@ -21,6 +21,7 @@ METHODS = ("auto", "gram", "direct")
 ROUNDING = 4 * 2.0**-24
 ROUNDING_COMPILED = 8 * 2.0**-24
 GRAM_TOLERANCE = 4e-6
+TINY = 1.2e-38  # a product of float32 may lose so much
 UNDERFLOW = 1e-28  # below it products of float32 may have been lost: directly, too
 
 
@@ -90,6 +91,14 @@ def _norm_sq_cpu(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dty
     return _compiled_direct(a, g).to(kind)
 
 
+def vanished(a_sq: Tensor, g_sq: Tensor, t: int, i: int, o: int) -> Tensor:
+    """What underflow may have taken from a gram norm, at most: [B] float64 from |a|^2 and |g|^2 of each sample.
+
+    An entry of A = a a^T may lose I TINY and meets at most |g_t| |g_s| of g g^T; the sum of these is T |g|^2.
+    """
+    return TINY * t * (i * g_sq + o * a_sq)
+
+
 def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
     kernels, threads = compiled.module(), torch.get_num_threads()
     batch, t, _ = a.shape
@@ -100,8 +109,9 @@ def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
         compiled.matrix(a), compiled.matrix(g), batch, t, ROUNDING_COMPILED, GRAM_TOLERANCE, UNDERFLOW,
         out.data_ptr(), doubt.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads,
     )  # fmt: skip
-    if doubtful:
-        again = torch.nonzero(doubt).flatten()
+    lost = ~(vanished(square_sum(a), square_sum(g), t, a.size(2), g.size(2)) <= GRAM_TOLERANCE * out)
+    if doubtful or bool(lost.any()):
+        again = torch.nonzero(doubt | lost).flatten()
         out[again] = _compiled_direct(a[again], g[again])
     return out
 
@@ -133,7 +143,7 @@ def _gram(a: Tensor, g: Tensor) -> Tensor:
         spread[low:high] = torch.linalg.vector_norm(m, dim=(1, 2), dtype=torch.float64)
     if a.dtype == torch.float64:
         return out
-    doubt = ROUNDING * spread
+    doubt = ROUNDING * spread + vanished(square_sum(a), square_sum(g), a.size(1), a.size(2), g.size(2))
     if a.device.type != "cpu":  # no look at values on a device: rather a norm too large by its rounding
         return out + torch.where(doubt > GRAM_TOLERANCE * out, doubt, torch.zeros_like(doubt))
     again = torch.nonzero(~(doubt <= GRAM_TOLERANCE * out) | (out < UNDERFLOW)).flatten()

@@ -49,8 +49,19 @@ def _compiled_square_sum(rows: Tensor) -> Tensor:
     return out
 
 
+def _check(rows: Tensor, c: Tensor) -> None:
+    if rows.dim() == 0 or c.shape != rows.shape[:1] or c.device != rows.device:
+        raise ValueError(
+            f"expected rows [B, ...] and c [B] on one device; got {tuple(rows.shape)} on {rows.device} and "
+            f"{tuple(c.shape)} on {c.device}"
+        )
+
+
 def _weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
-    flat, c = rows.reshape(rows.size(0), -1 if rows.numel() else 0), c.to(rows.dtype)
+    _check(rows, c)
+    if rows.numel() == 0:
+        return rows.new_zeros(rows.shape[1:])
+    flat, c = rows.reshape(rows.size(0), -1), c.to(rows.dtype)
     if rows.device.type == "cpu" and not bool((c == 0).any()):
         return torch.mv(flat.mT, c).view(rows.shape[1:])
     kept = torch.where((c == 0).unsqueeze(1), torch.zeros((), dtype=rows.dtype, device=rows.device), flat)
@@ -58,6 +69,7 @@ def _weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
 
 
 def _compiled_weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
+    _check(rows, c)
     flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
     if rows.dtype != torch.float32 or rows.numel() == 0:
         return _weighted_sum(rows, c)
@@ -92,5 +104,8 @@ def square_sum(rows: Tensor) -> Tensor:
 
 
 def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
-    """sum_b c_b rows_b: rows [B, ...], c [B] -> [...]; rows with c_b = 0 are not read as numbers."""
+    """sum_b c_b rows_b: rows [B, ...], c [B] -> [...]; rows with c_b = 0 are not read as numbers.
+
+    Raises ValueError on shapes or devices.
+    """
     return _weighted_sum_op(rows, c)  # type: ignore[no-any-return]

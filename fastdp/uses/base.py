@@ -31,6 +31,7 @@ class Use:
     """
 
     route = "materialise"
+    overwrites = False  # whether clipped_sum can write into memory it is given
     shared = False  # whether a parameter of it has other uses
     shape: Shape | None = None  # as a matrix product, where it is one
     clock: Clock | None = None  # measures norm_sq and clipped_sum, where profiling is on

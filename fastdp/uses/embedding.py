@@ -21,6 +21,7 @@ class Lookup(Use):
     """Rows `ids` [B,K] of a table were used, with output gradients `g` [B,K,d]; the table is [V, *row]."""
 
     route = "segments"
+    overwrites = True
 
     def __init__(self, operand: Tensor, ids: Tensor, g: Tensor, name: str) -> None:
         super().__init__(operand, ids.size(0), name)
@@ -44,7 +45,9 @@ class Lookup(Use):
 
     def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         if into is not None and self.g.dtype != torch.float64:
-            ops.embedding_clipped_sum(self.ids, self.g, c, self.operand.size(0), out=into.zero_().flatten(1))
+            ops.embedding_clipped_sum(
+                self.ids, self.g, c, self.operand.size(0), out=into.zero_().view(self.operand.size(0), -1)
+            )
             return into
         found = ops.embedding_clipped_sum(self.ids, self.g, c, self.operand.size(0))
         return found if found.shape == self.operand.shape else found.view(self.operand.shape)

@@ -21,6 +21,7 @@ class Matmul(Use):
     """The operand's gradient is g_b^T a_b, with a [B,T,I], g [B,T,O] and operand [O,I]."""
 
     route = "auto"
+    overwrites = True
 
     def __init__(self, operand: Tensor, a: Tensor, g: Tensor, name: str) -> None:
         super().__init__(operand, a.size(0), name)

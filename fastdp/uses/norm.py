@@ -147,12 +147,19 @@ def _native_takes(recorder: Recorder, x: Tensor, weight: Tensor | None, bias: Te
     tensors = [t for t in (weight, bias) if t is not None]
     plain = x.is_contiguous() and x.numel() > 0 and not torch.is_autocast_enabled(x.device.type)
     learned = any(recorder.is_parameter(t) for t in tensors)
+    if _made_of_data(recorder, *tensors):
+        return False
     return plain and learned and all(t.dtype == x.dtype and t.device == x.device for t in tensors)
+
+
+def _made_of_data(recorder: Recorder, *tensors: Tensor | None) -> bool:
+    """Whether the affine map is itself computed from samples: then these rules, which detach it, do not apply."""
+    return any(t is not None and recorder.is_data(t) and not recorder.is_parameter(t) for t in tensors)
 
 
 def _capture(recorder: Recorder, func: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
              view: tuple[int, ...], normalise: Callable[..., Tensor]) -> Any:  # fmt: skip
-    if recorder.is_parameter(x) or not recorder.is_data(x):
+    if recorder.is_parameter(x) or not recorder.is_data(x) or _made_of_data(recorder, weight, bias):
         return NotImplemented
     layout = sample_layout(recorder, x, func.__name__)
     if view and layout.batch > 1 and layout.dim != 0:
@@ -214,7 +221,12 @@ def capture_channel_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], k
     if flag is None:
         flag = kwargs.get("use_input_stats" if instance else "training", instance)
     eps = 1e-5 if eps is None else eps
-    propagate(Call(func, (x, mean, var, None, None, flag), {}, x.detach(), recorder.batch, recorder.path))
+    if _made_of_data(recorder, mean, var) and recorder.batch <= 1:
+        return NotImplemented
+    probe = x.detach()
+    propagate(Call(func, (x, mean, var, None, None, flag), {}, probe, recorder.batch, recorder.path))
+    if recorder.batch > 1 and recorder.is_data(x):
+        sample_layout(recorder, probe, func.__name__)
     if instance and flag:
         return _capture(
             recorder, func, x, weight, bias, (1, -1), lambda x, w, b: F.instance_norm(x, None, None, w, b, eps=eps)
