@@ -95,8 +95,8 @@ def noise_(out: Tensor, std: float, key: bytes | Sequence[int], step: int, offse
     """out = std * N(0, 1), in place; returns out.
 
     Args: out contiguous, float32, float64, bfloat16 or float16, any shape and device: drawn in float32 or better,
-    then rounded once; std >= 0, 0 draws nothing; key 32 bytes, or their 8 little-endian words; step in [0, 2^48); offset >= 0 the global index
-    of out's first element. Raises TypeError or ValueError on anything else.
+    then rounded once; std >= 0, 0 draws nothing; key 32 bytes, or their 8 little-endian words; step in [0, 2^48);
+    offset >= 0 the global index of out's first element. Raises TypeError or ValueError on anything else.
     Source: RFC 8439; Box & Muller 1958, A note on the generation of random normal deviates.
 
     >>> key = bytes(32)
