@@ -287,6 +287,9 @@ def test_float_noise_has_no_bias_against_double() -> None:
     assert abs(float((single - exact).mean())) < 1e-9
     assert abs(float((single.square() - exact.square()).mean())) < 1e-7
     assert 1e-8 < float((single - exact).square().mean().sqrt()) < 1e-7
+    std = float(torch.tensor(1.7)) + 0.98 * 2.0**-24  # float32 would round it by 3e-8 of it
+    scaled = noise_(torch.empty(count), std, KEY, 0, 77).double()
+    assert abs(float((scaled * exact).sum() / exact.square().sum()) / std - 1) < 1e-8
 
 
 @pytest.mark.skipif(not NATIVE, reason="the compiled kernel is absent")
