@@ -7,6 +7,7 @@ backward, where the peak of a private step mostly lies, the sums are there anywa
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
@@ -51,9 +52,30 @@ class Buffers:
         self._asked.clear()
 
 
+def _observers(block: Tensor) -> tuple[int, int]:
+    """How many tensors share the memory, and how many hold the storage object, counted as this torch counts them."""
+    storage = block.untyped_storage()  # one object for all who hold it
+    return _use_count(storage._cdata), sys.getrefcount(storage)  # type: ignore[misc]
+
+
+@functools.cache
+def _alone() -> tuple[int, int] | None:
+    """The counts of a block that nobody else sees; None where they would not show an observer."""
+    if _use_count is None:
+        return None
+    block = torch.empty(1)
+    _observers(block)
+    alone = _observers(block)
+    view = block.detach()
+    shown = _observers(block)[0] > alone[0]
+    del view
+    storage = block.untyped_storage()
+    shown = shown and _observers(block)[1] > alone[1]
+    del storage
+    return alone if shown and _observers(block) == alone else None
+
+
 def _only_ours(block: Tensor) -> bool:
     """Whether nobody else sees the memory: no other tensor, and nobody who holds the storage object itself."""
-    if _use_count is None:
-        return False
-    storage = block.untyped_storage()  # one object for all who hold it
-    return _use_count(storage._cdata) == 2 and sys.getrefcount(storage) <= 2
+    alone = _alone()
+    return alone is not None and _observers(block) == alone

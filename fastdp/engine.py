@@ -215,7 +215,7 @@ class PerSampleGradients:
         tracked = {id(p): name for name, p in self.named_parameters().items()}
         if recomputing and self.collect is None and path in self._replays.blocks:
             self._replays.blocks[path].computed_again(args, kwargs)
-        active = Pass(self, self._batch, tracked, count=not recomputing)
+        active = Pass(self, self._batch, tracked, count=not recomputing or not path)
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs(

@@ -39,7 +39,7 @@ def test_the_same_numbers_with_and_without(monkeypatch: pytest.MonkeyPatch) -> N
     def weights(reuse: bool) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
             if not reuse:
-                patch.setattr(buffers, "_use_count", None)
+                patch.setattr(buffers, "_alone", lambda: None)
             model, optimizer = setup()
             for seed in range(4):
                 backward(model, seed)
@@ -79,6 +79,21 @@ def test_a_gradient_that_somebody_keeps_is_left_alone(base: str, keep: str) -> N
         optimizer.step()
         optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+
+
+def test_a_kept_storage_object_counts_too() -> None:
+    model, optimizer = setup()
+    backward(model, 0)
+    optimizer.step()
+    kept = [p.grad.untyped_storage() for p in model.parameters()]
+    before = [torch.tensor(list(storage)) for storage in kept]
+    optimizer.zero_grad()
+    backward(model, 1)
+    assert all(torch.equal(torch.tensor(list(s)), b) for s, b in zip(kept, before, strict=True))
+
+
+def test_this_torch_shows_who_shares_memory() -> None:
+    assert buffers._alone() is not None
 
 
 def test_accumulated_physical_batches_do_not_share_a_block() -> None:
