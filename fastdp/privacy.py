@@ -89,7 +89,7 @@ class Privacy:
             raise
         self.norms: Tensor | dict[str, Tensor] | None = None
         self._plan: Plan | None = None
-        self._buffers = Buffers()
+        self._buffers = Buffers() if memory_budget is None else None  # time for memory
         self._dropped: Tensor | None = None
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
@@ -244,7 +244,8 @@ class Privacy:
         """The noised step was made: count it."""
         self.ledger.add(self.noise_multiplier, self._rate)
         self.noise.step += 1
-        self._buffers.give(self._sums)
+        if self._buffers is not None:
+            self._buffers.give(self._sums)
         self.discard()
 
     def epsilon(self, delta: float) -> float:
