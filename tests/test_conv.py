@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastdp.ops import compiled, conv, conv_clipped_sum, conv_norm_sq, conv_per_sample, registry
-from fastdp.ops.conv import Geometry, spatial
+from fastdp.ops.geometry import Geometry, spatial
 
 NATIVE = not isinstance(registry.native(), str)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
