@@ -17,7 +17,7 @@ from .registry import cpp, define, native
 from .rows import square_sum
 
 
-def _two(ids: Tensor, g: Tensor, padding_idx: int | None = None, rows: int | None = None) -> tuple[Tensor, Tensor]:
+def _two(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
     """ids [B,K] and g [B,K,d]."""
     check_padding(padding_idx)
     if ids.shape != g.shape[:-1] or ids.dim() == 0:
