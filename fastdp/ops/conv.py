@@ -33,7 +33,11 @@ def _reference_per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
         patches = patches_of(x.flatten(0, 1), g.flatten(0, 1), geometry)
         rows = torch.bmm(g.flatten(0, 1).flatten(2), patches.mT).unflatten(0, (batch, images))
         return (rows.squeeze(1) if images == 1 else rows.sum(1)).view(batch, *geometry.weight)
-    return torch.stack([weight_gradient(x[b], g[b], geometry) for b in range(batch)])
+    if math.prod(g.shape[3:]) <= IM2COL_POSITIONS:
+        return torch.stack([weight_gradient(x[b], g[b], geometry) for b in range(batch)])
+    # Long sums in double: PyTorch's float32 convolution adds position by position and loses 4e-4 on constant images
+    each = [weight_gradient(x[b].double(), g[b].double(), geometry) for b in range(batch)]
+    return torch.stack(each).to(x.dtype)
 
 
 def gram_is_cheaper(g: Tensor, geometry: Geometry) -> bool:
