@@ -25,21 +25,20 @@ typedef uint32_t V __attribute__((vector_size(4 * W)));
 #define FASTDP_DIAGONALS_2(n) \
     FASTDP_MIX(x10, x15, x5, n), FASTDP_MIX(x11, x12, x6, n), FASTDP_MIX(x8, x13, x7, n), FASTDP_MIX(x9, x14, x4, n)
 
-// Fetches the elements of the tile after the next, in case they lie behind this one (as numbers, not pointers: they may
-// lie outside of the arrays). Large arrays lie alike in their pages: fetched a line apart, they do not wait for each
-// other's place in the cache.
+// Fetches the elements of the tile after the next, in case they lie behind this one (addresses as numbers, not pointers:
+// they may lie outside of the arrays): a group's share of the lines, two a pair, in the order of memory, which the
+// processor's own fetching then follows. Large arrays lie alike in their pages: fetched a line apart, they do not wait
+// for each other's place in the cache.
 template <class Update, class T>
 INLINE void ahead(const Tile<T> &tile, int lane, int pair) {
-    constexpr int LINE = 64 / sizeof(T);
-    for (int at = 2 * pair * LANES + lane; at < 2 * (pair + 1) * LANES; at += LANES) {
-        for (int l = 0; l < W; l += LINE) {
-            const uintptr_t next = (at + l + 2 * TILE) * sizeof(T);
-            if (W < LINE && lane % LINE != 0) continue;
-            __builtin_prefetch((const void *)((uintptr_t)tile.sum + next));
-            if (Update::ARRAYS > 0) __builtin_prefetch((const void *)((uintptr_t)tile.param + next + 64), 1);
-            if (Update::ARRAYS > 1) __builtin_prefetch((const void *)((uintptr_t)tile.first + next + 2 * 64), 1);
-            if (Update::ARRAYS > 2) __builtin_prefetch((const void *)((uintptr_t)tile.second + next + 3 * 64), 1);
-        }
+    constexpr int LINE = 64 / sizeof(T), SHARE = 2 * W;  // elements, of a group in a pair
+    if (SHARE < LINE && lane % (LINE / 2) != 0) return;
+    for (int at = 0; at < SHARE; at += LINE) {
+        const uintptr_t next = (lane * SLOTS + pair * (SHARE < LINE ? LINE : SHARE) + at + 2 * TILE) * sizeof(T);
+        __builtin_prefetch((const void *)((uintptr_t)tile.sum + next));
+        if (Update::ARRAYS > 0) __builtin_prefetch((const void *)((uintptr_t)tile.param + next + 64), 1);
+        if (Update::ARRAYS > 1) __builtin_prefetch((const void *)((uintptr_t)tile.first + next + 2 * 64), 1);
+        if (Update::ARRAYS > 2) __builtin_prefetch((const void *)((uintptr_t)tile.second + next + 3 * 64), 1);
     }
 }
 
