@@ -4,7 +4,7 @@ Everything runs on the current stream of the first tensor's device, waits for no
 host, so a CUDA graph may hold it. Noise drawn under capture would be the same at every replay: it is refused, but
 for the steps given a `counter` on the device; `advance_(counter)` once a step belongs into the same graph.
 
-The noise is that of `fastdp.ops.noise` (same key stream, same radius of 64 bits and angle of 53). For float64
+The noise is that of `fastdp.ops.noise` (same key stream, same bits of it for each normal). For float64
 tensors the normals are computed in double, for all others in float: each is within 7e-7 of its pair's radius
 of the exact one.
 
