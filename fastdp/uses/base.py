@@ -261,6 +261,12 @@ def sample_layout(recorder: Recorder, tensor: Tensor, name: str) -> Layout:
             "for such a model; remove the operation, or use one that works on each sample alone.",
             layout.mixed,
         )
+    if layout.places and layout.batch > 1:
+        raise SampleMixingError(
+            f"{place}: takes the places of rows in the batch, which depend on the other samples, for data. Use "
+            "positions within a sample.",
+            f"{name} takes places of rows for data",
+        )
     return layout
 
 
