@@ -25,6 +25,7 @@ from .planner import Planner
 from .uses.base import Direct, Use
 from .uses.conv import Conv
 from .uses.embedding import Lookup
+from .uses.experts import Routed
 from .uses.linear import Matmul
 
 
@@ -177,6 +178,8 @@ def _join(group: list[Use]) -> list[Use]:
         ids = torch.cat([u.ids for u in group if isinstance(u, Lookup)], 1)
         g = torch.cat([accumulate(u.g) for u in group if isinstance(u, Lookup)], 1)
         return [Lookup(first.operand, ids, g, name)]
+    if isinstance(first, Routed):
+        return [Routed.joined([u for u in group if isinstance(u, Routed)], name)]
     if isinstance(first, Direct):
         total = sum((u.grads for u in group[1:] if isinstance(u, Direct)), first.grads)
         return [Direct(first.operand, total, name)]

@@ -57,17 +57,17 @@ class Layout(NamedTuple):
         ids = torch.arange(self.batch, device=device)
         return ids.repeat_interleave(self.inner).repeat(self.outer)
 
-    def taken(self, dim: int, picked: Tensor, order: Tensor | None = None) -> Layout:
-        """Layout of a tensor whose rows along `dim` are these rows, int64 [n]; `order` if the data chose them."""
+    def taken(self, dim: int, picked: Tensor, order: Tensor | None = None, anew: bool = False) -> Layout:
+        """Layout of a tensor whose rows along `dim` are these rows, int64 [n].
+
+        order: given by the data that picked them; anew: in place of the order that the rows had, also if None.
+        """
         owner = self.owners(picked.device)[picked]
-        kept = self._replace(dim=dim, outer=1, inner=1, owner=None, order=None)
-        each = max(owner.numel() // max(self.batch, 1), 1)
-        if owner.numel() == self.batch * each:
-            if torch.equal(owner, torch.arange(self.batch, device=owner.device).repeat_interleave(each)):
-                return kept._replace(inner=each)
-        if order is None and self.order is not None:
+        if order is None and not anew and self.order is not None:
             order = self.order[picked]
-        return kept._replace(owner=owner, order=order)
+        kept = self._replace(dim=dim, outer=1, inner=1, owner=owner, order=order)
+        each = _rows_each(owner, self.batch) if order is None else 0
+        return kept._replace(owner=None, inner=each) if each else kept
 
     def may_end(self, start: int, stop: int) -> bool:
         """Whether rows [start, stop) can be cut out: in an order made by the data, at the ends of groups only."""
@@ -109,6 +109,15 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
 def single(tensor: Tensor) -> Layout | None:
     """Layout in a batch of one: every row belongs to sample 0."""
     return Layout(1, 0, tensor.size(0), 1) if tensor.dim() else None
+
+
+def _rows_each(owner: Tensor, batch: int) -> int:
+    """Rows of a sample, where all have equally many and lie batch-major; else 0."""
+    each, rest = divmod(owner.numel(), max(batch, 1))
+    if rest or not each:
+        return 0
+    regular = torch.arange(batch, device=owner.device).repeat_interleave(each)
+    return each if torch.equal(owner, regular) else 0
 
 
 def samplewise(tensor: Tensor, layout: Layout) -> Tensor:
@@ -155,6 +164,11 @@ def reshaped(layout: Layout, before: torch.Size, after: torch.Size) -> Layout | 
 def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below: int) -> Layout | None:
     assert layout.owner is not None
     rows = layout.owner.numel()
+    each = _rows_each(layout.owner, layout.batch)
+    if each:  # to a shape that keeps the samples apart
+        apart = reshaped(layout._replace(owner=None, order=None, inner=each), before, after)
+        if apart is not None and apart.plain:
+            return apart
     stride = math.prod(after)
     above = math.prod(before[: layout.dim])
     for dim, size in enumerate(after):

@@ -131,8 +131,8 @@ def _one_dimension(
     for dim in range(rows.dim()):
         flat = rows.movedim(dim, 0).reshape(rows.size(dim), -1)
         if bool((owners[flat] == owners[flat[:, :1]]).all()):
-            found = layout.taken(dim, flat[:, 0], order if order is not None and len(order) == len(flat) else None)
-            return found._replace(order=order) if own_order and found.owner is not None else found
+            order = order if order is not None and len(order) == len(flat) else None
+            return layout.taken(dim, flat[:, 0], order, own_order)
     return combined(call, call.out, "gathers rows of different samples")
 
 

@@ -84,8 +84,8 @@ def _in_new_order(
     new = torch.empty_like(owners)
     new[index] = owners
     places = source.places if source is not None else by_position and not target.is_floating_point()
-    whole = Layout(call.batch, 0, owner=new, places=places)
-    return whole.taken(0, torch.arange(len(new), device=new.device), torch.zeros_like(new))
+    found = Layout(call.batch, 0, owner=new, places=places).taken(0, torch.arange(len(new), device=new.device))
+    return found if found.owner is None else found._replace(order=torch.zeros_like(new))
 
 
 def _written_by_itself(
