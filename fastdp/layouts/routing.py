@@ -6,8 +6,6 @@ as an index (`rows`, `written`) look whether every sample picks its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,8 +45,10 @@ def _sorted_places(call: Call, layout: Layout) -> Tags:
     if layout.mixed or call.args[0].dim() != 1:
         return _sort_along(call)
     picked = list(tensors_in(call.out))[-1]
-    order = torch.zeros_like(picked)
-    return [(tensor, layout.taken(0, picked, order)._replace(places=True)) for tensor in tensors_in(call.out)]
+    found = layout.taken(0, picked, anew=True)
+    if found.owner is not None:
+        found = found._replace(order=torch.zeros_like(picked))
+    return [(tensor, found) for tensor in tensors_in(call.out)]
 
 
 @rule(*spellings("nonzero", "argwhere"))
@@ -101,8 +101,3 @@ def _grouped_mm(call: Call) -> Tags:
     if layout.dim != 0:
         return [(call.out, combined(call, call.out, "sums over the batch"))]
     return [(call.out, layout)]
-
-
-def grouped_mm_functions() -> tuple[Any, ...]:
-    """The spellings of the grouped matrix product."""
-    return (F.grouped_mm, torch._grouped_mm)

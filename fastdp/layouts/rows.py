@@ -207,7 +207,7 @@ def _gather(call: Call) -> Tags:
 def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor) -> Layout | None:
     """Rows gathered along the samples' dimension: whole rows, of the sample whose index it is."""
     owners = layout.owners(index.device)[index]
-    rows = owners.movedim(layout.dim, 0).reshape(index.size(layout.dim), -1)
+    rows = owners.movedim(layout.dim, 0).flatten(1) if index.dim() > 1 else owners.unsqueeze(1)
     own = None if by is None else spread(by.owners(index.device), by.dim, index.shape)
     if own is not None and not torch.equal(own, owners):
         return combined(call, call.out, "gathers one sample's data by another's indices")
@@ -215,7 +215,8 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
         return combined(call, call.out, "gathers along the batch")
     if by is not None:
         return by._replace(places=layout.places)
-    return layout.taken(layout.dim, index.movedim(layout.dim, 0).reshape(len(rows), -1)[:, 0])
+    moved = index.movedim(layout.dim, 0)
+    return layout.taken(layout.dim, moved.flatten(1)[:, 0] if moved.dim() > 1 else moved)
 
 
 PICKING.update((T.__getitem__, torch.index_select, T.index_select, torch.gather, T.gather, torch.take_along_dim))

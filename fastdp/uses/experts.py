@@ -145,6 +145,7 @@ def _check_groups(recorder: Recorder, layout: Layout, ends: Tensor) -> None:
         if layout.order is None or bool((layout.order[inside] == layout.order[inside - 1]).any()):
             problem = "divides rows into groups by what other samples hold"
     if problem:
+        place = recorder.place("grouped_mm")
         raise SampleMixingError(
-            f"{recorder.place('grouped_mm')}: {problem}. Sort the rows by the number of their own expert.", problem
+            f"{place}: {problem}. Sort the rows by the number of their own expert.", f"{place} {problem}"
         )
