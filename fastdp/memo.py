@@ -19,6 +19,7 @@ from .layouts.propagate import REFUSING, RULES
 from .layouts.trial import UNCHECKED, VIEWS
 from .links import link_of
 from .uses.attention import COMPOSITES
+from .uses.experts import PRODUCTS, gathered_of
 
 SIZE = 20_000
 CONSTANT = Layout(-1)  # stands for "carries no sample"
@@ -73,6 +74,8 @@ class Memo:
         """What the layouts follow from; None where they depend on more."""
         kind = _kind(func)
         if kind == "depends" or batch <= 1 or (kind == "where" and len(args) == 1):
+            return None
+        if func in PRODUCTS and any(gathered_of(tensor) is not None for tensor in args):
             return None
         by_value = kind == "checked"  # then ids, and constants that may be made for this batch, count by value
         by_index = func is torch.Tensor.__getitem__

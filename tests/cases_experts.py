@@ -26,9 +26,14 @@ class Size(NamedTuple):
     each: int  # experts a token
 
 
-SIZES = {"usual": Size(3, 5, 4, 2), "all_equal": Size(4, 4, 4, 2), "one_each": Size(3, 7, 5, 1), "one_token": Size(2, 1, 3, 2),
-         "one_sample": Size(1, 6, 3, 2), "more_experts_than_tokens": Size(3, 2, 9, 3)}  # fmt: skip
-Route = tuple[Tensor, Tensor, Tensor]  # tokens [N, D], experts [N, k], weights [N, k]
+SIZES = {
+    "usual": Size(3, 5, 4, 2),
+    "all_equal": Size(4, 4, 4, 2),
+    "one_each": Size(3, 7, 5, 1),
+    "one_token": Size(2, 1, 3, 2),
+    "one_sample": Size(1, 6, 3, 2),
+    "more_experts_than_tokens": Size(3, 2, 9, 3),
+}
 EXPERTS: dict[str, Callable[[nn.Module, Tensor, Tensor, Tensor, Size], Tensor]] = {}
 SINGLE = ("grouped", "grouped_biased")  # functions that torch has in float32 alone
 
@@ -61,10 +66,11 @@ def build(name: str, size: Size) -> Built:
     return model, (torch.randn(size.samples, size.tokens, D),), square
 
 
-NEEDS = {"modules": ("modules_",), "modules_by_mask": ("modules_",), "grouped": ("up", "down"), "split_and_back": ("modules_",),
-         "slices_and_written_back": ("modules_",), "scattered_back": ("up", "down"), "unstacked": ("up", "down"),
-         "batched_by_matmul": ("up", "down"), "batched_twice": ("up", "down"), "unique": ("modules_",), "dense": ("up", "down"),
-         "einsum": ("up", "down")}  # fmt: skip
+STACKS, MODULES = ("up", "down"), ("modules_",)
+NEEDS = {
+    **dict.fromkeys("grouped scattered_back unstacked batched_by_matmul batched_twice dense einsum".split(), STACKS),
+    **dict.fromkeys("modules modules_by_mask split_and_back slices_and_written_back unique".split(), MODULES),
+}
 
 
 @way

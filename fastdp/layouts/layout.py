@@ -81,8 +81,10 @@ class Layout(NamedTuple):
             return False
         if self.owner is other.owner is None and self[2:4] == other[2:4]:
             return True
-        return self.owner is not None and self.owner is other.owner or torch.equal(
-            self.owners(device), other.owners(device)
+        return (
+            self.owner is not None
+            and self.owner is other.owner
+            or torch.equal(self.owners(device), other.owners(device))
         )
 
 
@@ -179,6 +181,6 @@ def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below
         if size == rows * repeat:
             return layout.taken(dim, torch.arange(rows, device=layout.owner.device).repeat_interleave(repeat))
         if dim == 0 and size == above * rows * repeat:
-            each = torch.arange(rows, device=layout.owner.device).repeat_interleave(repeat)
-            return layout.taken(0, each.repeat(above))
+            below_each = torch.arange(rows, device=layout.owner.device).repeat_interleave(repeat)
+            return layout.taken(0, below_each.repeat(above))
     return None

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .calls import Call
-from .chosen import Entry, expanded, index_tuple, found_in, order_of, problem_of, spread
+from .chosen import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
 from .layout import Layout
-from .propagate import PICKING, ask, combined, rule, spellings
+from .propagate import PICKING, ask, combined, rule
 from .trial import Tags
 
 T = torch.Tensor
@@ -141,8 +141,8 @@ def _take_from_constant(call: Call) -> Tags:
     if len(index) != 1 or not isinstance(index[0], Tensor):
         return ask(call)
     layout = call.layout(index[0])
-    if index[0].dtype != torch.bool:
-        return [(call.out, None if layout is None else layout._replace(places=layout.places and not layout.mixed))]
+    if index[0].dtype != torch.bool:  # numbers chosen from among the choices that occur are constants
+        return [(call.out, None if layout is None or (layout.mixed and layout.places) else layout)]
     if layout is None or layout.mixed:
         return [(call.out, Layout(call.batch, mixed=call.mixed("picks rows by what other samples hold")))]
     coordinates, _, order = found_in(index[0], layout)

@@ -65,7 +65,7 @@ def _constant(call: Call) -> Tags:
     return [(tensor, None) for tensor in tensors_in(call.out)]
 
 
-@rule(*spellings("to", "cpu", "cuda", "type", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
+@rule(*spellings("to", "cpu", "cuda", "type", "type_as", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
 def _same(call: Call) -> Tags:
     return [(call.out, call.layout(call.args[0]))]
 

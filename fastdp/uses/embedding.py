@@ -14,6 +14,7 @@ from ..layouts.calls import bind
 from ..layouts.layout import Layout, tag, tag_of
 from ..recorder import Recorder
 from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
+from .experts import note_gathered
 from .generic import capture_whole
 
 
@@ -97,7 +98,9 @@ def capture_getitem(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs
     if not recorder.is_parameter(table) or recorder.is_parameter(index):
         return NotImplemented
     layout = sample_layout(recorder, index, "__getitem__")
-    return capture(_RowIndex(recorder, Operand.of(table), layout), index, layout=layout)
+    out = capture(_RowIndex(recorder, Operand.of(table), layout), index, layout=layout)
+    note_gathered(out, table, index)
+    return out
 
 
 def _without_choices(recorder: Recorder, table: Tensor, index: Any) -> Any:

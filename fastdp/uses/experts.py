@@ -8,7 +8,7 @@ norms of ordinary matrix products with few rows; no gradient is stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import SampleMixingError
-from ..layouts.calls import bind
-from ..layouts.layout import Layout, tag_of
+from ..layouts.calls import Call, bind
+from ..layouts.chosen import spread
+from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.propagate import propagate
 from ..links import link_of
 from ..ops.common import accumulate
 from ..recorder import Recorder
@@ -32,7 +34,9 @@ class Routed(Use):
 
     route = "by expert"
 
-    def __init__(self, operand: Tensor, a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, batch: int, name: str) -> None:
+    def __init__(
+        self, operand: Tensor, a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, batch: int, name: str
+    ) -> None:
         super().__init__(operand, batch, name)
         if ids.numel() > 1 and bool((ids[1:] < ids[:-1]).any()):
             order = torch.argsort(ids, stable=True)
@@ -42,7 +46,9 @@ class Routed(Use):
     @staticmethod
     def joined(group: Sequence[Routed], name: str) -> Routed:
         """Uses of one operand as one."""
-        a, g = (torch.cat([accumulate(part) for part in parts]) for parts in ([u.a for u in group], [u.g for u in group]))
+        a, g = (
+            torch.cat([accumulate(part) for part in parts]) for parts in ([u.a for u in group], [u.g for u in group])
+        )
         ids, owner = torch.cat([u.ids for u in group]), torch.cat([u.owner for u in group])
         return Routed(group[0].operand, a, g, ids, owner, group[0].batch, name)
 
@@ -149,3 +155,104 @@ def _check_groups(recorder: Recorder, layout: Layout, ends: Tensor) -> None:
         raise SampleMixingError(
             f"{place}: {problem}. Sort the rows by the number of their own expert.", f"{place} {problem}"
         )
+
+
+# --------------------------------------------------------------------------- matrices gathered for each token
+
+
+class Gathered(NamedTuple):
+    """Note on a result of `operand[ids]`: the rows of a stack of matrices, one for each token."""
+
+    operand: Tensor
+    ids: Tensor
+    version: int  # of the result: another says that it was written to
+
+
+_GATHERED = "_fastdp_gathered"
+
+
+def note_gathered(result: Tensor, operand: Tensor, ids: Tensor) -> None:
+    """Let products with the result know what it is made of."""
+    if operand.dim() == 3:
+        result.__dict__[_GATHERED] = Gathered(operand, ids, result._version)
+
+
+def gathered_of(tensor: Any) -> tuple[Gathered, bool] | None:
+    """What a tensor was gathered from, and whether its matrices are transposed."""
+    if not isinstance(tensor, Tensor):
+        return None
+    note = tensor.__dict__.get(_GATHERED)
+    if note is not None:
+        return (note, False) if note.version == tensor._version else None
+    base = tensor._base if tensor._is_view() else None
+    note = None if base is None else base.__dict__.get(_GATHERED)
+    if base is None or note is None or note.version != tensor._version:
+        return None
+    flipped = base.mT
+    same = flipped.shape == tensor.shape and flipped.stride() == tensor.stride()
+    return (note, True) if same and tensor.storage_offset() == base.storage_offset() else None
+
+
+class _GatheredProduct(Captured):
+    """M @ X or X @ M with M [..., P, Q] gathered: the matrix of token n gets sum_r of its rows' products."""
+
+    def __init__(
+        self, recorder: Recorder, func: Any, matrices: Tensor, note: Gathered, flipped: bool, left: bool
+    ) -> None:
+        super().__init__(recorder, func.__name__, recorder.path)
+        self.func, self.matrices, self.operand = func, matrices.detach(), Operand.of(note.operand)
+        self.flipped, self.left = flipped, left
+        self.layout = Layout(recorder.batch)
+
+    def run(self, *data: Tensor) -> Tensor:
+        pair = (self.matrices, data[0]) if self.left else (data[0], self.matrices)
+        return torch.matmul(*pair)
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        (x, ids), g = saved, grads[0]
+        outer = g.shape[:-2]
+        rows, outs = (x.mT, g.mT) if self.left else (g, x)  # [..., R, Q] and [..., R, P]
+        rows = rows.expand(*outer, *rows.shape[-2:])
+        outs = outs.expand(*outer, *outs.shape[-2:])
+        each = rows.size(-2)
+        owner = torch.zeros(outer, dtype=torch.long, device=g.device)
+        if self.batch > 1:
+            owner = spread(self.layout.owners(g.device), self.layout.dim, outer)
+        stack = self.operand.value.size(0)
+        ids = torch.where(ids < 0, ids + stack, ids).expand(outer)
+        rows, outs = (t.reshape(-1, t.size(-1)) for t in (rows, outs))
+        a, o = (outs, rows) if self.flipped else (rows, outs)
+        ids, owner = (t.reshape(-1).repeat_interleave(each) for t in (ids, owner))
+        self.recorder.record(Routed(self.operand.tensor, a, o, ids, owner, self.batch, self.name))
+
+
+def capture_gathered(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A product with gathered matrices: the rows are kept, and no matrix for each token."""
+    pair = args[::-1] if func is torch.Tensor.__rmatmul__ else args
+    if kwargs or len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
+        return NotImplemented
+    notes = [gathered_of(tensor) for tensor in pair]
+    side = 0 if notes[0] is not None else 1
+    found, x = notes[side], pair[1 - side]
+    if found is None or notes[1 - side] is not None or x.dim() != pair[side].dim() or not recorder.is_data(x):
+        return NotImplemented
+    note, flipped = found
+    call = _GatheredProduct(recorder, func, pair[side], note, flipped, side == 0)
+    with torch.no_grad():
+        probe = call.run(x)
+    probe.requires_grad_()
+    shadow = pair[side].detach()
+    tag(shadow, tag_of(pair[side], recorder.batch))
+    propagate(Call(torch.matmul, (shadow, x) if side == 0 else (x, shadow), {}, probe, recorder.batch, recorder.path))
+    layout = sample_layout(recorder, probe, func.__name__)
+    if layout.batch > 1 and layout.dim >= probe.dim() - 2:
+        return NotImplemented
+    call.layout = layout
+    return capture(call, x, note.ids, layout=layout)
+
+
+PRODUCTS = {
+    function: capture_gathered
+    for function in (torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
+                     torch.Tensor.__rmatmul__)
+}  # fmt: skip
