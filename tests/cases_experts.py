@@ -234,3 +234,55 @@ def einsum(m, x, chosen, weights, size):
     gates = torch.zeros(len(x), size.experts, dtype=x.dtype).scatter(1, chosen, weights)
     h = torch.einsum("nd,ehd->neh", x, m.up).tanh()
     return torch.einsum("neh,edh,ne->nd", h, m.down, gates)
+
+
+# --------------------------------------------------------------------------- rows that leave and come back, without experts
+
+CASES: dict[str, Callable[[], Built]] = {}
+
+
+def case(name: str, forward: Callable[..., Tensor], *shape: int) -> None:
+    parts = {"a": nn.Linear(D, D), "b": nn.Linear(D, D)}
+    CASES[name] = lambda: (shake(Net(forward, **parts)), (torch.randn(*shape or (3, 5, D)),), square)
+
+
+def _merged(m: nn.Module, x: Tensor) -> Tensor:
+    """Features of some tokens, computed apart, written over the embeddings."""
+    mask = (x[..., :1] > 0).expand_as(x)
+    return m.a(x).masked_scatter(mask, m.b(x[mask].view(-1, D)).tanh())
+
+
+def _same_number_each(m: nn.Module, x: Tensor) -> Tensor:
+    """A mask that keeps as many tokens of every sample."""
+    mask = torch.zeros(len(x), 5, dtype=torch.bool).scatter_(1, x[..., 0].argsort(1)[:, :2], True)
+    return torch.cat([m.a(x[mask].reshape(len(x), -1, D)), m.b(x[~mask].reshape(len(x), -1, D))], 1)
+
+
+def _nobody(m: nn.Module, x: Tensor) -> Tensor:
+    """A mask that keeps no row."""
+    mask = x[..., 0] > 1e9
+    return m.a(x) + torch.zeros_like(x).index_put((mask,), m.b(x[mask]))
+
+
+def _unpadded(m: nn.Module, x: Tensor) -> Tensor:
+    """Tokens without padding, as attention kernels for ragged batches take them."""
+    mask = x[..., 1] > -0.5
+    places = torch.nonzero(mask.flatten()).flatten()
+    rows = m.a(x.flatten(0, 1)[places]).tanh()
+    return m.b(torch.zeros(mask.numel(), D, dtype=x.dtype).index_put((places,), rows).view_as(x))
+
+
+def _by_length(m: nn.Module, x: Tensor) -> Tensor:
+    """Samples sorted by a length, and back."""
+    order = (x[..., 0] > 0).sum(1).argsort(descending=True)
+    return m.b(m.a(x[order]).tanh())[order.argsort()]
+
+
+case("merged", _merged)
+case("same_number_each", _same_number_each)
+case("nobody", _nobody)
+case("unpadded", _unpadded)
+case("by_length", _by_length)
+case("mean_by_axis", lambda m, x: m.a(x) / torch.mean(x * x, axis=-1, keepdim=True) + m.b(x).sum(axis=1, keepdim=True))
+case("mean_by_axis_all_equal", lambda m, x: m.a(x) * m.b(x).var(axis=1, keepdim=True), D, D, D)
+case("type_of_data", lambda m, x: m.a(x) + torch.arange(x.size(1)).type_as(m.b(x))[:, None] * m.b(x))

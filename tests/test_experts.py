@@ -11,7 +11,7 @@ from fastdp.errors import FastDPError, SampleMixingError
 from fastdp.uses.experts import Routed
 
 from .cases import Net, P, square
-from .cases_experts import EXPERTS, SINGLE, SIZES, build
+from .cases_experts import CASES, EXPERTS, SINGLE, SIZES, build
 from .truth import compare
 
 
@@ -22,6 +22,12 @@ def test_exact(name, size):
     single = name in SINGLE
     found = compare(model, batch, losses, double=not single)
     assert found.worst < (1e-4 if single else 1e-5), found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_that_leave_and_come_back(name):
+    torch.manual_seed(2)
+    assert compare(*CASES[name]()).worst < 1e-5
 
 
 B, T, E, D = 3, 4, 3, 8
@@ -124,6 +130,12 @@ def _mask_by_others(m, x):
     return out.view(len(x), -1)
 
 
+def _merged_elsewhere(m, x):
+    """As many features as places, but in the order of other samples."""
+    mask = (x[..., :1] > 0).expand_as(x)
+    return m.a(x).masked_scatter(mask, m.a(x.flip(0)[mask.flip(0)].view(-1, D))).flatten(1)
+
+
 def _balance(m, x):
     scores = _scores(m, x).softmax(-1)
     share = F.one_hot(scores.argmax(-1), E).to(x.dtype).mean(0)
@@ -133,7 +145,7 @@ def _balance(m, x):
 MIXING = (
     _capacity_by_count, _capacity_by_dispatch, _first_rows, _first_sorted, _experts_choose, _experts_choose_unweighted,
     _most_wanted, _number_by_place, _learned_by_place, _rank_as_number, _rank_in_table, _anothers_rows,
-    _groups_by_count, _mask_by_others, _balance,
+    _groups_by_count, _mask_by_others, _merged_elsewhere, _balance,
 )  # fmt: skip
 
 

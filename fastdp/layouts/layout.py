@@ -175,7 +175,13 @@ def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below
     above = math.prod(before[: layout.dim])
     for dim, size in enumerate(after):
         stride //= max(size, 1)
-        if rows == 0 or stride == 0 or below % stride:
+        if rows == 0 or stride == 0:
+            continue
+        if above == 1 and stride % below == 0 and size * (stride // below) == rows:  # neighbours made one row
+            groups = layout.owner.view(size, -1)
+            if bool((groups == groups[:, :1]).all()):
+                return layout.taken(dim, torch.arange(0, rows, stride // below, device=layout.owner.device))
+        if below % stride:
             continue
         repeat = below // stride
         if size == rows * repeat:

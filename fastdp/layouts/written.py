@@ -174,6 +174,29 @@ def _scatter(call: Call) -> Tags:
     return [(call.out, layout)]
 
 
+@rule(*spellings("masked_scatter", "masked_scatter_"))
+def _masked_scatter(call: Call) -> Tags:
+    """The source's elements, one after another, to where the mask holds: each to a place of its own sample."""
+    target, mask, source = (call.argument(i, n) for i, n in enumerate(("input", "mask", "source")))
+    layout, by, rows = call.layout(target), call.layout(mask), call.layout(source)
+    if rows is None:
+        return ask(call)
+    known = [one for one in (layout, by, rows) if one is not None]
+    mixed = next((one.mixed for one in known if one.mixed), "")
+    if mixed:
+        return [(call.out, Layout(call.batch, mixed=mixed))]
+    own = layout or by
+    if own is not None:
+        dim = own.dim + call.out.dim() - (target if layout is not None else mask).dim()
+        owners = spread(own.owners(target.device), dim, call.out.shape)
+        places = owners[mask.expand(call.out.shape)]
+        sources = spread(rows.owners(target.device), rows.dim, source.shape).flatten()[: places.numel()]
+        same = by is None or by.same_rows(own, target.device)
+        if same and torch.equal(places, sources):
+            return [(call.out, own._replace(dim=dim, places=False))]
+    return [(call.out, combined(call, call.out, _MIXES))]
+
+
 PICKING.add(T.__setitem__)
 PICKING.update(spellings("index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_"))
 PICKING.update(spellings("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"))
