@@ -236,7 +236,7 @@ def einsum(m, x, chosen, weights, size):
     return torch.einsum("neh,edh,ne->nd", h, m.down, gates)
 
 
-# --------------------------------------------------------------------------- rows that leave and come back, without experts
+# --------------------------------------------------------------------------- rows that leave and come back
 
 CASES: dict[str, Callable[[], Built]] = {}
 

@@ -95,6 +95,16 @@ def _number_by_place(m, x):
     return y[order.argsort()].view(len(x), -1)
 
 
+def _number_by_place_in_a_product(m, x):
+    ids, order = _scores(m, x).argmax(-1).sort()
+    y = torch.einsum("nd,n->nd", m.a(x).view(-1, D)[order] @ m.w[0], torch.linspace(0, 1, len(order), dtype=x.dtype))
+    return y[order.argsort()].view(len(x), -1)
+
+
+def _rank_in_table_alone(m, x):
+    return m.p[m.a(x)[:, 0, 0].argsort().argsort()]
+
+
 def _learned_by_place(m, x):
     ids, order = _scores(m, x).argmax(-1).sort()
     y = m.a(x).view(-1, D)[order] * m.p[: len(order)]
@@ -144,7 +154,8 @@ def _balance(m, x):
 
 MIXING = (
     _capacity_by_count, _capacity_by_dispatch, _first_rows, _first_sorted, _experts_choose, _experts_choose_unweighted,
-    _most_wanted, _number_by_place, _learned_by_place, _rank_as_number, _rank_in_table, _anothers_rows,
+    _most_wanted, _number_by_place, _number_by_place_in_a_product,
+    _learned_by_place, _rank_in_table_alone, _rank_as_number, _rank_in_table, _anothers_rows,
     _groups_by_count, _mask_by_others, _merged_elsewhere, _balance,
 )  # fmt: skip
 
