@@ -92,7 +92,7 @@ def ask(call: Call) -> Tags:
     if clash:
         return [(t, combined(call, t, "combines rows of different samples")) for t in outputs]
     found, by_position = cached_trial(call, inputs)
-    if by_position and order is not None and order.order is not None and found is not None:
+    if order is not None and order.order is not None and (by_position if found is not None else _spans(call, order)):
         why = "meets numbers by position with rows whose order depends on the data"
         return [(t, combined(call, t, why, mixed)) for t in outputs]
     if found is None or len(found) != len(outputs):
@@ -105,6 +105,12 @@ def ask(call: Call) -> Tags:
     if not mixed and not is_independent(call, inputs, tags):
         return [(t, combined(call, t, "lets one sample's rows depend on another's")) for t in outputs]
     return tags
+
+
+def _spans(call: Call, order: Layout) -> bool:
+    """Whether a constant may hold a number for each row."""
+    tensors = tensors_in((call.args, call.kwargs))
+    return any(order.rows in t.shape for t in tensors if tag_of(t, call.batch) is None)
 
 
 def _from_trial(
