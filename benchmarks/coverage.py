@@ -1,0 +1,191 @@
+"""On what share of architectures is one private step exactly right?
+
+    python -m benchmarks.coverage [--engines fastdp opacus-hooks ...] [--suite named|transformers|timm] [--only NAME ...]
+                                  [--jobs 2] [--out FILE.csv]
+
+Every case runs in a process of its own, twice: with 3 samples, and with as many samples as tokens. The update of one
+step without noise, at the median norm as clipping norm, is compared with the clipped mean of float64 gradients of one
+sample at a time, relative 1e-4.
+
+exact; rightly refused: the model itself couples the samples of a batch; refused: the library raised, on purpose, on a
+model it could have trained; WRONG: an answer, but not the right one; crashed: any other exception; timeout; bad case:
+a random model; not built: the benchmark could not make the model. Percentages are of the cases that were judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import csv
+import importlib.util
+import multiprocessing
+import os
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .coverage_engines import ENGINES
+from .coverage_truth import STATUSES, Case, Sizes, clean, judge
+
+COLUMNS = ("engine", "suite", "case", "status", "error", "message", "where", "truth", "coupling", "sizes", "notes",
+           "seconds")  # fmt: skip
+RUNS = {"": Sizes(3, 8), "tokens = samples": Sizes(4, 4)}
+SUITES = ("named", "transformers", "timm")
+NOT_JUDGED = ("bad case", "not built")
+_KEPT: list[torch.library.Library] = []  # an operator is defined as long as its library lives
+MEMORY = 6 * 2**30  # bytes a process may take
+
+
+def warm(engines: Iterable[str], suite: str) -> None:
+    """Import once what every forked process needs."""
+    if suite in ("transformers", "timm") and importlib.util.find_spec("torchvision"):
+        # its Python needs two operators of its compiled part, absent where it was installed beside a CPU torch
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+                       "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
+            with contextlib.suppress(RuntimeError):  # the compiled part is there
+                library.define(schema)
+        _KEPT.append(library)
+    modules = {ENGINES[e].package for e in engines}
+    if suite in ("named", "transformers"):
+        modules |= {"transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"}
+    for module in modules:
+        with contextlib.suppress(ImportError):  # said by the cases that need it
+            importlib.import_module(module)
+
+
+def cases_of(suite: str) -> dict[str, Case]:
+    if suite == "transformers":
+        from . import coverage_generic as source
+    else:
+        raise SystemExit(f"no suite {suite}")
+    return source.cases()
+
+
+# ---------------------------------------------------------------------- one case
+
+
+def measure(case: Case, engine: str) -> dict[str, Any]:
+    """The worst of its runs."""
+    result: dict[str, Any] = {}
+    for name, sizes in RUNS.items():
+        found = {**judge(case, sizes, *ENGINES[engine]), "sizes": name}
+        if not result or found["status"] not in ("exact", *NOT_JUDGED):
+            result = found
+        if result["status"] != "exact":
+            break
+    return result
+
+
+def child(pipe: Connection, case: Case, engine: str) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    try:
+        pipe.send(measure(case, engine))
+    except BaseException as problem:  # noqa: BLE001  (also SystemExit: the parent must hear of it)
+        pipe.send({"status": "crashed", "message": f"benchmark: {type(problem).__name__}: {clean(problem)}"})
+    pipe.close()
+
+
+# ---------------------------------------------------------------------- all of them
+
+
+def run_all(todo: Iterable[tuple[str, Case]], jobs: int, limit: float) -> Iterable[dict[str, Any]]:
+    """A forked process for each (engine, case), `jobs` at a time."""
+    context = multiprocessing.get_context("fork")
+    waiting, running = collections.deque(todo), dict[Connection, tuple[Any, str, Case, float]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            engine, case = waiting.popleft()
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=child, args=(there, case, engine))
+            process.start()
+            there.close()
+            running[here] = (process, engine, case, time.monotonic())
+        ready = wait(list(running), timeout=0.5)
+        for pipe in list(running):
+            process, engine, case, started = running[pipe]
+            seconds = time.monotonic() - started
+            if pipe not in ready and seconds < limit:
+                continue
+            result = _received(pipe) if pipe in ready else {"status": "timeout", "message": f"over {limit:.0f} s"}
+            process.kill()
+            process.join()
+            if result is None:
+                result = {"status": "crashed", "message": f"the process died (exit code {process.exitcode})"}
+            del running[pipe]
+            yield {"engine": engine, "case": case.name, "seconds": round(seconds, 1), **result}
+
+
+def _received(pipe: Connection) -> dict[str, Any] | None:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def totals(results: list[dict[str, Any]]) -> str:
+    """A line an engine: counts, and shares of what was judged."""
+    lines = []
+    for engine in dict.fromkeys(r["engine"] for r in results):
+        count = collections.Counter(r["status"] for r in results if r["engine"] == engine)
+        judged = sum(n for status, n in count.items() if status not in NOT_JUDGED)
+        shares = [f"{s} {count[s]} ({100 * count[s] / max(judged, 1):.1f} %)" for s in STATUSES if count[s] and s not in NOT_JUDGED]
+        rest = [f"{s} {count[s]}" for s in NOT_JUDGED if count[s]]
+        lines.append(f"{engine}: judged {judged} of {sum(count.values())}: {', '.join(shares)}; {', '.join(rest)}")
+    return "\n".join(lines)
+
+
+def show(result: dict[str, Any]) -> None:
+    error = f"{result['error']:.1e}" if "error" in result else ""
+    print(f"{result['engine']:16} {result['case']:44} {result['status']:16} {error:8} {result.get('message', '')}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--engines", nargs="+", default=["fastdp"], choices=list(ENGINES))
+    parser.add_argument("--suite", default="named", choices=SUITES)
+    parser.add_argument("--only", nargs="+", default=[], help="names of cases")
+    parser.add_argument("--part", default="1/1", help="i/n: the i-th of n parts of the cases")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds a case")
+    parser.add_argument("--out", type=Path, help="append to this CSV file")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    warm(options.engines, options.suite)
+    cases = cases_of(options.suite)
+    unknown = set(options.only) - set(cases)
+    if unknown:
+        parser.error(f"no case {', '.join(sorted(unknown))}")
+    i, n = map(int, options.part.split("/"))
+    names = [name for name in cases if not options.only or name in options.only][i - 1 :: n]
+    results = []
+    for result in run_all([(e, cases[c]) for e in options.engines for c in names], options.jobs, options.limit):
+        results.append({"suite": options.suite, **result})
+        show(results[-1])
+    print(totals(results))
+    if options.out:
+        new = not options.out.exists()
+        with options.out.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
+            if new:
+                writer.writeheader()
+            writer.writerows(results)
+    return results
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,183 @@
+"""Inputs for a model of transformers, from its forward's signature, and a loss for each sample from what comes out."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .coverage_truth import Losses, NotBuilt, Sizes, default_dtype
+
+Make = Callable[[Sizes], dict[str, Any]]
+FIRST, LAST = 10, 90  # token ids of plain text, below those of special tokens
+CHANNELS = ("num_channels", "in_channels", "in_chans", "num_input_channels")
+NOT_A_LOSS = ("loss", "past_key_values", "attentions", "hidden_states", "cross_attentions")
+
+
+def look_up(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
+    """The first of these fields that the configuration or a part of it has."""
+    for part in (config, *[v for v in vars(config).values() if hasattr(v, "to_dict")]):
+        for name in names:
+            value = vars(part).get(name)
+            if value is not None:
+                return value
+    return default
+
+
+def first_int(value: Any, default: int) -> int:
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value if isinstance(value, int) else default
+
+
+# ---------------------------------------------------------------------- one generator an input
+
+
+def tokens(n: int, t: int) -> Tensor:
+    return torch.randint(FIRST, LAST, (n, t))
+
+
+def pixels(config: Any, side: int | None = None) -> Callable[[int, int], Tensor]:
+    size = look_up(config, ("image_size", "img_size", "input_size"), 32)
+    high = side or first_int(size, 32)
+    wide = side or (size[1] if isinstance(size, list | tuple) and len(size) > 1 else high)
+    channels = first_int(look_up(config, CHANNELS, 3), 3)
+    return lambda n, t: torch.randn(n, channels, high, wide)
+
+
+def video(config: Any) -> Callable[[int, int], Tensor]:
+    frames = first_int(look_up(config, ("num_frames", "frames_per_clip", "tubelet_size"), 4), 4)
+    image = pixels(config)
+    return lambda n, t: torch.stack([image(n, t) for _ in range(frames)], 1)
+
+
+def spectrogram(config: Any, time_first: bool, steps: int | None = None) -> Callable[[int, int], Tensor]:
+    names = ("num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim", "input_dim",
+             "n_mels", "num_mel_channels")  # fmt: skip
+    bins = first_int(look_up(config, names, 80), 80)
+    length = steps or 2 * first_int(look_up(config, ("max_source_positions", "max_length"), 24), 24)
+    return lambda n, t: torch.randn(n, length, bins) if time_first else torch.randn(n, bins, length)
+
+
+def boxes(n: int, t: int) -> Tensor:
+    corner = torch.randint(0, 90, (n, t, 2))
+    return torch.cat([corner, corner + torch.randint(1, 30, (n, t, 2))], 2)
+
+
+Makers = dict[str, Callable[[int, int], Tensor]]
+
+
+def makers(config: Any) -> Makers:
+    """By the name of the argument; n samples, t tokens."""
+    vocab = first_int(look_up(config, ("context_length", "prediction_length"), 16), 16)
+    series = first_int(look_up(config, ("num_input_channels", "input_size"), 1), 1)
+    width = first_int(look_up(config, ("hidden_size", "d_model"), 32), 32)
+    return {
+        "input_ids": tokens,
+        "decoder_input_ids": lambda n, t: tokens(n, max(t - 2, 3)),
+        "attention_mask": lambda n, t: torch.ones(n, t, dtype=torch.long),
+        "pixel_values": pixels(config),
+        "pixel_values_videos": video(config),
+        "input_values": lambda n, t: torch.randn(n, 2000),
+        "input_features": spectrogram(config, True),
+        "bbox": boxes,
+        "past_values": lambda n, t: torch.randn(n, vocab, series),
+        "inputs_embeds": lambda n, t: torch.randn(n, t, width),
+    }
+
+
+def inputs_for(model: nn.Module, config: Any) -> Iterator[Make]:
+    """Ways to make a batch for the model, the likeliest first."""
+    parameters = inspect.signature(model.forward).parameters
+    table = makers(config)
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    main = getattr(model, "main_input_name", "input_ids")
+    wanted = list(dict.fromkeys([n for n in ("input_ids", main) if n in parameters] + required))
+    wanted += [n for n in ("decoder_input_ids", "bbox") if n in parameters and n not in wanted]
+    if "input_ids" in wanted and "pixel_values" in wanted and main == "input_ids" and "pixel_values" not in required:
+        wanted.remove("pixel_values")
+    unknown = [n for n in required if n not in table]
+    if unknown:
+        raise NotBuilt(f"no rule for the required input {', '.join(unknown)}")
+    wanted = [n for n in wanted if n in table] or ["input_ids"]
+    choices: dict[str, list[Callable[[int, int], Tensor]]] = {n: [table[n]] for n in wanted}
+    if "pixel_values" in choices:
+        choices["pixel_values"] += [pixels(config, side) for side in (64, 128, 224)] + [video(config)]
+    if "input_values" in choices:
+        choices["input_values"] += [spectrogram(config, True), lambda n, t: torch.randn(n, 1, 2000)]
+    if "input_features" in choices:
+        choices["input_features"] += [spectrogram(config, False), spectrogram(config, True, 64),
+                                      spectrogram(config, False, 64)]  # fmt: skip
+    for combination in itertools.product(*choices.values()):
+        yield _maker(dict(zip(choices, combination, strict=True)))
+    if "input_ids" in wanted and len(wanted) > 1 and not set(required) - {"input_ids"}:
+        yield _maker({"input_ids": tokens})
+    if "pixel_values" in parameters and "pixel_values" not in wanted:
+        for make in (pixels(config), pixels(config, 64)):
+            yield _maker({**{n: table[n] for n in wanted}, "pixel_values": make})
+
+
+def _maker(rules: Makers) -> Make:
+    def make(sizes: Sizes) -> dict[str, Any]:
+        generator_state = torch.get_rng_state()
+        torch.manual_seed(17)
+        batch = {name: rule(sizes.batch, sizes.tokens) for name, rule in rules.items()}
+        torch.set_rng_state(generator_state)
+        return {**batch, "seed": torch.arange(3, 3 + sizes.batch)}
+
+    return make
+
+
+# ---------------------------------------------------------------------- losses from outputs
+
+
+def outputs(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that come out and need a gradient, by name; lists by name and place."""
+    out = model(**{k: v for k, v in batch.items() if k != "seed"})
+    items = out.items() if hasattr(out, "items") else enumerate(out if isinstance(out, list | tuple) else [out])
+    found: dict[str, Tensor] = {}
+    for name, value in items:
+        if name in NOT_A_LOSS:
+            continue
+        many = value if isinstance(value, list | tuple) else [value]
+        for i, tensor in enumerate(many):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.requires_grad:
+                found[f"{name}.{i}"] = tensor
+    return found
+
+
+def losses_for(model: nn.Module, make: Make) -> Losses:
+    """Losses of what has one row (or k rows) for each sample, as two batch sizes tell; raises where nothing has."""
+    shapes = []
+    for sizes in (Sizes(3, 8), Sizes(2, 8)):
+        found = outputs(model, make(sizes))
+        shapes.append({n: t.size(0) / sizes.batch for n, t in found.items() if t.dim() and t.numel()})
+    rows = [n for n, per in shapes[0].items() if shapes[1].get(n) == per and per == int(per)]
+    if not rows:
+        raise NotBuilt(f"no output with a row for each sample among {sorted(found)}")
+    heads = [n for n in rows if "logits" in n or n.startswith("pred_")] or rows
+
+    def losses(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        found, seeds = outputs(model, batch), batch["seed"]
+        return torch.stack([row_losses(found[n], seeds) for n in heads if n in found]).sum(0)
+
+    return losses
+
+
+def row_losses(out: Tensor, seeds: Tensor) -> Tensor:
+    """[B]: cross entropy of [B, V] and [B, T, V], its mean over the sample's own tokens; mean of squares of the rest."""
+    out = out.reshape(len(seeds), -1, *out.shape[1:]) if out.size(0) != len(seeds) else out
+    if out.dim() in (2, 3) and 1 < out.size(-1) <= 256:
+        flat = out.reshape(len(seeds), -1, out.size(-1))
+        place = torch.arange(flat.size(1)) * 7
+        labels = (seeds[:, None] * 5 + place[None]) % flat.size(-1)
+        return F.cross_entropy(flat.transpose(1, 2).clamp(-1e4, 1e4), labels, reduction="none").mean(1)
+    flat = out.reshape(len(seeds), -1).clamp(-1e4, 1e4)
+    with default_dtype(torch.float32):
+        weights = torch.linspace(0.5, 1.5, flat.size(1)).to(flat.dtype)
+    return ((flat + 0.05 * seeds[:, None].to(flat.dtype)) * weights).square().mean(1)
