@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .coverage_inputs import inputs_for, losses_for
 from .coverage_truth import Built, Case, NotBuilt, Sizes, clean, shake, without_dropout
 
-VOCAB, LARGEST = 128, 12_000_000  # parameters: a model above it is not worth its time
+VOCAB, LARGEST = 128, 40_000_000  # parameters: a model above it is not worth its time
 NO_LOSS = ("MODEL_MAPPING_NAMES", "MODEL_FOR_BACKBONE_MAPPING_NAMES", "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
            "MODEL_FOR_IMAGE_MAPPING_NAMES")  # fmt: skip
 TOKEN = re.compile(r"(_token_(id|index)|_token_ids|_id|_index)$")
@@ -82,6 +82,9 @@ def ratio(divisor: int) -> Callable[[int], int]:
 PROFILES = (
     lambda: Profile("uniform", lambda value: 32, 32),
     lambda: Profile("uniform, 64 pixels", lambda value: 32, 64),
+    lambda: Profile("heads as they are", lambda value: 256, 32),
+    lambda: Profile("heads as they are, wider", lambda value: 512, 32),
+    lambda: Profile("uniform, all layers", lambda value: 32, 64, 24),
     lambda: Profile("an eighth", ratio(8), 64),
     lambda: Profile("a thirty-second", ratio(32), 64),
     lambda: Profile("shallow", None, 64),
@@ -114,8 +117,13 @@ def shrunk(config: Any, profile: Profile) -> Any:
             new[name] = type(value)(_number(name, value[i], profile) for i in kept)
         else:
             new[name] = shrunk_field(name, value, profile)
-    changed = {n: v for n, v in new.items() if v is not fields[n] and n not in ("id2label", "label2id")}
+    plain = vars(type(config)())
+    changed = {n: v for n, v in new.items() if n not in ("id2label", "label2id") and not _same(v, plain.get(n))}
     return type(config)(**changed)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and not hasattr(a, "to_dict") and a == b
 
 
 def shrunk_field(name: str, value: Any, profile: Profile) -> Any:
@@ -165,16 +173,18 @@ def _number(name: str, value: Any, profile: Profile) -> Any:
 def _width(name: str, value: int, profile: Profile) -> int:
     if profile.width is None or value < 8 and not HEADS.search(name):
         return value
-    uniform = profile.name.startswith("uniform")
+    uniform, as_they_are = profile.name.startswith("uniform"), profile.name.startswith("heads")
     if HEADS.search(name):
-        if not uniform:
+        if not (uniform or as_they_are):
             return value
         return min(value, 2 if GROUPED.search(name) else 4)
+    if as_they_are and HEAD_DIM.search(name):
+        return value
     if KEPT.search(name) or value < 16:
         return value
     if HEAD_DIM.search(name):
         return 8 if uniform else profile.width(value)
-    if uniform and INNER.search(name):
+    if (uniform or as_they_are) and INNER.search(name):
         return 48
     return profile.width(value) if WIDTH.search(name) else value
 

@@ -69,6 +69,13 @@ def boxes(n: int, t: int) -> Tensor:
     return torch.cat([corner, corner + torch.randint(1, 30, (n, t, 2))], 2)
 
 
+def flattened(config: Any, n: int) -> Tensor:
+    """Patches with their row and column before their pixels."""
+    patch = first_int(look_up(config, ("patch_size",), 16), 16)
+    places = torch.tensor([[r, c] for r in (1, 2, 3) for c in (1, 2)]).float().expand(n, 6, 2)
+    return torch.cat([places, torch.randn(n, 6, 3 * patch * patch)], 2)
+
+
 Makers = dict[str, Callable[[int, int], Tensor]]
 
 
@@ -86,6 +93,9 @@ def makers(config: Any) -> Makers:
         "input_values": lambda n, t: torch.randn(n, 2000),
         "input_features": spectrogram(config, True),
         "bbox": boxes,
+        "qformer_input_ids": tokens,
+        "task_inputs": lambda n, t: tokens(n, 77),
+        "flattened_patches": lambda n, t: flattened(config, n),
         "past_values": lambda n, t: torch.randn(n, vocab, series),
         "inputs_embeds": lambda n, t: torch.randn(n, t, width),
     }
@@ -95,31 +105,109 @@ def inputs_for(model: nn.Module, config: Any) -> Iterator[Make]:
     """Ways to make a batch for the model, the likeliest first."""
     parameters = inspect.signature(model.forward).parameters
     table = makers(config)
-    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in kinds]
     main = getattr(model, "main_input_name", "input_ids")
     wanted = list(dict.fromkeys([n for n in ("input_ids", main) if n in parameters] + required))
     wanted += [n for n in ("decoder_input_ids", "bbox") if n in parameters and n not in wanted]
-    if "input_ids" in wanted and "pixel_values" in wanted and main == "input_ids" and "pixel_values" not in required:
-        wanted.remove("pixel_values")
     unknown = [n for n in required if n not in table]
     if unknown:
         raise NotBuilt(f"no rule for the required input {', '.join(unknown)}")
     wanted = [n for n in wanted if n in table] or ["input_ids"]
+    if "input_ids" in wanted and "pixel_values" in parameters:
+        yield from with_images(model, config)
     choices: dict[str, list[Callable[[int, int], Tensor]]] = {n: [table[n]] for n in wanted}
-    if "pixel_values" in choices:
-        choices["pixel_values"] += [pixels(config, side) for side in (64, 128, 224)] + [video(config)]
-    if "input_values" in choices:
-        choices["input_values"] += [spectrogram(config, True), lambda n, t: torch.randn(n, 1, 2000)]
-    if "input_features" in choices:
-        choices["input_features"] += [spectrogram(config, False), spectrogram(config, True, 64),
-                                      spectrogram(config, False, 64)]  # fmt: skip
+    sides = [pixels(config, side) for side in (64, 128, 224)]
+    alternatives = {
+        "pixel_values": [*sides, video(config)],
+        "input_values": [spectrogram(config, True), lambda n, t: torch.randn(n, 1, 2000), spectrogram(config, True, first_int(look_up(config, ("max_length",), 128), 128))],
+        "input_features": [spectrogram(config, False), spectrogram(config, True, 64), spectrogram(config, False, 64)],
+        "input_ids": [lambda n, t: tokens(n, 2 * t).view(n, 2, t), lambda n, t: tokens(n, 64), separated, ended],
+    }
+    for name in choices:
+        choices[name] += alternatives.get(name, [])
     for combination in itertools.product(*choices.values()):
         yield _maker(dict(zip(choices, combination, strict=True)))
-    if "input_ids" in wanted and len(wanted) > 1 and not set(required) - {"input_ids"}:
-        yield _maker({"input_ids": tokens})
     if "pixel_values" in parameters and "pixel_values" not in wanted:
-        for make in (pixels(config), pixels(config, 64)):
+        for make in (pixels(config), *sides):
             yield _maker({**{n: table[n] for n in wanted}, "pixel_values": make})
+
+
+def separated(n: int, t: int) -> Tensor:
+    """Three separators, of id 2, in every sample."""
+    ids = tokens(n, t + 4)
+    ids[:, [2, t, t + 3]] = 2
+    return ids
+
+
+def ended(n: int, t: int) -> Tensor:
+    ids = tokens(n, t)
+    ids[:, -1] = 1
+    return ids
+
+
+def with_images(model: nn.Module, config: Any) -> Iterator[Make]:
+    """Text with as many image tokens as the model makes of an image."""
+    token = look_up(config, ("image_token_id", "image_token_index", "image_token"))
+    features = getattr(model, "get_image_features", None) or getattr(model.base_model, "get_image_features", None)
+    if not isinstance(token, int) or features is None:
+        return
+    known = inspect.signature(features).parameters
+    parameters = inspect.signature(model.forward).parameters
+    for images in image_formats(config):
+        if not set(images(1)) <= set(known) and "pixel_values" in known:
+            continue
+        try:
+            with torch.no_grad():
+                count = rows_of(features(**images(2))) / 2
+        except Exception:  # noqa: BLE001  (not this model's format)
+            continue
+        if 0 < count == int(count) <= 512:
+            yield _with_images(images, int(count), token, "mm_token_type_ids" in parameters, "token_type_ids" in parameters)
+
+
+def _with_images(images: Callable[[int], dict[str, Tensor]], count: int, token: int, kinds: bool, types: bool) -> Make:
+    def make(sizes: Sizes) -> dict[str, Any]:
+        torch.manual_seed(17)
+        ids = tokens(sizes.batch, sizes.tokens + count)
+        ids[:, 2 : 2 + count] = token
+        batch = {"input_ids": ids, **images(sizes.batch)}
+        if kinds:
+            batch["mm_token_type_ids"] = (ids == token).long()
+        if types:
+            batch["token_type_ids"] = (ids == token).long()
+        return {**batch, "seed": torch.arange(3, 3 + sizes.batch)}
+
+    return make
+
+
+def rows_of(features: Any) -> int:
+    """Rows of all images' features together."""
+    found = getattr(features, "pooler_output", None)
+    found = features if found is None else found
+    parts = found if isinstance(found, list | tuple) else [found]
+    parts = [p for p in parts if isinstance(p, Tensor) and p.dim() > 1]
+    return sum(p.numel() // p.size(-1) for p in parts)
+
+
+def image_formats(config: Any) -> Iterator[Callable[[int], dict[str, Tensor]]]:
+    """n images, one for each sample."""
+    image = pixels(config)
+    side = image(1, 1).size(-1)
+    patch = first_int(look_up(config, ("patch_size",), 14), 14)
+    time = first_int(look_up(config, ("temporal_patch_size",), 1), 1)
+    merge = first_int(look_up(config, ("spatial_merge_size", "merge_size"), 2), 2)
+    row = 3 * time * patch * patch
+    sizes = lambda n: torch.tensor([[side, side]] * n)
+    grid = lambda n, *shape: torch.tensor([shape] * n)
+    packed = lambda n: torch.randn(n * 4 * merge * merge, row)
+    yield lambda n: {"pixel_values": image(n, 1)}
+    yield lambda n: {"pixel_values": packed(n), "image_grid_thw": grid(n, 1, 2 * merge, 2 * merge)}
+    yield lambda n: {"pixel_values": image(n, 1), "image_sizes": sizes(n)}
+    yield lambda n: {"pixel_values": image(n, 1)[:, None]}
+    yield lambda n: {"pixel_values": torch.stack([image(n, 1)] * 3, 1), "image_sizes": sizes(n)}
+    yield lambda n: {"pixel_values": packed(n), "image_grid_hw": grid(n, 2 * merge, 2 * merge)}
+    yield lambda n: {"pixel_values": packed(n).view(-1, 3, patch, patch), "image_grid_hws": grid(n, 2 * merge, 2 * merge)}
 
 
 def _maker(rules: Makers) -> Make:
