@@ -18,6 +18,7 @@ import argparse
 import collections
 import contextlib
 import csv
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 from .coverage_engines import ENGINES
+from .coverage_models import MODELS
 from .coverage_truth import STATUSES, Case, Sizes, clean, judge
 
 COLUMNS = ("engine", "suite", "case", "status", "error", "message", "where", "truth", "coupling", "sizes", "notes",
@@ -44,29 +46,32 @@ _KEPT: list[torch.library.Library] = []  # an operator is defined as long as its
 MEMORY = 6 * 2**30  # bytes a process may take
 
 
-def warm(engines: Iterable[str], suite: str) -> None:
+def define_torchvision() -> None:
+    """Its Python needs two operators of its compiled part, absent where it was installed beside a CPU torch."""
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+                   "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
+        with contextlib.suppress(RuntimeError):  # the compiled part is there
+            library.define(schema)
+    _KEPT.append(library)
+
+
+def warm(modules: Iterable[str]) -> None:
     """Import once what every forked process needs."""
-    if suite in ("transformers", "timm") and importlib.util.find_spec("torchvision"):
-        # its Python needs two operators of its compiled part, absent where it was installed beside a CPU torch
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-                       "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
-            with contextlib.suppress(RuntimeError):  # the compiled part is there
-                library.define(schema)
-        _KEPT.append(library)
-    modules = {ENGINES[e].package for e in engines}
-    if suite in ("named", "transformers"):
-        modules |= {"transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"}
     for module in modules:
         with contextlib.suppress(ImportError):  # said by the cases that need it
             importlib.import_module(module)
 
 
 def cases_of(suite: str) -> dict[str, Case]:
-    if suite == "transformers":
+    if suite == "named":
+        from . import coverage_models as source
+    elif suite == "transformers":
         from . import coverage_generic as source
     else:
-        raise SystemExit(f"no suite {suite}")
+        from . import coverage_timm as source
     return source.cases()
 
 
@@ -142,7 +147,11 @@ def totals(results: list[dict[str, Any]]) -> str:
     for engine in dict.fromkeys(r["engine"] for r in results):
         count = collections.Counter(r["status"] for r in results if r["engine"] == engine)
         judged = sum(n for status, n in count.items() if status not in NOT_JUDGED)
-        shares = [f"{s} {count[s]} ({100 * count[s] / max(judged, 1):.1f} %)" for s in STATUSES if count[s] and s not in NOT_JUDGED]
+        shares = [
+            f"{s} {count[s]} ({100 * count[s] / max(judged, 1):.1f} %)"
+            for s in STATUSES
+            if count[s] and s not in NOT_JUDGED
+        ]
         rest = [f"{s} {count[s]}" for s in NOT_JUDGED if count[s]]
         lines.append(f"{engine}: judged {judged} of {sum(count.values())}: {', '.join(shares)}; {', '.join(rest)}")
     return "\n".join(lines)
@@ -150,7 +159,10 @@ def totals(results: list[dict[str, Any]]) -> str:
 
 def show(result: dict[str, Any]) -> None:
     error = f"{result['error']:.1e}" if "error" in result else ""
-    print(f"{result['engine']:16} {result['case']:44} {result['status']:16} {error:8} {result.get('message', '')}", flush=True)
+    print(
+        f"{result['engine']:16} {result['case']:44} {result['status']:16} {error:8} {result.get('message', '')}",
+        flush=True,
+    )
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -165,13 +177,16 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    warm(options.engines, options.suite)
+    define_torchvision()
     cases = cases_of(options.suite)
     unknown = set(options.only) - set(cases)
     if unknown:
         parser.error(f"no case {', '.join(sorted(unknown))}")
     i, n = map(int, options.part.split("/"))
     names = [name for name in cases if not options.only or name in options.only][i - 1 :: n]
+    warm({ENGINES[e].package for e in options.engines})
+    if any(name not in MODELS for name in names) and options.suite != "timm":
+        warm(["transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"])
     results = []
     for result in run_all([(e, cases[c]) for e in options.engines for c in names], options.jobs, options.limit):
         results.append({"suite": options.suite, **result})

@@ -41,7 +41,9 @@ KEPT = re.compile(
 POSITIONS = re.compile(r"position|max_seq|n_ctx|n_positions|max_source|max_target|seq_len")
 EXPERTS = re.compile(r"num_(local_|routed_)?experts$|n_routed_experts|moe_num_experts|num_experts$")
 OFF = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter|layerdrop|noise|z_loss")
-COUNTS = re.compile(r"num_queries|num_query|num_latents|num_denoising|num_negatives|n_latents|train_num_points|max_bins")
+COUNTS = re.compile(
+    r"num_queries|num_query|num_latents|num_denoising|num_negatives|n_latents|train_num_points|max_bins"
+)
 
 
 # ---------------------------------------------------------------------- which classes
@@ -153,6 +155,8 @@ def _number(name: str, value: Any, profile: Profile) -> Any:
         return profile.token(value)
     if VOCABULARY.search(name):
         return min(value, VOCAB)
+    if name.endswith("shared_layers"):
+        return 0
     if DEPTH.search(name):
         return min(value, profile.layers)
     if EXPERTS.search(name):
@@ -165,6 +169,8 @@ def _number(name: str, value: Any, profile: Profile) -> Any:
         return profile.image
     if POSITIONS.search(name) and "bucket" not in name:
         return min(value, 256)
+    if name.endswith("chunk_size"):
+        return min(value, 16)
     if COUNTS.search(name):
         return min(value, 8)
     return _width(name, value, profile)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .coverage_truth import Losses, NotBuilt, Sizes, default_dtype
+from .coverage_truth import Losses, NotBuilt, Sizes, default_dtype, take
 
 Make = Callable[[Sizes], dict[str, Any]]
 FIRST, LAST = 10, 90  # token ids of plain text, below those of special tokens
@@ -120,7 +120,11 @@ def inputs_for(model: nn.Module, config: Any) -> Iterator[Make]:
     sides = [pixels(config, side) for side in (64, 128, 224)]
     alternatives = {
         "pixel_values": [*sides, video(config)],
-        "input_values": [spectrogram(config, True), lambda n, t: torch.randn(n, 1, 2000), spectrogram(config, True, first_int(look_up(config, ("max_length",), 128), 128))],
+        "input_values": [
+            spectrogram(config, True),
+            lambda n, t: torch.randn(n, 1, 2000),
+            spectrogram(config, True, first_int(look_up(config, ("max_length",), 128), 128)),
+        ],
         "input_features": [spectrogram(config, False), spectrogram(config, True, 64), spectrogram(config, False, 64)],
         "input_ids": [lambda n, t: tokens(n, 2 * t).view(n, 2, t), lambda n, t: tokens(n, 64), separated, ended],
     }
@@ -163,7 +167,9 @@ def with_images(model: nn.Module, config: Any) -> Iterator[Make]:
         except Exception:  # noqa: BLE001  (not this model's format)
             continue
         if 0 < count == int(count) <= 512:
-            yield _with_images(images, int(count), token, "mm_token_type_ids" in parameters, "token_type_ids" in parameters)
+            yield _with_images(
+                images, int(count), token, "mm_token_type_ids" in parameters, "token_type_ids" in parameters
+            )
 
 
 def _with_images(images: Callable[[int], dict[str, Tensor]], count: int, token: int, kinds: bool, types: bool) -> Make:
@@ -207,7 +213,10 @@ def image_formats(config: Any) -> Iterator[Callable[[int], dict[str, Tensor]]]:
     yield lambda n: {"pixel_values": image(n, 1)[:, None]}
     yield lambda n: {"pixel_values": torch.stack([image(n, 1)] * 3, 1), "image_sizes": sizes(n)}
     yield lambda n: {"pixel_values": packed(n), "image_grid_hw": grid(n, 2 * merge, 2 * merge)}
-    yield lambda n: {"pixel_values": packed(n).view(-1, 3, patch, patch), "image_grid_hws": grid(n, 2 * merge, 2 * merge)}
+    yield lambda n: {
+        "pixel_values": packed(n).view(-1, 3, patch, patch),
+        "image_grid_hws": grid(n, 2 * merge, 2 * merge),
+    }
 
 
 def _maker(rules: Makers) -> Make:
@@ -248,6 +257,9 @@ def losses_for(model: nn.Module, make: Make) -> Losses:
     rows = [n for n, per in shapes[0].items() if shapes[1].get(n) == per and per == int(per)]
     if not rows:
         raise NotBuilt(f"no output with a row for each sample among {sorted(found)}")
+    rows = [n for n in rows if shapes[0][n] == 1 or _by_sample(model, make, n)]
+    if not rows:
+        raise NotBuilt("the rows of its outputs are not ordered by sample")
     heads = [n for n in rows if "logits" in n or n.startswith("pred_")] or rows
 
     def losses(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -255,6 +267,14 @@ def losses_for(model: nn.Module, make: Make) -> Losses:
         return torch.stack([row_losses(found[n], seeds) for n in heads if n in found]).sum(0)
 
     return losses
+
+
+def _by_sample(model: nn.Module, make: Make, name: str) -> bool:
+    """Whether the k rows of a sample are consecutive: another order would make a loss that couples samples."""
+    batch = make(Sizes(2, 8))
+    together = outputs(model, batch)[name]
+    alone = [outputs(model, take(batch, [i], 2))[name] for i in (0, 1)]
+    return bool(torch.allclose(together, torch.cat(alone), rtol=1e-3, atol=1e-3))
 
 
 def row_losses(out: Tensor, seeds: Tensor) -> Tensor:

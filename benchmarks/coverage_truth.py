@@ -134,12 +134,14 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def gradient(model: nn.Module, batch: dict[str, Any], losses: Losses, seed: int = 0) -> Grads:
     """Of the sum of the samples' losses, float64."""
     torch.manual_seed(seed)
-    named = trainable(model)
-    found = torch.autograd.grad(losses(model, batch).sum(), list(named.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.double()
-        for (name, p), g in zip(named.items(), found, strict=True)
+    model.zero_grad()
+    losses(model, batch).sum().backward()
+    found = {
+        name: torch.zeros_like(p, dtype=torch.float64) if p.grad is None else p.grad.double().clone()
+        for name, p in trainable(model).items()
     }
+    model.zero_grad()
+    return found
 
 
 def size_of(grads: Grads) -> float:

@@ -1,0 +1,211 @@
+"""The coverage benchmark itself: does its judge find what is wrong, and call by its name what is right?"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastdp  # noqa: F401  (its exceptions are refusals)
+from benchmarks import coverage, coverage_models
+from benchmarks.coverage_engines import ENGINES, fastdp_step, one_by_one
+from benchmarks.coverage_inputs import row_losses
+from benchmarks.coverage_truth import Case, Sizes, deliberate, judge, size_of, take, truth
+from fastdp.errors import SampleMixingError
+
+SIZES = Sizes(3, 5)
+CASES = coverage_models.MODELS
+
+
+def status(case: Case, engine: Any = one_by_one, sizes: Sizes = SIZES) -> str:
+    return judge(case, sizes, engine, "fastdp")["status"]
+
+
+@pytest.mark.parametrize(
+    "name", ["class_token", "experts_index_add", "gru", "checkpointed_reentrant", "masked_scatter"]
+)
+def test_plain_autograd_is_exact(name: str) -> None:
+    assert status(CASES[name]) == "exact"
+
+
+def test_fastdp_on_one_case_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    out = tmp_path / "rows.csv"
+    results = coverage.main(["--only", "tied_head", "coupled_centred", "--jobs", "1", "--out", str(out)])
+    assert {r["case"]: r["status"] for r in results} == {"tied_head": "exact", "coupled_centred": "rightly refused"}
+    assert "exact 1 (50.0 %), rightly refused 1 (50.0 %)" in capsys.readouterr().out
+    assert len(out.read_text().splitlines()) == 3
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+def unclipped(model: nn.Module, batch: dict[str, Any], losses: Any, rate: float, size: int) -> None:
+    losses(model, batch).mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= rate * p.grad
+
+
+def one_parameter_forgotten(model: nn.Module, batch: dict[str, Any], losses: Any, rate: float, size: int) -> None:
+    kept = model.c.detach().clone()
+    one_by_one(model, batch, losses, rate, size)
+    with torch.no_grad():
+        model.c.copy_(kept)
+
+
+def slightly_too_long(model: nn.Module, batch: dict[str, Any], losses: Any, rate: float, size: int) -> None:
+    one_by_one(model, batch, losses, rate * (1 + 3e-4), size)
+
+
+@pytest.mark.parametrize("engine", [unclipped, one_parameter_forgotten, slightly_too_long])
+def test_a_wrong_engine_is_found(engine: Any) -> None:
+    assert status(CASES["class_token"], engine) == "WRONG"
+
+
+def test_an_answer_for_coupled_samples_is_wrong() -> None:
+    for name in ("coupled_batch_norm", "coupled_centred", "coupled_contrastive"):
+        assert status(CASES[name], unclipped) == "WRONG", name
+        assert status(CASES[name], fastdp_step) == "rightly refused", name
+
+
+def test_a_refusal_and_a_crash_differ() -> None:
+    def refuses(*_: Any) -> None:
+        raise SampleMixingError("no")
+
+    def crashes(*_: Any) -> None:
+        torch.zeros(2) @ torch.zeros(3)
+
+    assert status(CASES["gru"], refuses) == "refused"
+    assert status(CASES["gru"], crashes) == "crashed"
+    assert not deliberate(SampleMixingError(""), "fastdp")  # without a word
+
+
+def test_a_random_model_is_a_bad_case() -> None:
+    def build(sizes: Sizes) -> Any:
+        model, batch, losses = CASES["gru"].build(sizes)
+        return model, batch, lambda m, b: losses(m, b) * (1 + torch.rand(()))
+
+    assert status(Case("random", build)) == "bad case"
+
+
+def test_a_model_without_gradient_is_not_built() -> None:
+    def build(sizes: Sizes) -> Any:
+        model, batch, losses = CASES["gru"].build(sizes)
+        return model, batch, lambda m, b: losses(m, b) * 0
+
+    assert status(Case("nothing", build)) == "not built"
+
+
+# ---------------------------------------------------------------------- truth and batches
+
+
+def test_clipping_happens() -> None:
+    found = truth(CASES["class_token"], SIZES)
+    norms = [n * found.scale for n in found.norms]
+    assert sorted(norms)[1] == pytest.approx(1) and max(norms) > 1.001 and found.dtype == "float64"
+    assert size_of(found.update) < 1
+
+
+def test_rows_of_a_sample_stay_together() -> None:
+    batch = {"x": torch.arange(3), "packed": torch.arange(12).view(6, 2)}
+    part = take(batch, [2], 3)
+    assert part["x"].tolist() == [2] and part["packed"].tolist() == [[8, 9], [10, 11]]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 5, 4), (3, 2, 4, 4), (6, 5, 4), (3,)])
+def test_losses_are_of_a_sample_alone(shape: tuple[int, ...]) -> None:
+    out, seeds = torch.randn(shape), torch.arange(3)
+    together = row_losses(out, seeds)
+    k = len(out) // 3
+    alone = [row_losses(out[i * k : (i + 1) * k], seeds[i : i + 1]) for i in range(3)]
+    assert together.shape == (3,) and torch.allclose(together, torch.cat(alone))
+
+
+def test_every_process_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that dies, one that is too slow and one that is fine."""
+
+    def dies(sizes: Sizes) -> Any:
+        import os
+
+        os._exit(3)
+
+    def sleeps(sizes: Sizes) -> Any:
+        import time
+
+        time.sleep(60)
+
+    todo = [("one-by-one", Case("dies", dies)), ("one-by-one", Case("sleeps", sleeps)), ("one-by-one", CASES["gru"])]
+    found = {r["case"]: r["status"] for r in coverage.run_all(todo, 2, 4.0)}
+    assert found == {"dies": "crashed", "sleeps": "timeout", "gru": "exact"}
+
+
+def test_the_engines_of_the_command_line() -> None:
+    assert list(ENGINES) == ["fastdp", "opacus-hooks", "opacus-functorch", "opacus-ghost", "one-by-one"]
+
+
+# ---------------------------------------------------------------------- shrinking
+
+
+@dataclasses.dataclass
+class Config:
+    """Of the kind that transformers has."""
+
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    vocab_size: int = 50257
+    image_token_id: int = 50000
+    attention_dropout: float = 0.1
+    layer_types: list[str] = dataclasses.field(default_factory=lambda: ["near"] * 5 + ["far"])
+    depths: tuple[int, ...] = (2, 2, 6, 2)
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+
+
+def test_a_configuration_is_shrunk_consistently() -> None:
+    from benchmarks import coverage_generic as generic
+
+    small = generic.shrunk(Config(), generic.PROFILES[0]())
+    assert (small.hidden_size, small.num_attention_heads, small.num_key_value_heads) == (32, 4, 2)
+    assert small.num_hidden_layers == 2 and small.layer_types == ["near", "far"]  # every kind of layer
+    assert small.vocab_size == 128 > small.image_token_id >= 90 and small.attention_dropout == 0
+    assert small.depths == (1, 1, 1, 1) and small.rms_norm_eps == 1e-6 and small.use_cache is False
+    shallow = generic.shrunk(Config(), next(p for p in (make() for make in generic.PROFILES) if p.name == "shallow"))
+    assert shallow.hidden_size == 4096 and shallow.num_hidden_layers == 2
+
+
+def test_a_model_of_transformers() -> None:
+    coverage.define_torchvision()
+    pytest.importorskip("transformers")
+    from benchmarks import coverage_generic as generic
+
+    assert len(generic.class_names()) > 300
+    assert status(generic.case("GPT2LMHeadModel")) == "exact"
+
+
+def test_losses_need_rows_in_order() -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.coverage_inputs import losses_for
+    from benchmarks.coverage_truth import NotBuilt
+
+    class Frames(nn.Module):
+        def __init__(self, last: bool) -> None:
+            super().__init__()
+            self.a, self.last = nn.Linear(4, 4), last
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.a(x)
+            return torch.cat([out[:, t] for t in range(2)]) if self.last else out.flatten(0, 1)
+
+    def make(sizes: Sizes) -> dict[str, Any]:
+        torch.manual_seed(0)
+        return {"x": torch.randn(sizes.batch, 2, 4), "seed": torch.arange(sizes.batch)}
+
+    losses_for(Frames(False), make)
+    with pytest.raises(NotBuilt, match="not ordered by sample"):
+        losses_for(Frames(True), make)
