@@ -1,7 +1,7 @@
 """On what share of architectures is one private step exactly right?
 
-    python -m benchmarks.coverage [--engines fastdp opacus-hooks ...] [--suite named|transformers|timm] [--only NAME ...]
-                                  [--jobs 2] [--out FILE.csv]
+    python -m benchmarks.coverage [--engines fastdp opacus-hooks ...] [--suite named|transformers|timm]
+                                  [--only NAME ...] [--jobs 2] [--out FILE.csv]
 
 Every case runs in a process of its own, twice: with 3 samples, and with as many samples as tokens. The update of one
 step without noise, at the median norm as clipping norm, is compared with the clipped mean of float64 gradients of one

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .coverage_truth import Losses, NotBuilt, Sizes, default_dtype, take
+from .coverage_truth import Losses, NotBuilt, Sizes, default_dtype, from_batch_norm, take
 
 Make = Callable[[Sizes], dict[str, Any]]
 FIRST, LAST = 10, 90  # token ids of plain text, below those of special tokens
@@ -250,6 +250,7 @@ def outputs(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 def losses_for(model: nn.Module, make: Make) -> Losses:
     """Losses of what has one row (or k rows) for each sample, as two batch sizes tell; raises where nothing has."""
+    _one_alone(model, make)
     shapes = []
     for sizes in (Sizes(3, 8), Sizes(2, 8)):
         found = outputs(model, make(sizes))
@@ -269,6 +270,15 @@ def losses_for(model: nn.Module, make: Make) -> Losses:
     return losses
 
 
+def _one_alone(model: nn.Module, make: Make) -> None:
+    """Raises where one sample alone does not run, unless by BatchNorm, which is a property of the model."""
+    try:
+        outputs(model, make(Sizes(1, 8)))
+    except ValueError as problem:
+        if not from_batch_norm(problem):
+            raise
+
+
 def _by_sample(model: nn.Module, make: Make, name: str) -> bool:
     """Whether the k rows of a sample are consecutive: another order would make a loss that couples samples."""
     batch = make(Sizes(2, 8))
@@ -278,7 +288,7 @@ def _by_sample(model: nn.Module, make: Make, name: str) -> bool:
 
 
 def row_losses(out: Tensor, seeds: Tensor) -> Tensor:
-    """[B]: cross entropy of [B, V] and [B, T, V], its mean over the sample's own tokens; mean of squares of the rest."""
+    """[B]: cross entropy of [B, V] and [B, T, V], mean over the sample's own tokens; mean of squares of the rest."""
     out = out.reshape(len(seeds), -1, *out.shape[1:]) if out.size(0) != len(seeds) else out
     if out.dim() in (2, 3) and 1 < out.size(-1) <= 256:
         flat = out.reshape(len(seeds), -1, out.size(-1))

@@ -118,12 +118,32 @@ add("batch_second", lambda m, x: m.a(x.transpose(0, 1))[0].transpose(0, 1), sequ
 add("axis_keyword", lambda m, x: m.a(x) / (x * x).mean(axis=-1, keepdim=True).sqrt(), sequence, a=lin(D, 5))
 add("type_as", lambda m, x: m.a(x + torch.arange(x.size(1)).type_as(x)[:, None]), sequence, a=lin(D, 5))
 add("one_sample_at_a_time", lambda m, x: torch.stack([m.a(row.tanh()).sum(0) for row in x]), sequence, a=lin(D, 5))
-add("unpadded_rows", lambda m, x: m.a(x.flatten(0, 1)[torch.arange(x.size(0) * x.size(1))]).view(len(x), -1, 5), sequence,
+add("unpadded_rows", lambda m, x: m.a(x.flatten(0, 1)[torch.arange(x[..., 0].numel())]).view(len(x), -1, 5), sequence,
     a=lin(D, 5))  # fmt: skip
-add("heads_in_batch", lambda m, x: m.b(m.a(x).view(len(x), -1, 2, 4).transpose(1, 2).flatten(0, 1).softmax(1)
-                                      .view(len(x), 2, -1, 4).transpose(1, 2).flatten(2)), sequence, a=lin(D, D), b=lin(D, 4))  # fmt: skip
-add("masked_scatter", lambda m, x, y: m.a(x.masked_scatter((torch.arange(x.size(1)) % 2 == 0)[:, None].expand_as(x), m.b(y)[:, ::2])),
-    two, a=lin(D, 5), b=lin(D, D))  # fmt: skip
+add(
+    "heads_in_batch",
+    lambda m, x: m.b(
+        m.a(x)
+        .view(len(x), -1, 2, 4)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        .softmax(1)
+        .view(len(x), 2, -1, 4)
+        .transpose(1, 2)
+        .flatten(2)
+    ),
+    sequence,
+    a=lin(D, D),
+    b=lin(D, 4),
+)
+
+
+def image_tokens(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    places = (torch.arange(x.size(1)) % 2 == 0)[:, None].expand_as(x)
+    return m.a(x.masked_scatter(places, m.b(y)[:, ::2]))
+
+
+add("masked_scatter", image_tokens, two, a=lin(D, 5), b=lin(D, D))
 
 # ---------------------------------------------------------------------- experts
 
@@ -225,8 +245,14 @@ add("hypernetwork_of_parameters", lambda m, x: F.linear(x, m.h(m.z).view(4, D)),
 add("low_rank_merge", lambda m, x: F.linear(x, m.w + 0.5 * m.u @ m.v), sequence, w=P(5, D), u=P(5, 2), v=P(2, D))
 add("weight_norm", lambda m, x: m.a(x).tanh(), sequence, a=lambda: parametrizations.weight_norm(nn.Linear(D, 5)))
 add("orthogonal", lambda m, x: m.a(x).tanh(), sequence, a=lambda: parametrizations.orthogonal(nn.Linear(D, 5)))
-add("standardised_convolution", lambda m, x: F.conv1d(x.transpose(1, 2), (m.w - m.w.mean((1, 2), True))
-                                                      / (m.w.var((1, 2), keepdim=True) + 0.1).sqrt()), sequence, w=P(5, D, 2))  # fmt: skip
+add(
+    "standardised_convolution",
+    lambda m, x: F.conv1d(
+        x.transpose(1, 2), (m.w - m.w.mean((1, 2), True)) / (m.w.var((1, 2), keepdim=True) + 0.1).sqrt()
+    ),
+    sequence,
+    w=P(5, D, 2),
+)
 
 
 def spectral() -> nn.Module:
@@ -277,27 +303,55 @@ add(
     f=P(D, 6),
     o=lin(12, 4),
 )
-add("nerf_like", lambda m, x: m.b(torch.cat([x, m.a(torch.cat([x * 2.0**k for k in range(3)], -1).sin()).relu()], -1)), sequence,
-    a=lin(3 * D, 9), b=lin(D + 9, 4))  # fmt: skip
-add("complex_rotation", lambda m, x: torch.view_as_real(torch.view_as_complex(m.a(x).view(*x.shape[:2], 4, 2)) * torch.polar(
-    torch.ones(4, dtype=x.dtype), m.angle)).flatten(2), sequence, a=lin(D, D), angle=P(4))  # fmt: skip
+
+
+def radiance(m: nn.Module, x: Tensor) -> Tensor:
+    waves = torch.cat([x * 2.0**k for k in range(3)], -1).sin()
+    return m.b(torch.cat([x, m.a(waves).relu()], -1))
+
+
+def rotation(m: nn.Module, x: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(m.a(x).view(*x.shape[:2], 4, 2))
+    return torch.view_as_real(numbers * torch.polar(torch.ones_like(m.angle), m.angle)).flatten(2)
+
+
+add("nerf_like", radiance, sequence, a=lin(3 * D, 9), b=lin(D + 9, 4))
+add("complex_rotation", rotation, sequence, a=lin(D, D), angle=P(4))
+
+
+def four(x: Tensor) -> Tensor:
+    """Padded to four channels."""
+    return F.pad(x, (0, 0, 0, 0, 0, 4 - x.size(1)))
 
 
 def unet(m: nn.Module, x: Tensor) -> Tensor:
-    x = F.pad(x, (0, 0, 0, 0, 0, 4 - x.size(1)))
+    x = four(x)
     low = m.down(m.first(x).relu()).relu()
     return m.last(torch.cat([x, m.up(m.norm(low))], 1))
 
 
-add("unet", unet, images, first=lambda: nn.Conv2d(4, 6, 3, padding=1), down=lambda: nn.Conv2d(6, D, 2, stride=2),
-    norm=lambda: nn.GroupNorm(2, D), up=lambda: nn.ConvTranspose2d(D, 5, 2, stride=2), last=lambda: nn.Conv2d(9, 3, 1))  # fmt: skip
+add(
+    "unet",
+    unet,
+    images,
+    first=lambda: nn.Conv2d(4, 6, 3, padding=1),
+    down=lambda: nn.Conv2d(6, D, 2, stride=2),
+    norm=lambda: nn.GroupNorm(2, D),
+    up=lambda: nn.ConvTranspose2d(D, 5, 2, stride=2),
+    last=lambda: nn.Conv2d(9, 3, 1),
+)
 for variant, options in {
-    "dilated": dict(dilation=2), "grouped": dict(groups=2), "depthwise": dict(groups=4), "reflected": dict(padding=1, padding_mode="reflect"),
-    "circular": dict(padding=1, padding_mode="circular"), "same": dict(padding="same"), "strided": dict(stride=2, padding=1),
-}.items():  # fmt: skip
-    add(f"convolution_{variant}", lambda m, x: m.a(F.pad(x, (0, 0, 0, 0, 0, 4 - x.size(1)))).tanh(), images,
+    "dilated": dict(dilation=2),
+    "grouped": dict(groups=2),
+    "depthwise": dict(groups=4),
+    "reflected": dict(padding=1, padding_mode="reflect"),
+    "circular": dict(padding=1, padding_mode="circular"),
+    "same": dict(padding="same"),
+    "strided": dict(stride=2, padding=1),
+}.items():
+    add(f"convolution_{variant}", lambda m, x: m.a(four(x)).tanh(), images,
         a=lambda options=options: nn.Conv2d(4, 4, 3, **options))  # fmt: skip
-add("channels_last", lambda m, x: m.a(F.pad(x, (0, 0, 0, 0, 0, 4 - x.size(1))).contiguous(memory_format=torch.channels_last)).tanh(),
+add("channels_last", lambda m, x: m.a(four(x).contiguous(memory_format=torch.channels_last)).tanh(),
     images, a=lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last))  # fmt: skip
 add("convolution_3d", lambda m, x: m.a(x[:, None]).tanh(), rows(3, 5, 5), a=lambda: nn.Conv3d(1, 4, 2))
 add("instance_norm", lambda m, x: m.n(m.a(x.transpose(1, 2))).tanh(), sequence, a=lambda: nn.Conv1d(D, 6, 2),
@@ -308,7 +362,7 @@ add("transformer_encoder", lambda m, x: m.a(x), sequence, a=lambda: nn.Transform
 add("quantised_base_lora", lambda m, x: F.linear(x, m.q.to(x.dtype) * 0.01) + m.v(m.u(x)), sequence, u=lin(D, 2, False),
     v=lin(2, 5, False), q=lambda: nn.Buffer(torch.randint(-127, 127, (5, D), dtype=torch.int8)))  # fmt: skip
 
-# ---------------------------------------------------------------------- samples coupled by the model: right is to refuse
+# ---------------------------------------------------------------------- coupled by the model: right is to refuse
 
 add(
     "coupled_batch_norm",

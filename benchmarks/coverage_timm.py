@@ -1,4 +1,4 @@
-"""One small model of every module of timm, on small images; and once more with BatchNorm in eval mode, where it has any."""
+"""One small model of every module of timm, on small images; again with BatchNorm in eval mode where it has any."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ SMALL = re.compile(
     r"test|atto|femto|pico|nano|zepto|tiny|xxs|_xs|_x?small|_s\b|_s0|_t0|_b0|_m0|18|_0\d\d|mini|micro|lite|10|_ti_"
 )
 CANDIDATES, LARGEST = 6, 25_000_000
-SHAPES = (dict(img_size=64, depth=2), dict(img_size=64, depths=(1, 1, 1, 1)), dict(img_size=64), dict(depths=(1, 1, 1, 1)),
-          dict(layers=(1, 1, 1, 1)), {})  # fmt: skip
+ONE_EACH = (1, 1, 1, 1)
+SHAPES = (dict(img_size=64, depth=2), dict(img_size=64, depths=ONE_EACH), dict(img_size=64), dict(depths=ONE_EACH),
+          dict(layers=ONE_EACH), {})  # fmt: skip
 SIDES = (64, 96, 224, 256)
 EVAL = " (BatchNorm in eval mode)"
 

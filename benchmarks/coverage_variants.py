@@ -13,18 +13,42 @@ from . import coverage_generic as generic
 from .coverage_truth import Built, Case, Sizes, shake
 
 ARCHITECTURES = {
-    "bert": "BertForSequenceClassification", "bert_mlm": "BertForMaskedLM", "roberta": "RobertaForSequenceClassification",
-    "distilbert": "DistilBertForMaskedLM", "albert": "AlbertForSequenceClassification", "deberta": "DebertaV2ForMaskedLM",
-    "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "opt": "OPTForCausalLM", "bloom": "BloomForCausalLM",
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "gemma": "GemmaForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "phi": "PhiForCausalLM", "mixtral": "MixtralForCausalLM", "mamba": "MambaForCausalLM", "mamba2": "Mamba2ForCausalLM",
-    "rwkv": "RwkvForCausalLM", "t5": "T5ForConditionalGeneration", "bart": "BartForConditionalGeneration",
-    "vit": "ViTForImageClassification", "dinov2": "Dinov2ForImageClassification", "swin": "SwinForImageClassification",
-    "convnext": "ConvNextForImageClassification", "resnet": "ResNetForImageClassification", "beit": "BeitForImageClassification",
-    "whisper": "WhisperForConditionalGeneration", "wav2vec2": "Wav2Vec2ForCTC", "clip": "CLIPModel",
-    "clip_vision": "CLIPForImageClassification", "detr": "DetrForObjectDetection", "segformer": "SegformerForImageClassification",
-    "llava": "LlavaForConditionalGeneration", "qwen2_vl": "Qwen2VLForConditionalGeneration",
-}  # fmt: skip
+    "bert": "BertForSequenceClassification",
+    "bert_mlm": "BertForMaskedLM",
+    "roberta": "RobertaForSequenceClassification",
+    "distilbert": "DistilBertForMaskedLM",
+    "albert": "AlbertForSequenceClassification",
+    "deberta": "DebertaV2ForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "opt": "OPTForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "rwkv": "RwkvForCausalLM",
+    "t5": "T5ForConditionalGeneration",
+    "bart": "BartForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+    "dinov2": "Dinov2ForImageClassification",
+    "swin": "SwinForImageClassification",
+    "convnext": "ConvNextForImageClassification",
+    "resnet": "ResNetForImageClassification",
+    "beit": "BeitForImageClassification",
+    "whisper": "WhisperForConditionalGeneration",
+    "wav2vec2": "Wav2Vec2ForCTC",
+    "clip": "CLIPModel",
+    "clip_vision": "CLIPForImageClassification",
+    "detr": "DetrForObjectDetection",
+    "segformer": "SegformerForImageClassification",
+    "llava": "LlavaForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+}
 Change = Callable[[nn.Module, dict[str, Any]], nn.Module]
 
 
@@ -161,19 +185,28 @@ def cases() -> dict[str, Case]:
         changed("convnext_channels_last", ARCHITECTURES["convnext"], channels_last),
         changed("vit_head_only", vit, head_only),
         changed("bert_head_only", bert, head_only),
-        changed("gpt2_lora", gpt2, adapted("LoraConfig", target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **lora)),
+        changed(
+            "gpt2_lora", gpt2, adapted("LoraConfig", target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **lora)
+        ),
         changed("llama_lora", llama, adapted("LoraConfig", target_modules=["q_proj", "v_proj"], **lora)),
         changed("llama_dora", llama, adapted("LoraConfig", target_modules=["q_proj", "v_proj"], use_dora=True, **lora)),
-        changed("llama_lora_embedding", llama, adapted("LoraConfig", target_modules=["embed_tokens", "lm_head"], **lora)),
-        changed("llama_ia3", llama, adapted("IA3Config", target_modules=["k_proj", "down_proj"],
-                                            feedforward_modules=["down_proj"])),
+        changed(
+            "llama_lora_embedding", llama, adapted("LoraConfig", target_modules=["embed_tokens", "lm_head"], **lora)
+        ),
+        changed(
+            "llama_ia3",
+            llama,
+            adapted("IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        ),
         changed("llama_prefix", llama, adapted("PrefixTuningConfig", num_virtual_tokens=3)),
         changed("llama_prompt", llama, adapted("PromptTuningConfig", num_virtual_tokens=3)),
-        changed("mixtral_lora", ARCHITECTURES["mixtral"], adapted("LoraConfig", target_modules=["q_proj", "v_proj"], **lora)),
+        changed(
+            "mixtral_lora", ARCHITECTURES["mixtral"], adapted("LoraConfig", target_modules=["q_proj", "v_proj"], **lora)
+        ),
         changed("bert_autocast", bert, same, 0.05, under_autocast),
         changed("llama_autocast", llama, same, 0.05, under_autocast),
         changed("vit_autocast", vit, same, 0.05, under_autocast),
         changed("gpt2_functional_call", gpt2, same, wrap=by_functional_call),
         changed("vit_functional_call", vit, same, wrap=by_functional_call),
-    ]  # fmt: skip
+    ]
     return {case.name: case for case in found}

@@ -138,7 +138,7 @@ def test_every_process_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(60)
 
     todo = [("one-by-one", Case("dies", dies)), ("one-by-one", Case("sleeps", sleeps)), ("one-by-one", CASES["gru"])]
-    found = {r["case"]: r["status"] for r in coverage.run_all(todo, 2, 4.0)}
+    found = {r["case"]: r["status"] for r in coverage.run_all(todo, 2, 2.0)}
     assert found == {"dies": "crashed", "sleeps": "timeout", "gru": "exact"}
 
 
