@@ -191,15 +191,20 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     for result in run_all([(e, cases[c]) for e in options.engines for c in names], options.jobs, options.limit):
         results.append({"suite": options.suite, **result})
         show(results[-1])
+        if options.out:
+            append(options.out, results[-1])
     print(totals(results))
-    if options.out:
-        new = not options.out.exists()
-        with options.out.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
-            if new:
-                writer.writeheader()
-            writer.writerows(results)
     return results
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """At once, so that an interrupted run leaves what it found."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
 
 
 if __name__ == "__main__":
