@@ -4,48 +4,40 @@ fields; nothing here knows a model by name, but for compositions of two models, 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .coverage_inputs import inputs_for, losses_for
+from .coverage_inputs import inputs_for, padded
+from .coverage_losses import losses_for
+from .coverage_rules import (
+    COUNTS,
+    DEPTH,
+    DEPTHS,
+    EXPERTS,
+    FILL,
+    GROUPED,
+    HEAD_DIM,
+    HEADS,
+    INNER,
+    KEPT,
+    KNOWN,
+    OFF,
+    POSITIONS,
+    TOKEN,
+    VOCABULARY,
+    WIDTH,
+)
 from .coverage_truth import Built, Case, NotBuilt, Sizes, clean, shake, without_dropout
 
 VOCAB, LARGEST = 128, 40_000_000  # parameters: a model above it is not worth its time
+PATIENCE = 40.0  # seconds of looking for a configuration and inputs that go together
 NO_LOSS = ("MODEL_MAPPING_NAMES", "MODEL_FOR_BACKBONE_MAPPING_NAMES", "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
            "MODEL_FOR_IMAGE_MAPPING_NAMES")  # fmt: skip
-TOKEN = re.compile(r"(_token_(id|index)|_token_ids|_id|_index)$")
-VOCABULARY = re.compile(r"vocab_size|n_vocab|codebook_size|num_embeddings$|vocabulary")
-DEPTH = re.compile(
-    r"(^|_)(num_(hidden_)?layers|n_layers?|layers|depth|num_blocks|n_blocks|num_hidden_layers|num_layer|"
-    r"layers_per_block|num_encoder_blocks|num_hidden_groups)$"
-)
-DEPTHS = re.compile(r"^(depths|num_blocks|layer_depths|block_repeats|blocks_per_stage)$")
-HEADS = re.compile(r"(^|_)(num_(attention_)?heads|n_heads?|heads|num_.*_heads|attention_heads|num_head)$")
-GROUPED = re.compile(r"key_value|kv_heads|num_kv")
-HEAD_DIM = re.compile(r"head_dim|d_kv|d_head|dim_head|head_size|attention_head_size|rope_dim|rotary_dim$")
-WIDTH = re.compile(
-    r"hidden_size|hidden_dim|d_model|embed(ding)?_(dim|size)|n_embd|emb_dim|(^|_)dim$|width|d_ff|ffn|mlp_dim|"
-    r"intermediate|feedforward|_dim$|_dims$|_rank$|inner|channels?$|units$|_size$|num_filters|attention_size"
-)
-INNER = re.compile(r"intermediate|ffn|d_ff|mlp_dim|feedforward|n_inner|d_inner|fc_dim")
-KEPT = re.compile(
-    r"num_channels|in_channels|in_chans|image_size|patch|kernel|window|stride|group|type_vocab|chunk|mel|feature_size|"
-    r"input_size|pool|context|block|grid|merge|audio_channels|crop|tubelet|input_channels|output_channels_|temporal|"
-    r"ratio|pretrain|input_feat|sample|num_labels|length|coordinate"
-)
-POSITIONS = re.compile(r"position|max_seq|n_ctx|n_positions|max_source|max_target|seq_len")
-EXPERTS = re.compile(r"num_(local_|routed_)?experts$|n_routed_experts|moe_num_experts|num_experts$")
-OFF = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter|layerdrop|noise|z_loss")
-COUNTS = re.compile(
-    r"num_queries|num_query|num_latents|num_denoising|num_negatives|n_latents|train_num_points|max_bins"
-)
-
-
 # ---------------------------------------------------------------------- which classes
 
 
@@ -69,6 +61,7 @@ class Profile:
 
     def __init__(self, name: str, width: Callable[[int], int] | None, image: int, layers: int = 2) -> None:
         self.name, self.width, self.image, self.layers = name, width, image, layers
+        self.filled, self.all_heads = "filled" in name, "equal heads" in name
         self.ids: dict[int, int] = {}
 
     def token(self, value: int) -> int:
@@ -84,6 +77,9 @@ def ratio(divisor: int) -> Callable[[int], int]:
 PROFILES = (
     lambda: Profile("uniform", lambda value: 32, 32),
     lambda: Profile("uniform, 64 pixels", lambda value: 32, 64),
+    lambda: Profile("uniform, equal heads", lambda value: 32, 64),
+    lambda: Profile("uniform, filled", lambda value: 32, 64),
+    lambda: Profile("uniform, filled, equal heads", lambda value: 32, 64),
     lambda: Profile("heads as they are", lambda value: 256, 32),
     lambda: Profile("heads as they are, wider", lambda value: 512, 32),
     lambda: Profile("uniform, all layers", lambda value: 32, 64, 24),
@@ -104,7 +100,7 @@ def chosen_layers(fields: dict[str, Any], depth: int, layers: int) -> list[int]:
     return (picked + [i for i in range(depth) if i not in picked])[: max(layers, len(picked))]
 
 
-def shrunk(config: Any, profile: Profile) -> Any:
+def shrunk(config: Any, profile: Profile, decoder_only: bool = False) -> Any:
     """A configuration of the same class with few layers, narrow widths, no dropout."""
     names = [f.name for f in dataclasses.fields(config) if f.init] if dataclasses.is_dataclass(config) else []
     fields = {n: config.__dict__[n] for n in names if n in config.__dict__}
@@ -119,9 +115,32 @@ def shrunk(config: Any, profile: Profile) -> Any:
             new[name] = type(value)(_number(name, value[i], profile) for i in kept)
         else:
             new[name] = shrunk_field(name, value, profile)
+    if profile.filled:
+        new |= filling(new, len(kept) or profile.layers)
+    if "is_decoder" in new and decoder_only:
+        new["is_decoder"] = True
+    new |= KNOWN.get(type(config).__name__, {})
     plain = vars(type(config)())
     changed = {n: v for n, v in new.items() if n not in ("id2label", "label2id") and not _same(v, plain.get(n))}
+    stages = getattr(config, "_out_indices", None) or ()  # of a backbone, which its head counts on
+    if len(stages) > 1 and _fits(new, depth_of, stages):
+        changed["out_indices"] = list(stages)
     return type(config)(**changed)
+
+
+def _fits(fields: dict[str, Any], depth_of: dict[str, int], stages: Any) -> bool:
+    """Whether the shrunk model still has these stages."""
+    staged = any(isinstance(v, list | tuple) and DEPTHS.search(n) for n, v in fields.items())
+    return staged or max(stages) <= max((fields[n] for n in depth_of), default=0)
+
+
+def filling(fields: dict[str, Any], depth: int) -> dict[str, Any]:
+    """Values for fields that are None; a word stands for one a layer."""
+    new = {n: FILL[n] for n, v in fields.items() if v is None and n in FILL}
+    new = {n: [v] * depth if n.endswith("layer_types") else v for n, v in new.items()}
+    if isinstance(fields.get("rope_parameters"), dict) and "mrope_section" not in fields["rope_parameters"]:
+        new["rope_parameters"] = {**fields["rope_parameters"], "mrope_section": [2, 1, 1]}
+    return new
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -137,7 +156,10 @@ def shrunk_field(name: str, value: Any, profile: Profile) -> Any:
         return _rope(value, profile)
     if DEPTHS.search(name) and isinstance(value, list | tuple) and all(_is_int(v) for v in value):
         return type(value)(min(v, 1) for v in value)
-    if isinstance(value, list | tuple) and value and all(_is_int(v) for v in value) and not HEADS.search(name):
+    if isinstance(value, list | tuple) and value and all(_is_int(v) for v in value):
+        if HEADS.search(name):  # of stages of equal width
+            return type(value)(min(v, 2) for v in value) if profile.name.startswith("uniform") else value
+        name = "stage_channels" if name == "in_channels" and len(value) > 1 else name
         return type(value)(_number(name, v, profile) for v in value)
     return _number(name, value, profile)
 
@@ -179,11 +201,13 @@ def _number(name: str, value: Any, profile: Profile) -> Any:
 def _width(name: str, value: int, profile: Profile) -> int:
     if profile.width is None or value < 8 and not HEADS.search(name):
         return value
+    if name == "num_pos_feats":  # of rows, then of columns
+        return profile.width(2 * value) // 2
     uniform, as_they_are = profile.name.startswith("uniform"), profile.name.startswith("heads")
     if HEADS.search(name):
         if not (uniform or as_they_are):
             return value
-        return min(value, 2 if GROUPED.search(name) else 4)
+        return min(value, 2 if GROUPED.search(name) and not profile.all_heads else 4)
     if as_they_are and HEAD_DIM.search(name):
         return value
     if KEPT.search(name) or value < 16:
@@ -238,7 +262,7 @@ def configs(model_class: type) -> Iterator[tuple[Profile, Any]]:
     for make in () if found else PROFILES:
         profile = make()
         try:
-            config = shrunk(model_class.config_class(), profile)
+            config = shrunk(model_class.config_class(), profile, "LMHead" in model_class.__name__)
         except Exception as e:  # noqa: BLE001  (rules that do not fit this configuration: the next ones)
             problem = e
             continue
@@ -275,12 +299,15 @@ def build(name: str, sizes: Sizes) -> Built:
     if name not in _CHOSEN:
         _CHOSEN[name] = _choose(model_class)
     config, make_inputs, losses = _CHOSEN[name]
-    return model_of(model_class, config), make_inputs(sizes), losses
+    model, batch = model_of(model_class, config), make_inputs(sizes)
+    return model, padded(model, config, batch, sizes) if sizes.padded else batch, losses
 
 
 def _choose(model_class: type) -> tuple[Any, Any, Any]:
-    problems = []
+    problems, started = [], time.monotonic()
     for profile, config in configs(model_class):
+        if time.monotonic() - started > PATIENCE:
+            break
         try:
             model = model_of(model_class, config)
             for make_inputs in inputs_for(model, config):
@@ -294,16 +321,8 @@ def _choose(model_class: type) -> tuple[Any, Any, Any]:
 
 
 def case(name: str) -> Case:
-    return Case(name, lambda sizes: build(name, sizes))
+    return Case(name, lambda sizes: build(name, sizes), text=True)
 
 
 def cases() -> dict[str, Case]:
     return {name: case(name) for name in class_names()}
-
-
-def signature(model: nn.Module) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(model.forward).parameters)
-
-
-def floating(values: Any) -> list[Tensor]:
-    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]

@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .coverage_truth import Losses, NotBuilt, Sizes, default_dtype, from_batch_norm, take
+from .coverage_truth import NotBuilt, Sizes
 
 Make = Callable[[Sizes], dict[str, Any]]
 FIRST, LAST = 10, 90  # token ids of plain text, below those of special tokens
+OPTIONAL = (
+    ("pixel_values",), ("flattened_patches",), ("input_values",), ("input_features",), ("visual_feats", "visual_pos"),
+    ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    ("input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"),
+)  # fmt: skip
 CHANNELS = ("num_channels", "in_channels", "in_chans", "num_input_channels")
-NOT_A_LOSS = ("loss", "past_key_values", "attentions", "hidden_states", "cross_attentions")
 
 
 def look_up(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
@@ -40,6 +43,13 @@ def first_int(value: Any, default: int) -> int:
 
 def tokens(n: int, t: int) -> Tensor:
     return torch.randint(FIRST, LAST, (n, t))
+
+
+def below(vocabulary: int) -> Callable[[int, int], Tensor]:
+    """Token ids of a vocabulary that may be smaller than usual."""
+    return lambda n, t: (
+        tokens(n, t) if vocabulary >= LAST else torch.randint(min(4, vocabulary - 1), vocabulary, (n, t))
+    )
 
 
 def pixels(config: Any, side: int | None = None) -> Callable[[int, int], Tensor]:
@@ -84,9 +94,16 @@ def makers(config: Any) -> Makers:
     vocab = first_int(look_up(config, ("context_length", "prediction_length"), 16), 16)
     series = first_int(look_up(config, ("num_input_channels", "input_size"), 1), 1)
     width = first_int(look_up(config, ("hidden_size", "d_model"), 32), 32)
+    words = below(first_int(look_up(config, ("vocab_size",), LAST), LAST))
+    seen, place = (first_int(look_up(config, (n,), 4), 4) for n in ("visual_feat_dim", "visual_pos_dim"))
     return {
-        "input_ids": tokens,
-        "decoder_input_ids": lambda n, t: tokens(n, max(t - 2, 3)),
+        "input_ids": words,
+        "decoder_input_ids": lambda n, t: words(n, max(t - 2, 3)),
+        "visual_feats": lambda n, t: torch.randn(n, 5, seen),
+        "task_inputs": lambda n, t: words(n, 77),
+        "visual_pos": lambda n, t: torch.rand(n, 5, place),
+        "pixel_attention_mask": lambda n, t: torch.ones(n, 4, dtype=torch.long),
+        "spatial_shapes": lambda n, t: torch.tensor([[2, 2]] * n),
         "attention_mask": lambda n, t: torch.ones(n, t, dtype=torch.long),
         "pixel_values": pixels(config),
         "pixel_values_videos": video(config),
@@ -94,7 +111,6 @@ def makers(config: Any) -> Makers:
         "input_features": spectrogram(config, True),
         "bbox": boxes,
         "qformer_input_ids": tokens,
-        "task_inputs": lambda n, t: tokens(n, 77),
         "flattened_patches": lambda n, t: flattened(config, n),
         "past_values": lambda n, t: torch.randn(n, vocab, series),
         "inputs_embeds": lambda n, t: torch.randn(n, t, width),
@@ -108,25 +124,52 @@ def inputs_for(model: nn.Module, config: Any) -> Iterator[Make]:
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in kinds]
     main = getattr(model, "main_input_name", "input_ids")
-    wanted = list(dict.fromkeys([n for n in ("input_ids", main) if n in parameters] + required))
+    mains = main if isinstance(main, list | tuple) else [main]
+    wanted = list(dict.fromkeys([n for n in ("input_ids", *mains) if n in parameters] + required))
     wanted += [n for n in ("decoder_input_ids", "bbox") if n in parameters and n not in wanted]
     unknown = [n for n in required if n not in table]
     if unknown:
         raise NotBuilt(f"no rule for the required input {', '.join(unknown)}")
     wanted = [n for n in wanted if n in table] or ["input_ids"]
+    yield from combinations(model, config, wanted, table)
+    if "decoder_input_ids" in wanted and "decoder_input_ids" not in required:  # made by the model of the others
+        yield from combinations(model, config, [n for n in wanted if n != "decoder_input_ids"], table)
+    for names in OPTIONAL:
+        if set(names) <= set(parameters) and not set(names) <= set(wanted):
+            yield from combinations(model, config, [*wanted, *[n for n in names if n not in wanted]], table)
+            yield from combinations(model, config, [*required, *[n for n in names if n not in required]], table)
+
+
+def combinations(model: nn.Module, config: Any, wanted: list[str], table: Makers) -> Iterator[Make]:
+    """Of the formats in which each of the inputs may come."""
+    parameters = inspect.signature(model.forward).parameters
     if "input_ids" in wanted and "pixel_values" in parameters:
         yield from with_images(model, config)
     choices: dict[str, list[Callable[[int, int], Tensor]]] = {n: [table[n]] for n in wanted}
     sides = [pixels(config, side) for side in (64, 128, 224)]
+    words, books = table["input_ids"], first_int(look_up(config, ("num_codebooks", "num_channels"), 4), 4)
+    patches = 3 * first_int(look_up(config, ("patch_size",), 16), 16) ** 2
     alternatives = {
-        "pixel_values": [*sides, video(config)],
+        "pixel_values": [*sides, video(config), lambda n, t: torch.randn(n, 4, patches)],
+        "past_values": [lambda n, t: torch.randn(n, 32)],
+        "decoder_input_ids": [lambda n, t: words(n * books, 4), lambda n, t: words(n * books, 4).view(n, 4, books)],
         "input_values": [
             spectrogram(config, True),
             lambda n, t: torch.randn(n, 1, 2000),
+            lambda n, t: torch.randn(n, 8000),
             spectrogram(config, True, first_int(look_up(config, ("max_length",), 128), 128)),
         ],
         "input_features": [spectrogram(config, False), spectrogram(config, True, 64), spectrogram(config, False, 64)],
-        "input_ids": [lambda n, t: tokens(n, 2 * t).view(n, 2, t), lambda n, t: tokens(n, 64), separated, ended],
+        "input_ids": [
+            lambda n, t: words(n, 2 * t).view(n, 2, t),
+            lambda n, t: words(n, 64),
+            with_token(config, ("sep_token_id",), lambda t: [2, t - 1, t], 4),
+            with_token(config, ("sep_token_id",), lambda t: [2, t - 1, t], 4, choices=2),
+            with_token(config, ("eos_token_id",), lambda t: [t - 3], 0),
+            with_token(config, ("question_token_id",), lambda t: [2], 0),
+            lambda n, t: words(n * books, t),
+            lambda n, t: words(n, t * books).view(n, t, books),
+        ],
     }
     for name in choices:
         choices[name] += alternatives.get(name, [])
@@ -137,17 +180,18 @@ def inputs_for(model: nn.Module, config: Any) -> Iterator[Make]:
             yield _maker({**{n: table[n] for n in wanted}, "pixel_values": make})
 
 
-def separated(n: int, t: int) -> Tensor:
-    """Three separators, of id 2, in every sample."""
-    ids = tokens(n, t + 4)
-    ids[:, [2, t, t + 3]] = 2
-    return ids
+def with_token(
+    config: Any, names: tuple[str, ...], places: Callable[[int], list[int]], more: int, choices: int = 0
+) -> Callable[[int, int], Tensor]:
+    """Text with a special token at these places of every sample, before the last two, which may be padding."""
+    token = first_int(look_up(config, names, 2), 2)
 
+    def make(n: int, t: int) -> Tensor:
+        ids = tokens(n * (choices or 1), t + more)
+        ids[:, places(t)] = token
+        return ids.view(n, choices, -1) if choices else ids
 
-def ended(n: int, t: int) -> Tensor:
-    ids = tokens(n, t)
-    ids[:, -1] = 1
-    return ids
+    return make
 
 
 def with_images(model: nn.Module, config: Any) -> Iterator[Make]:
@@ -230,72 +274,14 @@ def _maker(rules: Makers) -> Make:
     return make
 
 
-# ---------------------------------------------------------------------- losses from outputs
-
-
-def outputs(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that come out and need a gradient, by name; lists by name and place."""
-    out = model(**{k: v for k, v in batch.items() if k != "seed"})
-    items = out.items() if hasattr(out, "items") else enumerate(out if isinstance(out, list | tuple) else [out])
-    found: dict[str, Tensor] = {}
-    for name, value in items:
-        if name in NOT_A_LOSS:
-            continue
-        many = value if isinstance(value, list | tuple) else [value]
-        for i, tensor in enumerate(many):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.requires_grad:
-                found[f"{name}.{i}"] = tensor
-    return found
-
-
-def losses_for(model: nn.Module, make: Make) -> Losses:
-    """Losses of what has one row (or k rows) for each sample, as two batch sizes tell; raises where nothing has."""
-    _one_alone(model, make)
-    shapes = []
-    for sizes in (Sizes(3, 8), Sizes(2, 8)):
-        found = outputs(model, make(sizes))
-        shapes.append({n: t.size(0) / sizes.batch for n, t in found.items() if t.dim() and t.numel()})
-    rows = [n for n, per in shapes[0].items() if shapes[1].get(n) == per and per == int(per)]
-    if not rows:
-        raise NotBuilt(f"no output with a row for each sample among {sorted(found)}")
-    rows = [n for n in rows if shapes[0][n] == 1 or _by_sample(model, make, n)]
-    if not rows:
-        raise NotBuilt("the rows of its outputs are not ordered by sample")
-    heads = [n for n in rows if "logits" in n or n.startswith("pred_")] or rows
-
-    def losses(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        found, seeds = outputs(model, batch), batch["seed"]
-        return torch.stack([row_losses(found[n], seeds) for n in heads if n in found]).sum(0)
-
-    return losses
-
-
-def _one_alone(model: nn.Module, make: Make) -> None:
-    """Raises where one sample alone does not run, unless by BatchNorm, which is a property of the model."""
-    try:
-        outputs(model, make(Sizes(1, 8)))
-    except ValueError as problem:
-        if not from_batch_norm(problem):
-            raise
-
-
-def _by_sample(model: nn.Module, make: Make, name: str) -> bool:
-    """Whether the k rows of a sample are consecutive: another order would make a loss that couples samples."""
-    batch = make(Sizes(2, 8))
-    together = outputs(model, batch)[name]
-    alone = [outputs(model, take(batch, [i], 2))[name] for i in (0, 1)]
-    return bool(torch.allclose(together, torch.cat(alone), rtol=1e-3, atol=1e-3))
-
-
-def row_losses(out: Tensor, seeds: Tensor) -> Tensor:
-    """[B]: cross entropy of [B, V] and [B, T, V], mean over the sample's own tokens; mean of squares of the rest."""
-    out = out.reshape(len(seeds), -1, *out.shape[1:]) if out.size(0) != len(seeds) else out
-    if out.dim() in (2, 3) and 1 < out.size(-1) <= 256:
-        flat = out.reshape(len(seeds), -1, out.size(-1))
-        place = torch.arange(flat.size(1)) * 7
-        labels = (seeds[:, None] * 5 + place[None]) % flat.size(-1)
-        return F.cross_entropy(flat.transpose(1, 2).clamp(-1e4, 1e4), labels, reduction="none").mean(1)
-    flat = out.reshape(len(seeds), -1).clamp(-1e4, 1e4)
-    with default_dtype(torch.float32):
-        weights = torch.linspace(0.5, 1.5, flat.size(1)).to(flat.dtype)
-    return ((flat + 0.05 * seeds[:, None].to(flat.dtype)) * weights).square().mean(1)
+def padded(model: nn.Module, config: Any, batch: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """Sample b without its last b % 3 tokens, padded on the right; raises NotBuilt where there is no text or mask."""
+    ids = batch.get("input_ids")
+    known = "attention_mask" in inspect.signature(model.forward).parameters
+    if ids is None or not known or ids.dim() != 2 or ids.size(0) != sizes.batch or ids.size(1) < 4:
+        raise NotBuilt("no text with an attention mask")
+    lengths = ids.size(1) - torch.arange(sizes.batch) % 3
+    mask = (torch.arange(ids.size(1)) < lengths[:, None]).long()
+    pad = look_up(config, ("pad_token_id",), 0)
+    pad = pad if isinstance(pad, int) and 0 <= pad < LAST else 0
+    return {**batch, "input_ids": torch.where(mask > 0, ids, pad), "attention_mask": mask}

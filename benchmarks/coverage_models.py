@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from .coverage_inputs import row_losses
+from .coverage_losses import row_losses
 from .coverage_truth import Built, Case, Sizes, shake
 
 D, V = 8, 23

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .coverage_inputs import row_losses
+from .coverage_losses import row_losses
 from .coverage_truth import Built, Case, NotBuilt, Sizes, clean, shake, without_dropout
 
 SMALL = re.compile(

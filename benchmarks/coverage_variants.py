@@ -61,7 +61,7 @@ def changed(name: str, class_name: str, change: Change, tolerance: float = 1e-4,
         model = change(model, batch)
         return model.train(), batch, losses if wrap is None else wrap(losses)
 
-    return Case(name, build, tolerance)
+    return Case(name, build, tolerance, text=True)
 
 
 def padded(model: nn.Module, batch: dict[str, Any]) -> nn.Module:

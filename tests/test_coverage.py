@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import fastdp  # noqa: F401  (its exceptions are refusals)
 from benchmarks import coverage, coverage_models
+from benchmarks import coverage_report as report
 from benchmarks.coverage_engines import ENGINES, fastdp_step, one_by_one
-from benchmarks.coverage_inputs import row_losses
-from benchmarks.coverage_truth import Case, Sizes, deliberate, judge, size_of, take, truth
+from benchmarks.coverage_losses import losses_for, row_losses
+from benchmarks.coverage_truth import Case, NotBuilt, Sizes, Truth, deliberate, errors_of, judge, size_of, take, truth
 from fastdp.errors import SampleMixingError
 
 SIZES = Sizes(3, 5)
@@ -137,7 +138,7 @@ def test_every_process_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
         time.sleep(60)
 
-    todo = [("one-by-one", Case("dies", dies)), ("one-by-one", Case("sleeps", sleeps)), ("one-by-one", CASES["gru"])]
+    todo = [("named", "one-by-one", case) for case in (Case("dies", dies), Case("sleeps", sleeps), CASES["gru"])]
     found = {r["case"]: r["status"] for r in coverage.run_all(todo, 2, 2.0)}
     assert found == {"dies": "crashed", "sleeps": "timeout", "gru": "exact"}
 
@@ -188,24 +189,82 @@ def test_a_model_of_transformers() -> None:
     assert status(generic.case("GPT2LMHeadModel")) == "exact"
 
 
-def test_losses_need_rows_in_order() -> None:
-    pytest.importorskip("transformers")
-    from benchmarks.coverage_inputs import losses_for
-    from benchmarks.coverage_truth import NotBuilt
+class Frames(nn.Module):
+    """Rows of two frames a sample: together, frame by frame, or mixed up; or frames first, then samples."""
 
-    class Frames(nn.Module):
-        def __init__(self, last: bool) -> None:
-            super().__init__()
-            self.a, self.last = nn.Linear(4, 4), last
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.order = nn.Linear(4, 4), order
 
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.a(x)
-            return torch.cat([out[:, t] for t in range(2)]) if self.last else out.flatten(0, 1)
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.a(x)
+        if self.order == "second":
+            return out.transpose(0, 1)
+        by_frame = torch.cat([out[:, t] for t in range(2)])
+        return {"samples": out.flatten(0, 1), "frames": by_frame, "mixed": by_frame.roll(1, 0)}[self.order]
 
-    def make(sizes: Sizes) -> dict[str, Any]:
-        torch.manual_seed(0)
-        return {"x": torch.randn(sizes.batch, 2, 4), "seed": torch.arange(sizes.batch)}
 
-    losses_for(Frames(False), make)
-    with pytest.raises(NotBuilt, match="not ordered by sample"):
-        losses_for(Frames(True), make)
+def frames(sizes: Sizes) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"x": torch.randn(sizes.batch, 2, 4), "seed": torch.arange(sizes.batch)}
+
+
+@pytest.mark.parametrize("order", ["samples", "frames", "second"])
+def test_rows_are_given_to_their_samples(order: str) -> None:
+    model, batch = Frames(order), frames(Sizes(3))
+    losses = losses_for(model, frames)
+    alone = torch.cat([losses(model, take(batch, [i], 3)) for i in range(3)])
+    assert torch.allclose(losses(model, batch), alone) and alone.std() > 1e-3
+    truth_of = truth(Case("frames", lambda sizes: (Frames(order), frames(sizes), losses)), SIZES)
+    assert truth_of.coupling < 1e-12
+
+
+def test_losses_need_rows_of_samples() -> None:
+    with pytest.raises(NotBuilt, match="no output whose rows"):
+        losses_for(Frames("mixed"), frames)
+
+
+def test_padding_counts_for_nothing() -> None:
+    out, seeds, mask = torch.randn(2, 5, 7), torch.arange(2), torch.tensor([[1] * 5, [1] * 3 + [0] * 2])
+    changed = out.clone()
+    changed[1, 3:] = 9.0
+    assert torch.equal(row_losses(out, seeds, mask), row_losses(changed, seeds, mask))
+    assert not torch.equal(row_losses(out, seeds), row_losses(changed, seeds))
+    assert torch.allclose(row_losses(out, seeds, mask)[0], row_losses(out, seeds)[0])
+
+
+def test_a_whole_update_that_cancels_is_judged_too() -> None:
+    """Each parameter within its rule, the sum of all far from right."""
+    want = {"p": torch.full((2,), 1e-3, dtype=torch.float64)}
+    exact = Truth(want, {"p": 100.0}, [1.0], 1.0, "float64", 0.0, 0.0)
+    errors = errors_of({"p": torch.tensor([1e-3 + 1e-4, 1e-3])}, exact)
+    assert errors.parameter < 1e-5 and errors.whole > 0.05 and errors.where == "p"
+    assert errors_of({"p": torch.tensor([float("nan"), 0.0])}, exact).whole == float("inf")
+
+
+# ---------------------------------------------------------------------- rows in a file
+
+
+def row(case: str, status: str, message: str = "", commit: str = "abc") -> dict[str, Any]:
+    return {"suite": "named", "engine": "fastdp", "case": case, "status": status, "message": message, "commit": commit}
+
+
+def test_a_sweep_is_taken_up_again(tmp_path: Any) -> None:
+    path = tmp_path / "rows.csv"
+    assert report.done(path, "abc") == set()
+    for r in (row("a", "exact"), row("b", "exact", commit="old"), row("c", "refused", commit="abc+changes")):
+        report.append(path, r)
+    assert report.done(path, "abc") == {("named", "fastdp", "a")}
+    assert report.done(path, "abc+changes") == set()  # nobody knows which changes
+    report.append(path, row("b", "WRONG"))
+    assert {r["case"]: r["status"] for r in report.read(path)} == {"a": "exact", "b": "WRONG", "c": "refused"}
+
+
+def test_a_sum_of_rows_groups_reasons() -> None:
+    rows = [row(f"c{i}", "refused", f"SampleMixingError: cumsum() in module 'layers.{i}' along {i}") for i in range(3)]
+    rows += [row("d", "refused", "TypeError: another"), row("e", "exact"), row("f", "not built", "no")]
+    text = report.summary(rows)
+    assert "| named | fastdp | 5 of 6 | 20.0 % | 1 | 0 | 4 |" in text
+    assert "- 3 x SampleMixingError: cumsum() in module '…' along #\n  c0, c1, c2" in text
+    assert text.index("3 x Sample") < text.index("1 x TypeError")
