@@ -53,7 +53,7 @@ FILL: dict[str, Any] = {
     "expert_intermediate_size": 48,
     "sliding_window": 4,
     "indexer_n_heads": 4,
-    "indexer_kv_heads": 2,
+    "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
