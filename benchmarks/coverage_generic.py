@@ -151,7 +151,7 @@ def shrunk_field(name: str, value: Any, profile: Profile) -> Any:
     if hasattr(value, "to_dict"):
         return shrunk(value, profile)
     if isinstance(value, float):
-        return 0.0 if OFF.search(name) else value
+        return None if name == "pos_embed_rescale" else 0.0 if OFF.search(name) else value  # a random scale in training
     if name == "rope_parameters" and isinstance(value, dict):
         return _rope(value, profile)
     if DEPTHS.search(name) and isinstance(value, list | tuple) and all(_is_int(v) for v in value):

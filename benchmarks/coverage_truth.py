@@ -4,12 +4,13 @@ Two rules, and a step is exact only if both hold. With u the right update, v the
 parameter p, g_b,p the gradient of sample b and c_b its clip factor:
 
     of each parameter    |v_p - u_p| <= tol * max((1/B) sum_b c_b |g_b,p|, 0.02 |u|)
-    of the whole update  |v - u| <= tol * |u|
+    of the whole update  |v - (u - m w)| <= tol * |u|  for some m in [0, 5e-6], w = (1/B) sum of c_b g_b where n_b >= R
 
 The first one's measure is the size before samples cancel, for no float32 engine can be exact relative to a sum that
-cancels; the second one has no such allowance. fastdp's factors are lower than exact by 4e-6 on purpose (a margin for
-rounding), far within tol = 1e-4. A step that misses a rule is still exact if it misses by no more than 4 times what
-plain autograd in float32, one sample at a time, misses it by (+ 1e-5): rounding of the model itself.
+cancels; the second one has no such allowance. The m is a margin by which an engine may lower, on purpose, the factors
+of the samples that it clips, so that rounding cannot take them past R (fastdp: 4e-6). A step that
+misses a rule is still exact if it misses by no more than 4 times what plain autograd in float32, one sample at a time,
+misses it by (+ 1e-5): rounding of the model itself.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ Grads = dict[str, Tensor]
 
 STATUSES = ("exact", "rightly refused", "refused", "WRONG", "crashed", "timeout", "bad case", "not built")
 TOLERANCE = 1e-4
+MARGIN = 5e-6  # of clip factors
 COUPLED, COUPLED_FLOAT32 = 1e-6, 1e-3  # relative; float64 models often hold float32 islands, near 1e-7
 RANDOM = 1e-6
 FLOOR = 0.02  # a parameter's error is relative to its own update, or to this share of the whole one
@@ -68,6 +70,7 @@ class NotFinite(NotBuilt):
 @dataclass
 class Truth:
     update: Grads  # (1/B) sum_b c_b g_b, c_b = min(1, R / n_b), R = 1
+    clipped: Grads  # (1/B) sum of c_b g_b over samples of norm R or more
     scales: dict[str, float]  # (1/B) sum_b c_b |g_b| of each parameter: the update's size, were nothing to cancel
     norms: list[float]
     scale: float  # of the losses, so that the median norm is R = 1
@@ -214,7 +217,7 @@ def _truth(case: Case, sizes: Sizes, dtype: torch.dtype) -> Truth:
     except ValueError as problem:
         if not from_batch_norm(problem):
             raise
-        return Truth({}, {}, [], 1.0, "none", float("inf"), 0.0, ["batch statistics need several samples"])
+        return Truth({}, {}, {}, [], 1.0, "none", float("inf"), 0.0, ["batch statistics need several samples"])
     norms = [size_of(g) for g in rows]
     if not all(0 < n < float("inf") for n in norms):
         raise NotFinite(f"gradient norms {[f'{n:.1e}' for n in norms]}")
@@ -226,7 +229,8 @@ def _truth(case: Case, sizes: Sizes, dtype: torch.dtype) -> Truth:
     update = clipped_mean(rows, factors)
     scales = {n: sum(c * float(g[n].norm()) for c, g in zip(factors, rows, strict=True)) / len(rows) for n in update}
     kind = str(dtype).removeprefix("torch.")
-    return Truth(update, scales, norms, 1 / median, kind, difference(together, summed), random)
+    clipped = clipped_mean(rows, [c if n >= median else 0.0 for c, n in zip(factors, norms, strict=True)])
+    return Truth(update, clipped, scales, norms, 1 / median, kind, difference(together, summed), random)
 
 
 def plain_error(case: Case, sizes: Sizes, exact: Truth) -> Errors:
@@ -248,7 +252,15 @@ def errors_of(found: Grads, exact: Truth) -> Errors:
             worst, where = error, name
         if error != error:
             return Errors(float("inf"), name, float("inf"))
-    return Errors(worst, where, difference(found, exact.update))
+    return Errors(worst, where, whole_error(found, exact))
+
+
+def whole_error(found: Grads, exact: Truth) -> float:
+    """|found - (update - m clipped)| / |update|, at the best m within the margin."""
+    missing = {n: exact.update[n] - found[n].double() for n in exact.update}
+    along = sum(float((missing[n] * part).sum()) for n, part in exact.clipped.items())
+    margin = min(max(along / max(size_of(exact.clipped) ** 2, 1e-300), 0.0), MARGIN)
+    return size_of({n: d - margin * exact.clipped[n] for n, d in missing.items()}) / max(size_of(exact.update), 1e-300)
 
 
 Engine = Callable[[nn.Module, dict[str, Any], Losses, float, int], None]  # one step: lr, clipping norm 1, batch B

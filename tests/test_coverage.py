@@ -237,10 +237,13 @@ def test_padding_counts_for_nothing() -> None:
 def test_a_whole_update_that_cancels_is_judged_too() -> None:
     """Each parameter within its rule, the sum of all far from right."""
     want = {"p": torch.full((2,), 1e-3, dtype=torch.float64)}
-    exact = Truth(want, {"p": 100.0}, [1.0], 1.0, "float64", 0.0, 0.0)
-    errors = errors_of({"p": torch.tensor([1e-3 + 1e-4, 1e-3])}, exact)
+    part = {"p": torch.tensor([50.0, 0.0], dtype=torch.float64)}
+    exact = Truth(want, part, {"p": 100.0}, [1.0], 1.0, "float64", 0.0, 0.0)
+    errors = errors_of({"p": torch.tensor([1e-3, 1e-3 + 1e-4])}, exact)
     assert errors.parameter < 1e-5 and errors.whole > 0.05 and errors.where == "p"
     assert errors_of({"p": torch.tensor([float("nan"), 0.0])}, exact).whole == float("inf")
+    lower, higher, too_low = (errors_of({"p": want["p"] - m * part["p"]}, exact).whole for m in (4e-6, -4e-6, 4e-5))
+    assert lower < 1e-6 and higher > 0.05 and too_low > 0.05  # the margin of clip factors, downwards only
 
 
 # ---------------------------------------------------------------------- rows in a file
