@@ -1,0 +1,121 @@
+"""Rows of the coverage benchmark: kept in a CSV file, taken up again, summed up."""
+
+from __future__ import annotations
+
+import collections
+import csv
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .coverage_truth import STATUSES
+
+COLUMNS = ("engine", "suite", "case", "status", "error", "whole", "message", "where", "truth", "coupling", "sizes",
+           "runs", "notes", "seconds", "commit")  # fmt: skip
+NOT_JUDGED = ("bad case", "not built")
+CHANGED = "+changes"
+Row = dict[str, Any]
+
+
+def commit() -> str:
+    """Of the repository that holds benchmark and library, marked where files differ from it; "" without git."""
+    here = Path(__file__).parent
+    try:
+        ask = lambda *words: (
+            subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout
+        )
+        return ask("rev-parse", "--short=12", "HEAD").strip() + (
+            CHANGED if ask("status", "-uno", "--porcelain") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def append(path: Path, row: Row) -> None:
+    """At once, so that an interrupted run leaves what it found."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def read(path: Path) -> list[Row]:
+    """The last row of each (suite, engine, case)."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise SystemExit(f"{path.name} has other columns than this version writes; start a new file")
+        rows = {(r["suite"], r["engine"], r["case"]): r for r in reader}
+    return list(rows.values())
+
+
+def done(path: Path, now: str) -> set[tuple[str, str, str]]:
+    """What need not be run again: its row is of this very commit. Uncommitted changes are never the same twice."""
+    if not path.exists() or not now or now.endswith(CHANGED):
+        return set()
+    return {(r["suite"], r["engine"], r["case"]) for r in read(path) if r["commit"] == now}
+
+
+# ---------------------------------------------------------------------- sums
+
+
+def totals(rows: list[Row]) -> str:
+    """A line an engine: counts, and shares of what was judged."""
+    lines = []
+    for engine in dict.fromkeys(r["engine"] for r in rows):
+        count = collections.Counter(r["status"] for r in rows if r["engine"] == engine)
+        judged = sum(n for status, n in count.items() if status not in NOT_JUDGED)
+        shares = [
+            f"{s} {count[s]} ({100 * count[s] / max(judged, 1):.1f} %)"
+            for s in STATUSES
+            if count[s] and s not in NOT_JUDGED
+        ]
+        rest = [f"{s} {count[s]}" for s in NOT_JUDGED if count[s]]
+        lines.append(f"{engine}: judged {judged} of {sum(count.values())}: {', '.join(shares)}; {', '.join(rest)}")
+    return "\n".join(lines)
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, a line for each suite and engine. Right: exact or rightly refused, as a share of the judged."""
+    lines = ["| suite | engine | judged | right | " + " | ".join(STATUSES) + " |", "| --- " * (4 + len(STATUSES)) + "|"]
+    for suite, engine in dict.fromkeys((r["suite"], r["engine"]) for r in rows):
+        count = collections.Counter(r["status"] for r in rows if (r["suite"], r["engine"]) == (suite, engine))
+        total = sum(count.values())
+        judged = total - sum(count[s] for s in NOT_JUDGED)
+        right = 100 * (count["exact"] + count["rightly refused"]) / max(judged, 1)
+        cells = [suite, engine, f"{judged} of {total}", f"{right:.1f} %", *[str(count[s]) for s in STATUSES]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def reason(message: str) -> str:
+    """What messages of one cause have in common."""
+    text = re.sub(r"'[\w.#]+'", "'…'", re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", message))
+    text = text.split(" Per-sample gradients do not")[0].split(" Its parameter cannot")[0]
+    return re.sub(r"^\S+ off by .*", "an update that is not the right one", text)[:160]
+
+
+def groups(rows: Iterable[Row], status: str, engine: str) -> str:
+    """The cases of a status by reason, the most frequent first."""
+    found: dict[str, list[str]] = {}
+    for r in rows:
+        if (r["status"], r["engine"]) == (status, engine):
+            found.setdefault(reason(r["message"]), []).append(r["case"])
+    lines = [
+        f"- {len(names)} x {why}\n  {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+        for why, names in sorted(found.items(), key=lambda item: -len(item[1]))
+    ]
+    return "\n".join([f"\n{engine}, {status}: {sum(map(len, found.values()))}", *lines]) if lines else ""
+
+
+def summary(rows: list[Row]) -> str:
+    """The table, then what is not exact, by reason."""
+    parts = [table(rows), "", "commits: " + ", ".join(sorted({r["commit"] or "unknown" for r in rows}))]
+    for engine in dict.fromkeys(r["engine"] for r in rows):
+        for status in ("WRONG", "refused", "crashed", "timeout", "bad case", "not built"):
+            parts.append(groups(rows, status, engine))
+    return "\n".join(part for i, part in enumerate(parts) if part or i == 1)
