@@ -7,7 +7,7 @@ that combine the two go to a rule (`fastdp.uses`). A call without a rule takes t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,17 @@ from .planner import Planner
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
 from .uses.generic import capture_generic
+
+
+class Watcher(Protocol):
+    """Sees what the calls of a pass are, where a compiled graph is interpreted (`fastdp.compiled_graph`)."""
+
+    def captured(self, data: tuple[Tensor, ...]) -> None:
+        """A call of data and parameters is captured."""
+
+    def asked(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A call whose layouts may depend on more than on those of its arguments."""
+
 
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
 
@@ -65,6 +76,7 @@ class Pass:
         self.called: set[str] = set()  # paths of all modules called so far
         self.backward_id = 0  # of the backward that went through this pass
         self.mode = _CaptureMode(self)
+        self.watcher: Watcher | None = None
 
     @property
     def path(self) -> str:
@@ -75,6 +87,8 @@ class Pass:
 
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
+        if self.watcher is not None:
+            self.watcher.captured(data)
         return self.engine.token
 
     def begin_record(self, path: str) -> None:
@@ -133,6 +147,8 @@ class Pass:
         out = self._ask(func, args, kwargs)
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
+        elif self.watcher is not None:
+            self.watcher.asked(func, args, kwargs, out)
         return out
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,9 +161,7 @@ class Pass:
                 has_data = True
         if parameters and torch.is_grad_enabled():
             if has_data:
-                if self.count:
-                    for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
-                        self.engine.uses_of[id(leaf)] = self.engine.uses_of.get(id(leaf), 0) + 1
+                self.count_uses(parameters)
                 return self._combine(func, args, kwargs)
             out = func(*args, **kwargs)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
@@ -166,6 +180,11 @@ class Pass:
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
         return out
+
+    def count_uses(self, parameters: Iterable[Tensor]) -> None:
+        """A captured call takes these parameters."""
+        for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)) if self.count else ():
+            self.engine.uses_of[id(leaf)] = self.engine.uses_of.get(id(leaf), 0) + 1
 
     def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         registered = RULES.get(func)
@@ -247,8 +266,10 @@ class ModuleHook:
         return (ModuleHook, (None, self.path))
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return _refuse_compilation()
+        if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
+            if not REGION.entered and torch.is_grad_enabled():
+                _refuse_compilation()
+            return
         if self.engine is not None:
             self.engine.enter(self.path, module, args, kwargs)
 
@@ -259,11 +280,22 @@ class ModuleHook:
             self.engine.leave(self.path, module, out)
 
 
+class _Region:
+    """Whether compiled code runs that `fastdp.compiled` knows of."""
+
+    def __init__(self) -> None:
+        self.entered = False
+        self.recorder: Pass | None = None
+
+
+REGION = _Region()
+
+
 @torch.compiler.disable
 def _refuse_compilation() -> None:
     raise StepError(
-        "fastdp does not see into torch.compile yet: call the plain model, or detach the optimizer. (Compiled code "
-        "would run past the engine.)"
+        "the model was compiled after the private optimizer was made, so its compiled code would run past fastdp. "
+        "Compile first, then make the optimizer (detach() the old one); or call the plain model."
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import uses as _rules  # noqa: F401  (registers the rules)
 from .capture import ModuleHook, Pass, batch_of, nested_tensors, tag_inputs, tag_packed
+from .compiled import Switches
 from .errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingError, StepError, UncapturedUseError
 from .explain import Plan, table
 from .gradients import Gradients
@@ -102,6 +103,7 @@ class PerSampleGradients:
         self._check_unattached()
         self.track(params)
         self._handles = self._attach()
+        self._switches = Switches(self)
 
     # ------------------------------------------------------------------ parameters
 
@@ -158,11 +160,8 @@ class PerSampleGradients:
 
     def _check_unattached(self) -> None:
         for module in self.model.modules():
-            if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
-                raise ParameterError(
-                    f"{type(module).__name__} is not supported yet: attach fastdp to the plain model (of "
-                    "torch.compile: model._orig_mod)"
-                )
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
             for hook in module._forward_pre_hooks.values():
                 owner = getattr(hook, "__self__", None)
                 if isinstance(owner, ModuleHook) and owner.engine is not None:
@@ -185,6 +184,7 @@ class PerSampleGradients:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._switches.remove()
         self._gradients, self._tape = None, None
 
     # ------------------------------------------------------------------ forward
@@ -205,7 +205,7 @@ class PerSampleGradients:
             return
         if not torch.is_grad_enabled():
             return
-        recomputing = torch._C._current_graph_task_id() != -1 or self.collect is not None
+        recomputing = self.runs_again()
         if not recomputing or not path:
             self._batch = self.batch_size if self.batch_size is not None else self._batch_of(args, kwargs)
         if not recomputing:
@@ -224,6 +224,20 @@ class PerSampleGradients:
         tag_packed((args, kwargs), self._batch)
         active.mode.__enter__()
         self._entered[-1] = self._active = active
+
+    def active(self) -> Pass | None:
+        """The pass that is on."""
+        return self._active
+
+    def runs_again(self) -> bool:
+        """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
+        return torch._C._current_graph_task_id() != -1 or self.collect is not None
+
+    def open_forwards(self, number: int | None = None) -> int:
+        """Forwards that no backward has gone through yet; number: what it was before one that was given up."""
+        if number is not None:
+            self._open_forwards = number
+        return self._open_forwards
 
     def _begins_block(self) -> bool:
         """Whether a checkpointed region begins that a budget may want to run again."""
