@@ -267,7 +267,7 @@ class ModuleHook:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
-            if not REGION.entered and torch.is_grad_enabled():
+            if not REGION.entered and self.engine is not None and torch.is_grad_enabled():
                 _refuse_compilation()
             return
         if self.engine is not None:
