@@ -2,9 +2,9 @@
 
     python -m benchmarks.compiled [--models gpt resnet] [--rounds 9] [--backend inductor] [--out FILE.csv]
 
-Steps of all four are interleaved in one process. `ratio` is to the same way of running without privacy: compiled private
-to compiled non-private, eager private to eager non-private. The first steps, which compile, are not timed; `compile_s`
-is how long they took, `plan` how many graphs run compiled. AdamW, a noise multiplier of 1, clipping norm 1.
+Steps of all four are interleaved in one process. `ratio` is to the same way of running without privacy: compiled
+private to compiled non-private, eager private to eager non-private. The first steps, which compile, are not timed;
+`compile_s` is how long they took. AdamW, a noise multiplier of 1, clipping norm 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who uses which parameter, with which data.
 
 While the model's forward runs, a `TorchFunctionMode` sees every torch function call. Calls on data carry
-layouts on (`fastdp.propagate`); calls on parameters alone make derived tensors (`fastdp.derived`); calls
+layouts on (`fastdp.layouts.propagate`); calls on parameters alone make derived tensors (`fastdp.derived`); calls
 that combine the two go to a rule (`fastdp.uses`). A call without a rule takes the generic one.
 """
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import sampling
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from .derived import mark_derived
 from .errors import SampleMixingError, StepError, UncapturedUseError
@@ -28,9 +27,11 @@ from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
 from .uses.generic import capture_generic
 
+_CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
+
 
 class Watcher(Protocol):
-    """Sees what the calls of a pass are, where a compiled graph is interpreted (`fastdp.compiled_graph`)."""
+    """Sees what the calls of a pass are, where a compiled graph is interpreted (`fastdp.compiled_watch`)."""
 
     def captured(self, data: tuple[Tensor, ...]) -> None:
         """A call of data and parameters is captured."""
@@ -39,24 +40,11 @@ class Watcher(Protocol):
         """A call whose layouts may depend on more than on those of its arguments."""
 
 
-_CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
+class Backward(Protocol):
+    """What a pass tells the backward that follows it (`fastdp.backward.Backward`)."""
 
-
-class Engine(Protocol):
-    """What a pass and the module hooks need of the engine (`fastdp.engine.PerSampleGradients`)."""
-
-    model: nn.Module
-    token: Tensor
     last_use_of: dict[int, str]
     uses_of: dict[int, int]
-    memo: Memo
-    planner: Planner
-
-    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module's forward begins."""
-
-    def leave(self, path: str, module: nn.Module, out: Any) -> None:
-        """A module's forward ends."""
 
     def begin_record(self, recorder: Pass, path: str) -> None:
         """A captured call's backward begins."""
@@ -65,13 +53,36 @@ class Engine(Protocol):
         """Keep a use until the end of backward."""
 
 
+class Forward(Protocol):
+    """What a pass and the module hooks need of the forward's side (`fastdp.forward.Forward`)."""
+
+    model: nn.Module
+    token: Tensor
+    memo: Memo
+
+    @property
+    def planner(self) -> Planner:
+        """Chooses the routes of uses."""
+
+    @property
+    def backward(self) -> Backward:
+        """The backward that follows."""
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module's forward begins."""
+
+    def leave(self, path: str, module: nn.Module, out: Any) -> None:
+        """A module's forward ends."""
+
+
 class Pass:
     """One outermost forward of the model (or of one of its modules)."""
 
-    def __init__(self, engine: Engine, batch: int, tracked: dict[int, str], count: bool = True) -> None:
+    def __init__(self, forward: Forward, batch: int, tracked: dict[int, str], count: bool = True) -> None:
         self.count = count  # uses of parameters: not again where a forward is recomputed
-        self.engine, self.batch, self.tracked = engine, batch, tracked
-        self.memo, self.planner = engine.memo, engine.planner
+        self.backward, self.batch, self.tracked = forward.backward, batch, tracked
+        self.memo, self.planner, self.token = forward.memo, forward.planner, forward.token
+        self.root = type(forward.model).__name__
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
         self.backward_id = 0  # of the backward that went through this pass
@@ -80,7 +91,7 @@ class Pass:
 
     @property
     def path(self) -> str:
-        return (self.stack[-1] if self.stack else "") or type(self.engine.model).__name__
+        return (self.stack[-1] if self.stack else "") or self.root
 
     def place(self, name: str) -> str:
         return f"{name}() in module '{self.path}'"
@@ -89,13 +100,13 @@ class Pass:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
         if self.watcher is not None:
             self.watcher.captured(data)
-        return self.engine.token
+        return self.token
 
     def begin_record(self, path: str) -> None:
-        self.engine.begin_record(self, path)
+        self.backward.begin_record(self, path)
 
     def record(self, use: Use) -> None:
-        self.engine.record(use)
+        self.backward.record(use)
 
     def is_tracked(self, tensor: Tensor) -> bool:
         return id(tensor) in self.tracked
@@ -165,7 +176,7 @@ class Pass:
                 return self._combine(func, args, kwargs)
             out = func(*args, **kwargs)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
-                self.engine.last_use_of[id(leaf)] = self.place(function_name(func))
+                self.backward.last_use_of[id(leaf)] = self.place(function_name(func))
             return out
         if has_data and func in COMPOSITES:
             return COMPOSITES[func](self, func, args, kwargs)
@@ -184,7 +195,7 @@ class Pass:
     def count_uses(self, parameters: Iterable[Tensor]) -> None:
         """A captured call takes these parameters."""
         for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)) if self.count else ():
-            self.engine.uses_of[id(leaf)] = self.engine.uses_of.get(id(leaf), 0) + 1
+            self.backward.uses_of[id(leaf)] = self.backward.uses_of.get(id(leaf), 0) + 1
 
     def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         registered = RULES.get(func)
@@ -256,8 +267,8 @@ class _CaptureMode(TorchFunctionMode):
 class ModuleHook:
     """Enters and leaves a pass around a module's forward. Copies and pickles of a model do not carry it."""
 
-    def __init__(self, engine: Engine | None, path: str) -> None:
-        self.engine, self.path = engine, path
+    def __init__(self, forward: Forward | None, path: str) -> None:
+        self.forward, self.path = forward, path
 
     def __deepcopy__(self, memo: Any) -> ModuleHook:
         return ModuleHook(None, self.path)
@@ -267,21 +278,21 @@ class ModuleHook:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
-            if not REGION.entered and self.engine is not None and torch.is_grad_enabled():
+            if not REGION.entered and self.forward is not None and torch.is_grad_enabled():
                 _refuse_compilation()
             return
-        if self.engine is not None:
-            self.engine.enter(self.path, module, args, kwargs)
+        if self.forward is not None:
+            self.forward.enter(self.path, module, args, kwargs)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if self.engine is not None:
-            self.engine.leave(self.path, module, out)
+        if self.forward is not None:
+            self.forward.leave(self.path, module, out)
 
 
 class _Region:
-    """Whether compiled code runs that `fastdp.compiled` knows of."""
+    """Whether compiled code runs that `fastdp.compiled` knows of, and the pass that it runs in."""
 
     def __init__(self) -> None:
         self.entered = False
@@ -297,85 +308,3 @@ def _refuse_compilation() -> None:
         "the model was compiled after the private optimizer was made, so its compiled code would run past fastdp. "
         "Compile first, then make the optimizer (detach() the old one); or call the plain model."
     )
-
-
-def tag_inputs(
-    values: Any, batch: int, dim: int, known: list[Layout | None] | None = None, folded: bool = False
-) -> None:
-    """Tag the tensors among a model's arguments that hold the samples along `dim`.
-
-    known: their layouts, where the same call was seen before (recomputation); folded: batch * k rows, k
-    consecutive ones of each sample, count as well.
-    """
-    for number, tensor in enumerate(nested_tensors(values)):
-        if tag_of(tensor, batch) is not None:
-            continue
-        layout = None
-        if known is not None and number < len(known):
-            layout = known[number]
-        elif batch <= 1:
-            layout = Layout(batch)
-        elif tensor.requires_grad and not tensor.is_leaf and list(tensor.shape).count(batch) > 1:
-            layout = None  # of unseen origin, and its shape does not tell where the samples lie
-        elif tensor.dim() > dim and tensor.size(dim) == batch:
-            layout = Layout(batch, dim)
-        elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
-            layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
-        tag(tensor, layout)
-
-
-def nested_tensors(values: Any) -> list[Tensor]:
-    """Tensors in the arguments of a model: also in mappings and dataclasses."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, nn.utils.rnn.PackedSequence):
-        return []  # tagged apart, by time
-    if isinstance(values, tuple | list):
-        return [tensor for item in values for tensor in nested_tensors(item)]
-    if hasattr(values, "values") and callable(values.values) and hasattr(values, "keys"):
-        return [tensor for item in values.values() for tensor in nested_tensors(item)]
-    if hasattr(values, "__dataclass_fields__"):
-        return [t for name in values.__dataclass_fields__ for t in nested_tensors(getattr(values, name))]
-    return []
-
-
-def tag_packed(values: Any, batch: int) -> None:
-    """Tag packed sequences among the arguments."""
-    for item in _packed(values):
-        order = item.sorted_indices if item.sorted_indices is not None else torch.arange(batch)
-        owner = torch.cat([order[: int(size)] for size in item.batch_sizes])
-        tag(item.data, Layout(batch, 0, owner=owner))
-
-
-def _packed(values: Any) -> list[nn.utils.rnn.PackedSequence]:
-    if isinstance(values, nn.utils.rnn.PackedSequence):
-        return [values]
-    if isinstance(values, tuple | list):
-        return [found for item in values for found in _packed(item)]
-    if isinstance(values, dict):
-        return [found for item in values.values() for found in _packed(item)]
-    return []
-
-
-def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
-    """The number of samples in a model's arguments: the size of the first tensor's batch dimension."""
-    packed = _packed(values)
-    sizes = [tensor.size(dim) for tensor in nested_tensors(values) if tensor.dim() > dim]
-    current = sampling.current()
-    if current is not None and current.size * rows_per_sample in sizes:
-        return current.size * rows_per_sample
-    if sizes and sizes[0] == 1 and any(size > 1 for size in sizes):
-        raise StepError(
-            f"the model's first tensor has size 1 in the batch dimension, others {sorted(set(sizes) - {1})}: which is "
-            "the number of samples? Give batch_size= to the optimizer, or the batch first."
-        )
-    if sizes:
-        return sizes[0]
-    if packed:
-        return int(packed[0].batch_sizes[0])
-    raise StepError(
-        "the model was called without a tensor that has a batch dimension; give batch_size= to the optimizer"
-    )
-
-
-__all__ = ["ModuleHook", "Pass", "batch_of", "function_name", "tag_inputs", "tag_packed"]

@@ -52,17 +52,17 @@ def _settings(module: nn.Module) -> Found | None:
 class Switches:
     """The compiled modules of a model while an engine is attached."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, forward: Any) -> None:
+        self.forward = forward
         self.notes: list[str] = []
         self._backends: list[tuple[Found, Any]] = []
         self._regions: dict[tuple[int, type], Callable[..., Any]] = {}
         self._plain: set[tuple[int, bool]] = set()  # modules that run as they are, in training and in eval mode
         self._undo: list[tuple[nn.Module, str, Any]] = []
         inner: dict[int, str] = {}
-        for path, module in engine.model.named_modules():
+        for path, module in forward.model.named_modules():
             inner.setdefault(id(module), path)
-        for path, module in list(engine.model.named_modules()):
+        for path, module in list(forward.model.named_modules()):
             if not is_compiled(module):
                 continue
             found = _settings(module)
@@ -91,12 +91,12 @@ class Switches:
 
     def _switch(self, path: str, module: nn.Module, original: Callable[..., Any], backend: Any) -> Callable[..., Any]:
         def switch(*args: Any, **kwargs: Any) -> Any:
-            engine = self.engine
             if not torch.is_grad_enabled():
                 with _entered(None):
                     return original(*args, **kwargs)
             plain = (id(module), module.training) in self._plain
-            if plain or engine.runs_again() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if plain or hooks is not None or self.forward.runs_again():
                 return module._call_impl(*args, **kwargs)
             return self._run(path, module, backend, args, kwargs)
 
@@ -104,11 +104,11 @@ class Switches:
         return switch
 
     def _run(self, path: str, module: nn.Module, backend: Any, args: Any, kwargs: Any) -> Any:
-        engine, done, out = self.engine, False, None
-        forwards = engine.open_forwards()
-        engine.enter(path, module, args, kwargs)
+        forward, done, out = self.forward, False, None
+        before = forward.backward.open_forwards()
+        forward.enter(path, module, args, kwargs)
         try:
-            with _entered(engine.active()):
+            with _entered(forward.active()):
                 out = self._region(module, backend)(module, args, kwargs)
             done = True
         except Exception as problem:
@@ -117,10 +117,10 @@ class Switches:
             self._plain.add((id(module), module.training))
             backend.note(f"module '{path}' runs as it is, not compiled ({_first_line(problem)})")
         finally:
-            engine.leave(path, module, out)
+            forward.leave(path, module, out)
         if done:
             return out
-        engine.open_forwards(forwards)
+        forward.backward.give_up(before)
         return module._call_impl(*args, **kwargs)
 
     def _region(self, module: nn.Module, backend: Any) -> Callable[..., Any]:

@@ -195,7 +195,7 @@ class Plan:
             operands = [env[n] for n in captured.operands]
             run.operands.append(operands)
             recorder.count_uses(t for t, learns in zip(operands, captured.repeated.learned, strict=True) if learns)
-        probes = _Source.apply(recorder.engine.token, run)  # type: ignore[no-untyped-call]
+        probes = _Source.apply(recorder.token, run)  # type: ignore[no-untyped-call]
         arguments = [_detached(recorder, env[n]) for n in self.body.inputs]
         found = self.compiled(*arguments, *probes)
         count = len(self.body.outputs)
@@ -252,7 +252,7 @@ class Run:
             if node in body.statistics:
                 mine += [body.statistics[node], body.statistics[node] + 1]
             self.where.append(mine)
-        token = self.recorder.engine.token
+        token = self.recorder.token
         self.keeper = _Keeper.apply(token, *kept).grad_fn  # type: ignore[no-untyped-call]
 
     def record(self, grads: Sequence[Tensor | None]) -> None:

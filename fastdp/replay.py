@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .capture import nested_tensors
+from .arguments import nested_tensors
 from .layouts.calls import map_tensors
 from .links import leaves_of, link_of
 from .uses.base import Use
@@ -62,7 +62,7 @@ class Block:
         return self.arguments is not None and self.calls == 1 and any(g is not None for g in self.grads)
 
     def run(self) -> None:
-        """Forward and backward again; what the pass records goes wherever the engine sends it."""
+        """Forward and backward again; what the pass records goes wherever the backward sends it."""
         assert self.arguments is not None
         args, kwargs = map_tensors(self.arguments, _fresh)
         now = [torch.get_rng_state(), *[(d, torch.cuda.get_rng_state(d)) for d, _ in self._random[1:]]]
@@ -106,7 +106,7 @@ class Replayed(Use):
 
 
 class Collector(Protocol):
-    """Where uses go while a block runs again: the engine hands them to `collect` if it is set."""
+    """Where uses go while a block runs again: the backward hands them to `collect` if it is set."""
 
     collect: Callable[[Use], None] | None
 
@@ -114,8 +114,8 @@ class Collector(Protocol):
 class Replays:
     """The blocks of one forward, and the sums that their second runs give."""
 
-    def __init__(self, engine: Collector) -> None:
-        self.engine = engine
+    def __init__(self, backward: Collector) -> None:
+        self.backward = backward
         self.blocks: dict[str, Block] = {}
         self._last: tuple[Block, Tensor, dict[int, Tensor]] | None = None  # of one block at a time
 
@@ -156,11 +156,11 @@ class Replays:
             if before is not None:
                 found[id(use.operand)] = use.clipped_sum(c.to(before.device) * _at_most(before, use.norm_sq()))
 
-        self.engine.collect = collect
+        self.backward.collect = collect
         try:
             block.run()
         finally:
-            self.engine.collect = None
+            self.backward.collect = None
         self._last = (block, c, found)
         return found
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import nested_tensors
+from .arguments import nested_tensors
 from .engine import PerSampleGradients
 from .errors import VerificationError
 

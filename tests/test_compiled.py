@@ -204,7 +204,12 @@ def build(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
 
 
 def assert_exact(
-    engine: PerSampleGradients, run: nn.Module, plain: nn.Module, batch: Any, loss: Losses = losses, digits: float = 1e-5
+    engine: PerSampleGradients,
+    run: nn.Module,
+    plain: nn.Module,
+    batch: Any,
+    loss: Losses = losses,
+    digits: float = 1e-5,
 ) -> None:
     """One step of the compiled model against the plain one, a sample at a time, in float64."""
     exact = truth(plain, batch, loss)

@@ -1,0 +1,91 @@
+"""The tensors among a model's arguments: how many samples they hold, and along which dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import sampling
+from .errors import StepError
+from .layouts.layout import Layout, tag, tag_of
+
+
+def tag_inputs(
+    values: Any, batch: int, dim: int, known: list[Layout | None] | None = None, folded: bool = False
+) -> None:
+    """Tag the tensors among a model's arguments that hold the samples along `dim`.
+
+    known: their layouts, where the same call was seen before (recomputation); folded: batch * k rows, k
+    consecutive ones of each sample, count as well.
+    """
+    for number, tensor in enumerate(nested_tensors(values)):
+        if tag_of(tensor, batch) is not None:
+            continue
+        layout = None
+        if known is not None and number < len(known):
+            layout = known[number]
+        elif batch <= 1:
+            layout = Layout(batch)
+        elif tensor.requires_grad and not tensor.is_leaf and list(tensor.shape).count(batch) > 1:
+            layout = None  # of unseen origin, and its shape does not tell where the samples lie
+        elif tensor.dim() > dim and tensor.size(dim) == batch:
+            layout = Layout(batch, dim)
+        elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
+            layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
+        tag(tensor, layout)
+
+
+def nested_tensors(values: Any) -> list[Tensor]:
+    """Tensors in the arguments of a model: also in mappings and dataclasses."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, nn.utils.rnn.PackedSequence):
+        return []  # tagged apart, by time
+    if isinstance(values, tuple | list):
+        return [tensor for item in values for tensor in nested_tensors(item)]
+    if hasattr(values, "values") and callable(values.values) and hasattr(values, "keys"):
+        return [tensor for item in values.values() for tensor in nested_tensors(item)]
+    if hasattr(values, "__dataclass_fields__"):
+        return [t for name in values.__dataclass_fields__ for t in nested_tensors(getattr(values, name))]
+    return []
+
+
+def tag_packed(values: Any, batch: int) -> None:
+    """Tag packed sequences among the arguments."""
+    for item in _packed(values):
+        order = item.sorted_indices if item.sorted_indices is not None else torch.arange(batch)
+        owner = torch.cat([order[: int(size)] for size in item.batch_sizes])
+        tag(item.data, Layout(batch, 0, owner=owner))
+
+
+def _packed(values: Any) -> list[nn.utils.rnn.PackedSequence]:
+    if isinstance(values, nn.utils.rnn.PackedSequence):
+        return [values]
+    if isinstance(values, tuple | list):
+        return [found for item in values for found in _packed(item)]
+    if isinstance(values, dict):
+        return [found for item in values.values() for found in _packed(item)]
+    return []
+
+
+def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
+    """The number of samples in a model's arguments: the size of the first tensor's batch dimension."""
+    packed = _packed(values)
+    sizes = [tensor.size(dim) for tensor in nested_tensors(values) if tensor.dim() > dim]
+    current = sampling.current()
+    if current is not None and current.size * rows_per_sample in sizes:
+        return current.size * rows_per_sample
+    if sizes and sizes[0] == 1 and any(size > 1 for size in sizes):
+        raise StepError(
+            f"the model's first tensor has size 1 in the batch dimension, others {sorted(set(sizes) - {1})}: which is "
+            "the number of samples? Give batch_size= to the optimizer, or the batch first."
+        )
+    if sizes:
+        return sizes[0]
+    if packed:
+        return int(packed[0].batch_sizes[0])
+    raise StepError(
+        "the model was called without a tensor that has a batch dimension; give batch_size= to the optimizer"
+    )

@@ -1,0 +1,177 @@
+"""One backward through the model: what it records, whether it means what it should, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .capture import Pass
+from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError
+from .gradients import Gradients
+from .layouts.layout import Layout
+from .ops.common import exactly
+from .planner import Planner
+from .replay import Replays
+from .tracked import Tracked
+from .uses.base import Use
+
+
+class _Tape:
+    """What one backward records."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.uses = number, list[Use]()
+        self.batch: int | None = None
+        self.failed = False
+        self.recomputed = False  # went through forwards that reentrant checkpointing repeated
+
+
+class Backward:
+    """Records the uses of parameters that a backward goes through; at its end they become `gradients`.
+
+    mean: whether the loss is the mean of the samples' losses. on_end: called with the gradients at the end of every
+    backward; they are then not kept.
+    """
+
+    def __init__(
+        self, tracked: Tracked, planner: Planner, mean: bool, on_end: Callable[[Gradients], None] | None = None
+    ) -> None:
+        self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
+        self.profile = False  # measure the time of each use on a device too
+        self.gradients: Gradients | None = None  # of the last backward
+        self.replays = Replays(self)
+        self.collect: Callable[[Use], None] | None = None  # takes the uses of a block that runs again
+        self.uses_of: dict[int, int] = {}  # captured calls of each parameter since the last backward
+        self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
+        self._tape: _Tape | None = None
+        self._count = 0  # of backwards so far
+        self._open_forwards = 0  # that no backward has gone through yet
+        self._recording = ""  # the module of the call that is recorded
+        self._grads_before: dict[int, tuple[Tensor, int]] = {}
+
+    def forward_begins(self) -> None:
+        """A forward that a backward may follow; of a backward before that failed nothing is left."""
+        self._open_forwards += 1
+        self._tape = None
+        self._grads_before = {id(p): (p.grad, p.grad._version) for p in self.tracked.tensors() if p.grad is not None}
+
+    def open_forwards(self) -> int:
+        """Forwards that no backward has gone through yet."""
+        return self._open_forwards
+
+    def give_up(self, before: int) -> None:
+        """A forward was begun and nothing of it ran: as many are open as before."""
+        self._open_forwards = before
+
+    def forget(self) -> None:
+        """Drop what the last backward left."""
+        self.gradients, self._tape = None, None
+
+    # ------------------------------------------------------------------ while it runs
+
+    def reached(self, layout: Layout | None, grad: Tensor) -> None:
+        """A gradient arrives at an output of the model."""
+        tape = self._begin()
+        if layout is not None and layout.mixed and grad.dim():
+            tape.failed = True
+            raise SampleMixingError(
+                f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
+                "for such a model; remove the operation, or use one that works on each sample alone."
+            )
+
+    def _begin(self) -> _Tape:
+        if self._tape is None:
+            self._count += 1
+            self._tape = _Tape(self._count)
+            self.gradients = None  # of the backward before, should this one be refused
+            self.planner.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        return self._tape
+
+    def begin_record(self, recorder: Pass, path: str) -> None:
+        """A captured call's backward begins: check that it means what it should."""
+        if self.collect is not None:
+            return  # a block runs again
+        self._recording = path
+        tape = self._begin()
+        problem: FastDPError | None = None
+        if torch.is_grad_enabled():
+            problem = StepError(
+                "backward with create_graph=True: the gradient of a gradient is not of one sample each. Call "
+                "loss.backward() without it."
+            )
+        elif recorder.backward_id not in (0, tape.number) or self._repeats(recorder, tape):
+            problem = StepError(
+                "backward twice through one forward: each would be clipped on its own, so one sample could "
+                "contribute twice the clipping norm. Add the losses and call backward once."
+            )
+        elif tape.batch not in (None, recorder.batch):
+            problem = BatchLayoutError(
+                f"one backward through forwards of {tape.batch} and of {recorder.batch} samples. Call backward for "
+                "each forward, or give the model batches of one size."
+            )
+        if problem is not None:
+            tape.failed = True
+            raise problem
+        recorder.backward_id, tape.batch = tape.number, recorder.batch
+
+    def _repeats(self, recorder: Pass, tape: _Tape) -> bool:
+        """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
+        first = not recorder.count and not tape.recomputed
+        tape.recomputed = tape.recomputed or first
+        return first and self._open_forwards < 1
+
+    def record(self, use: Use) -> None:
+        """Keep a use until the end of backward."""
+        if self.collect is not None:
+            with torch.no_grad():
+                self.collect(use)
+            return
+        assert self._tape is not None
+        size = use.held_bytes()
+        if self.planner.exceeds(size):
+            use = self.replays.drop_data(use, self._recording, self.uses_of)
+            size = use.held_bytes()
+        self._tape.uses.append(use)
+        self.planner.hold(size)
+
+    # ------------------------------------------------------------------ its end
+
+    def _end(self) -> None:
+        tape, self._tape = self._tape, None
+        self.replays, self.uses_of = Replays(self), {}
+        self._open_forwards = max(0, self._open_forwards - 1)
+        if tape is None or tape.failed:
+            return
+        self._check_uncaptured()
+        if tape.batch is None:
+            return  # a backward that met no tracked parameter
+        scale = float(tape.batch) if self.mean else 1.0
+        device = tape.uses[0].operand.device if tape.uses else self.tracked.tensors()[0].device
+        with torch.no_grad(), exactly():
+            gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile)
+            if self.on_end is not None:
+                self.on_end(gradients)
+            else:
+                self.gradients = gradients
+
+    def _check_uncaptured(self) -> None:
+        """Captured uses are detached: what autograd wrote into `.grad` came by a way that no rule saw."""
+        missed = []
+        for name, parameter in self.tracked.named().items():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            before, version = self._grads_before.get(id(parameter), (None, 0))
+            if grad is not before or grad._version != version:
+                parameter.grad = None  # not private
+                where = self.last_use_of.get(id(parameter), "outside of the model's forward, in the loss perhaps")
+                missed.append(f"'{name}' ({where})")
+        if missed:
+            raise UncapturedUseError(
+                f"{len(missed)} parameter(s) were used where no per-sample rule applies: {', '.join(missed[:5])}. "
+                "Their per-sample gradients are unknown, so nothing was clipped and no step is possible. Use the "
+                "parameter within the model's forward, combined with the data, or freeze it."
+            )

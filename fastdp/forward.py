@@ -1,0 +1,187 @@
+"""The forward's side of the engine: hooks on the model's modules, and which pass of capture is on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from .arguments import batch_of, nested_tensors, tag_inputs, tag_packed
+from .backward import Backward
+from .capture import ModuleHook, Pass
+from .compiled import Switches
+from .errors import BatchLayoutError, ParameterError
+from .layouts.layout import Layout, tag_of
+from .memo import Memo
+from .planner import Planner
+from .replay import Block
+
+
+class Batching:
+    """Where the samples lie in the model's inputs: see the arguments of `fastdp.PerSampleGradients`."""
+
+    def __init__(self, batch_first: bool = True, batch_size: int | None = None, rows_per_sample: int = 1) -> None:
+        self.dim, self.size, self.rows_per_sample = (0 if batch_first else 1), batch_size, rows_per_sample
+
+    @property
+    def folded(self) -> bool:
+        """Whether inputs may hold several rows of each sample."""
+        return self.size is not None or self.rows_per_sample > 1
+
+    def samples(self, args: Any, kwargs: Any) -> int:
+        """The number of samples in the model's arguments."""
+        if self.size is not None:
+            return self.size
+        rows = batch_of((args, kwargs), self.dim, self.rows_per_sample)
+        if rows % self.rows_per_sample:
+            raise BatchLayoutError(f"{rows} rows are no multiple of rows_per_sample={self.rows_per_sample}")
+        return rows // self.rows_per_sample
+
+
+class Forward:
+    """Enters a pass where the model (or a module of it, called alone) begins, and leaves it where that ends."""
+
+    def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
+        self.model, self.backward, self.batching = model, backward, batching
+        self.token = torch.zeros((), requires_grad=True)
+        self.memo = Memo()
+        self._entered: list[Pass | Block | None] = []
+        self._active: Pass | None = None
+        self._batch = 0
+        self._argument_layouts: dict[str, list[Layout | None]] = {}
+        self._handles: list[Any] = []
+        self._switches: Switches | None = None
+
+    @property
+    def planner(self) -> Planner:
+        return self.backward.planner
+
+    # ------------------------------------------------------------------ on the model and off it
+
+    def attach(self) -> None:
+        """Put hooks on every module."""
+        for path, module in self.model.named_modules():
+            hook = ModuleHook(self, path)
+            self._handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True))
+        self._switches = Switches(self)
+
+    def detach(self) -> None:
+        """Take every hook off the model."""
+        self._drop_interrupted()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._switches is not None:
+            self._switches.remove()
+
+    # ------------------------------------------------------------------ a module's forward
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module's forward begins."""
+        if not path:
+            self._drop_interrupted()
+        self._entered.append(None)
+        if self._active is not None:
+            self._enter_inner(self._active, path, module, args, kwargs)
+        elif torch.is_grad_enabled():
+            self._entered[-1] = self._active = self._begin_pass(path, args, kwargs)
+
+    def _enter_inner(self, active: Pass, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        active.stack.append(path)
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            return  # no checkpointing around this call: nothing will be computed again
+        if self._begins_block(active):
+            self._entered[-1] = self.backward.replays.entered(path, module)
+        with torch._C.DisableTorchFunction():  # the mode is on
+            self._remember_layouts(active, path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
+
+    def _begin_pass(self, path: str, args: Any, kwargs: Any) -> Pass:
+        """The outermost forward; also of a module that checkpointing computes again."""
+        backward = self.backward
+        recomputing = self.runs_again()
+        if not recomputing or not path:
+            self._batch = self.batching.samples(args, kwargs)
+        if not recomputing:
+            backward.forward_begins()
+        tracked = {id(p): name for name, p in backward.tracked.named().items()}
+        if recomputing and backward.collect is None and path in backward.replays.blocks:
+            backward.replays.blocks[path].computed_again(args, kwargs)
+        active = Pass(self, self._batch, tracked, count=not recomputing or not path)
+        active.stack.append(path)
+        known = self._argument_layouts.get(path) if recomputing and path else None
+        tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
+        tag_packed((args, kwargs), self._batch)
+        active.mode.__enter__()
+        return active
+
+    def runs_again(self) -> bool:
+        """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
+        return torch._C._current_graph_task_id() != -1 or self.backward.collect is not None
+
+    def active(self) -> Pass | None:
+        """The pass that is on."""
+        return self._active
+
+    def _begins_block(self, active: Pass) -> bool:
+        """Whether a checkpointed region begins that a budget may want to run again."""
+        if self.planner.memory_budget is None or not active.count:
+            return False
+        return torch.is_grad_enabled() and not any(isinstance(e, Block) for e in self._entered)
+
+    def _remember_layouts(self, active: Pass, path: str, layouts: list[Layout | None]) -> None:
+        """For recomputation under checkpointing, which calls inner modules on tensors without layouts."""
+        before = self._argument_layouts.get(path)
+        if path in active.called and before is not None and _differ(before, layouts):
+            layouts = [None] * len(layouts)  # called in two ways: which is recomputed cannot be told
+        active.called.add(path)
+        self._argument_layouts[path] = layouts
+
+    def leave(self, path: str, module: nn.Module, out: Any) -> None:
+        """A module's forward ends, also by an exception."""
+        if not self._entered:
+            return
+        started = self._entered.pop()
+        if not isinstance(started, Pass):
+            if self._active is not None and self._active.stack:
+                self._active.stack.pop()
+            if isinstance(started, Block):
+                started.watch(nested_tensors(out))
+            return
+        started.mode.__exit__(None, None, None)
+        self._active = None
+        if self.backward.collect is not None:
+            return
+        for tensor in nested_tensors(out):
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self.backward.reached, tag_of(tensor, self._batch)))
+
+    def _drop_interrupted(self) -> None:
+        """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before."""
+        if self._active is None or "" not in self._active.stack:
+            return
+        while self._active.mode in torch.overrides._get_current_function_mode_stack():
+            torch.overrides._pop_mode()
+        self._active, self._entered = None, []
+
+
+def check_unattached(model: nn.Module) -> None:
+    """Raises ParameterError where the model is a script, or has an engine already."""
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
+        for hook in module._forward_pre_hooks.values():
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, ModuleHook) and owner.forward is not None:
+                raise ParameterError(
+                    "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
+                    "detach() first, two would clip the same gradients twice"
+                )
+
+
+def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:
+    plain = [[None if layout is None else layout._replace(owner=None) for layout in items] for items in (a, b)]
+    routed = any(layout is not None and layout.owner is not None for layout in (*a, *b))
+    return routed or plain[0] != plain[1]
