@@ -22,10 +22,20 @@ from .compiled_calls import NotRepeatable, Repeated, template_of
 from .layouts.calls import tensors_in
 from .layouts.layout import Layout, tag_of
 from .layouts.propagate import spellings
-from .layouts.trial import UNCHECKED
+from .layouts.trial import UNCHECKED, VIEWS
 
-# rows of the result follow the rows of the arguments, whatever these hold
-_BY_ROWS = frozenset([F.scaled_dot_product_attention, F.cross_entropy, F.nll_loss, *spellings("mean", "sum", "gather")])
+# where the samples lie in the result follows from where they lie in the arguments, whatever numbers these hold
+_BY_ROWS = frozenset(
+    [F.scaled_dot_product_attention, F.cross_entropy, F.nll_loss, *spellings(*(
+        "mean sum amax amin all any argmax argmin gather view reshape flatten unflatten view_as reshape_as ravel "
+        "expand expand_as broadcast_to repeat tile to cpu cuda type contiguous clone cat concat stack softmax "
+        "log_softmax cumsum cumprod sort argsort"
+    ).split(), *VIEWS)]
+)  # fmt: skip
+_FACTORIES = frozenset((torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace, torch.tensor))
+_FIXED_STAYS = VIEWS | frozenset(
+    "view reshape expand flatten add sub mul floordiv getitem to le lt ge gt eq ne".split()
+)
 _STATE = frozenset(("_enter_autocast", "_exit_autocast", "_set_grad_enabled"))
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
@@ -77,6 +87,7 @@ class Interpretation(torch.fx.Interpreter):
         self.recorder, self.seen = recorder, Seen()
         self._root = recorder.path if recorder.stack else ""
         self._captures: list[tuple[Tensor, ...]] = []
+        self._fixed: dict[int, Any] = {}  # constants made within the graph of numbers alone: equal in every run
 
     def refuse(self, why: str) -> None:
         self.seen.problem = self.seen.problem or why
@@ -100,10 +111,31 @@ class Interpretation(torch.fx.Interpreter):
         mixed = any(layout.mixed for layout in known) and all(layout is None or layout.mixed for layout in results)
         ordered = all(layout is None or layout.owner is None for layout in (*known, *results))
         unseen = any(recorder.is_data(t) and tag_of(t, recorder.batch) is None for t in tensors)
-        by_rows = func in UNCHECKED or func in _BY_ROWS
+        by_rows = func in UNCHECKED or func in _BY_ROWS or self._takes_fixed_rows(func, args)
         by_rows = by_rows or (func is F.embedding and layouts[0] is not None and len(known) == 1)
         if not ordered or unseen or not (mixed or by_rows):
             self.refuse(f"{getattr(func, '__name__', func)}(): the place of the samples may depend on values")
+
+    def _takes_fixed_rows(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a tensor is indexed by numbers, or by constants that are the same in every run."""
+        if func is not Tensor.__getitem__:
+            return False
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(
+            item is None or item is Ellipsis or isinstance(item, int | slice) or id(item) in self._fixed
+            for item in items
+        )
+
+    def _note_fixed(self, n: Node, value: Any) -> None:
+        if writes_to(n) is not None:
+            self._fixed.clear()
+        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+        made = n.op == "call_function" and n.target in _FACTORIES
+        kept = name in _FIXED_STAYS and n.all_input_nodes
+        held = [self.env[m] for m in n.all_input_nodes]
+        if isinstance(value, Tensor) and (made or kept):
+            if all(id(v) in self._fixed or (isinstance(v, int) and not isinstance(v, bool)) for v in held):
+                self._fixed[id(value)] = value
 
     # ------------------------------------------------------------------ of the graph
 
@@ -124,6 +156,7 @@ class Interpretation(torch.fx.Interpreter):
                 self._note_output(n)
             elif not self.seen.problem and n.op != "get_attr":
                 self._note(n, value)
+                self._note_fixed(n, value)
         return value
 
     def _note(self, n: Node, value: Any) -> None:
