@@ -41,6 +41,7 @@ _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
     for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul setitem ilshift irshift".split()
 )
+_OPERATORS = frozenset(("and_", "or_", "not_", "is_"))  # of the operator module, no writes
 _TAKES_SHAPE_OR_TYPE = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())
 
 
@@ -75,7 +76,9 @@ def writes_to(node: Node) -> Node | None:
     if not node.args or not isinstance(node.args[0], Node):
         return None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = node.target in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    in_place = node.target in _IN_PLACE_OPERATORS or (
+        name not in _OPERATORS and name.endswith("_") and not name.endswith("__")
+    )
     return node.args[0] if in_place or node.kwargs.get("inplace") is True else None
 
 
