@@ -57,6 +57,14 @@ class Backward:
         self._tape = None
         self._grads_before = {id(p): (p.grad, p.grad._version) for p in self.tracked.tensors() if p.grad is not None}
 
+    def open_forwards(self) -> int:
+        """Forwards that no backward has gone through yet."""
+        return self._open_forwards
+
+    def give_up(self, before: int) -> None:
+        """A forward was begun and nothing of it ran: as many are open as before."""
+        self._open_forwards = before
+
     def forget(self) -> None:
         """Drop what the last backward left."""
         self.gradients, self._tape = None, None

@@ -7,7 +7,7 @@ that combine the two go to a rule (`fastdp.uses`). A call without a rule takes t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,16 @@ from .uses.experts import PRODUCTS, gathered_of
 from .uses.generic import capture_generic
 
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
+
+
+class Watcher(Protocol):
+    """Sees what the calls of a pass are, where a compiled graph is interpreted (`fastdp.compiled_watch`)."""
+
+    def captured(self, data: tuple[Tensor, ...]) -> None:
+        """A call of data and parameters is captured."""
+
+    def asked(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A call whose layouts may depend on more than on those of its arguments."""
 
 
 class Backward(Protocol):
@@ -78,6 +88,7 @@ class Pass:
         self.called: set[str] = set()  # paths of all modules called so far
         self.backward_id = 0  # of the backward that went through this pass
         self.mode = _CaptureMode(self)
+        self.watcher: Watcher | None = None
 
     @property
     def path(self) -> str:
@@ -88,6 +99,8 @@ class Pass:
 
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
+        if self.watcher is not None:
+            self.watcher.captured(data)
         return self.token
 
     def begin_record(self, path: str) -> None:
@@ -146,6 +159,8 @@ class Pass:
         out = self._ask(func, args, kwargs)
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
+        elif self.watcher is not None:
+            self.watcher.asked(func, args, kwargs, out)
         return out
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,7 +173,7 @@ class Pass:
                 has_data = True
         if parameters and torch.is_grad_enabled():
             if has_data:
-                self._count(parameters)
+                self.count_uses(parameters)
                 return self._combine(func, args, kwargs)
             out = func(*args, **kwargs)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
@@ -169,7 +184,7 @@ class Pass:
         if has_data and func in PRODUCTS and torch.is_grad_enabled():
             out = PRODUCTS[func](self, func, args, kwargs)
             if out is not NotImplemented:
-                self._count([found[0].operand for t in args if (found := gathered_of(t)) is not None])
+                self.count_uses([found[0].operand for t in args if (found := gathered_of(t)) is not None])
                 return out
         before = _unmoved(func, args)
         out = func(*args, **kwargs)
@@ -183,8 +198,8 @@ class Pass:
                     tensor.__dict__[_CONSTANT] = True
         return out
 
-    def _count(self, parameters: list[Tensor]) -> None:
-        """Note that these are used once more."""
+    def count_uses(self, parameters: Iterable[Tensor]) -> None:
+        """A captured call takes these parameters."""
         for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)) if self.count else ():
             self.backward.uses_of[id(leaf)] = self.backward.uses_of.get(id(leaf), 0) + 1
 
@@ -268,8 +283,10 @@ class ModuleHook:
         return (ModuleHook, (None, self.path))
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return _refuse_compilation()
+        if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
+            if not REGION.entered and self.forward is not None and torch.is_grad_enabled():
+                _refuse_compilation()
+            return
         if self.forward is not None:
             self.forward.enter(self.path, module, args, kwargs)
 
@@ -280,9 +297,20 @@ class ModuleHook:
             self.forward.leave(self.path, module, out)
 
 
+class _Region:
+    """Whether compiled code runs that `fastdp.compiled` knows of, and the pass that it runs in."""
+
+    def __init__(self) -> None:
+        self.entered = False
+        self.recorder: Pass | None = None
+
+
+REGION = _Region()
+
+
 @torch.compiler.disable
 def _refuse_compilation() -> None:
     raise StepError(
-        "fastdp does not see into torch.compile yet: call the plain model, or detach the optimizer. (Compiled code "
-        "would run past the engine.)"
+        "the model was compiled after the private optimizer was made, so its compiled code would run past fastdp. "
+        "Compile first, then make the optimizer (detach() the old one); or call the plain model."
     )

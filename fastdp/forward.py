@@ -11,6 +11,7 @@ from torch import nn
 from .arguments import batch_of, nested_tensors, tag_inputs, tag_packed
 from .backward import Backward
 from .capture import ModuleHook, Pass
+from .compiled import Switches
 from .errors import BatchLayoutError, ParameterError
 from .layouts.layout import Layout, tag_of
 from .memo import Memo
@@ -51,6 +52,7 @@ class Forward:
         self._batch = 0
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
+        self._switches: Switches | None = None
 
     @property
     def planner(self) -> Planner:
@@ -64,6 +66,7 @@ class Forward:
             hook = ModuleHook(self, path)
             self._handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True))
+        self._switches = Switches(self)
 
     def detach(self) -> None:
         """Take every hook off the model."""
@@ -71,6 +74,8 @@ class Forward:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._switches is not None:
+            self._switches.remove()
 
     # ------------------------------------------------------------------ a module's forward
 
@@ -96,7 +101,7 @@ class Forward:
     def _begin_pass(self, path: str, args: Any, kwargs: Any) -> Pass:
         """The outermost forward; also of a module that checkpointing computes again."""
         backward = self.backward
-        recomputing = torch._C._current_graph_task_id() != -1 or backward.collect is not None
+        recomputing = self.runs_again()
         if not recomputing or not path:
             self._batch = self.batching.samples(args, kwargs)
         if not recomputing:
@@ -111,6 +116,14 @@ class Forward:
         tag_packed((args, kwargs), self._batch)
         active.mode.__enter__()
         return active
+
+    def runs_again(self) -> bool:
+        """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
+        return torch._C._current_graph_task_id() != -1 or self.backward.collect is not None
+
+    def active(self) -> Pass | None:
+        """The pass that is on."""
+        return self._active
 
     def _begins_block(self, active: Pass) -> bool:
         """Whether a checkpointed region begins that a budget may want to run again."""
@@ -155,13 +168,10 @@ class Forward:
 
 
 def check_unattached(model: nn.Module) -> None:
-    """Raises ParameterError where the model is compiled, or has an engine already."""
+    """Raises ParameterError where the model is a script, or has an engine already."""
     for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
-            raise ParameterError(
-                f"{type(module).__name__} is not supported yet: attach fastdp to the plain model (of "
-                "torch.compile: model._orig_mod)"
-            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
         for hook in module._forward_pre_hooks.values():
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, ModuleHook) and owner.forward is not None:
