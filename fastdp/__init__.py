@@ -7,6 +7,7 @@ True
 
 from . import errors, ops
 from .accounting import noise_multiplier_for
+from .compatible import CompatibilityReport, make_compatible
 from .engine import PerSampleGradients
 from .optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
 from .sampling import poisson_loader
@@ -15,6 +16,7 @@ from .verify import VerifyReport, verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompatibilityReport",
     "DPAdam",
     "DPAdamW",
     "DPRMSprop",
@@ -23,6 +25,7 @@ __all__ = [
     "PrivateOptimizer",
     "VerifyReport",
     "errors",
+    "make_compatible",
     "noise_multiplier_for",
     "ops",
     "poisson_loader",

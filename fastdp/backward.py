@@ -11,6 +11,7 @@ from .capture import Pass
 from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError
 from .gradients import Gradients
 from .layouts.layout import Layout
+from .links import leaves_of
 from .ops.common import exactly
 from .planner import Planner
 from .replay import Replays
@@ -138,6 +139,7 @@ class Backward:
         if tape is None or tape.failed:
             return
         self._check_uncaptured()
+        self._check_owned(tape.uses)
         if tape.batch is None:
             return  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.mean else 1.0
@@ -167,3 +169,17 @@ class Backward:
                 "Their per-sample gradients are unknown, so nothing was clipped and no step is possible. Use the "
                 "parameter within the model's forward, combined with the data, or freeze it."
             )
+
+    def _check_owned(self, uses: list[Use]) -> None:
+        """What was used in the place of the model's parameters for one call would be clipped and then lost."""
+        if not uses:
+            return
+        current = self.tracked.current()
+        for use in uses:
+            if any(id(leaf) not in current for leaf in leaves_of(use.operand)):
+                raise UncapturedUseError(
+                    f"{use.name}() used a tensor of shape {tuple(use.operand.shape)} that stood in the place of a "
+                    "parameter only for the forward (torch.func.functional_call with tensors of one's own, perhaps): "
+                    "its gradient would be lost. Call the model with its own parameters, or call functional_call "
+                    "within the forward of a module that owns them."
+                )
