@@ -10,6 +10,7 @@ from .accounting import noise_multiplier_for
 from .compatible import CompatibilityReport, make_compatible
 from .engine import PerSampleGradients
 from .optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
+from .rules import RuleCall, register_rule
 from .sampling import poisson_loader
 from .verify import VerifyReport, verify
 
@@ -23,6 +24,7 @@ __all__ = [
     "DPSGD",
     "PerSampleGradients",
     "PrivateOptimizer",
+    "RuleCall",
     "VerifyReport",
     "errors",
     "make_compatible",
@@ -30,5 +32,6 @@ __all__ = [
     "ops",
     "poisson_loader",
     "privatize",
+    "register_rule",
     "verify",
 ]

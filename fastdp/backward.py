@@ -167,7 +167,8 @@ class Backward:
             raise UncapturedUseError(
                 f"{len(missed)} parameter(s) were used where no per-sample rule applies: {', '.join(missed[:5])}. "
                 "Their per-sample gradients are unknown, so nothing was clipped and no step is possible. Use the "
-                "parameter within the model's forward, combined with the data, or freeze it."
+                "parameter within the model's forward, combined with the data, or freeze it; a function that fastdp "
+                "does not see becomes seen by fastdp.register_rule."
             )
 
     def _check_owned(self, uses: list[Use]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,11 @@ class Pass:
 
     def place(self, name: str) -> str:
         return f"{name}() in module '{self.path}'"
+
+    def names_of(self, tensors: Iterable[Tensor]) -> str:
+        """The parameters that these tensors are, or are made of, for messages."""
+        names = [self.tracked.get(id(leaf), "?") for tensor in tensors for leaf in leaves_of(tensor)]
+        return ", ".join(f"'{name}'" for name in dict.fromkeys(names))
 
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""

@@ -71,10 +71,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         current = privacy.engine.present()
         lost = [p for group in self.param_groups for p in group["params"] if p.requires_grad and id(p) not in current]
         if lost:
+            shapes = ", ".join(str(tuple(p.shape)) for p in lost[:3])
             raise ParameterError(
-                f"{len(lost)} parameter(s) of the optimizer, of shape {', '.join(str(tuple(p.shape)) for p in lost[:3])}, "
-                "are no longer the model's: they were replaced since the optimizer was made. detach() it and make a "
-                "new one."
+                f"{len(lost)} parameter(s) of the optimizer, of shape {shapes}, are no longer the model's: they were "
+                "replaced since the optimizer was made. detach() it and make a new one."
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from .errors import ParameterError
 
@@ -47,7 +47,7 @@ class Tracked:
             raise ParameterError(
                 f"complex parameters are not supported: {odd[:3]}; hold their real and imaginary parts"
             )
-        away = [name for name, p in self.named().items() if p.is_meta and not isinstance(p, UninitializedTensorMixin)]
+        away = [name for name, p in self.named().items() if p.is_meta and not is_lazy(p)]
         if away:
             raise ParameterError(
                 f"{away[:3]} are on the meta device, without values (offloaded by accelerate, perhaps): trainable "
