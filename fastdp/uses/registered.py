@@ -215,4 +215,4 @@ def _only(tensor: Tensor, rows: Tensor, dim: int) -> Tensor:
     """The tensor, zero outside of these rows of a dimension."""
     view = [1] * tensor.dim()
     view[dim] = -1
-    return torch.where(rows.view(view), tensor, torch.zeros_like(tensor))
+    return torch.where(rows.to(tensor.device).view(view), tensor, torch.zeros_like(tensor))
