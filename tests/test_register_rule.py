@@ -16,7 +16,7 @@ from fastdp import rules
 from fastdp.errors import BatchLayoutError, SampleMixingError, UncapturedUseError
 from fastdp.uses import registered
 
-from .cases import Net, P, net
+from .cases import Net, P, net, square
 from .truth import compare
 
 B, T, D = 3, 5, 8
@@ -181,6 +181,45 @@ def test_the_check_is_not_fooled_by_an_empty_gradient_or_made_every_step() -> No
         counts.append(len(calls))
         calls.clear()
     assert counts[0] > counts[1] == counts[2] == 1  # another batch size is no other kind of call
+
+
+def test_a_check_without_a_gradient_shows_nothing_and_is_made_again() -> None:
+    fastdp.register_rule(bend)(lambda call: {call.args[1]: bend_rule(call)[call.args[1]] / 2})
+    model = Net(lambda m, x: bend(x, m.w), w=P(D))
+    fastdp.PerSampleGradients(model)
+    model(torch.zeros(B, T, D)).sum((1, 2)).mean().backward()  # half of zero is right
+    with pytest.raises(UncapturedUseError, match="differs"):
+        model(torch.ones(B, T, D))
+
+
+def test_a_part_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a constant was made for the batch, which the rule then sees whole."""
+    monkeypatch.setattr(registered, "KEPT_BYTES", 0)
+
+    @torch.overrides.wrap_torch_function(lambda x, w, mask: (x, w))
+    def masked(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+        return torch.sinh(x * w) * mask
+
+    batches = []
+
+    @fastdp.register_rule(bend)
+    @fastdp.register_rule(masked)
+    def rule(call: fastdp.RuleCall) -> dict[Tensor, Tensor]:
+        batches.append(call.batch)
+        x, w, *mask = call.args
+        grad = call.grad * mask[0].view(call.batch, 1, 1, 1) if mask else call.grad
+        return {w: (grad * torch.cosh(x * w) * x).flatten(1, -2).sum(1)}
+
+    mask = torch.tensor([0.5, 1.0, 2.0]).view(B, 1, 1)
+    for forward, sizes in ((lambda m, x: bend(x, m.w), {1, 2}), (lambda m, x: masked(x, m.w, mask), {B})):
+        model = Net(forward, w=P(D))
+        engine = fastdp.PerSampleGradients(model)
+        square(model, torch.randn(B, T, D)).mean().backward()
+        rows = engine.materialize()["w"]
+        batches.clear()
+        parts = [engine._last().per_sample(model.w, low, high) for low, high in ((0, 1), (1, 3))]
+        torch.testing.assert_close(torch.cat(parts), rows)
+        assert set(batches) == sizes
 
 
 def test_unseen_functions_name_parameter_function_module_and_remedy() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fastdp
-from fastdp.errors import FastDPError, ParameterError, SampleMixingError, UncapturedUseError
+from fastdp.errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingError, UncapturedUseError
 
 from .cases import Net, P, net, shake, square
 from .truth import compare, norms_of, truth
@@ -56,11 +56,11 @@ def norms_of_engine(model: nn.Module, x: Tensor, losses: Callable[[nn.Module, Te
 
 
 def spectral_old(layer: nn.Module) -> nn.Module:
-    return nn.utils.spectral_norm(layer, n_power_iterations=100)
+    return nn.utils.spectral_norm(layer, n_power_iterations=300)
 
 
 def spectral_new(layer: nn.Module) -> nn.Module:
-    return nn.utils.parametrizations.spectral_norm(layer, n_power_iterations=100)
+    return nn.utils.parametrizations.spectral_norm(layer, n_power_iterations=300)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -70,6 +70,7 @@ def test_spectral_norm(
     layer: Callable[[], nn.Module], normed: Callable[[nn.Module], nn.Module], training: bool
 ) -> None:
     """Its power iteration moves buffers, but by the weights alone; run to its end here, for the truth to see it too."""
+    torch.manual_seed(0)
     model = nn.Sequential(normed(layer()), nn.Tanh()).train()
     x = torch.randn((B, D, 7) if isinstance(model[0], nn.Conv1d) else (B, T, D))
     with torch.no_grad():
@@ -234,7 +235,7 @@ def test_data_of_unseen_origin_is_guessed_with_a_warning_or_refused() -> None:
     hidden = HiddenQuantised(D, B)  # [B, T, D] -> [B * T, B]: only a dimension that is none has the batch's size
     forward = lambda m, x: m.b(HiddenMatmul.apply(m.a(x).flatten(0, 1), hidden)).view(len(x), -1)
     flat = net(forward, torch.randn(B, T, D), a=nn.Linear(D, D), b=nn.Linear(B, 4))
-    with pytest.raises(FastDPError):
+    with pytest.raises(BatchLayoutError, match="cannot tell"):
         compare(*flat)
 
 

@@ -54,7 +54,7 @@ def norms_with_checkpoints(model: nn.Module, reentrant: bool) -> tuple[Tensor, T
     calls = []
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     block = next(m for m in model.modules() if type(m).__name__ in ("GPT2Block", "LlamaDecoderLayer"))
-    block.register_forward_hook(lambda *_: calls.append(1))
+    next(block.children()).register_forward_pre_hook(lambda *_: calls.append(1))
     engine = fastdp.PerSampleGradients(model)
     try:
         token_losses(model, ids()).mean().backward()
