@@ -58,7 +58,7 @@ def norms_with_checkpoints(model: nn.Module, reentrant: bool) -> tuple[Tensor, T
     engine = fastdp.PerSampleGradients(model)
     try:
         token_losses(model, ids()).mean().backward()
-        assert len(calls) == 2, "nothing was computed again: no checkpoint"
+        assert len(calls) >= 2, "nothing was computed again: no checkpoint"
         return engine.norms().double(), exact
     finally:
         engine.detach()
