@@ -8,11 +8,12 @@ import os
 import platform
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+
+from fastdp.clock import seconds
 
 Row = dict[str, object]
 
@@ -53,20 +54,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """One call, by the device's own clock."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 def interleaved(

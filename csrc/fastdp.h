@@ -15,14 +15,19 @@ enum { FASTDP_F32 = 0, FASTDP_F64 = 1, FASTDP_BF16 = 2, FASTDP_F16 = 3 };
 
 /* ---------------------------------------------------------------- noise (csrc/cpu/noise.cpp)
  *
- * Element i of step s is one of the 8 normals of one ChaCha20 block, found from the global index alone:
- *     tile = i / 512, slot = i % 512 / 64, lane = i % 64
- *     block counter = 64 * tile + lane; slots 2p and 2p + 1 come from words 4p .. 4p + 3 of the block
- * so a tile's normals leave the SIMD lanes (lane = block) in memory order, without a transposition.
+ * Element i of step s is one of the 12 normals of one ChaCha20 block, found from the global index alone:
+ *     tile = i / 768, slot = i % 768 / 64, lane = i % 64, block counter = 64 * tile + lane
+ * so a tile's normals leave the SIMD lanes (lane = block) in memory order, without a transposition. Slots 2p and
+ * 2p + 1 are radius * (cos, sin) of pair p in 0 .. 5, from 85 of the block's bits; no bit serves two pairs:
+ *     radius = sqrt(-2 ln(1 - x)), x = (2^21 w[p] + low) / 2^53 in [0, 1): 8.57 at the largest x
+ *     low: for p < 4 the lower 21 bits of w[12 + p]; for p = 4 the upper 11 bits of w[12] and, above them, the upper 10
+ *          of w[13]; for p = 5 the same of w[14] and w[15]
+ *     angle = pi (c + 1) / 2^32, c the lower 31 bits of w[6 + p], shifted left by one, as a signed number; the upper
+ *          bit of w[6 + p] turns the point by half a circle
  */
 enum {
     FASTDP_LANES = 64, /* blocks of a tile */
-    FASTDP_SLOTS = 8,  /* normals of a block */
+    FASTDP_SLOTS = 12, /* normals of a block */
     FASTDP_TILE = FASTDP_LANES * FASTDP_SLOTS,
     FASTDP_DOMAIN_NOISE = 0x6e6f /* upper 16 bits of the nonce: what the key stream is used for */
 };
@@ -45,7 +50,8 @@ void fastdp_chacha20_blocks(const uint32_t *state, uint32_t *words);
 void fastdp_box_muller(const uint32_t *words, void *normals, int type);
 
 /* What is drawn: n = ((read ? sum : 0) + std * N(0, 1)) * scale, or sum * scale where std = 0. In double for
- * float64 data, in float for all other (in double, too, where std or scale is not 0 and outside 2^-60 .. 2^60).
+ * float64 data, in float for all other (in double, too, where std or scale is not 0 and outside 2^-60 .. 2^60); a
+ * std that is no float is rounded up to one there: noise is never less than asked for.
  * key: 8 words, the 32 bytes of RFC 8439 in little-endian order; step < 2^48; keep: n is written over the sums.
  * Sums are not looked at where read = 0. The same bits whatever the threads (>= 1), the pieces in which an array
  * is passed, or the instruction set.

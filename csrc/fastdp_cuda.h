@@ -33,7 +33,7 @@ fastdp_cuda_status fastdp_cuda_noise(void *data, int type, int64_t count, int64_
                                      uint64_t step, double std, double scale, int keep, int device, void *stream);
 
 /* For tests: blocks of the key stream from given states, [16][count] -> [16][count], and normals from given words,
- * [16][count] -> [8][count] of float32 or float64.
+ * [16][count] -> [12][count] of float32 or float64.
  */
 fastdp_cuda_status fastdp_cuda_chacha20(const uint32_t *states, uint32_t *words, int64_t count, int device,
                                         void *stream);
@@ -52,6 +52,7 @@ typedef struct {
     void *param, *sum, *state1, *state2; /* [count] each; states that the rule does not use may be NULL */
     int64_t count, offset;               /* offset: the global index of the first element */
     int64_t end_tile;                    /* tiles of this and all earlier entries; filled in by the function */
+    int64_t tile_shift;                  /* from a tile's place in that count to its global number; filled in, too */
 } fastdp_cuda_entry;
 
 typedef struct {

@@ -44,9 +44,11 @@ class Bundle:
         return square_sum(self.grads)
 
     def clipped_sum(self, c: Tensor) -> dict[int, Tensor]:
-        """{id(parameter): sum_b c_b gradient_b}."""
+        """{id(parameter): sum_b c_b gradient_b}, each in memory of its own: they become `.grad`, which users may
+        save (with all of its storage) or resize."""
         total = weighted_sum(self.grads, c.to(self.grads.device))
-        parts = total.split([p.numel() for p in self.members.values()])
+        sizes = [p.numel() for p in self.members.values()]
+        parts: tuple[Tensor, ...] = torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment, func-returns-value]
         return {
             key: part.view(p.shape).to(p.device) for (key, p), part in zip(self.members.items(), parts, strict=True)
         }

@@ -27,6 +27,7 @@ from .memo import CONSTANT, Memo, inquires
 from .planner import Planner
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
+from .uses.experts import PRODUCTS, gathered_of
 from .uses.generic import capture_generic
 
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
@@ -205,9 +206,7 @@ class Pass:
                     self._note_use(leaf, f"{self.place(function_name(func))}, {custom_function()}")
         elif parameters:
             if has_data:
-                if self.count:
-                    for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
-                        self.backward.uses_of[id(leaf)] = self.backward.uses_of.get(id(leaf), 0) + 1
+                self._count(parameters)
                 return self._combine(func, args, kwargs)
             out = func(*args, **kwargs)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
@@ -215,6 +214,11 @@ class Pass:
             return out
         if has_data and func in COMPOSITES:
             return COMPOSITES[func](self, func, args, kwargs)
+        if has_data and func in PRODUCTS and torch.is_grad_enabled():
+            out = PRODUCTS[func](self, func, args, kwargs)
+            if out is not NotImplemented:
+                self._count([found[0].operand for t in args if (found := gathered_of(t)) is not None])
+                return out
         before = _unmoved(func, args)
         out = func(*args, **kwargs)
         if has_data and before is not None:
@@ -226,6 +230,11 @@ class Pass:
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
         return out
+
+    def _count(self, parameters: list[Tensor]) -> None:
+        """Note that these are used once more."""
+        for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)) if self.count else ():
+            self.backward.uses_of[id(leaf)] = self.backward.uses_of.get(id(leaf), 0) + 1
 
     def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         registered = RULES.get(func)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """One call, by the device's own clock; waits for its end."""
+    clock = Clock(device)
+    with clock:
+        run()
+    return clock.milliseconds() / 1e3
 
 
 class Clock:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
+from . import clock, ops
 
 Constants = dict[str, list[float]]  # job -> seconds a call, a flop, a flop over the smallest side, a byte
 REPEATS = 5
@@ -156,20 +156,7 @@ def _probes(kind: str, make: Callable[..., Tensor]) -> Iterator[tuple[Shape, dic
 def measure(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Seconds of a call: the least of several, which other processes disturb least."""
     run()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            begin = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begin)
-    return min(times)
+    return min(clock.seconds(run, device) for _ in range(repeats))
 
 
 def fit(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:

@@ -184,6 +184,8 @@ def check_unattached(model: nn.Module) -> None:
 
 
 def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:
-    plain = [[None if layout is None else layout._replace(owner=None) for layout in items] for items in (a, b)]
+    plain = [
+        [None if layout is None else layout._replace(owner=None, order=None) for layout in items] for items in (a, b)
+    ]
     routed = any(layout is not None and layout.owner is not None for layout in (*a, *b))
     return routed or plain[0] != plain[1]

@@ -25,6 +25,7 @@ from .planner import Planner
 from .uses.base import Direct, Use
 from .uses.conv import Conv
 from .uses.embedding import Lookup
+from .uses.experts import Routed
 from .uses.linear import Matmul
 
 
@@ -114,7 +115,11 @@ class Gradients:
                     and use.operand.dtype != torch.float64
                 ):
                     into = buffers.take(use.operand)
-                found = pull_back_sum(use.operand, use.clipped_sum(c.to(use.operand.device), into))
+                part = use.clipped_sum(c.to(use.operand.device), into)
+                if use.operand is not leaves[0] and _is_slice(use.operand, leaves):
+                    _add_slice(total, use.operand, leaves[0], part)
+                    continue
+                found = pull_back_sum(use.operand, part)
             for key, value in found.items():
                 if key in wanted:
                     total[key] = total[key] + value if key in total else value
@@ -179,6 +184,8 @@ def _join(group: list[Use]) -> list[Use]:
         ids = torch.cat([u.ids for u in group if isinstance(u, Lookup)], 1)
         g = torch.cat([accumulate(u.g) for u in group if isinstance(u, Lookup)], 1)
         return [Lookup(first.operand, ids, g, name)]
+    if isinstance(first, Routed):
+        return [Routed.joined([u for u in group if isinstance(u, Routed)], name)]
     if isinstance(first, Direct):
         total = sum((u.grads for u in group[1:] if isinstance(u, Direct)), first.grads)
         return [Direct(first.operand, total, name)]
@@ -233,6 +240,22 @@ def _tied_norm_sq(uses: list[Use]) -> Tensor:
     head = next(use for use in uses if isinstance(use, Matmul))
     cross = ops.tied_cross_term(lookup.ids, lookup.g, head.a, head.g)
     return lookup.norm_sq().double() + head.norm_sq().double() + 2 * cross.double()
+
+
+def _is_slice(operand: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Whether the operand is a part of one parameter's memory, each element once."""
+    leaf = leaves[0]
+    return len(leaves) == 1 and _isometric(operand) and _same_memory(operand, leaf) and leaf.is_contiguous()
+
+
+def _add_slice(total: dict[int, Tensor], operand: Tensor, leaf: Tensor, part: Tensor) -> None:
+    """Add to the leaf's sum what belongs to a slice: no sum of the leaf's size for each of many slices."""
+    whole = total.get(id(leaf))
+    if whole is None:
+        whole = total[id(leaf)] = torch.zeros(leaf.shape, dtype=part.dtype, device=part.device)
+    elif not whole.is_contiguous():
+        whole = total[id(leaf)] = whole.contiguous()
+    whole.as_strided(operand.shape, operand.stride(), operand.storage_offset() - leaf.storage_offset()).add_(part)
 
 
 def _disjoint(parameter: Tensor, uses: list[Use]) -> bool:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layouts import rows
+from .layouts import routing, rows, written
 from .layouts.calls import function_name, is_in_place, tensors_in
 from .layouts.layout import Layout, tag_of
 from .layouts.propagate import REFUSING, RULES
 from .layouts.trial import UNCHECKED, VIEWS
 from .links import link_of
 from .uses.attention import COMPOSITES
+from .uses.experts import PRODUCTS, gathered_of
 
 SIZE = 20_000
 CONSTANT = Layout(-1)  # stands for "carries no sample"
@@ -39,7 +40,7 @@ def inquires(func: Any) -> bool:
 
 
 def _kind(func: Any) -> str:
-    """ "asks"; "repeats": layouts follow from shapes; "checked": unless values may matter; "depends"."""
+    """ "asks"; "repeats": layouts follow from shapes; "checked": unless values may matter; "depends"; "where"."""
     found = _KINDS.get(func)
     if found is None:
         found = _KINDS[func] = _classify(func)
@@ -52,9 +53,12 @@ def _classify(func: Any) -> str:
     if name in (_ASKING_PROPERTIES if getter else _ASKING):
         return "asks"
     rule = RULES.get(func)
-    by_value = rule is not None and rule.__module__ == rows.__name__ and func is not torch.Tensor.__getitem__
+    modules = {rows.__name__, routing.__name__, written.__name__}
+    by_value = rule is not None and rule.__module__ in modules and func not in (torch.Tensor.__getitem__, torch.where)
     if by_value or is_in_place(name) or func in COMPOSITES or func in REFUSING or name in _BY_LENGTHS:
         return "depends"
+    if name == "where":
+        return "where"
     return "repeats" if func in UNCHECKED or name in VIEWS else "checked"
 
 
@@ -69,7 +73,9 @@ class Memo:
     ) -> Any:
         """What the layouts follow from; None where they depend on more."""
         kind = _kind(func)
-        if kind == "depends" or batch <= 1:
+        if kind == "depends" or batch <= 1 or (kind == "where" and len(args) == 1):
+            return None
+        if func in PRODUCTS and any(gathered_of(tensor) is not None for tensor in args):
             return None
         by_value = kind == "checked"  # then ids, and constants that may be made for this batch, count by value
         by_index = func is torch.Tensor.__getitem__

@@ -32,17 +32,29 @@ MOST_SPLITS = 16
 
 
 @triton.jit
+def _program(n_o, n_i, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+    """This program's group of samples, and the rows and columns of its tile."""
+    pid = tl.program_id(0)
+    i_o, i_i = grouped(pid % (n_o * n_i), n_o, n_i, 8)
+    return pid // (n_o * n_i), i_o * BLOCK_O + tl.arange(0, BLOCK_O), i_i * BLOCK_I + tl.arange(0, BLOCK_I)
+
+
+@triton.jit
+def _put(p_out, total, mask, ADD: tl.constexpr):
+    """A tile of the sum, beside what is there or in its place."""
+    if ADD:
+        total += tl.load(p_out, mask=mask, other=0.0)
+    tl.store(p_out, total, mask=mask)
+
+
+@triton.jit
 def clipped_kernel(
     p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
     stride_os, stride_oo, stride_oi, n_o, n_i, share,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the sum over `share` samples; the factor goes on each sample's float32 sum."""
-    pid = tl.program_id(0)
-    i_split = pid // (n_o * n_i)
-    i_o, i_i = grouped(pid % (n_o * n_i), n_o, n_i, 8)
-    o_o = i_o * BLOCK_O + tl.arange(0, BLOCK_O)
-    o_i = i_i * BLOCK_I + tl.arange(0, BLOCK_I)
+    i_split, o_o, o_i = _program(n_o, n_i, BLOCK_O, BLOCK_I)
     o_step = tl.arange(0, BLOCK_T)
     m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
     p_g += o_o.to(tl.int64)[:, None] * stride_go
@@ -65,9 +77,7 @@ def clipped_kernel(
             total += tl.where(c != 0, c * acc, 0.0)  # sum += c_b G_b; 0 * inf never formed into it
             acc = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
     p_out += i_split.to(tl.int64) * stride_os + o_o.to(tl.int64)[:, None] * stride_oo + o_i[None, :] * stride_oi
-    if ADD:
-        total += tl.load(p_out, mask=m_o & m_i, other=0.0)
-    tl.store(p_out, total, mask=m_o & m_i)
+    _put(p_out, total, m_o & m_i, ADD)
 
 
 @triton.jit
@@ -83,11 +93,7 @@ def clipped_rows_kernel(
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The same with the factor on each row of g, in float32: for samples of few rows."""
-    pid = tl.program_id(0)
-    i_split = pid // (n_o * n_i)
-    i_o, i_i = grouped(pid % (n_o * n_i), n_o, n_i, 8)
-    o_o = i_o * BLOCK_O + tl.arange(0, BLOCK_O)
-    o_i = i_i * BLOCK_I + tl.arange(0, BLOCK_I)
+    i_split, o_o, o_i = _program(n_o, n_i, BLOCK_O, BLOCK_I)
     m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
     p_g += o_o.to(tl.int64)[:, None] * stride_go
     p_a += o_i.to(tl.int64)[None, :] * stride_ai
@@ -110,9 +116,7 @@ def clipped_rows_kernel(
         else:
             total = tl.dot(scaled, a, total, input_precision="ieee")
     p_out += i_split.to(tl.int64) * stride_os + o_o.to(tl.int64)[:, None] * stride_oo + o_i[None, :] * stride_oi
-    if ADD:
-        total += tl.load(p_out, mask=m_o & m_i, other=0.0)
-    tl.store(p_out, total, mask=m_o & m_i)
+    _put(p_out, total, m_o & m_i, ADD)
 
 
 @triton.jit

@@ -11,14 +11,14 @@ from torch import Tensor
 from fastdp.ops import cuda, noise
 from fastdp.ops.noise import reference_box_muller, reference_noise
 
-from .test_noise import VECTORS, words_of
+from .noise_truth import LONGEST, VECTORS, block_of, words_of
 
 KEY = bytes(range(32))
 WORDS = cuda.words_of(KEY)
 SEED_KEY = cuda.words_of(noise.key_of(7))
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# A float normal is within 7e-7 of its pair's radius of the exact one, and the radius ends at 9.42.
+# A float normal is within 7e-7 of its pair's radius of the exact one.
 NORMAL_ERROR = 7e-7
 
 
@@ -69,54 +69,42 @@ def check_block_function(device: str) -> None:
 
 
 def transformed(words: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    """words [16, n] -> normals [8, n] float64 on the CPU."""
-    out = poisoned(8, words.size(1), dtype=dtype, device=device)
+    """words [16, n] -> normals [12, n] float64 on the CPU."""
+    out = poisoned(12, words.size(1), dtype=dtype, device=device)
     given = words.to(torch.int32).contiguous().to(device)
     place = cuda._place(out.device)
     cuda._native().box_muller(given.data_ptr(), out.data_ptr(), cuda.TYPES[dtype], words.size(1), *place)
     return out.cpu().double()
 
 
-def exact_box_muller(words: Tensor) -> Tensor:
-    """[16, n] -> [4, 2, n] float64; the reference rounds U to 53 bits, so that near U = 1 the radius is not exact."""
-    low, high = words.view(4, 4, -1)[:, 0], words.view(4, 4, -1)[:, 1]
-    below_one = (0xFFFFFFFF - high).double() * 2.0**-32 + (0xFFFFFFFF - low).double() * 2.0**-64  # 1 - U
-    u = high.double() * 2.0**-32 + (low + 1).double() * 2.0**-64
-    radius = torch.where(high >= 1 << 31, torch.log1p(-below_one), u.log()).mul(-2).sqrt()
-    points = reference_box_muller(torch.stack([torch.zeros_like(low), low * 0, *words.view(4, 4, -1).unbind(1)[2:]], 1)
-                                  .flatten(0, 1)).view(4, 2, -1)  # fmt: skip
-    return points / points.square().sum(1, keepdim=True).sqrt() * radius[:, None]
-
-
 def check_transform(device: str) -> None:
-    """Random bits and chosen ones: U = 1 and near it, the smallest U, U = 3/4 from both sides, all quarters."""
-    generator = torch.Generator().manual_seed(3)
-    words = torch.randint(0, 1 << 32, (16, 20_000), generator=generator)
-    top = 0xFFFFFFFF
-    radii = [(0, 0), (1, 0), (0, 1), (top, top), (top - 1, top), (top, top - 1), (5, top - 3), (0, 0x80000000)]
-    radii += [(top, 0xBFFFFFFF), (0, 0xC0000000), (top, 0x7FFFFFFF), (0, 0xFFFFFF00), (9, 0), (77, 1 << 20)]
-    angles = [(0, 0), (top, top), (0, 0x80000000), (0x1001, 0x80000000), (0xFFFFEFFF, 0x7FFFFFFF), (1, 0x40000000)]
-    angles += [(0, 0xC0000000), (3, 0x80000001), (0, 0x20000000)]
-    chosen = torch.tensor([(*r, *a) * 4 for r in radii for a in angles]).T  # low, high, low, high
+    """Random bits and chosen ones: x = 0 and near it, the largest x, x = 1/2 from both sides, all quarters."""
+    words = torch.randint(0, 1 << 32, (16, 20_000), generator=torch.Generator().manual_seed(3))
+    top, half, low = 0xFFFFFFFF, 1 << 31, (1 << 21) - 1
+    radii = [(0, 0), (0, 1), (0, low), (1, 0), (top, low), (top, low - 1), (top, 0), (top - 1, low)]
+    radii += [(half, 0), (half, 1), (half - 1, low), (half - 1, 0), (half - 128, low), (half + 128, 0)]
+    radii += [(3 << 30, 0), (1 << 30, 0), (77, 9), (1 << 20, 5)]
+    angles = [0, top, half, half - 1, half // 2, half // 2 - 1, 3 * half // 2, 3 * half // 2 - 1, 1, half // 4]
+    rows = torch.tensor([(*r, a) for r in radii for a in angles])  # [n, 3]
+    chosen = block_of(*rows.T[:, None].expand(3, 6, -1))
     for given in (words, chosen):
-        truth = exact_box_muller(given)
-        radius = truth.square().sum(1).sqrt()  # [4, n]
-        single = transformed(given, torch.float32, device).view(4, 2, -1)
+        truth = reference_box_muller(given).view(6, 2, -1)
+        radius = truth.square().sum(1).sqrt()  # [6, n]
+        single = transformed(given, torch.float32, device).view(6, 2, -1)
         assert bool(((single - truth).abs() <= NORMAL_ERROR * radius[:, None]).all())
         found_radius = single.square().sum(1).sqrt()
-        assert bool((found_radius <= 9.4194 * (1 + NORMAL_ERROR)).all())  # never outside the double's tail
-        double = transformed(given, torch.float64, device).view(4, 2, -1)
-        reference = reference_box_muller(given).view(4, 2, -1)  # U of 53 bits in both
-        assert bool(((double - reference).abs() <= 4e-15 * radius[:, None] + 1e-22).all())
-    far = reference_box_muller(torch.zeros(16, 1, dtype=torch.int64)).abs().max()
-    assert far > 9.4 and transformed(torch.zeros(16, 1, dtype=torch.int64), torch.float32, device).abs().max() > 9.4
+        assert bool((found_radius <= LONGEST * (1 + NORMAL_ERROR)).all())  # never outside the double's tail
+        assert bool(((found_radius == 0) == (radius == 0)).all())
+        double = transformed(given, torch.float64, device).view(6, 2, -1)
+        assert bool(((double - truth).abs() <= 4e-15 * radius[:, None] + 1e-22).all())
+    assert found_radius.max() > 8.57
 
 
 # ---------------------------------------------------------------------- noise
 
 
 def check_noise(device: str, dtype: torch.dtype) -> None:
-    for count, offset, step in ((1, 0, 0), (513, 511, 1), (64, 37, 5), (2000, (1 << 45) + 3, (1 << 40) + 7)):
+    for count, offset, step in ((1, 0, 0), (769, 767, 1), (64, 37, 5), (3000, (1 << 45) + 3, (1 << 40) + 7)):
         out = poisoned(count, dtype=dtype, device=device)
         assert cuda.noise_(out, 2.5, WORDS, step, offset) is out
         truth = 2.5 * reference_noise(count, KEY, step, offset, dtype=torch.float64)
@@ -128,15 +116,15 @@ def check_noise(device: str, dtype: torch.dtype) -> None:
 
 def check_shards(device: str) -> None:
     whole = cuda.noise_(poisoned(3000, dtype=torch.float32, device=device), 1.0, WORDS, 9, 100)
-    for low, high in ((0, 1), (1, 700), (700, 3000), (511, 513), (412, 924)):
+    for low, high in ((0, 1), (1, 700), (700, 3000), (511, 513), (667, 669), (668, 1436)):
         part = cuda.noise_(poisoned(high - low, dtype=torch.float32, device=device), 1.0, WORDS, 9, 100 + low)
         assert torch.equal(part, whole[low:high])
 
 
 def check_edges(device: str) -> None:
     """Arrays that end at, before and behind the edges of tiles: written whole, and nothing beside them."""
-    for offset in (0, 1, 511):
-        for count in (*range(510, 515), *range(1022, 1027)):
+    for offset in (0, 1, 767):
+        for count in (*range(766, 771), *range(1534, 1539)):
             held = poisoned(count + 128, dtype=torch.float32, device=device)
             cuda.noise_(held[64:-64], 1.0, WORDS, 0, offset)
             assert bool(held[:64].isnan().all() and held[-64:].isnan().all() and held[64:-64].isfinite().all())
@@ -166,7 +154,7 @@ def check_add_scaled(device: str, dtype: torch.dtype) -> None:
 
 # ---------------------------------------------------------------------- noise and step
 
-SIZES = [(1,), (511,), (8, 64), (513,), (0,), (64,), (3, 7), (1300,), (5, 257)]
+SIZES = [(1,), (767,), (12, 64), (769,), (0,), (64,), (3, 7), (1700,), (5, 257)]
 START = 12345  # of the global index; the sizes put the others anywhere in the grid
 COMMON = {"key": WORDS, "std": 0.7, "scale": 0.25, "lr": 0.05}
 

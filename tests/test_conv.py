@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastdp.ops import compiled, conv, conv_clipped_sum, conv_norm_sq, conv_per_sample, registry
-from fastdp.ops.conv import Geometry, spatial
+from fastdp.ops.geometry import Geometry, spatial
 
 NATIVE = not isinstance(registry.native(), str)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -85,6 +85,11 @@ def norms(rows: Tensor) -> Tensor:
     return rows.flatten(1).square().sum(1)
 
 
+def accuracy(dtype: torch.dtype) -> float:
+    """Relative, of squared norms of random data. MEASURED worst of all cases and routes: 3.5e-7, float64 6e-16."""
+    return 1e-14 if dtype == torch.float64 else 1e-6
+
+
 def close(found: Tensor, exact: Tensor, rough: Tensor) -> bool:
     error, allowed = (found.double() - exact).abs(), 4 * (rough.double() - exact).abs()
     return bool((error <= allowed + 1e-5 * exact.abs().max()).all())
@@ -101,7 +106,7 @@ def test_against_one_sample_at_a_time(backend: str, name: str, dtype: torch.dtyp
             continue  # 6400 positions
         found = conv_norm_sq(x, g, *args, method)
         assert found.dtype == kind
-        torch.testing.assert_close(found.double(), norms(exact), rtol=4e-6, atol=1e-12)
+        torch.testing.assert_close(found.double(), norms(exact), rtol=accuracy(dtype), atol=0)
     rows = conv_per_sample(x, g, *args)
     assert rows.dtype == kind and close(rows, exact, rough)
     c = torch.linspace(0, 1, x.size(0))
@@ -126,12 +131,12 @@ def test_strides_are_only_strides(backend: str, dtype: torch.dtype) -> None:
             assert not (some.is_contiguous() and grad.is_contiguous())
             for method in ("gram", "direct"):
                 found = conv_norm_sq(some, grad, *args, method)
-                torch.testing.assert_close(found.double(), norms(wanted), rtol=4e-6, atol=0)
+                torch.testing.assert_close(found.double(), norms(wanted), rtol=accuracy(dtype), atol=0)
             rows = conv_per_sample(some, grad, *args)
             torch.testing.assert_close(rows.double(), wanted, rtol=1e-4, atol=1e-4)
         expanded = g[:, :, :1].expand_as(g)
         wanted = norms(truth(x, expanded, *args))
-        torch.testing.assert_close(conv_norm_sq(x, expanded, *args).double(), wanted, rtol=4e-6, atol=0)
+        torch.testing.assert_close(conv_norm_sq(x, expanded, *args).double(), wanted, rtol=accuracy(dtype), atol=0)
 
 
 SIZE = st.integers(1, 3)
@@ -224,13 +229,13 @@ def test_threads_and_repetition_change_no_bit(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
 
 
-@pytest.mark.skipif(not NATIVE, reason="needs the compiled extension")
-def test_constant_data_does_not_shrink() -> None:
+@pytest.mark.parametrize("side", [20, 60, 120])
+def test_constant_data_does_not_shrink(backend: str, side: int) -> None:
     for value in (0.1, 1 / 3, 0.7071):
-        x, g = torch.full((1, 16, 60, 60), value), torch.full((1, 8, 60, 60), value)
+        x, g = torch.full((1, 16, side, side), value), torch.full((1, 8, side, side), value)
         exact = float(norms(truth(x, g, 3, 1, 1, 1, 1)))
         ratio = float(conv_norm_sq(x, g, 3, 1, 1, method="direct", dtype=torch.float64)) / exact
-        assert abs(ratio - 1) < 8e-6, (value, ratio)
+        assert abs(ratio - 1) < 4e-6, (value, ratio)  # 3.2e-6 MEASURED: summands of one sign
 
 
 def test_cancelling_summands_are_found_out(backend: str) -> None:

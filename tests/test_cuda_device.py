@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastdp.ops import cuda
-from fastdp.ops.noise import reference_noise
+from fastdp.ops.noise import reference_box_muller, reference_noise
 from fastdp.ops.registry import native_cuda
 
 from . import cuda_checks as checks
@@ -67,13 +67,13 @@ def test_sanitizer_small_sizes_of_everything() -> None:
 
 
 def test_transform_of_many_words() -> None:
-    """The hardware's logarithm and square root keep the bound of the header, over 3e7 normals."""
+    """The hardware's logarithm and square root keep the bound of the header, over 4.8e7 normals."""
     worst = 0.0
     for seed in range(4):
         words = torch.randint(0, 1 << 32, (16, 1_000_000), generator=torch.Generator().manual_seed(seed))
-        truth = checks.exact_box_muller(words)
+        truth = reference_box_muller(words).view(6, 2, -1)
         radius = truth.square().sum(1, keepdim=True).sqrt()
-        found = checks.transformed(words, torch.float32, DEVICE).view(4, 2, -1)
+        found = checks.transformed(words, torch.float32, DEVICE).view(6, 2, -1)
         worst = max(worst, float(((found - truth).abs() / radius).max()))
     print(f"largest error over the radius: {worst:.2e}")
     assert worst <= checks.NORMAL_ERROR

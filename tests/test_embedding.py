@@ -1,13 +1,13 @@
 """Look-ups: norms, clipped sums and the tied cross term against one sample at a time in float64."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdp.ops import embedding_clipped_sum, embedding_norm_sq, embedding_per_sample, noise, tied_cross_term
+from fastdp.ops import cuda, embedding_clipped_sum, embedding_norm_sq, embedding_per_sample, noise, tied_cross_term
 from fastdp.ops.registry import forced
 
 NATIVE = noise.native_status() == "built"
@@ -99,6 +99,26 @@ def test_ids_outside_the_table_are_named(backend: str, bad: int) -> None:
         lambda: embedding_per_sample(ids, g, 6),
     ):
         with pytest.raises(IndexError, match=str(bad)):
+            call()
+    assert torch.equal(out, torch.ones(6, 3))
+
+
+def test_negative_padding_is_refused(backend: str) -> None:
+    ids, g = data((2, 5, 3, 6))
+    ops, c, out = torch.ops.fastdp, torch.ones(2), torch.ones(6, 3)
+    calls: list[Callable[[], object]] = [
+        lambda: embedding_norm_sq(ids, g, -1),
+        lambda: embedding_norm_sq(ids, g.double(), -1),
+        lambda: embedding_per_sample(ids, g, 6, -1),
+        lambda: embedding_clipped_sum(ids, g, c, 6, -1),
+        lambda: embedding_clipped_sum(ids, g, c, 6, -1, out=out),
+        lambda: ops.embedding_norm_sq.default(ids, g, -1),
+        lambda: ops.embedding_clipped_sum.default(ids, g, c, 6, -1),
+        lambda: cuda.embedding_norm_sq(ids, g, -1),
+        lambda: cuda.embedding_clipped_sum(ids, g, c, 6, -1),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="num_embeddings [+] padding_idx"):
             call()
     assert torch.equal(out, torch.ones(6, 3))
 

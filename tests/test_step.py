@@ -14,7 +14,7 @@ from fastdp.ops.registry import forced, native
 
 NATIVE = noise.native_status() == "built"
 KEY = bytes(range(32))
-SHAPES = [(), (3, 5), (0,), (513,), (7, 11, 13), (2048,), (1,)]
+SHAPES = [(), (3, 5), (0,), (769,), (7, 11, 13), (3072,), (1,)]
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 DRAW: dict[str, Any] = {"key": KEY, "step": 7, "std": 0.3, "scale": 0.25}
 ADAM: dict[str, Any] = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -62,12 +62,16 @@ def torch_steps(params: list[Tensor], grads: list[list[Tensor]], name: str, opti
     return [p.detach() for p in moved], [optimizer.state[p] for p in moved]
 
 
-def assert_close(found: Tensor, plain: Tensor, truth: Tensor, what: str) -> None:
-    """The error rule: four times PyTorch's own error in the type, and 1e-5 of the truth."""
-    assert truth.dtype == torch.float64
-    error = (found.double() - truth).abs()
-    allowed = 4 * (plain.double() - truth).abs().max() if truth.numel() else 0
-    assert (error <= allowed + 1e-5 * truth.abs() + 1e-12).all(), f"{what}: {float(error.max())}"
+def assert_close(found: list[Tensor], plain: list[Tensor], truth: list[Tensor], what: str) -> None:
+    """The error rule: four times PyTorch's largest error in the type, and 1e-5 of the truth.
+
+    The largest of all tensors: that of a single element may be near 0 by luck.
+    """
+    allowed = 4 * max(float((a.double() - b).abs().max()) for a, b in zip(plain, truth, strict=True) if a.numel())
+    for a, b in zip(found, truth, strict=True):
+        assert b.dtype == torch.float64
+        error = (a.double() - b).abs()
+        assert (error <= allowed + 1e-5 * b.abs() + 1e-12).all(), f"{what}: {float(error.max())}"
 
 
 SGD_CASES = [
@@ -95,11 +99,10 @@ def test_sgd_is_noise_and_torchs_step(backend: str, case: dict[str, Any], dtype:
         for total, grad in zip(sums, grads[k], strict=True):  # kept
             atol = 1e-13 if dtype == torch.float64 else 7e-7 * 5 * 0.3 * 0.25  # of the longest radius here
             torch.testing.assert_close(total, grad, rtol=3e-7 if dtype != torch.float64 else 1e-13, atol=atol)
-    for k, param in enumerate(moved):
-        assert_close(param, plain[0][k], truth[0][k], "weight")
-        if buffers:
-            name = "momentum_buffer"
-            assert_close(buffers[k], plain[1][k][name], truth[1][k][name], name)
+    assert_close(moved, plain[0], truth[0], "weight")
+    if buffers:
+        name = "momentum_buffer"
+        assert_close(buffers, [state[name] for state in plain[1]], [state[name] for state in truth[1]], name)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -121,10 +124,9 @@ def test_adam_is_noise_and_torchs_step(backend: str, name: str, maximize: bool, 
         noisy_adamw_step_(moved, sums, averages, squares, offsets, t=k + 1, maximize=maximize, keep_grads=False,
                           decoupled=name == "AdamW", **{**DRAW, "step": 7 + k}, **{**ADAM, "eps": eps})  # fmt: skip
         assert all(torch.equal(a, b) for a, b in zip(sums, given, strict=True))  # not kept: as they were
-    for k, param in enumerate(moved):
-        assert_close(param, plain[0][k], truth[0][k], "weight")
-        assert_close(averages[k], plain[1][k]["exp_avg"], truth[1][k]["exp_avg"], "exp_avg")
-        assert_close(squares[k], plain[1][k]["exp_avg_sq"], truth[1][k]["exp_avg_sq"], "exp_avg_sq")
+    assert_close(moved, plain[0], truth[0], "weight")
+    for name, states in (("exp_avg", averages), ("exp_avg_sq", squares)):
+        assert_close(states, [state[name] for state in plain[1]], [state[name] for state in truth[1]], name)
 
 
 def adam(params: list[Tensor], sums: list[Tensor], offsets: list[int], **change: Any) -> list[Tensor]:
@@ -149,7 +151,7 @@ def test_bits_are_those_of_noise_alone(backend: str) -> None:
 def test_threads_and_instruction_sets_change_no_bit(dtype: torch.dtype) -> None:
     if not NATIVE:
         pytest.skip("the compiled kernel is absent")
-    params, sums = tensors(dtype, [(150_001,), (3,), (0,), (70_000,), (511,), (513,)])
+    params, sums = tensors(dtype, [(150_001,), (3,), (0,), (70_000,), (767,), (769,)])
     offsets = offsets_of(params, 37)
     before, module = torch.get_num_threads(), native()
     best = module.instruction_set()  # type: ignore[union-attr]
@@ -170,7 +172,7 @@ def test_threads_and_instruction_sets_change_no_bit(dtype: torch.dtype) -> None:
 def test_any_sharding_gives_the_same(backend: str) -> None:
     params, sums = tensors(torch.float32, [(5000,)])
     whole = adam(params, sums, [123])
-    cuts = [0, 1, 700, 1212, 4000, 5000]
+    cuts = [0, 1, 645, 1413, 4000, 5000]
     pieces = [slice(a, b) for a, b in itertools.pairwise(cuts)]
     shards = adam([params[0][p] for p in pieces], [sums[0][p] for p in pieces], [123 + p.start for p in pieces])
     for k, full in enumerate(whole):

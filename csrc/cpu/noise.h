@@ -1,6 +1,6 @@
 // Gaussian noise of tiles, drawn and spent in one pass: what noise.cpp and step.cpp share.
 //
-// A tile is 512 elements of the global index (see fastdp.h). It is worked off in groups of W blocks, one block a
+// A tile is 768 elements of the global index (see fastdp.h). It is worked off in groups of W blocks, one block a
 // SIMD lane. While the rounds of ChaCha20 for one group run, which keep the integer units busy, the words of the
 // group before become normals and are spent on their elements, which keeps divider, square root and memory busy:
 // the two need nothing of each other, so the processor overlaps them.
@@ -34,7 +34,9 @@ struct Tile {  // pointers to element 0 of a tile
     T *grad, *param, *first, *second;
 };
 
+// An update says how many arrays it has beside the sum, in the order of Tile: the pointers to others are NULL.
 struct NoUpdate {
+    static constexpr int ARRAYS = 0;
     template <int W, class T>
     INLINE void apply(const Tile<T> &, int) const {}
 };
@@ -64,11 +66,18 @@ INLINE Place place_after(const Work &work, Place place, int64_t number) {  // nu
     return place_of(work, number);
 }
 
-// What is multiplied and added, in the arithmetic's type: std + rest is the std asked for.
+// What is multiplied and added, in the arithmetic's type.
 template <class T>
 struct Amounts {
-    T std, rest, scale;
+    T std, scale;
 };
+
+// A std that is no float is rounded up: noise is never less than asked for.
+INLINE Amounts<double> amounts_of(const Work &work, double) { return {work.std, work.scale}; }
+INLINE Amounts<float> amounts_of(const Work &work, float) {
+    const float std = (float)work.std;
+    return {(double)std < work.std ? std::nextafterf(std, HUGE_VALF) : std, (float)work.scale};
+}
 
 // ChaCha20's state and what of its first round does not depend on the lane: of the first column one sum, of the other
 // three all, as the upper half of the counter is one for all blocks of a group.

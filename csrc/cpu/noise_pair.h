@@ -1,12 +1,12 @@
 // Bits to normals, for a pair of slots; included by noise.h once for each instruction set, before noise_tile.h.
 //
-// Two normals come from four words w0 .. w3:
-//     U = (2^32 w1 + w0 + 1) / 2^64 in (0, 1], radius sqrt(-2 ln U): 9.42 at the smallest U
-//     52 bits of w3 w2 for y in [-1/2, 1/2), the last bit of w2 to turn the point by half a circle
+// Two normals come from 85 bits of a block's words, as fastdp.h says:
+//     x in [0, 1) of 53 bits, radius sqrt(-2 ln(1 - x)): 8.57 at the largest x
+//     y in (-1/2, 1/2) of 31 bits, and a bit that turns the point by half a circle
 //     n = (sum + std * radius * (cos, sin) pi y) * scale
-// Pair<double> follows this to 1e-13, Pair<float> to 7e-7 of the radius (tests/test_noise.py measures both). Each is
-// cut into pieces, between which noise_tile.h lays the rounds of ChaCha20. Word k lies at w[k * W], the slots'
-// elements at `sum` and one LANES further.
+// Pair<double> follows this to 1e-13, Pair<float> to 7e-7 of the radius (tests/test_noise_transform.py measures both).
+// Each is cut into pieces, between which noise_tile.h lays the rounds of ChaCha20. Word k of the block lies at w[k * W],
+// the slots' elements at `sum` and one LANES further.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"  // of GCC's own intrinsics
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -14,6 +14,7 @@ namespace fastdp {
 namespace FASTDP_ISA {
 
 constexpr int W = FASTDP_W;
+constexpr uint32_t LOW_BITS = (1u << 21) - 1;  // of 53
 
 template <class T>
 struct Pair;
@@ -26,7 +27,12 @@ typedef __m512i Bits;
 typedef __m256i Words;
 INLINE Words words_at(const uint32_t *w) { return _mm256_load_si256((const __m256i *)w); }
 INLINE Real to_real(Words w) { return _mm512_cvtepu32_pd(w); }
-INLINE Bits widen(Words w) { return _mm512_cvtepu32_epi64(w); }
+INLINE Real to_real_twice(Words w) { return _mm512_cvtepi32_pd(_mm256_add_epi32(w, w)); }  // signed
+INLINE Bits upper_bit(Words w) { return _mm512_slli_epi64(_mm512_cvtepu32_epi64(_mm256_srli_epi32(w, 31)), 63); }
+INLINE Words lower_21(Words w) { return _mm256_and_si256(w, _mm256_set1_epi32((int)LOW_BITS)); }
+INLINE Words upper_21(Words a, Words b) {
+    return _mm256_or_si256(_mm256_srli_epi32(a, 21), _mm256_slli_epi32(_mm256_srli_epi32(b, 22), 11));
+}
 INLINE Real exponent(Bits above) {  // times 2^52
     return _mm512_cvtepi64_pd(_mm512_and_si512(above, _mm512_set1_epi64((int64_t)0xfff0000000000000u)));
 }
@@ -45,7 +51,10 @@ typedef uint32_t Words;
 INLINE Words words_at(const uint32_t *w) { return *w; }
 // Below AVX-512 nothing converts unsigned integers: by way of the mantissa, also exact.
 INLINE Real to_real(Words w) { return double_of(0x4330000000000000u | w) - 0x1p52; }
-INLINE Bits widen(Words w) { return w; }
+INLINE Real to_real_twice(Words w) { return (double)(int32_t)(w << 1); }
+INLINE Bits upper_bit(Words w) { return (uint64_t)(w >> 31) << 63; }
+INLINE Words lower_21(Words w) { return w & LOW_BITS; }
+INLINE Words upper_21(Words a, Words b) { return a >> 21 | b >> 22 << 11; }
 INLINE Real exponent(Bits above) {
     return (double_of(0x4330000000000000u | (above + (64ull << 52)) >> 52) - (0x1p52 + 64)) * 0x1p52;
 }
@@ -65,11 +74,12 @@ struct Pair<double> {
     Real u, m, t, e, q, log, r, y, square, cosine, sine, turned, even, odd;
     Bits above;
 
-    INLINE void uniform(const uint32_t *w) {
-        const Real tiny = real(0x1p-64);
-        u = fma(to_real(words_at(w + W)), real(0x1p-32), fma(to_real(words_at(w)), tiny, tiny));
+    INLINE void uniform(const uint32_t *w, int pair) {  // u = 1 - x, exactly
+        const uint32_t *a = w + (pair < 4 ? 12 + pair : 2 * pair + 4) * W;
+        const Words low = pair < 4 ? lower_21(words_at(a)) : upper_21(words_at(a), words_at(a + W));
+        u = fma(to_real(words_at(w + pair * W)), real(-0x1p-32), fma(to_real(low), real(-0x1p-53), real(1.0)));
     }
-    INLINE void split() {  // u = 2^e m, m in [sqrt(1/2), sqrt(2)): near U = 1, where ln U vanishes, nothing cancels
+    INLINE void split() {  // u = 2^e m, m in [sqrt(1/2), sqrt(2)): near u = 1, where ln u vanishes, nothing cancels
         above = bits(u) - bits(0x3fe6a09e667f3bcdu);
         m = real(bits(u) - (above & bits(0xfff0000000000000u)));
         e = exponent(above) * real(-0x1.62e42fefa39efp-52);  // -2 ln 2^e
@@ -85,10 +95,9 @@ struct Pair<double> {
         log = fma(log, q, real(-0x1.5555555671492p+0));
         log = fma(log, q, real(-0x1.fffffffffff12p+1));
     }
-    INLINE void radius() { r = root(fma(t, log, e)); }  // never of less than 0: U > sqrt(1/2) has e = 0 and m <= 1
-    INLINE void angle(const uint32_t *w) {
-        y = real(widen(words_at(w + 3 * W)) << 20 | widen(words_at(w + 2 * W)) >> 12 | bits(0x3ff0000000000000u));
-        y = y - real(1.5);
+    INLINE void radius() { r = root(fma(t, log, e)); }  // never of less than 0: u > sqrt(1/2) has e = 0 and m <= 1
+    INLINE void angle(const uint32_t *w, int pair) {
+        y = fma(to_real_twice(words_at(w + (6 + pair) * W)), real(0x1p-32), real(0x1p-32));
     }
     // cos and sin of pi y by Chebyshev's points in y^2: 2e-15 and 3e-16
     INLINE void circle(double c, double s) {
@@ -104,8 +113,8 @@ struct Pair<double> {
     INLINE void circle5() { circle(0x1.03c1f0819eba5p+2, 0x1.466bc677522bdp+1); }
     INLINE void circle6() { circle(-0x1.3bd3cc9be4180p+2, -0x1.4abbce625bd83p+2); }
     INLINE void circle7() { circle(0x1.fffffffffffefp-1, 0x1.921fb54442d17p+1), sine = sine * y; }
-    INLINE void turn(const uint32_t *w, const Amounts<double> &by) {
-        turned = real(bits(r) ^ widen(words_at(w + 2 * W)) << 63) * real(by.std);
+    INLINE void turn(const uint32_t *w, int pair, const Amounts<double> &by) {
+        turned = real(bits(r) ^ upper_bit(words_at(w + (6 + pair) * W))) * real(by.std);
     }
     INLINE void add_to(const double *sum, const Amounts<double> &by) {
         even = fma(turned, cosine, real_at(sum)) * real(by.scale);
@@ -113,8 +122,8 @@ struct Pair<double> {
     }
     INLINE void write(double *grad) { put(grad, even), put(grad + LANES, odd); }
 
-    INLINE void all(const uint32_t *w) {
-        uniform(w), split(), divide(), log1(), log2(), log3(), radius(), angle(w);
+    INLINE void all(const uint32_t *w, int pair) {
+        uniform(w, pair), split(), divide(), log1(), log2(), log3(), radius(), angle(w, pair);
         circle1(), circle2(), circle3(), circle4(), circle5(), circle6(), circle7();
     }
 };
@@ -127,22 +136,28 @@ typedef __m512i Word;
 INLINE Word word_at(const uint32_t *w) { return _mm512_load_si512(w); }
 INLINE Single single(float x) { return _mm512_set1_ps(x); }
 INLINE Word word(uint32_t x) { return _mm512_set1_epi32((int)x); }
-INLINE Word add(Word a, Word b) { return _mm512_add_epi32(a, b); }
-INLINE Word exclusive(Word a, Word b) { return _mm512_xor_si512(a, b); }
-INLINE Word right(Word a, int n) { return _mm512_srli_epi32(a, (unsigned)n); }
-INLINE Word left(Word a, int n) { return _mm512_slli_epi32(a, (unsigned)n); }
 INLINE Single from_signed(Word w) { return _mm512_cvtepi32_ps(w); }
-INLINE Single from_unsigned(Word w) { return _mm512_cvtepu32_ps(w); }
-INLINE Single as_single(Word w) { return _mm512_castsi512_ps(w); }
-INLINE Word as_word(Single x) { return _mm512_castps_si512(x); }
+INLINE Word twice(Word w) { return _mm512_add_epi32(w, w); }
+INLINE Single with_lower_21(Word w, Word exponent) {
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(w, word(LOW_BITS), exponent, 0xea));  // a & b | c
+}
+INLINE Single with_upper_21(Word a, Word b, Word exponent) {
+    const Word shifted = _mm512_srli_epi32(a, 21), above = _mm512_srli_epi32(b, 11);
+    const Word low = _mm512_ternarylogic_epi32(shifted, above, word(0x7ff), 0xf4);  // a | b & ~c
+    return _mm512_castsi512_ps(_mm512_or_si512(low, exponent));
+}
+INLINE Single turned_by(Word w, Single x) {
+    const Word sign = word(0x80000000u);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(w, sign, _mm512_castps_si512(x), 0x6a));  // a & b ^ c
+}
 INLINE Single fma(Single a, Single b, Single c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE Single root(Single x) { return _mm512_sqrt_ps(x); }
 INLINE Single single_at(const float *x) { return _mm512_loadu_ps(x); }
 INLINE void put(float *x, Single y) { _mm512_storeu_ps(x, y); }
 INLINE void split_of(Single z, Single each, Single &f, Single &e) {
-    const __mmask16 lower = _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_GT_OQ);
+    const __mmask16 lower = _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_LT_OQ);
     const Single m = _mm512_getmant_ps(z, _MM_MANT_NORM_p5_1, _MM_MANT_SIGN_zero);
-    f = _mm512_mask_sub_ps(z, lower, m, single(1.0f));
+    f = _mm512_mask_sub_ps(z, lower, single(1.0f), m);
     e = _mm512_maskz_fmadd_ps(lower, _mm512_getexp_ps(z), each, each);  // of m in [1, 2): one less
 }
 #else
@@ -151,24 +166,20 @@ typedef uint32_t Word;
 INLINE Word word_at(const uint32_t *w) { return *w; }
 INLINE Single single(float x) { return x; }
 INLINE Word word(uint32_t x) { return x; }
-INLINE Word add(Word a, Word b) { return a + b; }
-INLINE Word exclusive(Word a, Word b) { return a ^ b; }
-INLINE Word right(Word a, int n) { return a >> n; }
-INLINE Word left(Word a, int n) { return a << n; }
 INLINE Single from_signed(Word w) { return (float)(int32_t)w; }
-// Below AVX-512 nothing converts unsigned integers: from two halves, rounded once, too.
-INLINE Single from_unsigned(Word w) { return (float)(int32_t)(w >> 16) * 0x1p16f + (float)(int32_t)(w & 0xffff); }
-INLINE Single as_single(Word w) { return float_of(w); }
-INLINE Word as_word(Single x) { return bits_of(x); }
+INLINE Word twice(Word w) { return w << 1; }
+INLINE Single with_lower_21(Word w, Word exponent) { return float_of((w & LOW_BITS) | exponent); }
+INLINE Single with_upper_21(Word a, Word b, Word exponent) { return float_of(a >> 21 | b >> 22 << 11 | exponent); }
+INLINE Single turned_by(Word w, Single x) { return float_of((w & 0x80000000u) ^ bits_of(x)); }
 INLINE Single fma(Single a, Single b, Single c) { return std::fma(a, b, c); }
 INLINE Single root(Single x) { return std::sqrt(x); }
 INLINE Single single_at(const float *x) { return *x; }
 INLINE void put(float *x, Single y) { *x = y; }
 INLINE void split_of(Single z, Single each, Single &f, Single &e) {
     const float m = float_of((bits_of(z) & 0x7fffff) | 0x3f000000);
-    const float power = (float)((int32_t)(bits_of(z) >> 23) - 126) * each;
-    f = z > 0.0f ? m - 1.0f : z;
-    e = z > 0.0f ? power : 0.0f;
+    const float power = (float)((int32_t)(bits_of(z) >> 23 & 0xff) - 126) * each;
+    f = z < 0.0f ? 1.0f - m : z;
+    e = z < 0.0f ? power : 0.0f;
 }
 #endif
 
@@ -177,37 +188,38 @@ struct Pair<float> {
     static constexpr int STEP = W == 16 ? 16 : 1;
     Single z, f, e, log, r, y, square, cosine, sine, turned, even, odd;
 
-    // U, or U - 1 where U > 1/2: w1 w0 as a signed number, rounded to float's 24 bits and no coarser. It is added from
-    // an upper half to the nearest and a signed rest, so that next to U = 1 nothing cancels: U = 1 gives exactly 0.
-    INLINE void uniform(const uint32_t *w) {
-        const Word low = word_at(w), high = add(word_at(w + W), right(low, 31));
-        const Single tiny = single(0x1p-64f);
-        z = fma(from_signed(high), single(0x1p-32f), fma(from_signed(low), tiny, tiny));
+    // z = x where x < 1/2, else x - 1: rounded to float's 24 bits and no coarser, as the upper 32 bits are a signed
+    // number and what is added to them is exact: a float of that exponent counts in 2^-53, and 2^-30 is taken off it.
+    INLINE void uniform(const uint32_t *w, int pair) {
+        const uint32_t *a = w + (pair < 4 ? 12 + pair : 2 * pair + 4) * W;
+        const Word exponent = word((127 - 30) << 23);
+        const Single low = pair < 4 ? with_lower_21(word_at(a), exponent)
+                                    : with_upper_21(word_at(a), word_at(a + W), exponent);
+        z = fma(from_signed(word_at(w + pair * W)), single(0x1p-32f), low - single(0x1p-30f));
     }
-    // U = 2^k (1 + f), f in [-1/2, 0], e = -2 ln 2^k: k = 0 where U > 1/2. Both parts of ln U have one sign.
+    // 1 - x = 2^k (1 - f), f in [0, 1/2], e = -2 ln 2^k: k = 0 where x < 1/2. Both parts of -2 ln(1 - x) are positive.
     INLINE void split() { split_of(z, single(-0x1.62e430p+0f), f, e); }
-    // -2 ln(1 + f) / f on [-1/2, 0]: 4e-9 of it
+    // -2 ln(1 - f) / f on [0, 1/2]: 4e-9 of it
     INLINE void log1() {
-        log = fma(single(0x1.be5224p+1f), f, single(0x1.3cfc4ap+2f));
+        log = fma(single(0x1.be5224p+1f), f, single(-0x1.3cfc4ap+2f));
         log = fma(log, f, single(0x1.f88eeap+1f));
     }
     INLINE void log2() {
-        log = fma(log, f, single(0x1.2f3dd4p+0f));
+        log = fma(log, f, single(-0x1.2f3dd4p+0f));
         log = fma(log, f, single(0x1.5c3ad6p-1f));
     }
     INLINE void log3() {
-        log = fma(log, f, single(-0x1.6830eap-2f));
+        log = fma(log, f, single(0x1.6830eap-2f));
         log = fma(log, f, single(0x1.01e9dap-1f));
     }
     INLINE void log4() {
-        log = fma(log, f, single(-0x1.5542f6p-1f));
+        log = fma(log, f, single(0x1.5542f6p-1f));
         log = fma(log, f, single(0x1.00001ep+0f));
     }
-    INLINE void log5() { log = fma(fma(log, f, single(-2.0f)), f, e); }
+    INLINE void log5() { log = fma(fma(log, f, single(2.0f)), f, e); }
     INLINE void radius() { r = root(log); }
-    INLINE void angle(const uint32_t *w) {  // the lower 12 bits count for 2^-52: less than the rounding of y
-        y = from_signed(exclusive(word_at(w + 3 * W), word(0x80000000u))) * single(0x1p-32f);
-        y = fma(from_unsigned(word_at(w + 2 * W)), single(0x1p-64f), y);
+    INLINE void angle(const uint32_t *w, int pair) {
+        y = fma(from_signed(twice(word_at(w + (6 + pair) * W))), single(0x1p-32f), single(0x1p-32f));
     }
     // cos and sin of pi y: 1e-9 and 8e-9
     INLINE void circle(float c, float s) {
@@ -219,9 +231,8 @@ struct Pair<float> {
     INLINE void circle4() { circle(-0x1.3bd3ccp+2f, 0x1.466504p+1f); }
     INLINE void circle5() { circle(1.0f, -0x1.4abba2p+2f); }
     INLINE void circle6() { sine = fma(sine, square, single(0x1.921fb4p+1f)) * y; }
-    INLINE void turn(const uint32_t *w, const Amounts<float> &by) {
-        const Single signed_r = as_single(exclusive(as_word(r), left(word_at(w + 2 * W), 31)));
-        turned = fma(signed_r, single(by.std), signed_r * single(by.rest));
+    INLINE void turn(const uint32_t *w, int pair, const Amounts<float> &by) {
+        turned = turned_by(word_at(w + (6 + pair) * W), r) * single(by.std);
     }
     INLINE void add_to(const float *sum, const Amounts<float> &by) {
         even = fma(turned, cosine, single_at(sum)) * single(by.scale);
@@ -229,19 +240,19 @@ struct Pair<float> {
     }
     INLINE void write(float *grad) { put(grad, even), put(grad + LANES, odd); }
 
-    INLINE void all(const uint32_t *w) {
-        uniform(w), split(), log1(), log2(), log3(), log4(), log5(), radius(), angle(w);
+    INLINE void all(const uint32_t *w, int pair) {
+        uniform(w, pair), split(), log1(), log2(), log3(), log4(), log5(), radius(), angle(w, pair);
         circle1(), circle2(), circle3(), circle4(), circle5(), circle6();
     }
 };
 
-// The same for COUNT blocks, all pieces at once.
-template <int COUNT, class T>
-INLINE void spend(const uint32_t *words, const T *sum, T *grad, const Amounts<T> &by) {
+// The same for W blocks, all pieces at once.
+template <class T>
+INLINE void spend(const uint32_t *words, int pair, const T *sum, T *grad, const Amounts<T> &by) {
 #pragma omp simd
-    for (int l = 0; l < COUNT; l += Pair<T>::STEP) {
+    for (int l = 0; l < W; l += Pair<T>::STEP) {
         Pair<T> x;
-        x.all(words + l), x.turn(words + l, by), x.add_to(sum + l, by), x.write(grad + l);
+        x.all(words + l, pair), x.turn(words + l, pair, by), x.add_to(sum + l, by), x.write(grad + l);
     }
 }
 

@@ -25,82 +25,103 @@ typedef uint32_t V __attribute__((vector_size(4 * W)));
 #define FASTDP_DIAGONALS_2(n) \
     FASTDP_MIX(x10, x15, x5, n), FASTDP_MIX(x11, x12, x6, n), FASTDP_MIX(x8, x13, x7, n), FASTDP_MIX(x9, x14, x4, n)
 
-// Fetches the elements of the tile after the next, in case they lie behind this one. Large arrays lie alike in their
-// pages: fetched a line apart, they do not wait for each other's place in the cache.
-template <class T>
-INLINE void ahead(const Tile<T> &tile, int at) {
-    constexpr int LINE = 64 / sizeof(T);
-    const int next = at + 2 * TILE;
-    __builtin_prefetch(tile.sum + next), __builtin_prefetch(tile.param + next + LINE, 1);
-    __builtin_prefetch(tile.first + next + 2 * LINE, 1), __builtin_prefetch(tile.second + next + 3 * LINE, 1);
+// Fetches the elements of the tile after the next, in case they lie behind this one (addresses as numbers, not pointers:
+// they may lie outside of the arrays): a group's share of the lines, two a pair, in the order of memory, which the
+// processor's own fetching then follows. Large arrays lie alike in their pages: fetched a line apart, they do not wait
+// for each other's place in the cache.
+template <class Update, class T>
+INLINE void ahead(const Tile<T> &tile, int lane, int pair) {
+    constexpr int LINE = 64 / sizeof(T), SHARE = 2 * W;  // elements, of a group in a pair
+    if (SHARE < LINE && lane % (LINE / 2) != 0) return;
+    for (int at = 0; at < SHARE; at += LINE) {
+        const uintptr_t next = (lane * SLOTS + pair * (SHARE < LINE ? LINE : SHARE) + at + 2 * TILE) * sizeof(T);
+        __builtin_prefetch((const void *)((uintptr_t)tile.sum + next));
+        if (Update::ARRAYS > 0) __builtin_prefetch((const void *)((uintptr_t)tile.param + next + 64), 1);
+        if (Update::ARRAYS > 1) __builtin_prefetch((const void *)((uintptr_t)tile.first + next + 2 * 64), 1);
+        if (Update::ARRAYS > 2) __builtin_prefetch((const void *)((uintptr_t)tile.second + next + 3 * 64), 1);
+    }
 }
+
+constexpr int PAIRS = SLOTS / 2;
 
 #if FASTDP_W == 16
-// What is laid between the eight steps of a double round: pieces of the pairs of slots, and updates. No instruction
-// stands in the queue long before its operands are there.
-//
-// In double, half the lanes of a pair are begun in each of the first eight double rounds, continued in the next and
-// finished in the one after.
-template <int STEP, class Update>
-INLINE void between(int i, Pair<double> &p, const uint32_t *words, const Tile<double> &tile, int lane,
-                    const Amounts<double> &by, const Update &update) {
-    const bool begin = i < 8, go_on = i >= 1 && i < 9, finish = i >= 2;
-    const uint32_t *w0 = words + i / 2 * 4 * W + i % 2 * 8, *w1 = words + (i - 1) / 2 * 4 * W + (i - 1) % 2 * 8;
-    const uint32_t *w2 = words + (i - 2) / 2 * 4 * W + (i - 2) % 2 * 8;
-    const int at = (i - 2) / 2 * 2 * LANES + lane + (i - 2) % 2 * 8;
-    if (STEP == 0 && finish) p.turn(w2, by);
-    if (STEP == 0 && go_on) p.log1(), p.angle(w1);
-    if (STEP == 1 && finish) p.add_to(tile.sum + at, by);
-    if (STEP == 1 && go_on) p.log2(), p.circle1();
-    if (STEP == 2 && finish) p.write(tile.grad + at);
-    if (STEP == 2 && go_on) p.log3(), p.circle2();
-    if (STEP == 2 && begin) p.uniform(w0);
-    if (STEP == 3 && go_on) p.radius(), p.circle3();
-    if (STEP == 3 && begin) p.split();
-    if (STEP == 4 && begin) p.divide();
-    if (STEP == 4 && go_on) p.circle4();
-    if (STEP == 5 && go_on) p.circle5();
-    if (STEP == 6 && go_on) p.circle6();
-    if (STEP == 6 && i >= 3) update.template apply<W>(tile, (i - 3) * LANES + lane);
-    if (STEP == 7 && go_on) p.circle7();
-    if (STEP == 7 && i == 9) update.template apply<W>(tile, 7 * LANES + lane);
+// What is laid between the 80 steps of ten double rounds: the pieces of pairs, and updates. A pair is begun every 12
+// steps and done 20 steps later. No instruction stands in the queue long before its operands are there, and divisions
+// and square roots, which have one unit, stand apart.
+template <class Update>
+INLINE void piece(int t, int pair, Pair<float> &p, const uint32_t *words, const Tile<float> &tile, int lane,
+                  const Amounts<float> &by, const Update &update) {
+    const int at = 2 * pair * LANES + lane;
+    if (t == 0) p.uniform(words, pair), ahead<Update>(tile, lane, pair);
+    if (t == 1) p.split();
+    if (t == 2) p.log1(), p.log2();
+    if (t == 3) p.log3();
+    if (t == 4) p.log4();
+    if (t == 5) p.log5();
+    if (t == 6) p.radius();
+    if (t == 7) p.angle(words, pair);
+    if (t == 8) p.circle1();
+    if (t == 9) p.circle2();
+    if (t == 10) p.circle3();
+    if (t == 11) p.circle4();
+    if (t == 12) p.circle5();
+    if (t == 13) p.circle6(), p.turn(words, pair, by);
+    if (t == 14) p.add_to(tile.sum + at, by);
+    if (t == 15) p.write(tile.grad + at), update.template apply<W>(tile, at);
+    if (t == 19) update.template apply<W>(tile, at + LANES);
 }
 
-// In float, a pair is begun in an even double round, continued in the next and finished in the one after.
 template <int STEP, class Update>
-INLINE void between(int i, Pair<float> &p, const uint32_t *words, const Tile<float> &tile, int lane,
+INLINE void between(int i, Pair<float> (&p)[3], const uint32_t *words, const Tile<float> &tile, int lane,
                     const Amounts<float> &by, const Update &update) {
-    const bool even = i % 2 == 0, begin = even && i < 8, go_on = !even && i < 8, finish = even && i >= 2;
-    const uint32_t *w = words + i / 2 * 4 * W, *before = w - 4 * W;
-    const int at = (i / 2 - 1) * 2 * LANES + lane;  // of the pair before
-    if (STEP == 0 && finish) p.turn(before, by);
-    if (STEP == 1 && finish) p.add_to(tile.sum + at, by);
-    if (STEP == 2 && finish) p.write(tile.grad + at);
-    if (STEP == 2 && begin) p.uniform(w);
-    if (STEP == 3 && begin) p.split();
-    if (STEP == 4 && begin) p.log1(), p.log2();
-    if (STEP == 5 && finish) update.template apply<W>(tile, at);
-    if (STEP == 5 && begin) p.log3();
-    if (STEP == 6 && begin) p.log4();
-    if (STEP == 7 && begin) p.log5();
-    if (STEP == 0 && go_on) p.radius();
-    if (STEP == 1 && go_on) p.angle(w);
-    if (STEP == 2 && go_on) p.circle1();
-    if (STEP == 3 && go_on) p.circle2();
-    if (STEP == 4 && go_on) p.circle3();
-    if (STEP == 5 && go_on) p.circle4();
-    if (STEP == 5 && !even && i >= 3) update.template apply<W>(tile, at + LANES);
-    if (STEP == 6 && go_on) p.circle5();
-    if (STEP == 7 && go_on) p.circle6();
+    const int now = 8 * i + STEP, pair = now / 12, t = now % 12;
+    if (pair > 0) piece(t + 12, pair - 1, p[0], words, tile, lane, by, update);
+    if (pair < PAIRS) piece(t, pair, p[0], words, tile, lane, by, update);
+}
+
+// In double, half the lanes of a pair are begun every 6 steps; three halves are under way at a time.
+template <class Update>
+INLINE void piece(int t, int half, Pair<double> &p, const uint32_t *words, const Tile<double> &tile, int lane,
+                  const Amounts<double> &by, const Update &update) {
+    const int pair = half / 2, at = 2 * pair * LANES + lane, with = at + half % 2 * 8;
+    const uint32_t *w = words + half % 2 * 8;
+    if (t == 0) p.uniform(w, pair);
+    if (t == 0 && half % 2 == 0) ahead<Update>(tile, lane, pair);
+    if (t == 1) p.split();
+    if (t == 2) p.divide(), p.angle(w, pair);
+    if (t == 3) p.circle1();
+    if (t == 4) p.circle2(), p.circle3();
+    if (t == 5) p.log1(), p.circle4();
+    if (t == 6) p.log2(), p.circle5();
+    if (t == 7) p.log3(), p.circle6();
+    if (t == 8) p.radius(), p.circle7();
+    if (t == 11) p.turn(w, pair, by);
+    if (t == 12) p.add_to(tile.sum + with, by);
+    if (t == 13) p.write(tile.grad + with);
+    if (t == 13 && half % 2 == 1) update.template apply<W>(tile, at), update.template apply<W>(tile, at + LANES);
+}
+
+template <int STEP, class Update>
+INLINE void between(int i, Pair<double> (&p)[3], const uint32_t *words, const Tile<double> &tile, int lane,
+                    const Amounts<double> &by, const Update &update) {
+    const int now = 8 * i + STEP;
+    for (int begun = 2; begun >= 0; --begun) {
+        const int half = now / 6 - begun;
+        if (half < 0 || half >= 2 * PAIRS) continue;
+        piece(now % 6 + 6 * begun, half, p[half % 3], words, tile, lane, by, update);
+    }
 }
 #else
-// Without a schedule: a pair every other double round, updates behind it.
+// Without a schedule: a pair and its updates behind six of the ten double rounds.
 template <int STEP, class T, class Update>
-INLINE void between(int i, Pair<T> &, const uint32_t *words, const Tile<T> &tile, int lane, const Amounts<T> &by,
+INLINE void between(int i, Pair<T> (&)[3], const uint32_t *words, const Tile<T> &tile, int lane, const Amounts<T> &by,
                     const Update &update) {
-    const int at = i * LANES + lane;
-    if (STEP == 7 && i < SLOTS && i % 2 == 0) spend<W>(words + 2 * i * W, tile.sum + at, tile.grad + at, by);
-    if (STEP == 7 && i >= 2) update.template apply<W>(tile, at - 2 * LANES);
+    if (STEP < 7 || 3 * i % 5 > 2) return;
+    const int pair = 3 * i / 5, at = 2 * pair * LANES + lane;
+    ahead<Update>(tile, lane, pair);
+    spend(words, pair, tile.sum + at, tile.grad + at, by);
+    update.template apply<W>(tile, at);
+    update.template apply<W>(tile, at + LANES);
 }
 #endif
 
@@ -115,14 +136,13 @@ INLINE void group(const Stream &stream, uint32_t *next, const uint32_t *words, c
     V x0 = V{} + f[0], x1 = V{} + f[1], x2 = V{} + f[2], x3 = V{} + f[3], x4 = V{} + f[4], x5 = V{} + f[5];
     V x6 = V{} + f[6], x7 = V{} + f[7], x8 = V{} + f[8], x9 = V{} + f[9], x10 = V{} + f[10], x11 = V{} + f[11];
     V x12 = low, x13 = V{} + f[13], x14 = V{} + f[14], x15 = V{} + f[15];
-    Pair<T> p;
+    Pair<T> p[3];
 #define FASTDP_BETWEEN(step) \
     if (SPEND) between<step>(i, p, words, tile, lane, by, update)
 #if FASTDP_W == 16
 #pragma GCC unroll 10
 #endif
     for (int i = 0; i < 10; ++i) {
-        if (SPEND && i < SLOTS) ahead(tile, i * LANES + lane);
         if (i == 0) {  // the first column but for its first sum; the others are done
             x12 ^= x0, x12 = x12 << 16 | x12 >> 16;
             FASTDP_MIX(x8, x12, x4, 12), FASTDP_MIX(x0, x4, x12, 8), FASTDP_MIX(x8, x12, x4, 7);
@@ -175,7 +195,7 @@ void draw_tiles(const Work &work, const Update &update, int64_t begin, int64_t e
     alignas(64) T copy[4][TILE];
     if (begin >= end) return;
     const bool noisy = work.std != 0;
-    const Amounts<T> by = {(T)work.std, (T)(work.std - (double)(T)work.std), (T)work.scale};
+    const Amounts<T> by = amounts_of(work, T());
     Place place = place_of(work, begin);
     Stream stream(work.state);
     stream.count_from(place.tile * LANES);
@@ -224,14 +244,14 @@ inline void blocks(const uint32_t *given, uint32_t *words) {
 
 template <class T>
 void transform(const uint32_t *words, T *normals) {
-    alignas(64) uint32_t part[4 * W];
-    for (int pair = 0; pair < SLOTS / 2; ++pair) {
-        for (int lane = 0; lane < LANES; lane += W) {
-            for (int k = 0; k < 4; ++k) {
-                const uint32_t *w = words + (4 * pair + k) * LANES + lane;
-                std::copy(w, w + W, part + k * W);
-            }
-            spend<W>(part, (const T *)(const void *)zeros, normals + 2 * pair * LANES + lane, Amounts<T>{1, 0, 1});
+    alignas(64) uint32_t part[16 * W];
+    for (int lane = 0; lane < LANES; lane += W) {
+        for (int k = 0; k < 16; ++k) {
+            const uint32_t *w = words + k * LANES + lane;
+            std::copy(w, w + W, part + k * W);
+        }
+        for (int pair = 0; pair < PAIRS; ++pair) {
+            spend(part, pair, (const T *)(const void *)zeros, normals + 2 * pair * LANES + lane, Amounts<T>{1, 1});
         }
     }
 }

@@ -8,16 +8,17 @@ namespace {
 
 using fastdp::Tile;
 
-template <class T>
+template <class T, bool MOMENTUM>
 struct Sgd {
+    static constexpr int ARRAYS = MOMENTUM ? 2 : 1;
     T lr, momentum, undamped, weight_decay, sign;
-    bool has_momentum, nesterov, first;
+    bool nesterov, first;
 
     template <int W>
     INLINE void apply(const Tile<T> &tile, int at) const {
         const T *grad = tile.grad + at;
         T *param = tile.param + at;
-        if (!has_momentum) {
+        if (!MOMENTUM) {
 #pragma omp simd
             for (int l = 0; l < W; ++l) {
                 param[l] = std::fma(-lr, std::fma(weight_decay, param[l], sign * grad[l]), param[l]);
@@ -37,6 +38,7 @@ struct Sgd {
 
 template <class T, bool PLAIN>
 struct Adam {
+    static constexpr int ARRAYS = 3;
     T step_size, new_share, new_square_share, root_scale, eps, decay, l2, sign;
 
     template <int W>
@@ -55,12 +57,12 @@ struct Adam {
     }
 };
 
-template <class T>
+template <class T, bool MOMENTUM>
 void sgd(const fastdp::Work &work, const fastdp_sgd *o, int threads) {
-    Sgd<T> update;
+    Sgd<T, MOMENTUM> update;
     update.lr = (T)o->lr, update.momentum = (T)o->momentum, update.undamped = (T)(1 - o->dampening);
     update.weight_decay = (T)o->weight_decay, update.sign = o->maximize ? (T)-1 : (T)1;
-    update.has_momentum = o->momentum != 0, update.nesterov = o->nesterov != 0, update.first = o->first != 0;
+    update.nesterov = o->nesterov != 0, update.first = o->first != 0;
     fastdp::draw<T>(work, update, threads);
 }
 
@@ -82,10 +84,11 @@ extern "C" {
 void fastdp_sgd_step(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise,
                      const fastdp_sgd *options) {
     const fastdp::Work work = fastdp::work_of(tensors, count, tiles, noise);
-    if ((count > 0 && tensors[0].param_type == FASTDP_F64) || !fastdp::fits_float(*noise)) {
-        sgd<double>(work, options, noise->threads);
+    const bool wide = (count > 0 && tensors[0].param_type == FASTDP_F64) || !fastdp::fits_float(*noise);
+    if (options->momentum != 0) {
+        wide ? sgd<double, true>(work, options, noise->threads) : sgd<float, true>(work, options, noise->threads);
     } else {
-        sgd<float>(work, options, noise->threads);
+        wide ? sgd<double, false>(work, options, noise->threads) : sgd<float, false>(work, options, noise->threads);
     }
 }
 

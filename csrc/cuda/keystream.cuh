@@ -5,7 +5,7 @@
 
 namespace fastdp {
 
-constexpr int LANES = 64, SLOTS = 8, TILE = LANES * SLOTS;  // FASTDP_LANES, ...: see fastdp.h
+constexpr int LANES = 64, SLOTS = 12, TILE = LANES * SLOTS;  // FASTDP_LANES, ...: see fastdp.h
 constexpr uint32_t DOMAIN_NOISE = 0x6e6f;
 
 #ifndef FASTDP_ROUNDS
@@ -76,21 +76,30 @@ FASTDP_INLINE void chacha20_block(const Key &key, const Nonce &nonce, uint64_t c
 
 // ---------------------------------------------------------------- bits to normals
 
-// -2 ln U, U = (2^32 high + low + 1) / 2^64 in (0, 1]. Below 3/4 by the hardware's logarithm (relative error 4e-7 at
-// most), above from 1 - U, which the complement of the bits gives exactly: at U = 1 nothing cancels.
+// The lower 21 bits of a pair's x: see fastdp.h.
+FASTDP_INLINE uint32_t low_bits(const uint32_t *w, int pair) {
+    if (pair < 4) return w[12 + pair] & 0x1fffffu;
+    const uint32_t a = w[2 * pair + 4], b = w[2 * pair + 5];
+    return a >> 21 | (b >> 11 & 0x1ff800u);
+}
+
+// -2 ln(1 - x), x = (2^21 high + low) / 2^53. Where x < 1/2 by a polynomial in x: next to x = 0 nothing cancels. Above
+// by the hardware's logarithm of 1 - x (relative error 4e-7 at most), of which the sign of `high` gives the negative.
 FASTDP_INLINE float minus_two_log(uint32_t high, uint32_t low) {
-    const bool near_one = high >= 0xc0000000u;
-    const uint32_t flip = near_one ? 0xffffffffu : 0u;
-    const float v = __ull2float_rn((uint64_t)(high ^ flip) << 32 | (low ^ flip)) * 0x1p-64f;  // 1 - U, or U - 2^-64
-    // -2 ln(1 - v) / v on [0, 1/4], a polynomial through Chebyshev's nodes: 5e-9
-    float q = 0x1.55ec42p-1f;
-    q = fmaf(q, v, 0x1.6eaceep-3f);
-    q = fmaf(q, v, 0x1.b6c9fep-2f);
-    q = fmaf(q, v, 0x1.fd5148p-2f);
-    q = fmaf(q, v, 0x1.556420p-1f);
-    q = fmaf(q, v, 0x1.ffffc4p-1f);
+    const float rest = __uint_as_float(low | (127u - 30u) << 23) - 0x1p-30f;  // low / 2^53: this float counts in 2^-53
+    const float v = fmaf(__int2float_rn((int)high), 0x1p-32f, rest);          // x, or x - 1
+    // -2 ln(1 - v) / v on [0, 1/2], a polynomial through Chebyshev's nodes: 4e-9
+    float q = 0x1.be5224p+1f;
+    q = fmaf(q, v, -0x1.3cfc4ap+2f);
+    q = fmaf(q, v, 0x1.f88eeap+1f);
+    q = fmaf(q, v, -0x1.2f3dd4p+0f);
+    q = fmaf(q, v, 0x1.5c3ad6p-1f);
+    q = fmaf(q, v, 0x1.6830eap-2f);
+    q = fmaf(q, v, 0x1.01e9dap-1f);
+    q = fmaf(q, v, 0x1.5542f6p-1f);
+    q = fmaf(q, v, 0x1.00001ep+0f);
     q = fmaf(q, v, 2.0f);
-    return near_one ? q * v : fast_log2(v + 0x1p-64f) * -0x1.62e430p+0f;
+    return v >= 0 ? q * v : fast_log2(-v) * -0x1.62e430p+0f;
 }
 
 // cos(pi h) and sin(pi h), |h| <= 1/2, by polynomials through Chebyshev's nodes: absolute errors 2e-8 and 4e-8 before
@@ -111,25 +120,24 @@ FASTDP_INLINE void cosine_sine(float h, float &cosine, float &sine) {
     sine = s * h;
 }
 
-// Two normals of a pair's words w[0] .. w[3], in float: within 7e-7 of the radius of the exact ones.
-FASTDP_INLINE void box_muller(const uint32_t *w, float &even, float &odd) {
-    const float radius = fast_sqrt_normal(minus_two_log(w[1], w[0]));
-    // the upper 52 bits, less half of their range, as a signed integer: an angle in [-1/2, 1/2) of half a circle
-    const int64_t angle = (int64_t)((uint64_t)(w[3] ^ 0x80000000u) << 32 | (w[2] & 0xfffff000u));
+// The two normals of a pair of the block's words w, in float: within 7e-7 of the radius of the exact ones.
+FASTDP_INLINE void box_muller(const uint32_t *w, int pair, float &even, float &odd) {
+    const uint32_t circle = w[6 + pair];
+    const float radius = fast_sqrt_normal(minus_two_log(w[pair], low_bits(w, pair)));
     float cosine, sine;
-    cosine_sine(__ll2float_rn(angle) * 0x1p-64f, cosine, sine);
-    const float turned = __uint_as_float(__float_as_uint(radius) | w[2] << 31);  // the last bit: half a circle
+    cosine_sine(fmaf(__int2float_rn((int)(circle << 1)), 0x1p-32f, 0x1p-32f), cosine, sine);
+    const float turned = __uint_as_float(__float_as_uint(radius) ^ (circle & 0x80000000u));
     even = turned * cosine, odd = turned * sine;
 }
 
 // The same in double, for float64 data.
-FASTDP_INLINE void box_muller(const uint32_t *w, double &even, double &odd) {
-    const double u = fma((double)w[1], 0x1p32, (double)w[0] + 1.0) * 0x1p-64;
+FASTDP_INLINE void box_muller(const uint32_t *w, int pair, double &even, double &odd) {
+    const uint32_t circle = w[6 + pair];
+    const double u = fma((double)w[pair], -0x1p-32, fma((double)low_bits(w, pair), -0x1p-53, 1.0));  // 1 - x, exactly
     const double radius = sqrt(-2.0 * log(u));
-    const int64_t angle = (int64_t)((uint64_t)(w[3] ^ 0x80000000u) << 32 | (w[2] & 0xfffff000u));
     double cosine, sine;
-    sincospi((double)angle * 0x1p-64, &sine, &cosine);
-    const double turned = w[2] & 1 ? -radius : radius;
+    sincospi(fma((double)(int)(circle << 1), 0x1p-32, 0x1p-32), &sine, &cosine);
+    const double turned = circle >> 31 ? -radius : radius;
     even = turned * cosine, odd = turned * sine;
 }
 

@@ -30,12 +30,12 @@ struct Draw {
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS, Draw<T>::BLOCKS)
-    noise(T *data, int64_t count, int64_t offset, const __grid_constant__ Key key, Nonce nonce,
+    noise(T *data, int64_t count, int64_t offset, int64_t first_tile, int64_t end_tile, const __grid_constant__ Key key, Nonce nonce,
           arithmetic<T> std, arithmetic<T> scale, int keep) {
     const int64_t groups = (int64_t)gridDim.x * (THREADS / LANES);
     const int64_t group = ((int64_t)blockIdx.x * THREADS + threadIdx.x) / LANES;
     Draw<T> rule = {data, std, scale, keep};
-    for (int64_t tile = offset / TILE + group; tile <= (offset + count - 1) / TILE; tile += groups) {
+    for (int64_t tile = first_tile + group; tile < end_tile; tile += groups) {
         const int64_t first = tile * TILE - offset + (int)threadIdx.x % LANES;
         rule.data = data + first;
         noisy_tile(rule, key, nonce, tile, first, count);
@@ -55,17 +55,17 @@ __global__ void chacha20(const uint32_t *states, uint32_t *words, int64_t count)
     for (int k = 0; k < 16; ++k) words[k * count + i] = x[k];
 }
 
-// words: [16][count], normals: [8][count]
+// words: [16][count], normals: [12][count]
 template <typename Number>
 __global__ void transform(const uint32_t *words, Number *normals, int64_t count) {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= count) return;
+    uint32_t w[16];
+#pragma unroll
+    for (int k = 0; k < 16; ++k) w[k] = words[k * count + i];
 #pragma unroll
     for (int pair = 0; pair < SLOTS / 2; ++pair) {
-        uint32_t w[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) w[k] = words[(4 * pair + k) * count + i];
-        box_muller(w, normals[2 * pair * count + i], normals[(2 * pair + 1) * count + i]);
+        box_muller(w, pair, normals[2 * pair * count + i], normals[(2 * pair + 1) * count + i]);
     }
 }
 
@@ -82,15 +82,15 @@ extern "C" fastdp_cuda_status fastdp_cuda_noise(void *data, int type, int64_t co
     if (guard.error != cudaSuccess) return status_of("noise", guard.error);
     Key key;
     for (int k = 0; k < 8; ++k) key.word[k] = key_words[k];
-    const int64_t tiles = (offset + count - 1) / TILE - offset / TILE + 1;
-    const unsigned blocks = blocks_for(tiles, THREADS / LANES, device, BLOCKS_PER_MULTIPROCESSOR);
+    const int64_t first_tile = offset / TILE, end_tile = (offset + count - 1) / TILE + 1;  // divided once, here
+    const unsigned blocks = blocks_for(end_tile - first_tile, THREADS / LANES, device, BLOCKS_PER_MULTIPROCESSOR);
     return with_type(type, [&](auto *typed) {
         using T = std::remove_pointer_t<decltype(typed)>;
         arithmetic<T> std_up;
         round_up(std, std_up);
         const auto kernel = noise<T>;
-        FASTDP_LAUNCH(kernel, blocks, THREADS, (cudaStream_t)stream, (T *)data, count, offset, key, nonce_of(step),
-                      std_up, (arithmetic<T>)scale, keep);
+        FASTDP_LAUNCH(kernel, blocks, THREADS, (cudaStream_t)stream, (T *)data, count, offset, first_tile, end_tile,
+                      key, nonce_of(step), std_up, (arithmetic<T>)scale, keep);
         return launched("noise");
     });
 }

@@ -9,7 +9,7 @@ namespace fastdp {
 
 constexpr int PREPARE_THREADS = 32;
 constexpr int TILES_PER_ITEM = 4;             // of 64 threads' work, between two searches of the table
-constexpr int64_t ENTRIES_PER_LAUNCH = 448;   // of the table by kernel arguments: 25 KB of the 32 KB there are
+constexpr int64_t ENTRIES_PER_LAUNCH = 448;   // of the table by kernel arguments: 28 KB of the 32 KB there are
 
 // What a step computes once, in device memory before the table, because a counter on the device may take part.
 struct alignas(16) Header {
@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(THREADS, Rule::BLOCKS)
         for (int64_t tile = begin; tile < begin + TILES_PER_ITEM && tile < tiles; ++tile) {
             while (table[p].end_tile <= tile) ++p;
             const fastdp_cuda_entry entry = table[p];
-            const int64_t global_tile = entry.offset / TILE + (tile - (p > 0 ? table[p - 1].end_tile : 0));
+            const int64_t global_tile = tile + entry.tile_shift;
             const int64_t first = global_tile * TILE - entry.offset + (int)threadIdx.x % LANES;
             rule.point_at(entry, first);
             noisy_tile(rule, key, nonce, global_tile, first, entry.count);
@@ -88,11 +88,13 @@ static __global__ void __launch_bounds__(THREADS, Rule::BLOCKS)
 
 // ---------------------------------------------------------------- host
 
-// Put the ends of tiles into the entries; entries without elements have none. Returns the number of tiles.
+// Put places of tiles into the entries, so that the kernel need not divide; entries without elements have no tiles.
+// Returns the number of tiles.
 inline int64_t lay_out(fastdp_cuda_entry *entries, int64_t count) {
     int64_t tiles = 0;
     for (int64_t i = 0; i < count; ++i) {
         const fastdp_cuda_entry &entry = entries[i];
+        entries[i].tile_shift = entry.offset / TILE - tiles;
         if (entry.count > 0) tiles += (entry.offset + entry.count - 1) / TILE - entry.offset / TILE + 1;
         entries[i].end_tile = tiles;
     }

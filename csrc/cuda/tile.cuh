@@ -1,5 +1,5 @@
-// A tile of 512 elements of the global index grid: 64 threads, one block of the key stream each, whose 8 normals are
-// spent on 8 elements, 64 apart: neighbouring threads touch neighbouring elements.
+// A tile of 768 elements of the global index grid: 64 threads, one block of the key stream each, whose 12 normals are
+// spent on 12 elements, 64 apart: neighbouring threads touch neighbouring elements.
 #pragma once
 
 #include "keystream.cuh"
@@ -9,7 +9,7 @@ namespace fastdp {
 constexpr int THREADS = 256;
 constexpr int BLOCKS_PER_MULTIPROCESSOR = 6;  // of a grid; what runs at once is less
 
-// Which of this thread's 8 elements (first, first + 64, ...) lie in [0, count): one bit each.
+// Which of this thread's 12 elements (first, first + 64, ...) lie in [0, count): one bit each.
 FASTDP_INLINE unsigned elements_inside(int64_t first, int64_t count) {
     unsigned inside = 0;
 #pragma unroll
@@ -19,41 +19,35 @@ FASTDP_INLINE unsigned elements_inside(int64_t first, int64_t count) {
     return inside;
 }
 
+// A pair's two elements.
 template <class Rule>
 struct Loaded {
-    typename Rule::Element element[SLOTS / 2];
+    typename Rule::Element even, odd;
 };
 
-// Read this thread's elements `half` * 4 .. + 3.
 template <class Rule>
-FASTDP_INLINE void load_half(const Rule &rule, int half, Loaded<Rule> &loaded) {
-#pragma unroll
-    for (int k = 0; k < SLOTS / 2; ++k) loaded.element[k] = rule.load((half * SLOTS / 2 + k) * LANES);
+FASTDP_INLINE Loaded<Rule> load_pair(const Rule &rule, int pair) {
+    return {rule.load(2 * pair * LANES), rule.load((2 * pair + 1) * LANES)};
 }
 
-template <class Rule>
-FASTDP_INLINE void spend_half(const Rule &rule, int half, const uint32_t *words, const Loaded<Rule> &loaded) {
-#pragma unroll
-    for (int k = 0; k < SLOTS / 2; k += 2) {
-        const int slot = half * SLOTS / 2 + k;
-        typename Rule::Number even, odd;
-        box_muller(words + 2 * slot, even, odd);
-        rule.store(slot * LANES, loaded.element[k], even);
-        rule.store((slot + 1) * LANES, loaded.element[k + 1], odd);
-    }
-}
-
-// A tile that lies inside the array: what a half reads is asked for well before it is needed, the first before the
-// block is drawn.
+// A tile that lies inside the array: what a pair reads is asked for well before it is needed, two of them before the
+// block is drawn and AHEAD while normals are made: more would not fit into the registers.
 template <class Rule>
 FASTDP_INLINE void whole_tile(const Rule &rule, const Key &key, const Nonce &nonce, uint64_t counter) {
-    Loaded<Rule> low, high;
-    load_half(rule, 0, low);
+    constexpr int PAIRS = SLOTS / 2, AHEAD = 3;
+    Loaded<Rule> loaded[PAIRS];
+    loaded[0] = load_pair(rule, 0), loaded[1] = load_pair(rule, 1);
     uint32_t words[16];
     chacha20_block(key, nonce, counter, words);
-    load_half(rule, 1, high);
-    spend_half(rule, 0, words, low);
-    spend_half(rule, 1, words, high);
+    loaded[2] = load_pair(rule, 2);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+        typename Rule::Number even, odd;
+        box_muller(words, pair, even, odd);
+        rule.store(2 * pair * LANES, loaded[pair].even, even);
+        rule.store((2 * pair + 1) * LANES, loaded[pair].odd, odd);
+        if (pair + AHEAD < PAIRS) loaded[pair + AHEAD] = load_pair(rule, pair + AHEAD);
+    }
 }
 
 // A tile at an end of the array.
@@ -65,7 +59,7 @@ FASTDP_INLINE void part_of_tile(const Rule &rule, const Key &key, const Nonce &n
 #pragma unroll
     for (int slot = 0; slot < SLOTS; slot += 2) {
         typename Rule::Number even, odd;
-        box_muller(words + 2 * slot, even, odd);
+        box_muller(words, slot / 2, even, odd);
         if (inside >> slot & 1) rule.store(slot * LANES, rule.load(slot * LANES), even);
         if (inside >> (slot + 1) & 1) rule.store((slot + 1) * LANES, rule.load((slot + 1) * LANES), odd);
     }

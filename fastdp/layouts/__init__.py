@@ -3,7 +3,7 @@
 Importing the package registers the layout rules.
 """
 
-from . import along, rows, shapes  # noqa: F401
+from . import along, routing, rows, shapes, written  # noqa: F401
 from .layout import Layout, reshaped, samplewise, tag, tag_of
 from .propagate import propagate
 

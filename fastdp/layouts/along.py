@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,8 +9,7 @@ from torch import Tensor
 from ..errors import SampleMixingError
 from .calls import Call, tensors_in
 from .layout import Layout, tag
-from .propagate import ask, combined, has_data_beside_first, rule, spellings
-from .rows import by_owner
+from .propagate import Rule, ask, combined, has_data_beside_first, rule, spellings
 from .trial import Tags
 
 T = torch.Tensor
@@ -31,7 +28,22 @@ def _cat(call: Call) -> Tags:
     owner = torch.cat([layout.owners(tensor.device) for layout, tensor in zip(known, tensors, strict=True)])
     if all(layout.owner is None and layout.outer == 1 and layout.inner == known[0].inner for layout in known):
         return [(call.out, known[0]._replace(outer=len(known), mixed=mixed))]
-    return [(call.out, Layout(call.batch, known[0].dim, owner=owner, mixed=mixed))]
+    whole = Layout(call.batch, known[0].dim, owner=owner, mixed=mixed, order=_joined_order(known, call.out.device))
+    return [(call.out, whole.taken(whole.dim, torch.arange(owner.numel(), device=owner.device)))]
+
+
+def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:
+    """Groups of the rows of tensors put one after another."""
+    if all(layout.order is None for layout in layouts):
+        return None
+    parts: list[Tensor] = []
+    for layout in layouts:
+        keys = torch.arange(layout.rows, device=device) if layout.order is None else layout.order
+        new = torch.ones(layout.rows, dtype=torch.long, device=device)
+        if layout.rows:
+            new[1:] = keys[1:] != keys[:-1]
+        parts.append(new)
+    return torch.cat(parts).cumsum(0)
 
 
 @rule(*spellings("chunk", "split", "split_with_sizes", "tensor_split", "unbind"), T.__iter__)
@@ -41,13 +53,16 @@ def _split(call: Call) -> Tags:
     if layout is None or layout.mixed or dim % source.dim() != layout.dim:
         return ask(call)
     tags: Tags = []
-    start, owners = 0, layout.owners(source.device)
+    start, rows = 0, torch.arange(layout.rows, device=source.device)
     for part in tensors_in(call.out):
         if part.dim() < source.dim():
             tags.append((part, combined(call, part, "picks one sample out of the batch")))
             continue
         stop = start + part.size(layout.dim)
-        tags.append((part, by_owner(call, layout.dim, owners[start:stop], layout)))
+        if not layout.may_end(start, stop):
+            tags.append((part, combined(call, part, "cuts rows off an order that depends on other samples")))
+        else:
+            tags.append((part, layout.taken(layout.dim, rows[start:stop])))
         start = stop
     return tags
 
@@ -68,8 +83,8 @@ def _reduce(call: Call) -> Tags:
     return [(call.out, layout if kept else layout._replace(dim=layout.dim - sum(d < layout.dim for d in over)))]
 
 
-def _along(position: int, name: str, *functions: Any) -> None:
-    """Functions that combine the positions of dimension `name` and keep its size."""
+def along(position: int, name: str) -> Rule:
+    """The rule of functions that combine the positions of dimension `name` and keep its size."""
 
     def function(call: Call) -> Tags:
         source, layout = call.args[0], call.layout(call.args[0])
@@ -82,11 +97,11 @@ def _along(position: int, name: str, *functions: Any) -> None:
             return [(call.out, layout)]
         return ask(call)
 
-    rule(*functions)(function)
+    return function
 
 
-_along(1, "dim", *spellings("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin"))
-_along(1, "dim", *spellings("logcumsumexp", "sort", "argsort", "cumsum_", "cumprod_"))
+rule(*spellings("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin"))(along(1, "dim"))
+rule(*spellings("logcumsumexp", "cumsum_", "cumprod_"))(along(1, "dim"))
 
 
 @rule(*spellings("flip", "roll"))
@@ -95,21 +110,21 @@ def _moved(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None or layout.mixed:
         return [(call.out, layout)]
-    owners = layout.owners(source.device)
+    rows = torch.arange(layout.rows, device=source.device)
     if call.name == "flip":
         dims = call.args[1:] if isinstance(call.argument(1, "dims"), int) else call.argument(1, "dims")
         if layout.dim in [dim % source.dim() for dim in dims]:
-            return [(call.out, by_owner(call, layout.dim, owners.flip(0), layout))]
+            return [(call.out, layout.taken(layout.dim, rows.flip(0)))]
         return [(call.out, layout)]
     shifts, dims = call.argument(1, "shifts"), call.argument(2, "dims")
     if dims is None or dims == ():
         return [(call.out, combined(call, call.out, "rolls samples into each other"))]
     pairs = zip(*((v,) if isinstance(v, int) else tuple(v) for v in (shifts, dims)), strict=True)
     along = [shift for shift, dim in pairs if dim % source.dim() == layout.dim]
-    return [(call.out, by_owner(call, layout.dim, owners.roll(sum(along)), layout) if along else layout)]
+    return [(call.out, layout.taken(layout.dim, rows.roll(sum(along))) if along else layout)]
 
 
-_along(2, "dim", F.normalize)
+rule(F.normalize)(along(2, "dim"))
 
 
 @rule(F.scaled_dot_product_attention)
@@ -164,8 +179,7 @@ def _recurrent(call: Call) -> Tags:
     if layout is None or layout.mixed:
         return ask(call)
     if isinstance(call.args[3], list | tuple):  # packed: (data, batch_sizes, hx, weights, ...)
-        first = layout.owners(source.device)[: int(call.args[1][0])]
-        ends = by_owner(call, 1, first, layout)
+        ends = layout.taken(1, torch.arange(int(call.args[1][0]), device=source.device))
         return [(tensors[0], layout), *[(t, ends) for t in tensors[1:]]]
     batch_first = call.args[-1]
     if layout.dim != (0 if batch_first else 1) or source.dim() != 3:

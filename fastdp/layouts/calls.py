@@ -28,6 +28,8 @@ class Call:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, batch: int, path: str = ""
     ) -> None:
         self.func, self.out, self.batch = func, out, batch
+        if "axis" in kwargs and "dim" not in kwargs:  # numpy's name for it
+            kwargs = {**{name: value for name, value in kwargs.items() if name != "axis"}, "dim": kwargs["axis"]}
         self.args, self.kwargs = (args, kwargs) if args or not kwargs else _positional(kwargs)
         self.name = function_name(func)
         self.path = path  # module in whose forward the call stands

@@ -22,6 +22,11 @@ class Layout(NamedTuple):
     `outer` and `inner` describe flattened rows: [batch * inner] is batch-major (tokens flattened),
     [outer * batch] is time-major. `owner` (int64 [rows]) describes rows in any order (routed tokens).
     `mixed` is not empty where samples have been combined: it says by what.
+    `order` is there where the data decided which row comes where: numbers [rows], equal within a group whose
+    boundaries other samples cannot move. Rows may be cut off at these boundaries only, and no constant may meet
+    the rows one by one.
+    `places` marks whole numbers that say where rows lie, or which choices occur (`mixed` then): they may pick
+    rows, and must not become numbers that are computed with.
     """
 
     batch: int
@@ -30,6 +35,8 @@ class Layout(NamedTuple):
     inner: int = 1
     owner: Tensor | None = None
     mixed: str = ""
+    order: Tensor | None = None
+    places: bool = False
 
     @property
     def rows(self) -> int:
@@ -41,7 +48,7 @@ class Layout(NamedTuple):
     @property
     def plain(self) -> bool:
         """One row a sample, in order, along `dim`."""
-        return self.owner is None and self.outer == 1 and self.inner == 1 and not self.mixed
+        return self.owner is None and self.outer == 1 and self.inner == 1 and not self.mixed and not self.places
 
     def owners(self, device: torch.device) -> Tensor:
         """Sample of each row, int64 [rows]."""
@@ -49,6 +56,36 @@ class Layout(NamedTuple):
             return self.owner
         ids = torch.arange(self.batch, device=device)
         return ids.repeat_interleave(self.inner).repeat(self.outer)
+
+    def taken(self, dim: int, picked: Tensor, order: Tensor | None = None, anew: bool = False) -> Layout:
+        """Layout of a tensor whose rows along `dim` are these rows, int64 [n].
+
+        order: given by the data that picked them; anew: in place of the order that the rows had, also if None.
+        """
+        owner = self.owners(picked.device)[picked]
+        if order is None and not anew and self.order is not None:
+            order = self.order[picked]
+        kept = self._replace(dim=dim, outer=1, inner=1, owner=owner, order=order)
+        each = _rows_each(owner, self.batch) if order is None else 0
+        return kept._replace(owner=None, inner=each) if each else kept
+
+    def may_end(self, start: int, stop: int) -> bool:
+        """Whether rows [start, stop) can be cut out: in an order made by the data, at the ends of groups only."""
+        if self.order is None or start >= stop:
+            return True
+        return all(0 == k or k == self.rows or bool(self.order[k - 1] != self.order[k]) for k in (start, stop))
+
+    def same_rows(self, other: Layout, device: torch.device) -> bool:
+        """Whether the rows of both belong to the same samples in the same order, wherever they lie."""
+        if self.rows != other.rows:
+            return False
+        if self.owner is other.owner is None and self[2:4] == other[2:4]:
+            return True
+        return (
+            self.owner is not None
+            and self.owner is other.owner
+            or torch.equal(self.owners(device), other.owners(device))
+        )
 
 
 def tag(tensor: Tensor, layout: Layout | None) -> None:
@@ -74,6 +111,15 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
 def single(tensor: Tensor) -> Layout | None:
     """Layout in a batch of one: every row belongs to sample 0."""
     return Layout(1, 0, tensor.size(0), 1) if tensor.dim() else None
+
+
+def _rows_each(owner: Tensor, batch: int) -> int:
+    """Rows of a sample, where all have equally many and lie batch-major; else 0."""
+    each, rest = divmod(owner.numel(), max(batch, 1))
+    if rest or not each:
+        return 0
+    regular = torch.arange(batch, device=owner.device).repeat_interleave(each)
+    return each if torch.equal(owner, regular) else 0
 
 
 def samplewise(tensor: Tensor, layout: Layout) -> Tensor:
@@ -120,15 +166,27 @@ def reshaped(layout: Layout, before: torch.Size, after: torch.Size) -> Layout | 
 def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below: int) -> Layout | None:
     assert layout.owner is not None
     rows = layout.owner.numel()
+    each = _rows_each(layout.owner, layout.batch)
+    if each:  # to a shape that keeps the samples apart
+        apart = reshaped(layout._replace(owner=None, order=None, inner=each), before, after)
+        if apart is not None and apart.plain:
+            return apart
     stride = math.prod(after)
     above = math.prod(before[: layout.dim])
     for dim, size in enumerate(after):
         stride //= max(size, 1)
-        if rows == 0 or stride == 0 or below % stride:
+        if rows == 0 or stride == 0:
+            continue
+        if above == 1 and stride % below == 0 and size * (stride // below) == rows:  # neighbours made one row
+            groups = layout.owner.view(size, -1)
+            if bool((groups == groups[:, :1]).all()):
+                return layout.taken(dim, torch.arange(0, rows, stride // below, device=layout.owner.device))
+        if below % stride:
             continue
         repeat = below // stride
         if size == rows * repeat:
-            return layout._replace(dim=dim, owner=layout.owner.repeat_interleave(repeat))
+            return layout.taken(dim, torch.arange(rows, device=layout.owner.device).repeat_interleave(repeat))
         if dim == 0 and size == above * rows * repeat:
-            return layout._replace(dim=0, owner=layout.owner.repeat_interleave(repeat).repeat(above))
+            below_each = torch.arange(rows, device=layout.owner.device).repeat_interleave(repeat)
+            return layout.taken(0, below_each.repeat(above))
     return None

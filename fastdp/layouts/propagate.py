@@ -21,6 +21,7 @@ from .trial import VIEWS, Tags, cached_trial, is_independent
 
 Rule = Callable[[Call], Tags]
 RULES: dict[Any, Rule] = {}
+PICKING: set[Any] = set()  # functions that take places of rows as an index; their rules look at them
 REFUSING: set[Any] = {F.batch_norm, F.instance_norm, torch.batch_norm}
 
 
@@ -53,10 +54,22 @@ def propagate(call: Call) -> None:
         for tensor in outputs or tensors_in(call.args[0]):
             tag(tensor, Layout(call.batch))
         return
+    from_places = call.func not in PICKING and any(layout.places for _, layout in call.inputs())
     for tensor, layout in rule(call) if rule is not None else ask(call):
+        if from_places:
+            layout = _made_of_places(call, tensor, layout)
         tag(tensor, layout)
         if layout is not None and layout.mixed and is_in_place(call.name) and tensor._is_view():
             _taint_base(tensor, layout)
+
+
+def _made_of_places(call: Call, tensor: Tensor, layout: Layout | None) -> Layout | None:
+    """Whole numbers made of places of rows are places again; any other number would tell of other samples."""
+    if layout is None:
+        return None
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return layout._replace(mixed=layout.mixed or call.mixed("computes with the places of rows in the batch"))
+    return layout._replace(places=True)
 
 
 def _taint_base(view: Tensor, layout: Layout) -> None:
@@ -75,15 +88,18 @@ def ask(call: Call) -> Tags:
         if not inputs:
             return [(tensor, None) for tensor in outputs]
     mixed = next((layout.mixed for _, layout in inputs if layout.mixed), "")
-    owner, clash = _common_owner(inputs)
+    order, clash = _common_order(inputs)
     if clash:
         return [(t, combined(call, t, "combines rows of different samples")) for t in outputs]
-    found = cached_trial(call, inputs)
+    found, by_position = cached_trial(call, inputs)
+    if order is not None and order.order is not None and (by_position if found is not None else _spans(call, order)):
+        why = "meets numbers by position with rows whose order depends on the data"
+        return [(t, combined(call, t, why, mixed)) for t in outputs]
     if found is None or len(found) != len(outputs):
         tags: Tags = [(tensor, _guess(call, tensor, inputs, mixed)) for tensor in outputs]
     else:
         tags = [
-            (tensor, _from_trial(call, tensor, grown, inputs, owner, mixed))
+            (tensor, _from_trial(call, tensor, grown, inputs, order, mixed))
             for tensor, grown in zip(outputs, found, strict=True)
         ]
     if not mixed and not is_independent(call, inputs, tags):
@@ -91,19 +107,25 @@ def ask(call: Call) -> Tags:
     return tags
 
 
+def _spans(call: Call, order: Layout) -> bool:
+    """Whether a constant may hold a number for each row."""
+    tensors = tensors_in((call.args, call.kwargs))
+    return any(order.rows in t.shape for t in tensors if tag_of(t, call.batch) is None)
+
+
 def _from_trial(
     call: Call,
     tensor: Tensor,
     grown: list[tuple[int, int]],
     inputs: list[tuple[Tensor, Layout]],
-    owner: Tensor | None,
+    order: Layout | None,
     mixed: str,
 ) -> Layout | None:
     if not grown:
         return combined(call, tensor, "combines the samples of the batch", mixed)
     if len(grown) > 1:
         return combined(call, tensor, "combines samples with each other", mixed)
-    layout = _grown_layout(call, tensor, grown[0], inputs, owner, mixed)
+    layout = _grown_layout(call, tensor, grown[0], inputs, order, mixed)
     if layout is not None and not layout.mixed and tensor.size(layout.dim) != layout.rows:
         return combined(call, tensor, "combines neighbouring samples", mixed)
     return layout
@@ -119,20 +141,15 @@ def combined(call: Call, tensor: Tensor, why: str, mixed: str = "") -> Layout | 
     return Layout(call.batch, mixed=mixed or call.mixed(why))
 
 
-def _common_owner(inputs: list[tuple[Tensor, Layout]]) -> tuple[Tensor | None, bool]:
-    """The row order that all inputs share, and whether they disagree."""
+def _common_order(inputs: list[tuple[Tensor, Layout]]) -> tuple[Layout | None, bool]:
+    """The layout whose order of rows (`owner`) all inputs share, and whether they disagree."""
     real = [(t, layout) for t, layout in inputs if not layout.mixed]
-    owner = next((layout.owner for _, layout in real if layout.owner is not None), None)
-    if owner is None:
+    first = next((layout for _, layout in real if layout.owner is not None), None)
+    if first is None:
         orders = {(layout.outer, layout.inner) for _, layout in real}
         sizes = {outer * inner for outer, inner in orders}
         return None, len(orders) > len(sizes)  # [T * B] meets [B * T]
-    for tensor, layout in real:
-        if layout.owner is not owner:
-            other = layout.owners(tensor.device)
-            if other.shape != owner.shape or not torch.equal(other.to(owner.device), owner):
-                return owner, True
-    return owner, False
+    return first, not all(layout.same_rows(first, tensor.device) for tensor, layout in real)
 
 
 def _grown_layout(
@@ -140,17 +157,17 @@ def _grown_layout(
     tensor: Tensor,
     grown: tuple[int, int],
     inputs: list[tuple[Tensor, Layout]],
-    owner: Tensor | None,
+    order: Layout | None,
     mixed: str,
 ) -> Layout | None:
     dim, growth = grown
-    if owner is not None:
-        if growth == 1 and tensor.size(dim) == owner.numel():
-            return Layout(call.batch, dim, owner=owner, mixed=mixed)
+    if order is not None:
+        if growth == 1 and tensor.size(dim) == order.rows:
+            return Layout(call.batch, dim, owner=order.owner, mixed=mixed, order=order.order)
     else:
         for _, layout in inputs:
             if layout.outer * layout.inner == growth:
-                return layout._replace(dim=dim, mixed=mixed)
+                return layout._replace(dim=dim, mixed=mixed, places=False)
         if growth == 1:
             return Layout(call.batch, dim, mixed=mixed)
     return combined(call, tensor, "reorders rows in a way that could not be followed", mixed)

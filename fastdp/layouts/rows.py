@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Call, tensors_in
+from .calls import Call
+from .chosen import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
 from .layout import Layout
-from .propagate import ask, combined, rule, spellings
+from .propagate import PICKING, ask, combined, rule
 from .trial import Tags
 
 T = torch.Tensor
@@ -20,23 +21,25 @@ def _getitem(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None:  # a constant table, indexed by data: the result lies as the index does
         return _take_from_constant(call)
-    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    index = tuple(torch.tensor(item, device=source.device) if isinstance(item, list) else item for item in index)
+    index = index_tuple(call.args[1], source.device)
     if layout.mixed:
         return [(call.out, layout._replace(dim=0))]
     used, basic = _source_dims(index, source.dim())
     if layout.dim not in used:
-        return ask(call) if basic else _index_elsewhere(call, layout, used)
+        return ask(call) if basic else _index_elsewhere(call, layout, index, used)
     entry = used[layout.dim]
     if isinstance(entry, slice) and entry == slice(None):
-        return ask(call) if basic else _index_elsewhere(call, layout, used)
+        return ask(call) if basic else _index_elsewhere(call, layout, index, used)
+    if isinstance(entry, slice):
+        start, stop, step = entry.indices(layout.rows)
+        if not layout.may_end(start, stop) or (layout.order is not None and step != 1):
+            return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
     if isinstance(entry, slice) and basic:
-        owner = layout.owners(source.device)[entry]
-        return [(call.out, by_owner(call, _kept_position(index, source.dim(), layout.dim), owner, layout))]
+        picked = torch.arange(layout.rows, device=source.device)[entry]
+        return [(call.out, layout.taken(_kept_position(index, source.dim(), layout.dim), picked))]
     if isinstance(entry, int):
         return [(call.out, combined(call, call.out, "picks one sample out of the batch"))]
-    leading = source.dim() if any(item is Ellipsis for item in index) else 1 + max(used)
-    return _index_owner_map(call, layout, index, leading)
+    return _index_rows(call, layout, index)
 
 
 def _source_dims(index: tuple[Any, ...], ndim: int) -> tuple[dict[int, Any], bool]:
@@ -77,51 +80,73 @@ def _kept_position(index: tuple[Any, ...], ndim: int, dim: int) -> int:
     return position + dim - source
 
 
-def _index_elsewhere(call: Call, layout: Layout, used: dict[int, Any]) -> Tags:
+def _index_elsewhere(call: Call, layout: Layout, index: tuple[Any, ...], used: dict[int, Any]) -> Tags:
     """Tensor indices, but not along the batch: the same positions for every sample."""
-    index = [item for item in used.values() if isinstance(item, Tensor | list)]
-    if any(call.layout(item) is not None for item in index if isinstance(item, Tensor)):
+    indices = [item for item in used.values() if isinstance(item, Tensor)]
+    known = [found for item in indices if (found := call.layout(item)) is not None]
+    if any(not (found.mixed and found.places) for found in known):
         return [(call.out, combined(call, call.out, "indexes all samples by one sample's data"))]
-    if any(isinstance(item, Tensor) and item.dtype == torch.bool for item in index):
-        first = min(dim for dim, item in used.items() if isinstance(item, Tensor | list))
-        if layout.dim < first:
-            return [(call.out, layout)]
+    if known or any(item.dtype == torch.bool for item in indices):  # which choices occur at all
+        return _index_rows(call, layout, index)
     return ask(call)
 
 
-def _index_owner_map(call: Call, layout: Layout, index: tuple[Any, ...], leading: int) -> Tags:
-    """Index a map of sample numbers in the same way, and read off who owns the result's rows."""
+def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
+    """Index a map of row numbers in the same way, and read off which rows the result holds."""
     source = call.args[0]
-    owners = layout.owners(source.device)
-    view = [1] * leading
-    view[layout.dim] = owners.numel()
-    owner_map = owners.view(view).expand(source.shape[:leading])
-    result = owner_map[index]
-    return [(call.out, _one_dimension(call, result, layout))]
+    items, entries = expanded(call, index)
+    used, _ = _source_dims(items, source.dim())
+    order = None
+    along = [k for k, entry in entries.items() if used.get(layout.dim) is entry.tensor]
+    if along:
+        problem = problem_of(entries, along[0], layout)
+        if problem:
+            return [(call.out, combined(call, call.out, problem))]
+        order = order_of(entries, call.out.size(_position(entries, items)) if call.out.dim() else 1)
+    numbers = spread(torch.arange(layout.rows, device=source.device), layout.dim, source.shape)
+    leading = source.dim() if any(item is Ellipsis for item in items) else 1 + max(layout.dim, *used)
+    narrowed = numbers[(slice(None),) * leading + (0,) * (source.dim() - leading)] if source.numel() else numbers
+    own_order = any(entry.own is not None for entry in entries.values()) and bool(along)
+    return [(call.out, _one_dimension(call, narrowed[items], layout, order, own_order))]
 
 
-def _one_dimension(call: Call, owner_map: Tensor, layout: Layout) -> Layout | None:
-    """The layout whose owners depend on one dimension of the map only."""
-    for dim in range(owner_map.dim()):
-        rows = owner_map.movedim(dim, 0).reshape(owner_map.size(dim), -1)
-        if rows.numel() == 0 or bool((rows == rows[:, :1]).all()):
-            return by_owner(call, dim, rows[:, 0] if rows.numel() else rows.new_zeros(rows.size(0)), layout)
+def _position(entries: dict[int, Entry], items: tuple[Any, ...]) -> int:
+    """Where the dimensions of an index of tensors begin in the result."""
+    places = sorted(entries)
+    apart = places[-1] - places[0] >= len(places)
+    return 0 if apart else sum(item is not Ellipsis and not isinstance(item, int) for item in items[: places[0]])
+
+
+def _one_dimension(
+    call: Call, rows: Tensor, layout: Layout, order: Tensor | None = None, own_order: bool = False
+) -> Layout | None:
+    """The layout of a result that holds these rows, if their samples depend on one dimension only.
+
+    own_order: the index gives the rows an order (`order`, or none to speak of) in place of the one they had.
+    """
+    owners = layout.owners(rows.device)
+    if rows.numel() == 0:
+        dim = next((d for d, size in enumerate(rows.shape) if size == 0), 0)
+        return layout.taken(dim, rows.new_zeros(rows.size(dim) if rows.dim() else 0), order)
+    for dim in range(rows.dim()):
+        flat = rows.movedim(dim, 0).reshape(rows.size(dim), -1)
+        if bool((owners[flat] == owners[flat[:, :1]]).all()):
+            order = order if order is not None and len(order) == len(flat) else None
+            return layout.taken(dim, flat[:, 0], order, own_order)
     return combined(call, call.out, "gathers rows of different samples")
-
-
-def by_owner(call: Call, dim: int, owner: Tensor, layout: Layout) -> Layout:
-    each = max(owner.numel() // call.batch, 1)
-    if owner.numel() == call.batch * each:
-        if torch.equal(owner, torch.arange(call.batch, device=owner.device).repeat_interleave(each)):
-            return Layout(call.batch, dim, 1, each, mixed=layout.mixed)
-    return Layout(call.batch, dim, owner=owner, mixed=layout.mixed)
 
 
 def _take_from_constant(call: Call) -> Tags:
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    if len(index) == 1 and isinstance(index[0], Tensor) and index[0].dtype != torch.bool:
-        return [(call.out, call.layout(index[0]))]
-    return ask(call)
+    if len(index) != 1 or not isinstance(index[0], Tensor):
+        return ask(call)
+    layout = call.layout(index[0])
+    if index[0].dtype != torch.bool:  # numbers chosen from among the choices that occur are constants
+        return [(call.out, None if layout is None or (layout.mixed and layout.places) else layout)]
+    if layout is None or layout.mixed:
+        return [(call.out, Layout(call.batch, mixed=call.mixed("picks rows by what other samples hold")))]
+    coordinates, _, order = found_in(index[0], layout)
+    return [(call.out, layout.taken(0, coordinates[layout.dim], order)._replace(places=True))]
 
 
 @rule(torch.as_strided, T.as_strided)
@@ -151,20 +176,14 @@ def _extent(tensor: Tensor) -> int:
 def _index_select(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim, index = call.argument(1, "dim"), call.argument(2, "index")
-    if layout is None:
+    if layout is None or layout.mixed:
         return ask(call)
+    items = (slice(None),) * (dim % source.dim()) + (index,)
     if dim % source.dim() != layout.dim:
-        if call.layout(index) is not None:
-            return [(call.out, combined(call, call.out, "indexes all samples by one sample's data"))]
-        return [(call.out, layout)]
-    return [(call.out, by_owner(call, layout.dim, layout.owners(source.device)[index], layout))]
-
-
-def _same_rows(a: Layout, b: Layout, device: torch.device) -> bool:
-    """Whether rows lie along one dimension in one order."""
-    if a.dim != b.dim or a.rows != b.rows:
-        return False
-    return a.owner is b.owner is None and a[2:4] == b[2:4] or torch.equal(a.owners(device), b.owners(device))
+        return _index_elsewhere(call, layout, items, {dim % source.dim(): index}) if call.layout(index) else [
+            (call.out, layout)
+        ]  # fmt: skip
+    return _index_rows(call, layout, items)
 
 
 @rule(torch.gather, T.gather, torch.take_along_dim, T.take_along_dim)
@@ -172,80 +191,33 @@ def _gather(call: Call) -> Tags:
     along = call.name == "take_along_dim"
     source, dim = call.args[0], call.argument(2 if along else 1, "dim")
     index = call.argument(1, "indices") if along else call.argument(2, "index")
-    layout = call.layout(source) or call.layout(index)
-    both = [found for found in (call.layout(source), call.layout(index)) if found is not None]
-    if any(found.mixed for found in both) or (len(both) == 2 and not _same_rows(both[0], both[1], call.out.device)):
+    layout, by = call.layout(source), call.layout(index)
+    both = [found for found in (layout, by) if found is not None]
+    if any(found.mixed for found in both) or dim is None:
         return [(call.out, combined(call, call.out, "gathers one sample's data by another's indices"))]
-    if dim is None or layout is None or dim % source.dim() == layout.dim:
-        return [(call.out, combined(call, call.out, "gathers along the batch"))]
-    return [(call.out, layout)]
+    if layout is None or dim % source.dim() != layout.dim:
+        if len(both) == 2 and not (both[0].dim == both[1].dim and both[0].same_rows(both[1], call.out.device)):
+            return [(call.out, combined(call, call.out, "gathers one sample's data by another's indices"))]
+        if dim % source.dim() == both[0].dim:
+            return [(call.out, combined(call, call.out, "gathers along the batch"))]
+        return [(call.out, both[0]._replace(places=both[0].places and layout is not None))]
+    return [(call.out, _gathered_rows(call, layout, by, index))]
 
 
-@rule(*spellings("masked_select", "nonzero", "unique", "argwhere", "bincount"))
-def _rows_by_value(call: Call) -> Tags:
-    return [(tensor, combined(call, tensor, "keeps rows by value")) for tensor in tensors_in(call.out)]
+def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor) -> Layout | None:
+    """Rows gathered along the samples' dimension: whole rows, of the sample whose index it is."""
+    owners = layout.owners(index.device)[index]
+    rows = owners.movedim(layout.dim, 0).flatten(1) if index.dim() > 1 else owners.unsqueeze(1)
+    own = None if by is None else spread(by.owners(index.device), by.dim, index.shape)
+    if own is not None and not torch.equal(own, owners):
+        return combined(call, call.out, "gathers one sample's data by another's indices")
+    if by is None and rows.numel() and not bool((rows == rows[:, :1]).all()):
+        return combined(call, call.out, "gathers along the batch")
+    if by is not None:
+        return by._replace(places=layout.places)
+    moved = index.movedim(layout.dim, 0)
+    return layout.taken(layout.dim, moved.flatten(1)[:, 0] if moved.dim() > 1 else moved)
 
 
-@rule(T.__setitem__)
-def _setitem(call: Call) -> Tags:
-    target, index, value = call.args
-    layout, source = call.layout(target), call.layout(value)
-    if source is None:
-        return [(target, layout)]
-    if source.mixed or (layout is not None and layout.mixed):
-        return [(target, Layout(call.batch, mixed=source.mixed or layout.mixed))]  # type: ignore[union-attr]
-    if layout is None or not _written_by_itself(call, layout, source, index):
-        return _new_target(call, target, layout, source, index)
-    return [(target, layout._replace(mixed=layout.mixed or source.mixed))]
-
-
-@rule(*spellings("index_put", "index_put_"))
-def _index_put(call: Call) -> Tags:
-    """target.index_put(indices, value): as target[indices] = value."""
-    target, index, value = (call.argument(i, n) for i, n in enumerate(("input", "indices", "values")))
-    if call.argument(3, "accumulate", False):
-        return ask(call)
-    same = Call(T.__setitem__, (target, tuple(index), value), {}, None, call.batch, call.path)
-    return [(call.out, layout) for _, layout in _setitem(same)]
-
-
-def _new_target(call: Call, target: Tensor, layout: Layout | None, source: Layout, index: Any) -> Tags:
-    """A constant becomes data by what is written into it: along the only dimension that fits."""
-    if layout is None:
-        guesses = [
-            Layout(call.batch, dim, 1, size // call.batch)
-            for dim, size in enumerate(target.shape)
-            if size and size % call.batch == 0
-        ]
-        fitting = [guess for guess in guesses if _written_by_itself(call, guess, source, index)]
-        if len(fitting) == 1:
-            return [(target, fitting[0])]
-    return [(target, Layout(call.batch, mixed=call.mixed("writes rows of one sample into another's")))]
-
-
-def _written_by_itself(call: Call, layout: Layout, source: Layout, index: Any) -> bool:
-    """Whether target[index] = value writes every sample's rows into its own rows."""
-    target, value = call.args[0], call.args[2]
-    view = [1] * target.dim()
-    view[layout.dim] = layout.rows
-    written = layout.owners(target.device).view(view).expand(target.shape)[index]
-    view = [1] * value.dim()
-    view[source.dim] = source.rows
-    return bool((written == source.owners(target.device).view(view)).all())
-
-
-@rule(*spellings("index_add", "index_add_", "index_copy", "index_copy_"))
-def _index_add(call: Call) -> Tags:
-    target, dim, index, source = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
-    layout, rows = call.layout(target), call.layout(source)
-    dim = dim % target.dim()
-    if rows is None:
-        return [(call.out, layout)]
-    if dim != rows.dim and (layout is None or layout == rows) and call.layout(index) is None and not rows.mixed:
-        return [(call.out, rows)]
-    if layout is None and target.size(dim) % call.batch == 0:
-        layout = Layout(call.batch, dim, 1, target.size(dim) // call.batch)
-    if layout is not None and layout.dim == dim == rows.dim:
-        if torch.equal(layout.owners(target.device)[index], rows.owners(target.device)):
-            return [(call.out, layout._replace(mixed=layout.mixed or rows.mixed))]
-    return [(call.out, combined(call, call.out, "adds rows of one sample to another's"))]
+PICKING.update((T.__getitem__, torch.index_select, T.index_select, torch.gather, T.gather, torch.take_along_dim))
+PICKING.add(T.take_along_dim)

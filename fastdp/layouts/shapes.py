@@ -44,7 +44,7 @@ def _repeat(call: Call) -> Tags:
     dim = layout.dim + call.out.dim() - source.dim()
     times = call.out.size(dim) // max(source.size(layout.dim), 1)
     if times != 1 and layout.owner is not None:
-        return [(call.out, layout._replace(dim=dim, owner=layout.owner.repeat(times)))]
+        return [(call.out, layout.taken(dim, torch.arange(layout.rows, device=source.device).repeat(times)))]
     return [(call.out, layout._replace(dim=dim, outer=layout.outer * times))]
 
 
@@ -55,8 +55,8 @@ def _repeat_interleave(call: Call) -> Tags:
     if layout is None or dim is None or dim % source.dim() != layout.dim:
         return ask(call)
     if isinstance(times, Tensor) or layout.owner is not None:
-        owner = layout.owners(source.device).repeat_interleave(times)
-        return [(call.out, Layout(call.batch, layout.dim, owner=owner, mixed=layout.mixed))]
+        rows = torch.arange(layout.rows, device=source.device).repeat_interleave(times)
+        return [(call.out, layout.taken(layout.dim, rows))]
     return [(call.out, layout._replace(inner=layout.inner * times))]
 
 
@@ -65,7 +65,7 @@ def _constant(call: Call) -> Tags:
     return [(tensor, None) for tensor in tensors_in(call.out)]
 
 
-@rule(*spellings("to", "cpu", "cuda", "type", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
+@rule(*spellings("to", "cpu", "cuda", "type", "type_as", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
 def _same(call: Call) -> Tags:
     return [(call.out, call.layout(call.args[0]))]
 
@@ -75,7 +75,7 @@ def _same(call: Call) -> Tags:
 _ELEMENTWISE = (
     "add sub mul div pow neg abs exp log sqrt rsqrt reciprocal square sin cos tanh sigmoid erf relu relu6 "
     "gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid "
-    "tanhshrink dropout clamp clip clamp_min clamp_max where masked_fill maximum minimum eq ne lt le gt "
+    "tanhshrink dropout clamp clip clamp_min clamp_max masked_fill maximum minimum eq ne lt le gt "
     "ge logical_and logical_or logical_not isnan isinf floor ceil round sign subtract multiply divide "
     "true_divide rsub add_ sub_ mul_ div_ relu_ tanh_ sigmoid_ exp_ masked_fill_ clamp_ __add__ __radd__ "
     "__sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ __iadd__ "
@@ -85,7 +85,7 @@ _ELEMENTWISE = (
 
 
 @rule(*spellings(*_ELEMENTWISE))
-def _elementwise(call: Call) -> Tags:
+def elementwise(call: Call) -> Tags:
     """Element by element with broadcasting: samples stay where they lie, counted from the right.
 
     The trial would say the same; this spares it, whose first call imports half of torch.
@@ -95,6 +95,8 @@ def _elementwise(call: Call) -> Tags:
     if len(tensors) != 1 or not inputs:
         return ask(call)
     out = tensors[0]
+    if any(layout.owner is not None for _, layout in inputs):
+        return _elementwise_in_any_order(call, out, inputs)
     found = {_aligned(layout, tensor.dim(), out.dim()) for tensor, layout in inputs if layout.owner is None}
     if len({layout.dim for layout in found if not layout.mixed}) > 1:
         return [(out, combined(call, out, "combines inputs whose samples lie in different dimensions"))]
@@ -102,6 +104,22 @@ def _elementwise(call: Call) -> Tags:
         return ask(call)
     layout = found.pop()
     return [(out, layout)] if out.size(layout.dim) == layout.rows else ask(call)
+
+
+def _elementwise_in_any_order(call: Call, out: Tensor, inputs: list[tuple[Tensor, Layout]]) -> Tags:
+    """Rows in an order of their own: every tensor that has rows must have the same."""
+    aligned = [_aligned(layout, tensor.dim(), out.dim()) for tensor, layout in inputs]
+    first = next(layout for layout in aligned if layout.owner is not None)
+    if any(layout.mixed for layout in aligned):
+        return ask(call)
+    if not all(layout.dim == first.dim and layout.same_rows(first, out.device) for layout in aligned):
+        return [(out, combined(call, out, "combines rows of different samples"))]
+    beside = first.dim - out.dim()  # counted from the right
+    tagged = {id(tensor) for tensor, _ in inputs}
+    constants = [t for t in tensors_in((call.args, call.kwargs)) if id(t) not in tagged and t.dim() >= -beside]
+    if first.order is not None and any(t.size(beside) != 1 for t in constants):
+        return [(out, combined(call, out, "meets numbers by position with rows whose order depends on the data"))]
+    return [(out, first)] if out.size(first.dim) == first.rows else ask(call)
 
 
 def _aligned(layout: Layout, ndim: int, out_ndim: int) -> Layout:
@@ -122,4 +140,4 @@ UNCHECKED.update(spellings("dropout", "dropout1d", "dropout2d", "dropout3d", "al
 UNCHECKED.update(
     spellings("bernoulli", "multinomial", "rand_like", "randn_like", "empty_like", "randint_like", "dropout_")
 )
-UNCHECKED.update(spellings(*_ELEMENTWISE))
+UNCHECKED.update(spellings(*_ELEMENTWISE, "where"))

@@ -88,26 +88,28 @@ def _same_others(layout: Layout, before: Tensor, after: Tensor) -> bool:
 
 # --------------------------------------------------------------------------- the trial
 
-_CACHE: dict[Any, list[list[tuple[int, int]]] | None] = {}
+Answer = tuple[list[list[tuple[int, int]]] | None, bool]
+_CACHE: dict[Any, Answer] = {}
 
 
-def cached_trial(call: Call, inputs: list[tuple[Tensor, Layout]]) -> list[list[tuple[int, int]]] | None:
+def cached_trial(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Answer:
+    """What grew in each result, and whether constants of the batch's size had to grow along."""
     try:
         key = (call.func, call.batch, _key(call.args, call.batch), _key(call.kwargs, call.batch))
         if key in _CACHE:
             return _CACHE[key]
     except TypeError:  # an argument without a hash
         key = None
-    result = None
+    answer: Answer = (None, False)
     for grow in (_constants_as_they_are, _constants_aligned, _constants_first):
-        result = _trial(call, inputs, grow)
-        if result is not None:
+        answer = (_trial(call, inputs, grow), grow is not _constants_as_they_are)
+        if answer[0] is not None:
             break
     if key is not None:
         if len(_CACHE) >= CACHE_SIZE:
             _CACHE.clear()
-        _CACHE[key] = result
-    return result
+        _CACHE[key] = answer
+    return answer
 
 
 def _key(value: Any, batch: int) -> Any:

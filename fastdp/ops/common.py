@@ -42,6 +42,15 @@ def norm_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype or sum_type(tensor)
 
 
+def check_padding(padding_idx: int | None) -> None:
+    """Raises ValueError on a negative one, which no id can equal."""
+    if padding_idx is not None and padding_idx < 0:
+        raise ValueError(
+            f"padding_idx={padding_idx} must not be negative: torch.nn.Embedding counts such ones from the end of its "
+            "table, norms do not know where that is. Give num_embeddings + padding_idx"
+        )
+
+
 def chunks(batch: int, bytes_per_sample: int, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
     """Ranges [low, high) of samples whose temporaries fit the limit (one sample at least)."""
     size = max(1, limit // max(bytes_per_sample, 1))

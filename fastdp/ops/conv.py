@@ -8,83 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import compiled, linear
 from .common import CHUNK_BYTES, accumulate, chunks, norm_type, scaled, sum_type, without_dropped
+from .geometry import Geometry, Sizes, geometry_of, is_dense, patches_of, positions_of, spatial, weight_gradient
 from .registry import Operator, cpp, define, native
 from .rows import square_sum
 
-Sizes = int | Sequence[int]
 IM2COL_POSITIONS = 320  # below this many output positions patches + matmul beat a convolution a sample
-
-
-class Geometry(NamedTuple):
-    """Everything about a convolution but its data. `weight` is the shape of the weight."""
-
-    weight: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int = 1
-    transposed: bool = False
-    output_padding: tuple[int, ...] = ()
-
-
-def spatial(value: Sizes, n: int) -> tuple[int, ...]:
-    """One number for all spatial dimensions, or one for each."""
-    return (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
-
-
-def _geometry(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes,
-              groups: int) -> Geometry:  # fmt: skip
-    """Of the operators' arguments: x [B,C,*], g [B,O,*]. Raises ValueError where they do not fit together."""
-    n = x.dim() - 2
-    if n not in (1, 2, 3) or g.dim() != x.dim() or x.size(0) != g.size(0):
-        raise ValueError(f"expected x [B,C,*] and g [B,O,*] of 1 to 3 dimensions; got {x.shape} and {g.shape}")
-    if groups < 1 or x.size(1) % groups or g.size(1) % groups:
-        raise ValueError(f"{groups} groups do not divide {x.size(1)} and {g.size(1)} channels")
-    sizes = [spatial(value, n) for value in (kernel_size, stride, padding, dilation)]
-    if any(len(value) != n for value in sizes):
-        raise ValueError(f"expected one number or {n} for kernel_size, stride, padding, dilation; got {sizes}")
-    kernel, strides, paddings, dilations = sizes
-    if min(*kernel, *strides, *dilations) < 1 or min(paddings) < 0:
-        raise ValueError(f"kernel_size, stride and dilation must be 1 or more, padding 0 or more; got {sizes}")
-    expected = [
-        (x.size(2 + d) + 2 * paddings[d] - dilations[d] * (kernel[d] - 1) - 1) // strides[d] + 1 for d in range(n)
-    ]
-    if list(g.shape[2:]) != expected:
-        raise ValueError(f"expected g [B,O,{','.join(map(str, expected))}] for x {x.shape}; got {g.shape}")
-    return Geometry((g.size(1), x.size(1) // groups, *kernel), strides, paddings, dilations, groups)
-
-
-def weight_gradient(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """The weight gradient summed over the batch, by PyTorch's own convolution."""
-    weight = x.new_empty(1).expand(geometry.weight)
-    n = x.dim() - 2
-    return torch.ops.aten.convolution_backward(
-        g, x, weight, None, list(geometry.stride), list(geometry.padding), list(geometry.dilation),
-        geometry.transposed, list(geometry.output_padding or (0,) * n), geometry.groups, [False, True, False],
-    )[1]  # fmt: skip
-
-
-def _patches(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """im2col: [B,C,*spatial] -> [B, C * kernel, positions]."""
-    n = x.dim() - 2
-    padded = F.pad(x, [p for size in reversed(geometry.padding) for p in (size, size)])
-    kernel, positions = geometry.weight[2:], g.shape[2:]
-    strides = padded.stride()
-    view = padded.as_strided(
-        (*padded.shape[:2], *kernel, *positions),
-        (*strides[:2], *[strides[2 + d] * geometry.dilation[d] for d in range(n)],
-         *[strides[2 + d] * geometry.stride[d] for d in range(n)]),
-    )  # fmt: skip
-    return view.reshape(x.size(0), x.size(1) * math.prod(kernel), math.prod(positions))
-
 
 # ---------------------------------------------------------------------- reference
 
@@ -95,30 +30,19 @@ def _reference_per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     if x.numel() == 0 or g.numel() == 0:
         return x.new_zeros((batch, *geometry.weight))
     if is_dense(geometry) and (math.prod(geometry.weight[2:]) == 1 or math.prod(g.shape[3:]) <= IM2COL_POSITIONS):
-        patches = _patches(x.flatten(0, 1), g.flatten(0, 1), geometry)
+        patches = patches_of(x.flatten(0, 1), g.flatten(0, 1), geometry)
         rows = torch.bmm(g.flatten(0, 1).flatten(2), patches.mT).unflatten(0, (batch, images))
         return (rows.squeeze(1) if images == 1 else rows.sum(1)).view(batch, *geometry.weight)
-    return torch.stack([weight_gradient(x[b], g[b], geometry) for b in range(batch)])
-
-
-def is_dense(geometry: Geometry) -> bool:
-    """A matrix product over patches: no groups, not transposed."""
-    return geometry.groups == 1 and not geometry.transposed
-
-
-def _positions(g: Tensor, geometry: Geometry) -> int:
-    """Terms of a sum that makes one element of a sample's gradient; g [B,F,O,*]."""
-    sizes = list(g.shape[3:])
-    if geometry.transposed:  # those of x
-        for d, pads in enumerate(geometry.output_padding or (0,) * len(sizes)):
-            reach = geometry.dilation[d] * (geometry.weight[2 + d] - 1) + 1 + pads - 2 * geometry.padding[d]
-            sizes[d] = (sizes[d] - reach) // geometry.stride[d] + 1
-    return math.prod(sizes) * g.size(1)
+    if math.prod(g.shape[3:]) <= IM2COL_POSITIONS:
+        return torch.stack([weight_gradient(x[b], g[b], geometry) for b in range(batch)])
+    # Long sums in double: PyTorch's float32 convolution adds position by position and loses 4e-4 on constant images
+    each = [weight_gradient(x[b].double(), g[b].double(), geometry) for b in range(batch)]
+    return torch.stack(each).to(x.dtype)
 
 
 def gram_is_cheaper(g: Tensor, geometry: Geometry) -> bool:
     """Whether few output positions make the gram route the cheaper one; g [B,F,O,*]."""
-    p, o, i = _positions(g, geometry), geometry.weight[0] // geometry.groups, math.prod(geometry.weight[1:])
+    p, o, i = positions_of(g, geometry), geometry.weight[0] // geometry.groups, math.prod(geometry.weight[1:])
     if isinstance(native(), str) or g.device.type != "cpu" or not compiled.takes(g):
         return is_dense(geometry) and linear.reference_gram_is_cheaper(p, i, o)
     # Cycles of the compiled kernels, MEASURED: packing takes one or two for each element.
@@ -129,7 +53,7 @@ def gram_is_cheaper(g: Tensor, geometry: Geometry) -> bool:
 def _reference_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
     x, g = accumulate(x), accumulate(g)
     batch, images = x.shape[:2]
-    inputs, positions = math.prod(geometry.weight[1:]), _positions(g, geometry)
+    inputs, positions = math.prod(geometry.weight[1:]), positions_of(g, geometry)
     gram = method == "gram"
     if method == "auto":
         gram = is_dense(geometry) and linear.reference_gram_is_cheaper(positions, inputs, g.size(2))
@@ -150,7 +74,7 @@ def _gram(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     total = x.new_zeros(x.size(0), dtype=torch.float64)
     pairs = zip(x.chunk(geometry.groups, 2), g.chunk(geometry.groups, 2), strict=True)
     for some, grads in pairs:
-        a = _patches(some.flatten(0, 1), grads.flatten(0, 1), geometry).mT  # [B F, P, I]
+        a = patches_of(some.flatten(0, 1), grads.flatten(0, 1), geometry).mT  # [B F, P, I]
         a = a.unflatten(0, x.shape[:2]).flatten(1, 2)
         rows = grads.flatten(3).mT.flatten(1, 2)  # [B, F P, O]
         total += linear.reference_norm_sq(a, rows, "gram", dtype=torch.float64)
@@ -213,7 +137,7 @@ def _compiled_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "a
         linear.ROUNDING_COMPILED, linear.GRAM_TOLERANCE, linear.UNDERFLOW, out.data_ptr(), doubt.data_ptr(),
         parts.data_ptr(), memory.data_ptr(), threads,
     )  # fmt: skip
-    p, o, i = _positions(g, geometry), geometry.weight[0], math.prod(geometry.weight[1:])
+    p, o, i = positions_of(g, geometry), geometry.weight[0], math.prod(geometry.weight[1:])
     seen = math.prod(geometry.weight[2:])  # patches in which an element lies, at most
     lost = ~(linear.vanished(seen * square_sum(x), seen * square_sum(g), p, i, o) <= linear.GRAM_TOLERANCE * out)
     if doubtful or bool(lost.any()):
@@ -264,21 +188,21 @@ def _arguments(geometry: Geometry) -> tuple[Any, ...]:
 
 
 def _per_sample_by(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda x, g, *args: function(x.unsqueeze(1), g.unsqueeze(1), _geometry(x, g, *args))
+    return lambda x, g, *args: function(x.unsqueeze(1), g.unsqueeze(1), geometry_of(x, g, *args))
 
 
 def _norm_sq_by(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int,
             method: str = "auto", *, dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
         linear.check_method(method)
-        geometry = _geometry(x, g, kernel_size, stride, padding, dilation, groups)
+        geometry = geometry_of(x, g, kernel_size, stride, padding, dilation, groups)
         return function(x.unsqueeze(1), g.unsqueeze(1), geometry, method).to(norm_type(x, dtype))
 
     return run
 
 
 def _clipped_sum(x: Tensor, g: Tensor, c: Tensor, *args: Any) -> Tensor:
-    return _reference_clipped_sum(x.unsqueeze(1), g.unsqueeze(1), c, _geometry(x, g, *args))
+    return _reference_clipped_sum(x.unsqueeze(1), g.unsqueeze(1), c, geometry_of(x, g, *args))
 
 
 def _add_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes,
@@ -290,7 +214,7 @@ SIZES = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, int gro
 _per_sample_op = define(
     f"conv_per_sample(Tensor x, Tensor g, {SIZES}) -> Tensor",
     _per_sample_by(_reference_per_sample),
-    lambda x, g, *args: x.new_empty((x.size(0), *_geometry(x, g, *args).weight), dtype=sum_type(x)),
+    lambda x, g, *args: x.new_empty((x.size(0), *geometry_of(x, g, *args).weight), dtype=sum_type(x)),
     CPU=cpp(_per_sample_by(_compiled_per_sample)),
     CUDA=compiled.on_cuda("conv", "conv_per_sample", _per_sample_by(_reference_per_sample)),
 )
@@ -304,7 +228,7 @@ _norm_sq_op = define(
 _clipped_sum_op = define(
     f"conv_clipped_sum(Tensor x, Tensor g, Tensor c, {SIZES}) -> Tensor",
     _clipped_sum,
-    lambda x, g, c, *args: x.new_empty(_geometry(x, g, *args).weight, dtype=sum_type(x)),
+    lambda x, g, c, *args: x.new_empty(geometry_of(x, g, *args).weight, dtype=sum_type(x)),
     CUDA=compiled.on_cuda("conv", "conv_clipped_sum", _clipped_sum),
 )
 _add_clipped_sum_op = define(

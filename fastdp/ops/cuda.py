@@ -4,7 +4,7 @@ Everything runs on the current stream of the first tensor's device, waits for no
 host, so a CUDA graph may hold it. Noise drawn under capture would be the same at every replay: it is refused, but
 for the steps given a `counter` on the device; `advance_(counter)` once a step belongs into the same graph.
 
-The noise is that of `fastdp.ops.noise` (same key stream, same radius of 64 bits and angle of 53). For float64
+The noise is that of `fastdp.ops.noise` (same key stream, same bits of it for each normal). For float64
 tensors the normals are computed in double, for all others in float: each is within 7e-7 of its pair's radius
 of the exact one.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,22 @@ from torch import Tensor
 
 from .clip import GAMMA, KINDS, MARGIN
 from .common import norm_type
+from .cuda_arguments import TYPES, check_draw, check_row, check_tensor, rows_of, words_of
 from .registry import native_cuda
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-MAX_STEP = 1 << 48
+__all__ = [
+    "TYPES",
+    "add_scaled_",
+    "advance_",
+    "clip_factors",
+    "embedding_clipped_sum",
+    "embedding_norm_sq",
+    "noise_",
+    "noisy_adamw_step_",
+    "noisy_sgd_step_",
+    "words_of",
+]
+
 NULL = 0
 _TypePair = tuple[torch.dtype, torch.dtype]
 
@@ -52,8 +64,8 @@ def add_scaled_(tensor: Tensor, std: float, scale: float, key: Sequence[int], st
 def _noise(
     tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int, *, keep: bool
 ) -> Tensor:
-    _check_draw(tensor.dtype, std, key, step)
-    _check_tensor("the tensor", tensor, tensor.device)
+    check_draw(tensor.dtype, std, key, step)
+    check_tensor("the tensor", tensor, tensor.device)
     if offset < 0 or offset + tensor.numel() > 1 << 62:
         raise ValueError(f"global indices must lie in [0, 2^62): offset {offset} with {tensor.numel()} elements")
     _refuse_repetition(tensor.device)
@@ -166,29 +178,13 @@ def _table(
         held = [state[i] for state in states]
         pair = (param.dtype, held[0].dtype if held else param.dtype)
         if pair not in groups:
-            _check_draw(param.dtype, std, key, step)
+            check_draw(param.dtype, std, key, step)
             groups[pair] = array("q")
-        _check_row(i, param, total, held, offset, params[0].device)
+        check_row(i, param, total, held, offset, params[0].device)
         if param.numel():
             pointers = (*(state.data_ptr() for state in held), *no_state)[:2]
             groups[pair].extend((param.data_ptr(), total.data_ptr(), *pointers, param.numel(), offset))
     return groups
-
-
-def _check_row(i: int, param: Tensor, total: Tensor, held: list[Tensor], offset: int, device: torch.device) -> None:
-    exact = torch.float64 if param.dtype == torch.float64 else torch.float32
-    _check_tensor(f"parameter {i}", param, device)
-    _check_tensor(f"sum {i}", total, device)
-    if total.dtype != exact or total.numel() != param.numel():
-        raise ValueError(f"sum {i} must be {exact} with {param.numel()} elements: {total.dtype}, {total.numel()}")
-    for state in held:
-        _check_tensor(f"a state of parameter {i}", state, device)
-        if state.dtype != held[0].dtype or state.dtype not in (param.dtype, exact):
-            raise ValueError(f"states of parameter {i} must all be {param.dtype}, or all {exact}, not {state.dtype}")
-        if state.numel() != param.numel():
-            raise ValueError(f"states of parameter {i} must have {param.numel()} elements, not {state.numel()}")
-    if offset < 0 or offset + param.numel() > 1 << 62:
-        raise ValueError(f"global indices must lie in [0, 2^62): offset {offset} with {param.numel()} elements")
 
 
 def _launch(
@@ -251,7 +247,7 @@ def embedding_norm_sq(
     result: float32 (float64 for float64 g) unless given.
     """
     kind = norm_type(g, dtype)
-    ids, g = _rows_of(ids, g)
+    ids, g = rows_of(ids, g, padding_idx)
     batch, k, d = g.shape
     norm_sq = torch.empty(batch, dtype=torch.float64, device=g.device)
     if batch:
@@ -277,7 +273,7 @@ def embedding_clipped_sum(
     ids [B,...] integers, g [B,...,d], c [B] factors: rows of samples with c_b = 0 and of `padding_idx` are not read.
     The same bits every time. An id outside the table is a device assertion, as in torch's own look-up.
     """
-    ids, g = _rows_of(ids, g)
+    ids, g = rows_of(ids, g, padding_idx)
     batch, k, d = g.shape
     if batch * k >= 1 << 31:
         raise ValueError(f"at most 2^31 - 1 positions, not {batch * k}")
@@ -299,17 +295,6 @@ def embedding_clipped_sum(
         if direct:
             torch.autograd.graph.increment_version(table)
     return table if out is None or direct else out.add_(table)
-
-
-def _rows_of(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """ids [B,K] int64, g [B,K,d] with its last dimension contiguous."""
-    if ids.dim() == 0 or ids.shape != g.shape[:-1] or ids.device != g.device:
-        raise ValueError(f"expected ids [B,...] and g [B,...,d]; got {tuple(ids.shape)} and {tuple(g.shape)}")
-    if g.dtype not in TYPES or ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
-        raise TypeError(f"ids must be integers, g a floating-point type: {ids.dtype}, {g.dtype}")
-    k = math.prod(ids.shape[1:])
-    g = g.reshape(ids.size(0), k, g.size(-1))
-    return ids.reshape(ids.size(0), k).long().contiguous(), g if g.stride(2) == 1 else g.contiguous()
 
 
 # ---------------------------------------------------------------------- what they share
@@ -338,30 +323,3 @@ def _refuse_repetition(device: torch.device) -> None:
             "noise captured in a CUDA graph would be the same at every replay: give the step a counter= on the device "
             "and capture advance_(counter) with it"
         )
-
-
-def _check_draw(dtype: torch.dtype, std: float, key: Sequence[int], step: int) -> None:
-    if dtype not in TYPES:
-        raise TypeError(f"noise is added to float32, bfloat16, float16 or float64, not {dtype}")
-    if not 0 <= std < math.inf or (dtype != torch.float64 and std > torch.finfo(torch.float32).max):
-        raise ValueError(f"std must be 0 or larger and finite, not {std!r}")
-    if len(key) != 8 or not all(0 <= word < 1 << 32 for word in key):
-        raise ValueError("key must be 8 words of 32 bits")
-    if not 0 <= step < MAX_STEP:
-        raise ValueError(f"step must lie in [0, 2^48), not {step}")
-
-
-def _check_tensor(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, others on {device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous: elements are counted in memory order")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} is written in place, which autograd does not see: run under torch.no_grad()")
-
-
-def words_of(key: bytes | Iterable[int]) -> list[int]:
-    """A 32-byte key as the 8 words of the kernels."""
-    if not isinstance(key, bytes):
-        return list(key)
-    return [int.from_bytes(key[k : k + 4], "little") for k in range(0, len(key), 4)]

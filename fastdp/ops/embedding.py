@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import accumulate, chunks, norm_type, scaled, sum_type
+from .common import accumulate, check_padding, chunks, norm_type, scaled, sum_type
 from .noise import TYPES, on_cuda
 from .registry import cpp, define, native
 from .rows import square_sum
 
 
-def _two(ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _two(ids: Tensor, g: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
+    """ids [B,K] and g [B,K,d]."""
+    check_padding(padding_idx)
     if ids.shape != g.shape[:-1] or ids.dim() == 0:
         raise ValueError(f"expected ids [B,...] and g [B,...,d]; got {tuple(ids.shape)} and {tuple(g.shape)}")
     positions = ids.numel() // ids.size(0) if ids.size(0) else 0
@@ -35,7 +37,7 @@ def _without_padding(ids: Tensor, g: Tensor, padding_idx: int | None) -> Tensor:
 
 def _norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     kind = norm_type(g, dtype)
-    ids, g = _two(ids, g)
+    ids, g = _two(ids, g, padding_idx)
     g = _without_padding(ids, accumulate(g), padding_idx)
     batch, k, d = g.shape
     if g.numel() == 0:
@@ -70,7 +72,7 @@ def _check_ids(ids: Tensor, rows: int) -> None:
 
 
 def _per_sample(ids: Tensor, g: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
-    ids, g = _two(ids, g)
+    ids, g = _two(ids, g, padding_idx)
     _check_ids(ids, num_embeddings)
     batch, _, d = g.shape
     flat = ids + torch.arange(batch, device=ids.device).unsqueeze(1) * num_embeddings
@@ -86,7 +88,7 @@ def _clipped_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding
 
 def _add_clipped_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding_idx: int | None = None, *,
                      out: Tensor) -> None:  # fmt: skip
-    ids, g = _two(ids, g)
+    ids, g = _two(ids, g, padding_idx)
     _check_sum(ids, g, c, num_embeddings, out)
     _check_ids(ids, num_embeddings)
     g = scaled(_without_padding(ids, accumulate(g), padding_idx), c)
@@ -120,7 +122,7 @@ def _cross_term(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_head: Tensor
 def _native_norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None = None, *,
                     dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     kind = norm_type(g, dtype)
-    ids, g = _two(ids, g)
+    ids, g = _two(ids, g, padding_idx)
     if g.dtype not in TYPES:
         return _norm_sq(ids, g, padding_idx, dtype=dtype)
     ids, g = ids.long().contiguous(), g.contiguous()
@@ -133,7 +135,7 @@ def _native_norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None = None, *,
 
 def _native_sum_into(ids: Tensor, g: Tensor, c: Tensor, rows: int, padding_idx: int | None, out: Tensor,
                      add: bool) -> None:  # fmt: skip
-    ids, g = _two(ids, g)
+    ids, g = _two(ids, g, padding_idx)
     _check_sum(ids, g, c, rows, out)
     ids, g, c = ids.long().contiguous(), g.contiguous(), c.to(out.dtype).contiguous()
     module: Any = native()
@@ -202,15 +204,18 @@ def embedding_norm_sq(
 ) -> Tensor:
     """Squared norm of each sample's table gradient: sum_v |sum_{t: ids_t = v} g_t|^2.
 
-    Args: ids [B,...] of integers; g [B,...,d] output gradients; padding_idx (not negative) the id of positions
-    without a gradient; dtype of the result: float32 (float64 for float64 g) unless given.
-    Returns: [B]. Raises ValueError on shapes.
+    Args: ids [B,...] of integers; g [B,...,d] output gradients; padding_idx the id of positions without a gradient,
+    never negative: for torch.nn.Embedding's padding_idx=-1 give num_embeddings - 1; dtype of the result: float32
+    (float64 for float64 g) unless given. Returns: [B]. Raises ValueError on shapes or a negative padding_idx.
     """
     return _norm_sq_op(ids, g, padding_idx, dtype=dtype)  # type: ignore[no-any-return]
 
 
 def embedding_per_sample(ids: Tensor, g: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
-    """The table gradient of each sample, materialised: [B, num_embeddings, d]. Raises IndexError on an id outside."""
+    """The table gradient of each sample, materialised: [B, num_embeddings, d]; ids, g, padding_idx as of the norm.
+
+    Raises IndexError on an id outside the table, ValueError on shapes or a negative padding_idx.
+    """
     return _per_sample_op(ids, g, num_embeddings, padding_idx)  # type: ignore[no-any-return]
 
 
@@ -224,8 +229,9 @@ def embedding_clipped_sum(
 ) -> Tensor:
     """sum_b c_b (table gradient of sample b), [num_embeddings, d] float32; added to `out` if given.
 
-    Args: ids [B,...], g [B,...,d] as of `embedding_norm_sq`; c [B] factors: samples with c = 0 are not read as
-    numbers. Raises ValueError on shapes, IndexError on an id outside the table (on the CPU; then nothing is added).
+    Args: ids [B,...], g [B,...,d], padding_idx as of `embedding_norm_sq`; c [B] factors: samples with c = 0 are not
+    read as numbers. Raises ValueError on shapes or a negative padding_idx, IndexError on an id outside the table (on
+    the CPU; then nothing is added).
     """
     if out is None:
         return _clipped_sum_op(ids, g, c, num_embeddings, padding_idx)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 Importing this package registers every rule; `fastdp.uses.base` defines what a use and a rule are.
 """
 
-from . import attention, broadcast, conv, embedding, generic, linear, norm, recurrent  # noqa: F401
+from . import attention, broadcast, conv, embedding, experts, generic, linear, norm, recurrent  # noqa: F401
 from .base import Use
 
 __all__ = ["Use"]

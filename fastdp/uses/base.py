@@ -261,6 +261,12 @@ def sample_layout(recorder: Recorder, tensor: Tensor, name: str) -> Layout:
             "for such a model; remove the operation, or use one that works on each sample alone.",
             layout.mixed,
         )
+    if layout.places and layout.batch > 1:
+        raise SampleMixingError(
+            f"{place}: takes the places of rows in the batch, which depend on the other samples, for data. Use "
+            "positions within a sample.",
+            f"{place} takes places of rows for data",
+        )
     return layout
 
 
@@ -271,6 +277,18 @@ def refuse_contraction(recorder: Recorder, layout: Layout, dim: int, name: str) 
             f"{recorder.place(name)}: sums over dimension {dim}, along which the samples lie: each output depends on "
             "all samples. If the model takes samples along another dimension, transpose its input, or give "
             "batch_first=False."
+        )
+
+
+def refuse_by_position(recorder: Recorder, operand: Tensor, layout: Layout, ndim: int, name: str) -> None:
+    """A parameter with numbers for each row, beside rows whose order other samples decide."""
+    dim = layout.dim - ndim + operand.dim()
+    if layout.batch > 1 and layout.order is not None and 0 <= dim < operand.dim() and operand.size(dim) != 1:
+        place = recorder.place(name)
+        raise SampleMixingError(
+            f"{place}: a parameter meets rows by their position, in an order that depends on other samples. Restore "
+            "the order first.",
+            f"{place} meets a parameter with rows whose order depends on the data",
         )
 
 

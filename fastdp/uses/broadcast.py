@@ -15,7 +15,7 @@ from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..links import link_of
 from ..recorder import Recorder
-from .base import Captured, Direct, Lazy, Operand, Use, capture, cut, rule, sample_layout
+from .base import Captured, Direct, Lazy, Operand, Use, capture, cut, refuse_by_position, rule, sample_layout
 from .embedding import Lookup
 
 
@@ -177,6 +177,9 @@ def capture_elementwise(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
     if in_place and first is not source:
         return NotImplemented
     layout = layout._replace(dim=layout.dim + ndim - source.dim()) if layout.batch > 1 else layout
+    for side in (first, second):
+        if isinstance(side, Tensor) and side is not source:
+            refuse_by_position(recorder, side, layout, ndim, func.__name__)
     call = _Elementwise(recorder, _kind_name(func), (first, second), kwargs.get("alpha", 1), layout)
     if not in_place:
         return capture(call, *data, layout=layout)

@@ -14,7 +14,7 @@ from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
 from ..ops.common import accumulate
-from ..ops.conv import Geometry, spatial
+from ..ops.geometry import Geometry, spatial
 from ..planner import Planner
 from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout

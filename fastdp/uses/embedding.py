@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..derived import check_embedding
+from ..derived import check_embedding, mark_derived
 from ..layouts.calls import bind
-from ..layouts.layout import Layout
+from ..layouts.layout import Layout, tag, tag_of
 from ..recorder import Recorder
 from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
+from .experts import note_gathered
 from .generic import capture_whole
 
 
@@ -85,6 +86,11 @@ def capture_embedding(recorder: Recorder, func: Any, args: tuple[Any, ...], kwar
 def capture_getitem(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """table[ids] with ids from the data (relative position tables)."""
     table, index = args
+    chosen = _without_choices(recorder, table, index)
+    if chosen is not None:
+        out = func(table, chosen)
+        mark_derived(func, (table, chosen), {}, out, recorder, [table])
+        return out
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
     if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
@@ -92,7 +98,35 @@ def capture_getitem(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs
     if not recorder.is_parameter(table) or recorder.is_parameter(index):
         return NotImplemented
     layout = sample_layout(recorder, index, "__getitem__")
-    return capture(_RowIndex(recorder, Operand.of(table), layout), index, layout=layout)
+    out = capture(_RowIndex(recorder, Operand.of(table), layout), index, layout=layout)
+    note_gathered(out, table, index)
+    return out
+
+
+def _without_choices(recorder: Recorder, table: Tensor, index: Any) -> Any:
+    """An index made of choices that occur in the batch alone (the experts that got any token), as constants.
+
+    None if there is anything else among it. The choices say which parts of the table are computed with; what each
+    sample does with a part is its own.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    found: list[Any] = []
+    chosen = False
+    for item in items:
+        layout = tag_of(item, recorder.batch) if isinstance(item, Tensor) else None
+        if layout is None:
+            found.append(item)
+            continue
+        if item.dtype not in (torch.int64, torch.int32) or not layout.mixed or not layout.places:
+            return None
+        found.append(int(item) if item.dim() == 0 else item.detach().clone())
+        chosen = True
+    if not chosen or not recorder.is_parameter(table):
+        return None
+    for item in found:
+        if isinstance(item, Tensor):
+            tag(item, None)
+    return tuple(found) if isinstance(index, tuple) else found[0]
 
 
 class _RowIndex(Captured):

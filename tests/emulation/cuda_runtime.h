@@ -129,8 +129,7 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, int, int) { return *value 
 // ---------------------------------------------------------------- device functions
 
 inline std::int64_t min(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-inline float __ull2float_rn(unsigned long long x) { return (float)x; }
-inline float __ll2float_rn(long long x) { return (float)x; }
+inline float __int2float_rn(int x) { return (float)x; }
 inline std::uint32_t __float_as_uint(float x) {
     std::uint32_t bits;
     std::memcpy(&bits, &x, 4);

@@ -1,0 +1,125 @@
+"""Rows chosen by an index: by constants, by each sample for itself, or by what other samples hold.
+
+A sample may pick among its own rows (the tokens that it sends to an expert); a choice that depends on other
+samples mixes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .calls import Call
+from .layout import Layout
+
+
+class Entry(NamedTuple):
+    """One tensor of an index: the layout written on it, whose sample each element is, and the order it gives.
+
+    own: sample of each element (-1: of all), or None for a constant; order: see `Layout.order`.
+    """
+
+    tensor: Tensor
+    layout: Layout | None
+    own: Tensor | None
+    order: Tensor | None
+
+
+def index_tuple(index: Any, device: torch.device) -> tuple[Any, ...]:
+    """An index as a tuple, its lists as tensors."""
+    items = index if isinstance(index, tuple) else (index,)
+    if isinstance(index, list):
+        items = (index,)
+    return tuple(torch.tensor(item, device=device) if isinstance(item, list) else item for item in items)
+
+
+def expanded(call: Call, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[int, Entry]]:
+    """The index with masks as positions, and its tensors by their place in it."""
+    items: list[Any] = []
+    entries: dict[int, Entry] = {}
+    for item in index:
+        if not isinstance(item, Tensor):
+            items.append(item)
+            continue
+        layout = call.layout(item)
+        if item.dtype == torch.bool and item.dim():
+            coordinates, own, order = found_in(item, layout)
+            for coordinate in coordinates:
+                entries[len(items)] = Entry(coordinate, layout, own, order)
+                items.append(coordinate)
+            continue
+        own = None
+        if layout is not None and not layout.mixed and item.dim():
+            own = spread(layout.owners(item.device), layout.dim, item.shape)
+        order = layout.order if layout is not None else None
+        entries[len(items)] = Entry(item, layout, own, order)
+        items.append(item)
+    return tuple(items), entries
+
+
+def found_in(mask: Tensor, layout: Layout | None) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
+    """Coordinates of the elements that are not zero, the sample of each, and the groups in which they come."""
+    coordinates = torch.nonzero(mask, as_tuple=True)
+    if layout is None or layout.mixed:
+        return coordinates, None, None
+    rows = coordinates[layout.dim]
+    group = torch.zeros_like(rows)
+    for dim in range(layout.dim):  # what comes before the samples sorts first
+        group = group * mask.size(dim) + coordinates[dim]
+    return coordinates, layout.owners(mask.device)[rows], group
+
+
+def spread(values: Tensor, dim: int, shape: torch.Size) -> Tensor:
+    """Values by position along `dim`, as a tensor of this shape."""
+    view = [1] * len(shape)
+    view[dim] = values.numel()
+    return values.view(view).expand(shape)
+
+
+def problem_of(entries: dict[int, Entry], position: int, layout: Layout) -> str:
+    """Why a choice of rows mixes samples, or ''. position: of the entry along the samples, rows laid as `layout`."""
+    picked = entries[position].tensor
+    chosen = layout.owners(picked.device)[picked]
+    for entry in entries.values():
+        if entry.layout is not None and entry.layout.mixed:
+            if entry.tensor is picked and _covers_evenly(picked, layout.rows) and entry.layout.places:
+                continue
+            return "picks rows by what other samples hold"
+        if entry.own is not None and not _same(entry.own, chosen):
+            return "picks rows of one sample by another's data"
+    return ""
+
+
+def order_of(entries: dict[int, Entry], rows: int) -> Tensor | None:
+    """The order that the data among an index gives to the rows picked."""
+    for entry in entries.values():
+        if entry.order is not None and entry.order.numel() == rows:
+            return entry.order
+    if any(entry.layout is not None and entry.layout.mixed for entry in entries.values()):
+        device = next(entry.tensor.device for entry in entries.values())
+        return torch.zeros(rows, dtype=torch.long, device=device)
+    return None
+
+
+def permutes(index: Tensor, rows: int) -> bool:
+    """Whether the index names every row once."""
+    return index.dim() == 1 and index.numel() == rows and _covers_evenly(index, rows)
+
+
+def _covers_evenly(index: Tensor, rows: int) -> bool:
+    """Whether every row is named equally often: an order, not a choice."""
+    if index.dtype not in (torch.int64, torch.int32) or not index.numel() or index.numel() % max(rows, 1):
+        return False
+    flat = index.flatten().long()
+    counts = torch.bincount(torch.where(flat < 0, flat + rows, flat), minlength=rows)
+    return bool((counts == index.numel() // rows).all())
+
+
+def _same(own: Tensor, chosen: Tensor) -> bool:
+    try:
+        own, chosen = torch.broadcast_tensors(own, chosen)
+    except RuntimeError:
+        return False
+    return bool((own == chosen).all())
