@@ -7,25 +7,31 @@ True
 
 from . import errors, ops
 from .accounting import noise_multiplier_for
+from .compatible import CompatibilityReport, make_compatible
 from .engine import PerSampleGradients
 from .optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
+from .rules import RuleCall, register_rule
 from .sampling import poisson_loader
 from .verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompatibilityReport",
     "DPAdam",
     "DPAdamW",
     "DPRMSprop",
     "DPSGD",
     "PerSampleGradients",
     "PrivateOptimizer",
+    "RuleCall",
     "VerifyReport",
     "errors",
+    "make_compatible",
     "noise_multiplier_for",
     "ops",
     "poisson_loader",
     "privatize",
+    "register_rule",
     "verify",
 ]

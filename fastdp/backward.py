@@ -11,6 +11,7 @@ from .capture import Pass
 from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError
 from .gradients import Gradients
 from .layouts.layout import Layout
+from .links import leaves_of
 from .ops.common import exactly
 from .planner import Planner
 from .replay import Replays
@@ -55,7 +56,8 @@ class Backward:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
         self._open_forwards += 1
         self._tape = None
-        self._grads_before = {id(p): (p.grad, p.grad._version) for p in self.tracked.tensors() if p.grad is not None}
+        leaves = [p for p in self.tracked.tensors() if p.is_leaf]  # of others .grad warns
+        self._grads_before = {id(p): (p.grad, p.grad._version) for p in leaves if p.grad is not None}
 
     def open_forwards(self) -> int:
         """Forwards that no backward has gone through yet."""
@@ -146,6 +148,7 @@ class Backward:
         if tape is None or tape.failed:
             return
         self._check_uncaptured()
+        self._check_owned(tape.uses)
         if tape.batch is None:
             return  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.mean else 1.0
@@ -173,5 +176,20 @@ class Backward:
             raise UncapturedUseError(
                 f"{len(missed)} parameter(s) were used where no per-sample rule applies: {', '.join(missed[:5])}. "
                 "Their per-sample gradients are unknown, so nothing was clipped and no step is possible. Use the "
-                "parameter within the model's forward, combined with the data, or freeze it."
+                "parameter within the model's forward, combined with the data, or freeze it; a function that fastdp "
+                "does not see becomes seen by fastdp.register_rule."
             )
+
+    def _check_owned(self, uses: list[Use]) -> None:
+        """What was used in the place of the model's parameters for one call would be clipped and then lost."""
+        if not uses:
+            return
+        current = self.tracked.current()
+        for use in uses:
+            if any(id(leaf) not in current for leaf in leaves_of(use.operand)):
+                raise UncapturedUseError(
+                    f"{use.name}() used a tensor of shape {tuple(use.operand.shape)} that stood in the place of a "
+                    "parameter only for the forward (torch.func.functional_call with tensors of one's own, perhaps): "
+                    "its gradient would be lost. Call the model with its own parameters, or call functional_call "
+                    "within the forward of a module that owns them."
+                )

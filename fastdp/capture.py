@@ -7,6 +7,8 @@ that combine the two go to a rule (`fastdp.uses`). A call without a rule takes t
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -87,6 +89,7 @@ class Pass:
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
         self.backward_id = 0  # of the backward that went through this pass
+        self.unseen = ""  # what took data out of sight, if something did
         self.mode = _CaptureMode(self)
         self.watcher: Watcher | None = None
 
@@ -96,6 +99,11 @@ class Pass:
 
     def place(self, name: str) -> str:
         return f"{name}() in module '{self.path}'"
+
+    def names_of(self, tensors: Iterable[Tensor]) -> str:
+        """The parameters that these tensors are, or are made of, for messages."""
+        names = [self.tracked.get(id(leaf), "?") for tensor in tensors for leaf in leaves_of(tensor)]
+        return ", ".join(f"'{name}'" for name in dict.fromkeys(names))
 
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
@@ -113,11 +121,45 @@ class Pass:
         return id(tensor) in self.tracked
 
     def guess_layout(self, tensor: Tensor) -> Layout | None:
-        """Layout of data of unseen origin: the only dimension of the batch's size."""
+        """Layout of data of unseen origin: the only dimension of the batch's size, with none before it of several."""
+        if self.unseen:
+            return None
         if self.batch <= 1:
             return Layout(self.batch)
         dims = [dim for dim, size in enumerate(tensor.shape) if size == self.batch]
-        return Layout(self.batch, dims[0]) if len(dims) == 1 else None
+        if len(dims) != 1 or any(size % self.batch == 0 for size in tensor.shape[: dims[0]]):
+            return None
+        warnings.warn(
+            f"module '{self.path}' takes a tensor of shape {tuple(tensor.shape)} that no torch function made in sight "
+            f"of fastdp: its samples are taken to lie in dimension {dims[0]}, each by itself. Check it with "
+            "fastdp.verify.",
+            stacklevel=2,
+        )
+        return Layout(self.batch, dims[0])
+
+    def _settle(self, tensor: Tensor) -> None:
+        """Give data of unseen origin the layout that its shape tells, or the note that none is known."""
+        layout = self.guess_layout(tensor)
+        if layout is None and self.unseen:
+            layout = Layout(self.batch, mixed=self.unseen)
+        if layout is not None:
+            tag(tensor, layout)
+
+    def look_beneath(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A call inside a transform of torch.func, which hides whose rows it combines: note what it takes."""
+        for tensor in tensors_in((args, kwargs)):
+            while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                tensor = torch._C._functorch.get_unwrapped(tensor)
+            if not tensor.requires_grad:
+                continue
+            if self.is_parameter(tensor):
+                self._note_use(tensor, f"{self.place(function_name(func))}, inside torch.func or torch.vmap")
+            elif self.is_data(tensor) and not self.unseen:
+                self.unseen = f"{self.place(function_name(func))} runs inside torch.func or torch.vmap, out of sight"
+
+    def _note_use(self, parameter: Tensor, where: str) -> None:
+        for leaf in leaves_of(parameter):
+            self.backward.last_use_of[id(leaf)] = where
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """A tracked parameter, or a tensor derived from tracked parameters."""
@@ -171,7 +213,13 @@ class Pass:
                 parameters.append(tensor)
             elif self.is_data(tensor):
                 has_data = True
-        if parameters and torch.is_grad_enabled():
+                if tag_of(tensor, self.batch) is None:
+                    self._settle(tensor)
+        if parameters and not torch.is_grad_enabled():
+            for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
+                if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
+                    self._note_use(leaf, f"{self.place(function_name(func))}, {custom_function()}")
+        elif parameters:
             if has_data:
                 self.count_uses(parameters)
                 return self._combine(func, args, kwargs)
@@ -258,6 +306,19 @@ class _Poison(torch.autograd.Function):
         raise SampleMixingError(str(ctx.problem))
 
 
+def custom_function() -> str:
+    """The torch.autograd.Function in whose forward the caller stands, if its context shows it; for messages."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
+        if isinstance(first, torch.autograd.function.FunctionCtx):
+            name = type(first).__name__.removesuffix("Backward")
+            return f"in the forward of {name}, a torch.autograd.Function: register_rule({name}) makes it seen"
+        frame = frame.f_back
+    return "without grad, as in the forward of a torch.autograd.Function (which fastdp.register_rule makes seen)"
+
+
 class _CaptureMode(TorchFunctionMode):
     def __init__(self, recorder: Pass) -> None:
         super().__init__()
@@ -265,7 +326,8 @@ class _CaptureMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, not data
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly
+            self.recorder.look_beneath(func, args, kwargs)
             return func(*args, **kwargs)
         return self.recorder.dispatch(func, args, kwargs)
 

@@ -90,6 +90,10 @@ class PerSampleGradients:
         """The tracked parameters that require grad now."""
         return self._tracked.tensors()
 
+    def present(self) -> set[int]:
+        """Ids of all parameters that stand in the model now, tracked or not."""
+        return self._tracked.current()
+
     def offsets(self) -> dict[str, int]:
         """Where each parameter begins among all the model's elements, frozen ones counted."""
         return self._tracked.offsets()

@@ -105,6 +105,8 @@ class Forward:
         if not recomputing or not path:
             self._batch = self.batching.samples(args, kwargs)
         if not recomputing:
+            if not path:
+                backward.tracked.check_complete()
             backward.forward_begins()
         tracked = {id(p): name for name, p in backward.tracked.named().items()}
         if recomputing and backward.collect is None and path in backward.replays.blocks:
@@ -154,9 +156,11 @@ class Forward:
         self._active = None
         if self.backward.collect is not None:
             return
+        unseen = Layout(self._batch, mixed=started.unseen) if started.unseen else None
         for tensor in nested_tensors(out):
             if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self.backward.reached, tag_of(tensor, self._batch)))
+                layout = tag_of(tensor, self._batch) or unseen
+                tensor.register_hook(functools.partial(self.backward.reached, layout))
 
     def _drop_interrupted(self) -> None:
         """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before."""
@@ -167,9 +171,17 @@ class Forward:
         self._active, self._entered = None, []
 
 
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
 def check_unattached(model: nn.Module) -> None:
-    """Raises ParameterError where the model is a script, or has an engine already."""
+    """Raises ParameterError where the model is a script, spread over devices by torch, or has an engine already."""
     for module in model.modules():
+        if isinstance(module, _PARALLEL):
+            raise ParameterError(
+                f"{type(module).__name__} would add up gradients of several devices before they are private: data-"
+                "parallel training is not supported yet. Give fastdp the plain model (its .module) on one device."
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
         for hook in module._forward_pre_hooks.values():

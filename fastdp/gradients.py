@@ -141,7 +141,9 @@ def _settled(use: Use) -> Use:
     if link is None or not link.isometric or len(link.leaves) != 1:
         return use
     leaf = link.leaves[0]
-    if link.kind == "cast":  # in float32, where autograd would round the sum to the operand's type
+    if (
+        link.kind == "cast" and operand.device == leaf.device
+    ):  # in float32, where autograd would round the sum to the operand's type
         use.operand = leaf
         return use
     if not _same_memory(operand, leaf) or operand.numel() != leaf.numel():

@@ -48,6 +48,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not privacy.ready():
             return loss
+        self._check_parameters(privacy)
         base = _base(self)
         kind = fused.kind_of(base)
         with torch.no_grad():
@@ -64,6 +65,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
             finally:  # the noise is drawn: it counts, and must not be drawn again, even where the update fails
                 privacy.finish()
         return loss
+
+    def _check_parameters(self, privacy: Privacy) -> None:
+        """The optimizer's parameters must still be the model's: another in the place of one would never be trained."""
+        current = privacy.engine.present()
+        lost = [p for group in self.param_groups for p in group["params"] if p.requires_grad and id(p) not in current]
+        if lost:
+            shapes = ", ".join(str(tuple(p.shape)) for p in lost[:3])
+            raise ParameterError(
+                f"{len(lost)} parameter(s) of the optimizer, of shape {shapes}, are no longer the model's: they were "
+                "replaced since the optimizer was made. detach() it and make a new one."
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has taken."""

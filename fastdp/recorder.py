@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -23,6 +23,9 @@ class Recorder(Protocol):
 
     def place(self, name: str) -> str:
         """Function and module, for messages."""
+
+    def names_of(self, tensors: Iterable[Tensor]) -> str:
+        """The parameters that these tensors are, or are made of, for messages."""
 
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""

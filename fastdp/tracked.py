@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .errors import ParameterError
 
@@ -16,13 +17,16 @@ class Tracked:
         self.model = model
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._chosen: set[str] | None = None
+        self._known: set[tuple[int, str]] = set()  # (module, name) of every parameter, shared and frozen ones too
         self.choose(params)
 
     def choose(self, params: Iterable[Tensor] | None = None) -> None:
         """Choose the parameters again (default: all of the model)."""
         slots: list[tuple[nn.Module, str, str]] = []
         seen: dict[int, str] = {}
+        known: set[tuple[int, str]] = set()
         for path, module in self.model.named_modules():
+            known |= {(id(module), name) for name in module._parameters}
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in seen:
                     seen[id(parameter)] = f"{path}.{name}" if path else name
@@ -37,14 +41,37 @@ class Tracked:
                     "Give the optimizer parameters of this very model (and build it after the model is complete)."
                 )
             selected = {seen[id(p)] for p in chosen}
-        self._slots, self._chosen = slots, selected
+        self._slots, self._chosen, self._known = slots, selected, known
         odd = [name for name, p in self.named().items() if not p.is_floating_point()]
         if odd:
             raise ParameterError(
                 f"complex parameters are not supported: {odd[:3]}; hold their real and imaginary parts"
             )
+        away = [name for name, p in self.named().items() if p.is_meta and not is_lazy(p)]
+        if away:
+            raise ParameterError(
+                f"{away[:3]} are on the meta device, without values (offloaded by accelerate, perhaps): trainable "
+                "parameters must stay on the device that they are used on. Freeze them, or do not offload them."
+            )
         if not self.tensors():
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
+
+    def check_complete(self) -> None:
+        """Raises ParameterError where the model has got a trainable parameter that the choice did not know."""
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad and (id(module), name) not in self._known:
+                    path = next((path for path, m in self.model.named_modules() if m is module), "")
+                    raise ParameterError(
+                        f"'{path}.{name}' was added to the model after the optimizer (or engine) was made, which does "
+                        "not know it: it would not be trained, and its gradient would not be private. detach() and "
+                        "make a new optimizer, or freeze the parameter."
+                    )
+
+    def current(self) -> set[int]:
+        """Ids of all parameters that stand in the model now, chosen or not."""
+        found = (module._parameters.get(name) for module, name, _ in self._slots)
+        return {id(parameter) for parameter in found if parameter is not None}
 
     def named(self) -> dict[str, Tensor]:
         """The tracked parameters that require grad now, by name."""

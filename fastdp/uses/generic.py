@@ -27,6 +27,7 @@ from .base import Captured, Lazy, Operand, capture, cut, sample_layout
 # functions that take the parameter as a pattern of shape, type or device only
 _PATTERNS = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())
 _CHECKED: set[Any] = set()
+REGISTER = "register a rule for it: see help(fastdp.register_rule)"
 
 
 class _Slot:
@@ -59,6 +60,10 @@ class _Generic(Captured):
                 items.append(Operand.of(tensor) if kind == "operand" else tensor)  # type: ignore[arg-type, attr-defined]
                 return _Slot(kind, len(items) - 1)  # type: ignore[arg-type]
         raise AssertionError
+
+    def parameters(self) -> str:
+        """The names of the parameters, for messages."""
+        return self.recorder.names_of(operand.tensor for operand in self.operands)
 
     def _layout(self, tensor: Tensor) -> Layout:
         return sample_layout(self.recorder, tensor, self.name)
@@ -144,9 +149,9 @@ class _Generic(Captured):
             if [tuple(t.shape) for t in outs] == shapes:
                 return outs
         raise UncapturedUseError(
-            f"{self.name}() in module '{self.path}' combines a trainable parameter with data in a way that does "
-            f"not work on one sample alone, so its per-sample gradients are unknown{f' ({problem})' if problem else ''}"
-            ". Freeze the parameter, or write the operation so that each sample is treated alone."
+            f"{self.name}() in module '{self.path}' combines the parameter {self.parameters()} with data in a way that "
+            f"does not work on one sample alone, so its gradients are unknown{f' ({problem})' if problem else ''}. "
+            f"Freeze the parameter, write the operation so that each sample is treated alone, or {REGISTER}."
         )
 
     def _ways_to_cut(self) -> list[tuple[tuple[int, ...], bool, bool]]:
@@ -192,7 +197,8 @@ class _Generic(Captured):
                         raise UncapturedUseError(
                             f"{self.name}() in module '{self.path}' gives another result for a sample alone than for "
                             "the same sample in the batch: it is random or depends on other samples. Its parameter "
-                            "cannot be trained with per-sample gradients; freeze it or change the operation."
+                            f"{self.parameters()} cannot be trained with per-sample gradients; freeze it, change the "
+                            f"operation, or, where it is only random, {REGISTER}."
                         )
         if len(_CHECKED) >= CACHE_SIZE:
             _CHECKED.clear()
@@ -253,7 +259,8 @@ def capture_whole(
         if layout is None:
             raise BatchLayoutError(
                 f"{recorder.place(call.name)}: cannot tell which rows of its result of shape {tuple(tensor.shape)} "
-                f"belong to which of the {recorder.batch} samples. Freeze the parameter, or use a simpler operation."
+                f"belong to which of the {recorder.batch} samples. Freeze the parameter {call.parameters()}, use a "
+                f"simpler operation, or {REGISTER} (with like=)."
             )
         call.out_layouts.append(sample_layout(recorder, tensor, call.name))
     if recorder.batch > 0:

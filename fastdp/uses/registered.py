@@ -1,0 +1,218 @@
+"""A call whose per-sample gradients are given by a rule of the user's own (`fastdp.register_rule`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BatchLayoutError, UncapturedUseError
+from ..layouts.calls import tensors_in
+from ..layouts.layout import tag_of
+from ..layouts.trial import CACHE_SIZE
+from ..ops.common import accumulate
+from ..recorder import Recorder
+from .base import Direct, Lazy, capture, cut, sample_layout
+from .generic import _Generic, _tag_result, capture_generic
+
+KEPT_BYTES = 2**24  # per-sample gradients up to this size are kept; larger ones are computed again when asked for
+_CHECKED: set[Any] = set()
+
+
+class RuleCall:
+    """One call of a registered function, as its rule sees it. Numbers of 16 bits come as float32.
+
+    args, kwargs: the call's arguments. Tensors that carry samples are cut by sample: [B, *shape in a call on one
+        sample alone], so [N, T, D] comes as [N, 1, T, D] where samples lie first, and [T, N, D] as [N, T, 1, D]
+        where they lie second. Parameters, constants and everything else are whole.
+    grads: gradients with respect to the results, cut in the same way; None for results without a gradient.
+    batch: B, the number of samples in this call; large gradients are asked for in several calls of fewer samples.
+
+    Where samples have different numbers of rows, they are padded with rows whose data and gradients are zero.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], grads: tuple[Any, ...], batch: int) -> None:
+        self.args, self.kwargs, self.grads, self.batch = args, kwargs, grads, batch
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient with respect to the result, of a function with one."""
+        (only,) = self.grads
+        return only  # type: ignore[no-any-return]
+
+
+Rule = Callable[[RuleCall], dict[Tensor, Tensor]]
+
+
+def capture_registered(
+    rule: Rule | None, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The call by its rule; with None by the generic one."""
+    if rule is None:
+        return capture_generic(recorder, func, args, kwargs)
+    call = _Registered(rule, recorder, func, args, kwargs)
+    out = capture(call, *call.data, layout=None)
+    _tag_result(call, func, out)
+    for tensor in tensors_in(out):
+        if tag_of(tensor, recorder.batch) is None:
+            raise BatchLayoutError(
+                f"{recorder.place(call.name)}: cannot tell which rows of its result of shape {tuple(tensor.shape)} "
+                f"belong to which of the {recorder.batch} samples. If they lie as those of one of its arguments, say "
+                "so with register_rule(..., like=position)."
+            )
+        call.out_layouts.append(sample_layout(recorder, tensor, call.name))
+    if recorder.batch > 0:
+        call.check(out)
+    return out
+
+
+class _Registered(_Generic):
+    """A call whose per-sample gradients a registered rule gives."""
+
+    def __init__(self, rule: Rule, recorder: Recorder, func: Any, args: Any, kwargs: Any) -> None:
+        super().__init__(recorder, func, args, kwargs, in_place=False)
+        self.rule = rule
+        code = getattr(rule, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        self.wrong = f"the rule '{getattr(rule, '__name__', rule)}'{where} registered for {recorder.place(self.name)}"
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        trained = [n for n, operand in enumerate(self.operands) if operand.value.is_floating_point()]
+        data, gs = self._cut(saved, grads)
+        if 4 * self.batch * sum(self.operands[n].value.numel() for n in trained) <= KEPT_BYTES:
+            found = self._apply_rule(data, gs)
+            for n in trained:
+                self.recorder.record(Direct(self.operands[n].tensor, found[n], self.name))
+            return
+        for n in trained:
+            compute = functools.partial(self._part, n, data, gs)
+            self.recorder.record(Lazy(self.operands[n].tensor, self.batch, self.name, compute))
+
+    def _cut(self, data: tuple[Tensor, ...], grads: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | None]]:
+        return (
+            [cut(t, layout) for t, layout in zip(data, self.layouts, strict=True)],
+            [None if g is None else cut(g, layout) for g, layout in zip(grads, self.out_layouts, strict=True)],
+        )
+
+    def _part(self, number: int, data: list[Tensor], gs: list[Tensor | None], low: int, high: int) -> Tensor:
+        """Gradients of samples [low, high); of all at once where a constant may have been made for the batch."""
+        if any(not {self.batch, *[x.rows for x in self.layouts]}.isdisjoint(t.shape) for t in self.constants):
+            return self._apply_rule(data, gs)[number][low:high]
+        return self._apply_rule([t[low:high] for t in data], [None if g is None else g[low:high] for g in gs])[number]
+
+    def _apply_rule(self, data: list[Tensor], gs: list[Tensor | None]) -> list[Tensor]:
+        """What the rule says of every operand, its shapes checked."""
+        values = [_long(o.value) for o in self.operands]
+        args, kwargs = self.filled(values, [_long(t) for t in data], [_long(t) for t in self.constants])
+        batch = next(g for g in gs if g is not None).size(0)
+        with torch.no_grad():
+            found = self.rule(RuleCall(args, kwargs, tuple(None if g is None else _long(g) for g in gs), batch))
+        if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in (*found, *found.values())):
+            raise UncapturedUseError(
+                f"{self.wrong} must return a dict of tensors {{parameter: gradients}}, not {type(found).__name__}"
+            )
+        gradients = {id(parameter): gradient for parameter, gradient in found.items()}
+        result = []
+        for operand, value in zip(self.operands, values, strict=True):
+            name, want = self.recorder.names_of([operand.tensor]), (batch, *value.shape)
+            gradient = gradients.get(id(value))
+            if gradient is None:
+                raise UncapturedUseError(f"{self.wrong} gives no gradient for {name}, which is trained")
+            if tuple(gradient.shape) != want:
+                raise UncapturedUseError(
+                    f"{self.wrong} gives gradients of shape {tuple(gradient.shape)} for {name}: they must be {want}, "
+                    "the samples first"
+                )
+            result.append(gradient)
+        return result
+
+    # ------------------------------------------------------------------ the check
+
+    def check(self, out: Any) -> None:
+        """Once for each kind of call: the rule's rows of the first and last sample equal autograd's."""
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        kinds = [_kind(t, layout) for t, layout in zip(self.data, self.layouts, strict=True)]
+        key = (self.rule, self.func, self.path, self.batch > 1, tuple(kinds))
+        if key in _CHECKED:
+            return
+        generator = torch.Generator().manual_seed(0)
+        grads = [
+            torch.randn(t.shape, generator=generator).to(t.device, t.dtype) if t.is_floating_point() else None
+            for t in outs
+        ]
+        found = self._apply_rule(*self._cut(tuple(self.data), tuple(grads)))
+        conclusive = True
+        for b in {0, self.batch - 1}:
+            for n, truth in enumerate(self._by_autograd(grads, b)):
+                size = float(truth.norm())
+                off = float((found[n][b].double() - truth.double()).norm())
+                conclusive = conclusive and 0 < size < float("inf")
+                tolerance = 3e-2 if truth.dtype in (torch.bfloat16, torch.float16) else 1e-4
+                if size < float("inf") and not off <= tolerance * size:
+                    raise UncapturedUseError(
+                        f"{self.wrong} is wrong: for {self.recorder.names_of([self.operands[n].tensor])} and sample "
+                        f"{b} its gradient differs from autograd's by {off:.2g}, of {size:.2g}"
+                    )
+        self._check_isolation(grads, found)
+        if conclusive:
+            if len(_CHECKED) >= CACHE_SIZE:
+                _CHECKED.clear()
+            _CHECKED.add(key)
+
+    def _by_autograd(self, grads: list[Tensor | None], b: int) -> list[Tensor]:
+        """Gradients of sample b: autograd's for the whole batch, with the gradients of all other samples zero."""
+        with torch.enable_grad(), torch.autocast(*self.autocast):
+            weights = [o.value.detach().requires_grad_(o.value.is_floating_point()) for o in self.operands]
+            out = self.apply(weights, [t.detach() for t in self.data], self.constants)
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        if not any(t.requires_grad for t in outs):
+            raise UncapturedUseError(
+                f"{self.wrong} cannot be checked: autograd gives {self.parameters()} no gradient through it. A custom "
+                "operator needs register_autograd."
+            )
+        pairs = [
+            (t, _only(g, layout.owners(g.device) == b, layout.dim) if layout.batch > 1 else g)
+            for t, g, layout in zip(outs, grads, self.out_layouts, strict=True)
+            if g is not None and t.requires_grad
+        ]
+        found = torch.autograd.grad([t for t, _ in pairs], weights, [g for _, g in pairs], allow_unused=True)
+        return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+
+    def _check_isolation(self, grads: list[Tensor | None], found: list[Tensor]) -> None:
+        """A NaN in the gradient of sample 0 must not reach the others."""
+        if self.batch < 2:
+            return
+        data, gs = self._cut(tuple(self.data), tuple(grads))
+        poisoned = [None if g is None else g.clone() for g in gs]
+        for g in poisoned:
+            if g is not None:
+                g[0] = float("nan")
+        for n, (before, after) in enumerate(zip(found, self._apply_rule(data, poisoned), strict=True)):
+            if not torch.allclose(before[1:], after[1:], rtol=1e-4, atol=1e-6, equal_nan=True):
+                raise UncapturedUseError(
+                    f"{self.wrong} lets one sample's gradient reach another's: a NaN in sample 0 changes other rows of "
+                    f"{self.recorder.names_of([self.operands[n].tensor])}. Keep dimension 0, the samples, apart."
+                )
+
+
+def _long(tensor: Tensor) -> Tensor:
+    """Floating numbers in float32 or float64; always another object than the parameter's own."""
+    return accumulate(tensor) if tensor.is_floating_point() else tensor
+
+
+def _kind(tensor: Tensor, layout: Any) -> Any:
+    """Type, shape but for the number of rows, and layout but for the number of samples."""
+    shape = list(tensor.shape)
+    if layout.dim < len(shape):
+        shape[layout.dim] = -1
+    return (tensor.dtype, tuple(shape), layout.dim, layout.outer, layout.inner, layout.owner is None)
+
+
+def _only(tensor: Tensor, rows: Tensor, dim: int) -> Tensor:
+    """The tensor, zero outside of these rows of a dimension."""
+    view = [1] * tensor.dim()
+    view[dim] = -1
+    return torch.where(rows.to(tensor.device).view(view), tensor, torch.zeros_like(tensor))
