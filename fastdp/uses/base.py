@@ -127,6 +127,13 @@ class Operand(NamedTuple):
         return Operand(tensor, tensor.detach())
 
 
+class _Again(NamedTuple):
+    """How a call is run again in backward."""
+
+    wanted: list[bool]  # which of the data want a gradient
+    autocast: tuple[str, torch.dtype, bool]
+
+
 class Captured:
     """One captured call. Rules subclass it: `run` is the forward, `back` the backward.
 
@@ -136,6 +143,7 @@ class Captured:
     def __init__(self, recorder: Recorder, name: str, path: str) -> None:
         self.recorder, self.name, self.path = recorder, name, path
         self.inner: tuple[list[Tensor], Any] | None = None
+        self.again: _Again | None = None  # the call runs once more in backward, instead of keeping a graph
 
     @property
     def batch(self) -> int:
@@ -155,16 +163,33 @@ class Captured:
 
     def forward(self, *data: Tensor) -> Any:
         """Run, keeping a graph for the input gradients. Fast rules override this and `input_grads`."""
-        if not any(t.requires_grad for t in data):
+        wanted = [t.requires_grad for t in data]
+        if not any(wanted):
             return self.run(*data)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            # under checkpointing a graph of its own would have the whole region computed anew, once for each call
+            kind = data[0].device.type
+            autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            self.again = _Again(wanted, autocast)
+            return self.run(*data)
+        out = self._with_graph(data, wanted)
+        return out.detach() if isinstance(out, Tensor) else tuple(t.detach() for t in out)
+
+    def run_again(self, data: tuple[Tensor, ...]) -> None:
+        """The call once more on the same data, for the input gradients."""
+        assert self.again is not None
+        with torch.autocast(*self.again.autocast):
+            self._with_graph(data, self.again.wanted)
+
+    def _with_graph(self, data: tuple[Tensor, ...], wanted: list[bool]) -> Any:
         with torch.enable_grad():
-            inputs = [t.detach().requires_grad_(t.requires_grad) for t in data]
+            inputs = [t.detach().requires_grad_(w) for t, w in zip(data, wanted, strict=True)]
             out = self.run(*inputs)
         outs = (out,) if isinstance(out, Tensor) else tuple(out)
         # the edges, not the tensors: nothing but what the inner graph saved stays in memory
         edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
         self.inner = (inputs, edges)
-        return out.detach() if isinstance(out, Tensor) else tuple(t.detach() for t in out)
+        return out
 
     def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if self.inner is None:
@@ -198,17 +223,22 @@ class CaptureFunction(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, call: Captured, *data: Tensor) -> Any:
         ctx.call, ctx.count = call, len(data)
         out = call.forward(*data)
-        ctx.save_for_backward(*call.saved(*data))
+        saved = call.saved(*data)
+        ctx.saved_count = len(saved)
+        ctx.save_for_backward(*saved, *(data if call.again is not None else ()))
         return _owned(out, data) if isinstance(out, Tensor) else tuple(_owned(t, data) for t in out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call: Captured = ctx.call
         call.recorder.begin_record(call.path)
-        saved = ctx.saved_tensors
+        kept = ctx.saved_tensors
+        saved, data = kept[: ctx.saved_count], kept[ctx.saved_count :]
         if call.batch:
             with exactly():
                 call.back(saved, grads)
+        if call.again is not None:
+            call.run_again(data)
         inputs = call.input_grads(saved, grads)
         inputs += [None] * (ctx.count - len(inputs))
         return (None, None, *inputs)

@@ -1,0 +1,93 @@
+"""Checkpointed regions with calls that keep a graph of their own: exact, and computed once more only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+import fastdp
+
+from .truth import compare, norms_of, truth
+
+
+class Region(nn.Module):
+    """Calls whose input gradients are autograd's: addmm, products by a parameter, einsum, a matrix from the left."""
+
+    def __init__(self, d: int = 6, t: int = 5) -> None:
+        super().__init__()
+        self.runs = 0
+        self.weight, self.bias = nn.Parameter(torch.randn(d, d)), nn.Parameter(torch.randn(d))
+        self.scale, self.heads = nn.Parameter(torch.randn(d)), nn.Parameter(torch.randn(2, d, 3))
+        self.left = nn.Parameter(torch.randn(t, t))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        y = torch.addmm(self.bias, x.flatten(0, 1), self.weight).view(x.shape)
+        y = torch.tanh(y * self.scale)
+        y = torch.einsum("btd,hde->bthe", y, self.heads).flatten(2)
+        return x + (self.left @ y).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, way: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.region, self.after, self.way = nn.Linear(6, 6), Region(), nn.Linear(6, 2), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.way(self.region, self.before(x)))
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum((1, 2))
+
+
+def offloaded(region: nn.Module, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return region(x)
+
+
+WAYS = {
+    "not reentrant": lambda region, x: checkpoint(region, x, use_reentrant=False),
+    "reentrant": lambda region, x: checkpoint(region, x, use_reentrant=True),
+    "offloaded": offloaded,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_exact(way: str) -> None:
+    torch.manual_seed(0)
+    assert compare(Model(WAYS[way]), torch.randn(4, 5, 6), losses).worst < 1e-5
+
+
+@pytest.mark.parametrize(("way", "runs"), [("not reentrant", 2), ("reentrant", 2), ("offloaded", 1)])
+def test_the_region_is_computed_once_more_only(way: str, runs: int) -> None:
+    torch.manual_seed(0)
+    model = Model(WAYS[way])
+    engine = fastdp.PerSampleGradients(model)
+    losses(model, torch.randn(4, 5, 6)).mean().backward()
+    engine.norms()
+    assert model.region.runs == runs
+
+
+def test_input_gradients_are_those_of_plain_autograd() -> None:
+    """Also of what lies before the region, in the type that autocast chose in forward."""
+    for autocast in (False, True):
+        context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+        torch.manual_seed(0)
+        model, x = Model(WAYS["not reentrant"]), torch.randn(4, 5, 6)
+        with context:
+            exact = truth(model, x, losses, double=False)
+            engine = fastdp.PerSampleGradients(model)
+            loss = losses(model, x).mean()
+        loss.backward()
+        tolerance = 3e-2 if autocast else 1e-5
+        assert torch.allclose(engine.norms().double(), norms_of(exact), rtol=tolerance)
+        found, want = engine.materialize()["before.weight"].double(), exact["before.weight"]
+        assert float((found - want).norm() / want.norm()) < tolerance
+        engine.detach()
