@@ -277,3 +277,28 @@ def test_mixed_results_that_no_loss_uses():
     _, logits = model(torch.randn(B, B))
     with pytest.raises(SampleMixingError, match="matmul"):
         logits.square().sum(1).mean().backward()
+
+
+@torch.overrides.wrap_torch_function(lambda x: (x,))
+def leaking(x: torch.Tensor) -> torch.Tensor:
+    """An unknown function of the right shapes in which a sample's rows depend on its neighbour's."""
+    return x + x.roll(1, 0).nan_to_num(0, 0, 0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_mixing_is_found_beside_infinite_scores(masked):
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            if masked:
+                y = y.masked_fill(torch.arange(4) == 3, float("-inf"))
+            return leaking(y).softmax(-1)
+
+    torch.manual_seed(0)
+    engine = fastdp.PerSampleGradients(Masked())
+    with pytest.raises(SampleMixingError, match="leaking"):
+        engine.model(torch.randn(5, 4)).square().sum(1).mean().backward()
