@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .alone import of_one_sample
 from .calls import Call, is_in_place, tensors_in
 from .layout import Layout, tag, tag_of
 from .trial import VIEWS, Tags, cached_trial, is_independent
@@ -54,8 +55,13 @@ def propagate(call: Call) -> None:
         for tensor in outputs or tensors_in(call.args[0]):
             tag(tensor, Layout(call.batch))
         return
+    tags = None
+    if any(layout.alone >= 0 for _, layout in call.inputs()):
+        tags = of_one_sample(call)
     from_places = call.func not in PICKING and any(layout.places for _, layout in call.inputs())
-    for tensor, layout in rule(call) if rule is not None else ask(call):
+    if tags is None:
+        tags = rule(call) if rule is not None else ask(call)
+    for tensor, layout in tags:
         if from_places:
             layout = _made_of_places(call, tensor, layout)
         tag(tensor, layout)
@@ -139,6 +145,13 @@ def has_data_beside_first(call: Call) -> bool:
 def combined(call: Call, tensor: Tensor, why: str, mixed: str = "") -> Layout | None:
     """Made of several samples: numbers, and masks and counts, which may become numbers."""
     return Layout(call.batch, mixed=mixed or call.mixed(why))
+
+
+def one_row(call: Call, tensor: Tensor, layout: Layout, row: int) -> Layout | None:
+    """A row of the batch without its dimension: the tensor of one sample."""
+    if layout.order is not None:
+        return combined(call, tensor, "picks a row of an order that depends on other samples")
+    return layout.of_sample(int(layout.owners(tensor.device)[row]))
 
 
 def _common_order(inputs: list[tuple[Tensor, Layout]]) -> tuple[Layout | None, bool]:
