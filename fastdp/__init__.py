@@ -7,6 +7,7 @@ True
 
 from . import errors, ops
 from .accounting import noise_multiplier_for
+from .arguments import mark_rows
 from .engine import PerSampleGradients
 from .optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
 from .sampling import poisson_loader
@@ -23,6 +24,7 @@ __all__ = [
     "PrivateOptimizer",
     "VerifyReport",
     "errors",
+    "mark_rows",
     "noise_multiplier_for",
     "ops",
     "poisson_loader",

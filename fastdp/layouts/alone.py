@@ -20,7 +20,7 @@ _SHAPED = frozenset("zeros_like ones_like full_like empty_like rand_like randn_l
 _CASTS = frozenset("to type_as".split())
 JOINING: set[Any] = set()  # their rules take tensors of several samples
 _SIZED_BY_DATA = frozenset(
-    "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount one_hot repeat_interleave histc".split()
+    "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount one_hot repeat_interleave".split()
 )
 
 

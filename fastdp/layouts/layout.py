@@ -65,7 +65,7 @@ class Layout(NamedTuple):
         return ids.repeat_interleave(self.inner).repeat(self.outer)
 
     def taken(self, dim: int, picked: Tensor, order: Tensor | None = None, anew: bool = False) -> Layout:
-        """Layout of a tensor whose rows along `dim` are these rows, int64 [n]; of one sample's rows, that of the sample.
+        """Layout of a tensor whose rows along `dim` are these rows, int64 [n]; `alone`, if all are of one sample.
 
         order: given by the data that picked them; anew: in place of the order that the rows had, also if None.
         """

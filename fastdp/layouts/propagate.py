@@ -8,6 +8,7 @@ Only functions that bake sizes in (views), move rows (indexing) or mix rows in p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from .alone import of_one_sample
 from .calls import Call, is_in_place, tensors_in
+from .guesses import with_guesses
 from .layout import Layout, tag, tag_of
 from .trial import VIEWS, Tags, cached_trial, is_independent
 
@@ -55,18 +57,25 @@ def propagate(call: Call) -> None:
         for tensor in outputs or tensors_in(call.args[0]):
             tag(tensor, Layout(call.batch))
         return
-    tags = None
-    if any(layout.alone >= 0 for _, layout in call.inputs()):
-        tags = of_one_sample(call)
-    from_places = call.func not in PICKING and any(layout.places for _, layout in call.inputs())
-    if tags is None:
-        tags = rule(call) if rule is not None else ask(call)
+    inputs = call.inputs()
+    tags = _layouts_of(call, inputs)
+    if any(layout.guessed for _, layout in inputs):
+        tags = with_guesses(call, inputs, tags, functools.partial(_layouts_of, call))
+    from_places = call.func not in PICKING and any(layout.places for _, layout in inputs)
     for tensor, layout in tags:
         if from_places:
             layout = _made_of_places(call, tensor, layout)
         tag(tensor, layout)
         if layout is not None and layout.mixed and is_in_place(call.name) and tensor._is_view():
             _taint_base(tensor, layout)
+
+
+def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
+    tags = of_one_sample(call) if any(layout.alone >= 0 for _, layout in inputs) else None
+    if tags is None:
+        rule = RULES.get(call.func)
+        tags = rule(call) if rule is not None else ask(call)
+    return tags
 
 
 def _made_of_places(call: Call, tensor: Tensor, layout: Layout | None) -> Layout | None:

@@ -16,6 +16,7 @@ from .trial import Tags
 
 T = torch.Tensor
 _MIXES = "writes rows of one sample into another's"
+_GUESSED = f"{_MIXES}, or rows whose samples are not known (say whose an input's rows are: fastdp.mark_rows)"
 
 
 @rule(T.__setitem__)
@@ -197,7 +198,7 @@ def _masked_scatter(call: Call) -> Tags:
     layout, by, rows = call.layout(target), call.layout(mask), call.layout(source)
     known = [one for one in (layout, by, rows) if one is not None]
     if any(one is not None and one.alone >= 0 for one in (layout, by)):
-        return [(call.out, combined(call, call.out, _MIXES))]
+        return [(call.out, combined(call, call.out, _GUESSED))]
     if rows is None:
         return ask(call)
     mixed = next((one.mixed for one in known if one.mixed), "")
@@ -213,7 +214,7 @@ def _masked_scatter(call: Call) -> Tags:
         same = by is None or by.same_rows(own, target.device)
         if same and torch.equal(places, sources):
             return [(call.out, own._replace(dim=dim, places=False))]
-    return [(call.out, combined(call, call.out, _MIXES))]
+    return [(call.out, combined(call, call.out, _GUESSED))]
 
 
 PICKING.add(T.__setitem__)

@@ -30,8 +30,8 @@ class OneSample:
 
     batch = 1
 
-    def __init__(self, recorder: Recorder, sample: int, sized: bool) -> None:
-        self.recorder, self.sample, self.sized = recorder, sample, sized
+    def __init__(self, recorder: Recorder, layout: Layout) -> None:
+        self.recorder, self.layout, self.sample = recorder, layout, layout.alone
         self.planner = recorder.planner
         self.is_parameter, self.is_data, self.is_tracked = recorder.is_parameter, recorder.is_data, recorder.is_tracked
         self.place, self.token_for, self.begin_record = recorder.place, recorder.token_for, recorder.begin_record
@@ -51,11 +51,10 @@ class OneSample:
 
     def tagged(self, out: Any, func: Any, args: tuple[Any, ...]) -> Any:
         """The results of the call, marked as the sample's."""
-        layout = Layout(self.recorder.batch, alone=self.sample, sized=self.sized)
         written = args[:1] if is_in_place(function_name(func)) else ()
         for tensor in tensors_in((out, written)):
             if not self.is_parameter(tensor):
-                tag(tensor, layout)
+                tag(tensor, self.layout)
         return out
 
 
@@ -79,7 +78,8 @@ def one_sample_of(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
         if base is not None and tag_of(base, recorder.batch) != tag_of(args[0], recorder.batch):
             why = f"{recorder.place(name)} writes into a view of the batch"
             raise SampleMixingError(f"{why}, together with a parameter. Use torch.stack or torch.cat.", why)
-    return OneSample(recorder, found.pop(), any(layout.sized for layout in layouts))
+    sized, guessed = any(layout.sized for layout in layouts), any(layout.guessed for layout in layouts)
+    return OneSample(recorder, Layout(recorder.batch, alone=found.pop(), sized=sized, guessed=guessed))
 
 
 class Alone(Use):
@@ -159,9 +159,10 @@ def _side_by_side(group: list[Alone]) -> Use:
     if kind is Lookup:
         ids, g = (_rows(group, [getattr(use, side) for use in inner]) for side in ("ids", "g"))
         return Lookup(operand, ids, g, name)
-    if kind is Conv and len({(use.x.shape[2:], use.g.shape[2:], use.geometry) for use in inner}) == 1:
-        x, g = (_rows(group, [getattr(use, side) for use in inner]) for side in ("x", "g"))
-        return Conv(operand, x, g, inner[0].geometry, name)
+    convs = [use for use in inner if isinstance(use, Conv)]
+    if convs and len({(use.x.shape[2:], use.g.shape[2:], use.geometry) for use in convs}) == 1:
+        x, g = (_rows(group, [getattr(use, side) for use in convs]) for side in ("x", "g"))
+        return Conv(operand, x, g, convs[0].geometry, name)
     if kind is Direct:
         return Direct(operand, _summed(group, [use.grads for use in inner if isinstance(use, Direct)]), name)
     if kind is Routed:
