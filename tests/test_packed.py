@@ -59,7 +59,9 @@ def truth_of(model, ids, pixels, lengths):
     for row, n in zip(ids, lengths, strict=True):
         loss = model(row[None], pixels[start : start + n], [n]).square().mean()
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        rows.append({k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(named.items(), found, strict=True)})
+        rows.append(
+            {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(named.items(), found, strict=True)}
+        )
         start += n
     return {name: torch.stack([row[name] for row in rows]) for name in named}
 
@@ -141,7 +143,7 @@ def test_an_unmarked_ragged_batch_names_the_way_out():
 UNCONFIRMED = {
     "views": lambda m, x, views: m.a(views),
     "views_and_rows": lambda m, x, views: torch.cat([m.a(x), m.a(views)]),
-    "views_by_view": lambda m, x, views: (m.a(views).view(2, B, D)[0] * m.a(x)),
+    "views_by_view": lambda m, x, views: m.a(views).view(2, B, D)[0] * m.a(x),
     "their_mean": lambda m, x, views: m.a(x).mean() + m.a(views).square().mean(),
     "their_statistics": lambda m, x, views: m.a(x) + m.a((views - views.mean(0)).view(B, 2, D).sum(1)),
     "two_results": lambda m, x, views: torch.broadcast_tensors(m.a(x).repeat_interleave(2, 0), m.a(views))[1],

@@ -34,6 +34,8 @@ def of_one_sample(call: Call) -> Tags | None:
     first = call.layout(call.args[0]) if call.args else None
     picked_by_places = any(layout.places for tensor, layout in inputs if tensor is not call.args[0])
     whose = owners.pop() if len(owners) == 1 and not picked_by_places else -1
+    if whose >= 0 and _fills_the_batch(call, whose):
+        return None
     if whose < 0:
         if call.func in JOINING and not any(layout.mixed for _, layout in inputs):
             return None  # its rule looks at every tensor's rows
@@ -48,6 +50,18 @@ def of_one_sample(call: Call) -> Tags | None:
     if whose >= 0 and (is_in_place(call.name) or call.name == "__setitem__"):
         layout = _written_view(call, outputs[0], layout)
     return [(tensor, layout) for tensor in outputs]
+
+
+def _fills_the_batch(call: Call, sample: int) -> bool:
+    """Whether a sample's data goes to its place in a constant that has one for every sample: out[b] = ..."""
+    if call.name != "__setitem__" or call.layout(call.args[0]) is not None:
+        return False
+    target, index = call.args[:2]
+    items = index if isinstance(index, tuple) else (index,)
+    if any(item is None or item is Ellipsis for item in items):
+        return False
+    sizes = zip(items, target.shape, strict=False)
+    return any(type(item) is int and item % size == sample and size == call.batch for item, size in sizes)
 
 
 def _owner_of(layout: Layout) -> int:
