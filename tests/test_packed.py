@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import fastdp
 from fastdp.errors import FastDPError
 
-from .cases import Net
+from .cases import Net, P
 
 B, T, D, ROW = 3, 9, 8, 6
 LENGTHS = {"ragged": [2, 6, 4], "two_images": [4, 4, 4], "none_in_one": [0, 8, 4], "equal": [2, 2, 2]}
@@ -184,4 +184,14 @@ def test_marks_that_do_not_fit():
     engine = fastdp.PerSampleGradients(model)
     with pytest.raises(FastDPError, match="3 samples"):
         model(torch.zeros(3, D), fastdp.mark_rows(torch.zeros(2, D), [0, 3]))
+    engine.detach()
+
+
+def test_rows_in_another_order_beside_a_parameter_are_refused():
+    torch.manual_seed(0)
+    parts = {name: nn.Linear(D, D) for name in "abc"}
+    model = Net(lambda m, x: m.c(torch.cat([m.w.expand(B, 1, D), m.a(x), m.b(x).flip(0)], 1)), w=P(1, 1, D), **parts)
+    engine = fastdp.PerSampleGradients(model)
+    with pytest.raises(FastDPError):
+        model(torch.randn(B, 4, D)).square().mean().backward()
     engine.detach()
