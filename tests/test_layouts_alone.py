@@ -223,14 +223,15 @@ def test_samples_that_meet_are_refused(name):
     engine.detach()
 
 
+@pytest.mark.parametrize("inside", [lambda one: one, lambda one: one * 2], ids=["leaf", "computed"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_layer_called_for_each_sample(reentrant):
+def test_a_checkpointed_layer_called_for_each_sample(reentrant, inside):
     """As many tokens as samples: a repeated forward must not take tokens for samples. Exact, or refused."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(D, D), nn.Tanh())
 
     def forward(m, x):
-        return torch.stack([checkpoint(m.block, one, use_reentrant=reentrant) for one in m.a(x)])
+        return torch.stack([checkpoint(lambda t: m.block(inside(t)), one, use_reentrant=reentrant) for one in m.a(x)])
 
     model = Net(forward, a=nn.Linear(D, D), block=block)
     try:
