@@ -7,6 +7,7 @@ True
 
 from . import errors, ops
 from .accounting import noise_multiplier_for
+from .arguments import mark_rows
 from .compatible import CompatibilityReport, make_compatible
 from .engine import PerSampleGradients
 from .optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
@@ -28,6 +29,7 @@ __all__ = [
     "VerifyReport",
     "errors",
     "make_compatible",
+    "mark_rows",
     "noise_multiplier_for",
     "ops",
     "poisson_loader",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import sampling
-from .errors import StepError
+from .errors import BatchLayoutError, StepError
 from .layouts.layout import Layout, tag, tag_of
 
 
@@ -24,7 +25,9 @@ def tag_inputs(
         if tag_of(tensor, batch) is not None:
             continue
         layout = None
-        if known is not None and number < len(known):
+        if (mark := tensor.__dict__.get(_MARK)) is not None:
+            layout = _marked_layout(tensor, mark, batch)
+        elif known is not None and number < len(known):
             layout = known[number]
         elif batch <= 1:
             layout = Layout(batch)
@@ -34,7 +37,55 @@ def tag_inputs(
             layout = Layout(batch, dim)
         elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
+        elif _may_be_packed(tensor, batch, dim):
+            layout = Layout(batch, dim, 1, tensor.size(dim) // batch, guessed=True)
         tag(tensor, layout)
+
+
+_MARK = "_fastdp_rows"  # written on a tensor by the user: sample of each row, or "shared"
+
+
+def mark_rows(tensor: Tensor, sample_of_row: Tensor | Sequence[int] | None) -> Tensor:
+    """Say which sample each row of an input belongs to, where its rows are packed: images' patches, for example.
+
+    Row r (of dimension 0) belongs to sample sample_of_row[r]; None: the tensor belongs to no sample (a table). Mark
+    the tensor that the model is called with, after every `.to(...)`, which would give a new tensor without the mark.
+    A sample may have any number of rows, also none. Functions of one sample's rows (attention over chunks, patches
+    joined) are followed; tables that meet the rows by position must be made for each sample's rows alone.
+
+    Returns the tensor. Raises ValueError if there are not as many numbers as rows.
+
+    >>> patches = mark_rows(torch.zeros(5, 12), [0, 0, 1, 1, 1])  # two of the first sample, three of the second
+    """
+    if sample_of_row is None:
+        tensor.__dict__[_MARK] = "shared"
+        return tensor
+    owner = torch.as_tensor(sample_of_row, dtype=torch.long)
+    if tensor.dim() == 0 or owner.shape != tensor.shape[:1]:
+        raise ValueError(f"sample_of_row of shape {tuple(owner.shape)} for a tensor of shape {tuple(tensor.shape)}")
+    tensor.__dict__[_MARK] = owner
+    return tensor
+
+
+def _marked_layout(tensor: Tensor, mark: Tensor | str, batch: int) -> Layout | None:
+    if isinstance(mark, str):
+        return None
+    if mark.numel() and not 0 <= int(mark.min()) <= int(mark.max()) < batch:
+        raise BatchLayoutError(
+            f"mark_rows gave rows to samples {int(mark.min())} to {int(mark.max())}; the batch has {batch} samples"
+        )
+    if batch <= 1:
+        return Layout(batch)
+    owner = mark.to(tensor.device)
+    return Layout(batch, owner=owner).taken(0, torch.arange(len(owner), device=owner.device))
+
+
+def _may_be_packed(tensor: Tensor, batch: int, dim: int) -> bool:
+    """Whether an input may hold several rows of each sample: data, not a mask of T x T."""
+    if dim != 0 or tensor.dim() < 2 or not tensor.is_floating_point() or tensor.requires_grad:
+        return False
+    rows = tensor.size(0)
+    return rows > batch and rows % batch == 0 and rows not in tensor.shape[1:]
 
 
 def nested_tensors(values: Any) -> list[Tensor]:
@@ -73,7 +124,9 @@ def _packed(values: Any) -> list[nn.utils.rnn.PackedSequence]:
 def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
     """The number of samples in a model's arguments: the size of the first tensor's batch dimension."""
     packed = _packed(values)
-    sizes = [tensor.size(dim) for tensor in nested_tensors(values) if tensor.dim() > dim]
+    sizes = [
+        tensor.size(dim) for tensor in nested_tensors(values) if tensor.dim() > dim and _MARK not in tensor.__dict__
+    ]
     current = sampling.current()
     if current is not None and current.size * rows_per_sample in sizes:
         return current.size * rows_per_sample

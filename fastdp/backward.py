@@ -83,6 +83,14 @@ class Backward:
                 "for such a model; remove the operation, or use one that works on each sample alone."
             )
 
+        if layout is not None and layout.guessed:
+            tape.failed = True
+            raise BatchLayoutError(
+                f"the model's output is made of an input with several rows for each of the {layout.batch} samples, and "
+                "nothing in the model shows whose rows they are. Say so by fastdp.mark_rows(tensor, sample_of_row), or "
+                "by batch_size= if consecutive rows are of one sample."
+            )
+
     def _begin(self) -> _Tape:
         if self._tape is None:
             self._count += 1

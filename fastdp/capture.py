@@ -25,6 +25,8 @@ from .layouts.propagate import propagate
 from .links import leaves_of, link_of
 from .memo import CONSTANT, Memo, inquires
 from .planner import Planner
+from .recorder import Recorder
+from .uses.alone import one_sample_of
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
 from .uses.experts import PRODUCTS, gathered_of
@@ -230,8 +232,10 @@ class Pass:
         if has_data and func in COMPOSITES:
             return COMPOSITES[func](self, func, args, kwargs)
         if has_data and func in PRODUCTS and torch.is_grad_enabled():
-            out = PRODUCTS[func](self, func, args, kwargs)
+            one = one_sample_of(self, func, args, kwargs)
+            out = PRODUCTS[func](self if one is None else one, func, args, kwargs)
             if out is not NotImplemented:
+                out = out if one is None else one.tagged(out, func, args)
                 self.count_uses([found[0].operand for t in args if (found := gathered_of(t)) is not None])
                 return out
         before = _unmoved(func, args)
@@ -252,17 +256,23 @@ class Pass:
             self.backward.uses_of[id(leaf)] = self.backward.uses_of.get(id(leaf), 0) + 1
 
     def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        registered = RULES.get(func)
         try:
-            if registered is not None:
-                out = registered(self, func, args, kwargs)
-                if out is not NotImplemented:
-                    return out
-            return capture_generic(self, func, args, kwargs)
+            one = one_sample_of(self, func, args, kwargs)
+            if one is None:
+                return self._by_rule(self, func, args, kwargs)
+            return one.tagged(self._by_rule(one, func, args, kwargs), func, args)
         except SampleMixingError as problem:
             if not problem.mixed or is_in_place(function_name(func)):
                 raise
             return self._poison(func, args, kwargs, problem)
+
+    def _by_rule(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        registered = RULES.get(func)
+        if registered is not None:
+            out = registered(recorder, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return capture_generic(recorder, func, args, kwargs)
 
     def _poison(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: SampleMixingError) -> Any:
         """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""

@@ -112,7 +112,7 @@ class Interpretation(torch.fx.Interpreter):
             return
         results = [tag_of(t, recorder.batch) for t in tensors_in(out)]
         mixed = any(layout.mixed for layout in known) and all(layout is None or layout.mixed for layout in results)
-        ordered = all(layout is None or layout.owner is None for layout in (*known, *results))
+        ordered = all(layout is None or _by_shapes(layout) for layout in (*known, *results))
         unseen = any(recorder.is_data(t) and tag_of(t, recorder.batch) is None for t in tensors)
         by_rows = func in UNCHECKED or func in _BY_ROWS or self._takes_fixed_rows(func, args)
         by_rows = by_rows or (func is F.embedding and layouts[0] is not None and len(known) == 1)
@@ -195,6 +195,8 @@ class Interpretation(torch.fx.Interpreter):
         call = getattr(made, "call", None)
         if call is None:
             raise NotRepeatable("a captured call whose result was changed")
+        if call.recorder is not self.recorder:
+            raise NotRepeatable(f"{call.name}: a call on one sample of the batch")
         data = tuple(self._node_of(tensor, inputs) for tensor in self._captures[0])
         operands = [(m, v) for m, v in inputs if isinstance(v, Tensor) and m not in data]
         template = template_of(call, [v for _, v in operands])
@@ -228,6 +230,11 @@ class Interpretation(torch.fx.Interpreter):
             self.seen.layouts[node] = tag_of(value, self.recorder.batch) if isinstance(value, Tensor) else None
             if not isinstance(value, Tensor) and any(True for _ in tensors_in(_listed(value))):
                 self.refuse("the graph returns nested results")
+
+
+def _by_shapes(layout: Layout) -> bool:
+    """Whether no value had a part in where the samples lie."""
+    return layout.owner is layout.order is None and layout.alone < 0 and not layout.places and not layout.guessed
 
 
 def _listed(value: Any) -> Any:

@@ -137,7 +137,13 @@ class Forward:
         """For recomputation under checkpointing, which calls inner modules on tensors without layouts."""
         before = self._argument_layouts.get(path)
         if path in active.called and before is not None and _differ(before, layouts):
-            layouts = [None] * len(layouts)  # called in two ways: which is recomputed cannot be told
+            alone = not torch.is_grad_enabled() and any(
+                layout is not None and layout.alone >= 0 for layout in (*before, *layouts)
+            )
+            why = f"module '{path}' is called for each sample under reentrant checkpointing (use_reentrant=False)"
+            # called in two ways: which is recomputed cannot be told; a sample's rows must not pass for samples
+            # (without reentrance the first forward's records stand, and layouts do not matter)
+            layouts = [Layout(self._batch, mixed=why) if alone else None] * len(layouts)
         active.called.add(path)
         self._argument_layouts[path] = layouts
 

@@ -22,6 +22,7 @@ from .links import leaves_of, link_of
 from .ops.common import accumulate, chunks
 from .ops.rows import square_sum
 from .planner import Planner
+from .uses.alone import whole_batch
 from .uses.base import Direct, Use
 from .uses.conv import Conv
 from .uses.embedding import Lookup
@@ -46,7 +47,7 @@ class Gradients:
         profile: bool = False,
     ) -> None:
         self.batch, self.scale, self.device = batch, scale, device
-        self.uses = _joined([_settled(use) for use in uses])
+        self.uses = _joined([_settled(use) for use in whole_batch(uses)])
         self._of: dict[int, list[Use]] = {}
         for use in self.uses:
             use.plan(planner)

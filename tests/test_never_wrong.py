@@ -64,7 +64,7 @@ MIXING = {
     "column_copy": lambda x: (
         torch.zeros_like(x).index_put((torch.arange(B), torch.zeros(B).long()), x[:, 0].flip(0)) + x
     ),
-    "unbind": lambda x: torch.stack(list(x.unbind(0))[::-1]),
+    "unbind": lambda x: torch.stack([a + b for a, b in zip(x, list(x)[::-1], strict=True)]),
     "cat_halves": lambda x: torch.cat([x[1:], x[:1]]) * x,
     "mean_at_the_end": lambda x: x - x.mean(0),
     "tolist": lambda x: x * x.detach().abs().max(),

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError
+from .alone import JOINING
 from .calls import Call, tensors_in
 from .layout import Layout, tag
-from .propagate import Rule, ask, combined, has_data_beside_first, rule, spellings
+from .propagate import Rule, ask, combined, has_data_beside_first, one_row, rule, spellings
 from .trial import Tags
 
 T = torch.Tensor
@@ -19,6 +20,8 @@ T = torch.Tensor
 def _cat(call: Call) -> Tags:
     tensors, dim = call.args[0], call.argument(1, "dim", 0)
     layouts = [call.layout(tensor) for tensor in tensors]
+    if any(layout is not None and layout.alone >= 0 for layout in layouts):
+        return _joined(call, list(tensors), dim % call.out.dim())
     known = [layout for layout in layouts if layout is not None]
     if not known or dim % call.out.dim() != known[0].dim:
         return ask(call)
@@ -30,6 +33,43 @@ def _cat(call: Call) -> Tags:
         return [(call.out, known[0]._replace(outer=len(known), mixed=mixed))]
     whole = Layout(call.batch, known[0].dim, owner=owner, mixed=mixed, order=_joined_order(known, call.out.device))
     return [(call.out, whole.taken(whole.dim, torch.arange(owner.numel(), device=owner.device)))]
+
+
+def _joined(call: Call, tensors: list[Tensor], dim: int) -> Tags:
+    """Tensors of one sample each (or rows of samples along `dim`) one after another; empty constants count for none."""
+    known: list[Layout] = []
+    for tensor in tensors:
+        layout = call.layout(tensor)
+        if layout is None and tensor.numel() == 0:
+            continue
+        layout = None if layout is None else layout.along(dim, tensor.size(dim), tensor.device)
+        if layout is None or layout.dim != dim or layout.mixed:
+            return [(call.out, combined(call, call.out, "joins rows of different samples"))]
+        known.append(layout)
+    device = call.out.device
+    owner = torch.cat([layout.owners(device) for layout in known])
+    places, guessed = any(layout.places for layout in known), any(layout.guessed for layout in known)
+    whole = Layout(call.batch, dim, owner=owner, order=_joined_order(known, device), places=places, guessed=guessed)
+    return [(call.out, whole.taken(dim, torch.arange(owner.numel(), device=device)))]
+
+
+@rule(torch.stack)
+def _stack(call: Call) -> Tags:
+    """A loop's results put together again, or tensors of the whole batch side by side."""
+    tensors, dim = call.args[0], call.argument(1, "dim", 0)
+    if all(layout.alone < 0 for _, layout in call.inputs()):
+        return ask(call)
+    dim = dim % call.out.dim()
+    known = [call.layout(tensor) for tensor in tensors]
+    if any(layout is None or layout.alone < 0 for layout in known):
+        return [(call.out, combined(call, call.out, "joins rows of different samples"))]
+    owner = torch.tensor([layout.alone for layout in known if layout is not None], device=call.out.device)
+    places, guessed = (any(getattr(layout, name) for layout in known) for name in ("places", "guessed"))
+    whole = Layout(call.batch, dim, owner=owner, places=places, guessed=guessed)
+    return [(call.out, whole.taken(dim, torch.arange(len(owner), device=owner.device)))]
+
+
+JOINING.update((torch.cat, torch.concat, torch.concatenate, torch.stack))
 
 
 def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:
@@ -54,9 +94,9 @@ def _split(call: Call) -> Tags:
         return ask(call)
     tags: Tags = []
     start, rows = 0, torch.arange(layout.rows, device=source.device)
-    for part in tensors_in(call.out):
+    for number, part in enumerate(tensors_in(call.out)):
         if part.dim() < source.dim():
-            tags.append((part, combined(call, part, "picks one sample out of the batch")))
+            tags.append((part, one_row(call, part, layout, number)))
             continue
         stop = start + part.size(layout.dim)
         if not layout.may_end(start, stop):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
-from .layout import Layout
+from .layout import ATTRIBUTE, Layout, tag
 
 
 class Entry(NamedTuple):
@@ -30,9 +30,20 @@ class Entry(NamedTuple):
 def index_tuple(index: Any, device: torch.device) -> tuple[Any, ...]:
     """An index as a tuple, its lists as tensors."""
     items = index if isinstance(index, tuple) else (index,)
-    if isinstance(index, list):
-        items = (index,)
-    return tuple(torch.tensor(item, device=device) if isinstance(item, list) else item for item in items)
+    return tuple(_as_tensor(item, device) if isinstance(item, list | tuple) else item for item in items)
+
+
+def _as_tensor(numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
+    """A list as an index; numbers that are tensors of one sample each keep their samples."""
+    whole = torch.tensor(numbers, device=device)
+    layouts = [item.__dict__.get(ATTRIBUTE) if isinstance(item, Tensor) else None for item in numbers]
+    known = [layout for layout in layouts if layout is not None]
+    if known:
+        owner = torch.tensor([-1 if layout is None else layout.alone for layout in layouts], device=device)
+        strange = len(known) < len(layouts) or whole.dim() != 1 or any(layout.alone < 0 for layout in known)
+        why = next((layout.mixed for layout in known if layout.mixed), "an index made of several samples")
+        tag(whole, Layout(known[0].batch, mixed=why) if strange else Layout(known[0].batch, owner=owner))
+    return whole
 
 
 def expanded(call: Call, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[int, Entry]]:
@@ -51,7 +62,9 @@ def expanded(call: Call, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[
                 items.append(coordinate)
             continue
         own = None
-        if layout is not None and not layout.mixed and item.dim():
+        if layout is not None and layout.alone >= 0:
+            own = torch.full_like(item, layout.alone)
+        elif layout is not None and not layout.mixed and item.dim():
             own = spread(layout.owners(item.device), layout.dim, item.shape)
         order = layout.order if layout is not None else None
         entries[len(items)] = Entry(item, layout, own, order)
@@ -64,6 +77,8 @@ def found_in(mask: Tensor, layout: Layout | None) -> tuple[tuple[Tensor, ...], T
     coordinates = torch.nonzero(mask, as_tuple=True)
     if layout is None or layout.mixed:
         return coordinates, None, None
+    if layout.alone >= 0:
+        return coordinates, torch.full_like(coordinates[0], layout.alone), torch.zeros_like(coordinates[0])
     rows = coordinates[layout.dim]
     group = torch.zeros_like(rows)
     for dim in range(layout.dim):  # what comes before the samples sorts first

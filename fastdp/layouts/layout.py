@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ATTRIBUTE = "_fastdp_layout"
+ATTRIBUTE = "_fastdp_layout"
 
 
 class Layout(NamedTuple):
@@ -27,6 +27,9 @@ class Layout(NamedTuple):
     the rows one by one.
     `places` marks whole numbers that say where rows lie, or which choices occur (`mixed` then): they may pick
     rows, and must not become numbers that are computed with.
+    `alone`, where it is no -1, says that the whole tensor is of this one sample (a loop over the samples): then `dim`
+    means nothing. `sized` says that the data of that sample made one of its sizes.
+    `guessed` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet.
     """
 
     batch: int
@@ -37,6 +40,9 @@ class Layout(NamedTuple):
     mixed: str = ""
     order: Tensor | None = None
     places: bool = False
+    alone: int = -1
+    sized: bool = False
+    guessed: bool = False
 
     @property
     def rows(self) -> int:
@@ -48,7 +54,8 @@ class Layout(NamedTuple):
     @property
     def plain(self) -> bool:
         """One row a sample, in order, along `dim`."""
-        return self.owner is None and self.outer == 1 and self.inner == 1 and not self.mixed and not self.places
+        whole = self.owner is None and self.outer == 1 and self.inner == 1 and self.alone < 0
+        return whole and not self.mixed and not self.places
 
     def owners(self, device: torch.device) -> Tensor:
         """Sample of each row, int64 [rows]."""
@@ -58,7 +65,7 @@ class Layout(NamedTuple):
         return ids.repeat_interleave(self.inner).repeat(self.outer)
 
     def taken(self, dim: int, picked: Tensor, order: Tensor | None = None, anew: bool = False) -> Layout:
-        """Layout of a tensor whose rows along `dim` are these rows, int64 [n].
+        """Layout of a tensor whose rows along `dim` are these rows, int64 [n]; `alone`, if all are of one sample.
 
         order: given by the data that picked them; anew: in place of the order that the rows had, also if None.
         """
@@ -66,8 +73,22 @@ class Layout(NamedTuple):
         if order is None and not anew and self.order is not None:
             order = self.order[picked]
         kept = self._replace(dim=dim, outer=1, inner=1, owner=owner, order=order)
+        if order is None and not self.mixed and is_one(owner):
+            return self.of_sample(int(owner[0]))
         each = _rows_each(owner, self.batch) if order is None else 0
         return kept._replace(owner=None, inner=each) if each else kept
+
+    def of_sample(self, sample: int, sized: bool = False) -> Layout:
+        """Layout of a tensor made of this one sample."""
+        return Layout(self.batch, places=self.places, alone=sample, sized=sized or self.sized, guessed=self.guessed)
+
+    def along(self, dim: int, size: int, device: torch.device) -> Layout:
+        """A sample's tensor as `size` rows along a dimension, all of that sample; other layouts as they are."""
+        if self.alone < 0:
+            return self
+        owner = torch.full((size,), self.alone, device=device)
+        order = torch.zeros_like(owner) if self.sized else None
+        return self._replace(dim=dim, owner=owner, order=order, alone=-1, sized=False)
 
     def may_end(self, start: int, stop: int) -> bool:
         """Whether rows [start, stop) can be cut out: in an order made by the data, at the ends of groups only."""
@@ -91,18 +112,18 @@ class Layout(NamedTuple):
 def tag(tensor: Tensor, layout: Layout | None) -> None:
     """Write the layout on the tensor (the Python object)."""
     if layout is not None:
-        tensor.__dict__[_ATTRIBUTE] = layout
+        tensor.__dict__[ATTRIBUTE] = layout
     else:
-        tensor.__dict__.pop(_ATTRIBUTE, None)
+        tensor.__dict__.pop(ATTRIBUTE, None)
 
 
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout written on the tensor, if it speaks of a batch of this size."""
-    layout = tensor.__dict__.get(_ATTRIBUTE)
+    layout = tensor.__dict__.get(ATTRIBUTE)
     if layout is None or layout.batch != batch:
         return None
     if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
-        base = tensor._base.__dict__.get(_ATTRIBUTE)  # type: ignore[union-attr]
+        base = tensor._base.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
         if base is not None and base.batch == batch and base.mixed:
             return layout._replace(mixed=base.mixed)
     return layout
@@ -111,6 +132,11 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
 def single(tensor: Tensor) -> Layout | None:
     """Layout in a batch of one: every row belongs to sample 0."""
     return Layout(1, 0, tensor.size(0), 1) if tensor.dim() else None
+
+
+def is_one(owner: Tensor) -> bool:
+    """Whether there are rows, and all of one sample."""
+    return owner.numel() > 0 and bool((owner == owner[0]).all())
 
 
 def _rows_each(owner: Tensor, batch: int) -> int:

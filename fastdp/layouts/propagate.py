@@ -8,6 +8,7 @@ Only functions that bake sizes in (views), move rows (indexing) or mix rows in p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .alone import of_one_sample
 from .calls import Call, is_in_place, tensors_in
+from .guesses import with_guesses
 from .layout import Layout, tag, tag_of
 from .trial import VIEWS, Tags, cached_trial, is_independent
 
@@ -54,13 +57,25 @@ def propagate(call: Call) -> None:
         for tensor in outputs or tensors_in(call.args[0]):
             tag(tensor, Layout(call.batch))
         return
-    from_places = call.func not in PICKING and any(layout.places for _, layout in call.inputs())
-    for tensor, layout in rule(call) if rule is not None else ask(call):
+    inputs = call.inputs()
+    tags = _layouts_of(call, inputs)
+    if any(layout.guessed for _, layout in inputs):
+        tags = with_guesses(call, inputs, tags, functools.partial(_layouts_of, call))
+    from_places = call.func not in PICKING and any(layout.places for _, layout in inputs)
+    for tensor, layout in tags:
         if from_places:
             layout = _made_of_places(call, tensor, layout)
         tag(tensor, layout)
         if layout is not None and layout.mixed and is_in_place(call.name) and tensor._is_view():
             _taint_base(tensor, layout)
+
+
+def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
+    tags = of_one_sample(call) if any(layout.alone >= 0 for _, layout in inputs) else None
+    if tags is None:
+        rule = RULES.get(call.func)
+        tags = rule(call) if rule is not None else ask(call)
+    return tags
 
 
 def _made_of_places(call: Call, tensor: Tensor, layout: Layout | None) -> Layout | None:
@@ -139,6 +154,13 @@ def has_data_beside_first(call: Call) -> bool:
 def combined(call: Call, tensor: Tensor, why: str, mixed: str = "") -> Layout | None:
     """Made of several samples: numbers, and masks and counts, which may become numbers."""
     return Layout(call.batch, mixed=mixed or call.mixed(why))
+
+
+def one_row(call: Call, tensor: Tensor, layout: Layout, row: int) -> Layout | None:
+    """A row of the batch without its dimension: the tensor of one sample."""
+    if layout.order is not None:
+        return combined(call, tensor, "picks a row of an order that depends on other samples")
+    return layout.of_sample(int(layout.owners(tensor.device)[row]))
 
 
 def _common_order(inputs: list[tuple[Tensor, Layout]]) -> tuple[Layout | None, bool]:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .alone import JOINING
 from .calls import Call
 from .chosen import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
-from .layout import Layout
-from .propagate import PICKING, ask, combined, rule
+from .layout import Layout, is_one
+from .propagate import PICKING, ask, combined, one_row, rule
 from .trial import Tags
 
 T = torch.Tensor
@@ -24,6 +25,8 @@ def _getitem(call: Call) -> Tags:
     index = index_tuple(call.args[1], source.device)
     if layout.mixed:
         return [(call.out, layout._replace(dim=0))]
+    if layout.alone >= 0:
+        return [(call.out, combined(call, call.out, "picks rows of one sample by another's data"))]
     used, basic = _source_dims(index, source.dim())
     if layout.dim not in used:
         return ask(call) if basic else _index_elsewhere(call, layout, index, used)
@@ -38,8 +41,43 @@ def _getitem(call: Call) -> Tags:
         picked = torch.arange(layout.rows, device=source.device)[entry]
         return [(call.out, layout.taken(_kept_position(index, source.dim(), layout.dim), picked))]
     if isinstance(entry, int):
-        return [(call.out, combined(call, call.out, "picks one sample out of the batch"))]
+        return [(call.out, _row_and(call, layout, entry, used))]
     return _index_rows(call, layout, index)
+
+
+def _row_and(call: Call, layout: Layout, row: int, used: dict[int, Any]) -> Layout | None:
+    """One row of the batch, and of it what else the index picks: constants' or the sample's own choice."""
+    found = one_row(call, call.out, layout, row)
+    picking = [item for item in used.values() if isinstance(item, Tensor)]
+    if found is None or found.mixed or not picking:
+        return found
+    known = [by for item in picking if (by := call.layout(item)) is not None]
+    if any(by.alone != found.alone for by in known):
+        return combined(call, call.out, "picks rows of one sample by another's data")
+    sized = any(by.sized for by in known) or (bool(known) and any(item.dtype == torch.bool for item in picking))
+    return found._replace(sized=found.sized or sized)
+
+
+@rule(torch.select, T.select)
+def _select(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    dim, row = call.argument(1, "dim"), call.argument(2, "index")
+    if layout is None or layout.mixed or dim % source.dim() != layout.dim or isinstance(row, Tensor):
+        return ask(call)
+    return [(call.out, one_row(call, call.out, layout, row))]
+
+
+@rule(torch.narrow, T.narrow)
+def _narrow(call: Call) -> Tags:
+    source, layout = call.args[0], call.layout(call.args[0])
+    dim, start, length = (call.argument(i, n) for i, n in ((1, "dim"), (2, "start"), (3, "length")))
+    if layout is None or layout.mixed or dim % source.dim() != layout.dim or isinstance(start, Tensor):
+        return ask(call)
+    start = start % max(layout.rows, 1) if start < 0 else start
+    if not layout.may_end(start, start + length):
+        return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
+    rows = torch.arange(start, start + length, device=source.device)
+    return [(call.out, layout.taken(layout.dim, rows))]
 
 
 def _source_dims(index: tuple[Any, ...], ndim: int) -> tuple[dict[int, Any], bool]:
@@ -107,7 +145,10 @@ def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
     leading = source.dim() if any(item is Ellipsis for item in items) else 1 + max(layout.dim, *used)
     narrowed = numbers[(slice(None),) * leading + (0,) * (source.dim() - leading)] if source.numel() else numbers
     own_order = any(entry.own is not None for entry in entries.values()) and bool(along)
-    return [(call.out, _one_dimension(call, narrowed[items], layout, order, own_order))]
+    found = _one_dimension(call, narrowed[items], layout, order, own_order)
+    if found is not None and found.alone >= 0:
+        found = found._replace(sized=any(e.layout is not None and e.layout.sized for e in entries.values()))
+    return [(call.out, found)]
 
 
 def _position(entries: dict[int, Entry], items: tuple[Any, ...]) -> int:
@@ -128,6 +169,8 @@ def _one_dimension(
     if rows.numel() == 0:
         dim = next((d for d, size in enumerate(rows.shape) if size == 0), 0)
         return layout.taken(dim, rows.new_zeros(rows.size(dim) if rows.dim() else 0), order)
+    if order is None and (own_order or layout.order is None) and is_one(owners[rows].flatten()):
+        return layout.of_sample(int(owners[rows].flatten()[0]))
     for dim in range(rows.dim()):
         flat = rows.movedim(dim, 0).reshape(rows.size(dim), -1)
         if bool((owners[flat] == owners[flat[:, :1]]).all()):
@@ -219,5 +262,6 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
     return layout.taken(layout.dim, moved.flatten(1)[:, 0] if moved.dim() > 1 else moved)
 
 
+JOINING.add(T.__getitem__)
 PICKING.update((T.__getitem__, torch.index_select, T.index_select, torch.gather, T.gather, torch.take_along_dim))
 PICKING.add(T.take_along_dim)

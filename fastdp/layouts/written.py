@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .alone import JOINING
 from .calls import Call
 from .chosen import Entry, expanded, index_tuple, permutes, spread
 from .layout import Layout
@@ -15,6 +16,7 @@ from .trial import Tags
 
 T = torch.Tensor
 _MIXES = "writes rows of one sample into another's"
+_GUESSED = f"{_MIXES}, or rows whose samples are not known (say whose an input's rows are: fastdp.mark_rows)"
 
 
 @rule(T.__setitem__)
@@ -25,8 +27,10 @@ def _setitem(call: Call) -> Tags:
     found = next((entry.layout for entry in entries.values() if entry.layout is not None), None)
     if source is None and found is None:
         return [(target, layout)]
-    known = [one for one in (layout, source, found) if one is not None]
+    known = [one for one in (layout, source, *[entry.layout for entry in entries.values()]) if one is not None]
     mixed = next((one.mixed for one in known if one.mixed), "")
+    if layout is not None and layout.alone >= 0:  # all of one sample, and something else
+        mixed = mixed or call.mixed(_MIXES)
     if mixed:
         return [(target, Layout(call.batch, mixed=mixed, places=all(one.places for one in known if one.mixed)))]
     if layout is not None and _written_by_itself(call, layout, source, items, entries):
@@ -59,8 +63,9 @@ def _new_layout(
             if size and size % call.batch == 0
         ]
         fitting = [guess for guess in guesses if _written_by_itself(call, guess, source, items, entries)]
-        if len(fitting) == 1:
-            return fitting[0]
+        by_number = [g for g in fitting if g.dim < len(items) and isinstance(items[g.dim], int)]  # out[b] = ...
+        if len(fitting) == 1 or len(by_number) == 1:  # what is not written yet may count as anyone's
+            return (by_number or fitting)[0]
         if source is None and not fitting:
             return None  # a constant, its places chosen by data: exact whatever it holds
     return Layout(call.batch, mixed=call.mixed(_MIXES))
@@ -76,6 +81,8 @@ def _in_new_order(
     if not permutes(index, target.size(0)):
         return None
     owners = own
+    if source is not None and source.alone >= 0:
+        return None
     if source is not None:
         rows = source.owners(target.device)
         owners = rows if source.dim == 0 and (own is None or torch.equal(rows, own)) else None
@@ -94,7 +101,10 @@ def _written_by_itself(
     """Whether target[index] = value writes every sample's rows into its own rows."""
     target, value = call.args[0], call.args[2]
     written = spread(layout.owners(target.device), layout.dim, target.shape)[items]
-    if source is not None:
+    if source is not None and source.alone >= 0:
+        if not bool((written == source.alone).all()):
+            return False
+    elif source is not None:
         rows = source.owners(target.device)
         if not _agrees(written, spread(rows, source.dim, torch.Size(_shape(source, value)))):
             return False
@@ -126,6 +136,13 @@ def _index_add(call: Call) -> Tags:
     target, dim, index, source = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
     layout, rows, by = call.layout(target), call.layout(source), call.layout(index)
     dim = dim % target.dim()
+    if any(one is not None and one.alone >= 0 for one in (layout, rows, by)):
+        rows, by = (
+            one if one is None else one.along(d, t.size(d) if t.dim() else 1, t.device)
+            for one, d, t in ((rows, dim, source), (by, 0, index))
+        )
+        if layout is not None and layout.alone >= 0:
+            return [(call.out, combined(call, call.out, "adds rows of one sample to another's"))]
     known = [one for one in (layout, rows) if one is not None]
     mixed = next((one.mixed for one in known if one.mixed), "")
     if mixed:
@@ -179,14 +196,17 @@ def _masked_scatter(call: Call) -> Tags:
     """The source's elements, one after another, to where the mask holds: each to a place of its own sample."""
     target, mask, source = (call.argument(i, n) for i, n in enumerate(("input", "mask", "source")))
     layout, by, rows = call.layout(target), call.layout(mask), call.layout(source)
+    known = [one for one in (layout, by, rows) if one is not None]
+    if any(one is not None and one.alone >= 0 for one in (layout, by)):
+        return [(call.out, combined(call, call.out, _GUESSED))]
     if rows is None:
         return ask(call)
-    known = [one for one in (layout, by, rows) if one is not None]
     mixed = next((one.mixed for one in known if one.mixed), "")
     if mixed:
         return [(call.out, Layout(call.batch, mixed=mixed))]
     own = layout or by
-    if own is not None:
+    if own is not None and source.dim():
+        rows = rows.along(0, source.size(0), source.device)
         dim = own.dim + call.out.dim() - (target if layout is not None else mask).dim()
         owners = spread(own.owners(target.device), dim, call.out.shape)
         places = owners[mask.expand(call.out.shape)]
@@ -194,9 +214,12 @@ def _masked_scatter(call: Call) -> Tags:
         same = by is None or by.same_rows(own, target.device)
         if same and torch.equal(places, sources):
             return [(call.out, own._replace(dim=dim, places=False))]
-    return [(call.out, combined(call, call.out, _MIXES))]
+    return [(call.out, combined(call, call.out, _GUESSED))]
 
 
 PICKING.add(T.__setitem__)
 PICKING.update(spellings("index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_"))
 PICKING.update(spellings("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"))
+JOINING.add(T.__setitem__)
+JOINING.update(spellings("index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_"))
+JOINING.update(spellings("masked_scatter", "masked_scatter_"))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import SampleMixingError
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..links import link_of
@@ -235,6 +236,11 @@ def capture_cat(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
     layout = sample_layout(recorder, source, "cat")
     dim = (dim or 0) % source.dim()
     data = [p for p in parts if not recorder.is_parameter(p)]
+    for part in data if layout.batch > 1 else ():
+        own = sample_layout(recorder, part, "cat") if recorder.is_data(part) else layout
+        if own.dim != layout.dim or not own.same_rows(layout, part.device):
+            place = recorder.place("cat")
+            raise SampleMixingError(f"{place}: joins rows of different samples.", f"{place} joins rows of samples")
     if (layout.batch > 1 and dim == layout.dim) or any(p.dim() != source.dim() for p in parts):
         return NotImplemented
     if len({p.dtype for p in parts}) > 1:

@@ -196,9 +196,10 @@ class _Generic(Captured):
                     if not torch.allclose(one, row[b], rtol=tolerance, atol=close, equal_nan=True):
                         raise UncapturedUseError(
                             f"{self.name}() in module '{self.path}' gives another result for a sample alone than for "
-                            "the same sample in the batch: it is random or depends on other samples. Its parameter "
-                            f"{self.parameters()} cannot be trained with per-sample gradients; freeze it, change the "
-                            f"operation, or, where it is only random, {REGISTER}."
+                            "the same sample in the batch: it is random, depends on other samples, or takes an input "
+                            "with rows of several samples packed (say whose they are: fastdp.mark_rows). Its parameter "
+                            f"{self.parameters()} cannot be trained so; freeze it, change the operation, or, where it "
+                            f"is only random, {REGISTER}."
                         )
         if len(_CHECKED) >= CACHE_SIZE:
             _CHECKED.clear()

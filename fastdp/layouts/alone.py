@@ -1,0 +1,113 @@
+"""Loops over the samples: tensors that belong to one sample as a whole (`Layout.alone`).
+
+Whatever is made of one sample's data and of constants is that sample's: no function need be asked. Where tensors of
+different samples meet, samples are mixed, but in the functions that put rows together (`JOINING`): their rules know
+which rows are whose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import Call, is_in_place, tensors_in
+from .layout import Layout, is_one, tag, tag_of
+from .trial import Tags
+
+_SHAPED = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like".split())  # constants: no values in
+_CASTS = frozenset("to type_as".split())
+JOINING: set[Any] = set()  # their rules take tensors of several samples
+_SIZED_BY_DATA = frozenset(
+    "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount one_hot repeat_interleave".split()
+)
+
+
+def of_one_sample(call: Call) -> Tags | None:
+    """Layouts of the results where an argument is of one sample; None where the function's own rule is to say."""
+    inputs = call.inputs()
+    if call.name in _CASTS or call.name.startswith("new_") or (call.name in _SHAPED and len(inputs) == 1):
+        found = call.layout(call.args[0]) if call.name in _CASTS else None
+        return [(tensor, found) for tensor in tensors_in(call.out)]
+    owners = {_owner_of(layout) for _, layout in inputs}
+    first = call.layout(call.args[0]) if call.args else None
+    picked_by_places = any(layout.places for tensor, layout in inputs if tensor is not call.args[0])
+    whose = owners.pop() if len(owners) == 1 and not picked_by_places else -1
+    if whose >= 0 and _fills_the_batch(call, whose):
+        return None
+    if whose < 0:
+        if call.func in JOINING and not any(layout.mixed for _, layout in inputs):
+            return None  # its rule looks at every tensor's rows
+        why = next((layout.mixed for _, layout in inputs if layout.mixed), "") or call.mixed(
+            "combines rows of different samples"
+        )
+        layout = Layout(call.batch, mixed=why)
+    else:
+        places = first is not None and first.places
+        layout = Layout(call.batch, places=places, alone=whose, sized=_is_sized(call, inputs))
+    outputs = list(tensors_in(call.out)) or list(tensors_in(call.args[0]))
+    if whose >= 0 and (is_in_place(call.name) or call.name == "__setitem__"):
+        layout = _written_view(call, outputs[0], layout)
+    return [(tensor, layout) for tensor in outputs]
+
+
+def _fills_the_batch(call: Call, sample: int) -> bool:
+    """Whether a sample's data goes to its place in a constant that has one for every sample: out[b] = ..."""
+    if call.name != "__setitem__" or call.layout(call.args[0]) is not None:
+        return False
+    target, index = call.args[:2]
+    items = index if isinstance(index, tuple) else (index,)
+    if any(item is None or item is Ellipsis for item in items):
+        return False
+    sizes = zip(items, target.shape, strict=False)
+    return any(type(item) is int and item % size == sample and size == call.batch for item, size in sizes)
+
+
+def _owner_of(layout: Layout) -> int:
+    """The one sample of a tensor, or -1."""
+    if layout.mixed or layout.alone >= 0:
+        return -1 if layout.mixed else layout.alone
+    return int(layout.owner[0]) if layout.owner is not None and layout.order is None and is_one(layout.owner) else -1
+
+
+def _is_sized(call: Call, inputs: list[tuple[Tensor, Layout]]) -> bool:
+    """Whether a size of the result may be made by the data."""
+    if any(layout.sized for _, layout in inputs) or call.name in _SIZED_BY_DATA:
+        return True
+    if call.name == "where":
+        return len(call.args) == 1 and not call.kwargs
+    return call.name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(call.args[1]))
+
+
+def _written_view(call: Call, view: Tensor, layout: Layout) -> Layout:
+    """A sample's data written through a view of a larger memory makes that memory data: rows of that sample's place."""
+    base = view._base if view._is_view() else None
+    before = None if base is None else tag_of(base, call.batch)
+    if base is None or before == layout or (before is not None and before.mixed):
+        return layout if before is None or not before.mixed else before
+    if before is not None and before.alone < 0:
+        guesses = [before]
+    else:
+        known = before is None and tag_of(view, call.batch) is None
+        sizes = enumerate(base.shape) if known else ()
+        guesses = [
+            Layout(call.batch, dim, 1, size // call.batch) for dim, size in sizes if size and size % call.batch == 0
+        ]
+    fitting = [guess for guess in guesses if bool((_owners_in(base, view, guess) == layout.alone).all())]
+    if len(fitting) == 1:
+        tag(base, fitting[0])
+        return layout
+    mixed = Layout(call.batch, mixed=call.mixed("writes one sample's data into memory of others"))
+    tag(base, mixed)
+    return mixed
+
+
+def _owners_in(base: Tensor, view: Tensor, layout: Layout) -> Tensor:
+    """Which sample's place each element of a view lies in."""
+    shape = [1] * base.dim()
+    shape[layout.dim] = layout.rows
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
+    memory = torch.full((extent,), -1, device=base.device)
+    memory.as_strided(base.shape, base.stride()).copy_(layout.owners(base.device).view(shape))
+    return memory.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())
