@@ -302,3 +302,23 @@ def test_mixing_is_found_beside_infinite_scores(masked):
     engine = fastdp.PerSampleGradients(Masked())
     with pytest.raises(SampleMixingError, match="leaking"):
         engine.model(torch.randn(5, 4)).square().sum(1).mean().backward()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_windows_over_samples_of_several_rows(parts):
+    """as_strided on [B * parts, T, d], as sliding windows of attention heads take them, before a trained layer."""
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6 // parts, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n, t, d = x.shape
+            y = self.a(x).view(n, t, parts, d // parts).transpose(1, 2).reshape(n * parts, t, d // parts)
+            size, stride = y.shape, y.stride()
+            windows = y.as_strided((size[0], t - 2, 3, size[2]), (stride[0], stride[1], stride[1], stride[2]))
+            return self.b(windows).tanh().view(n, -1)
+
+    torch.manual_seed(0)
+    assert compare(Windows(), torch.randn(4, 5, 6), lambda m, x: m(x).square().sum(1)).worst < 1e-5

@@ -194,20 +194,22 @@ def _take_from_constant(call: Call) -> Tags:
 
 @rule(torch.as_strided, T.as_strided)
 def _as_strided(call: Call) -> Tags:
-    """Windows over memory: the same strides over a map of sample numbers."""
+    """Windows over memory: the same strides over a map of row numbers."""
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None or layout.mixed:
         return [(call.out, layout)]
     view = [1] * source.dim()
     view[layout.dim] = layout.rows
     offset = call.out.storage_offset() - source.storage_offset()
-    span = max(_extent(source), offset + _extent(call.out))
-    memory = torch.full((span,), -1, device=source.device)
-    memory.as_strided(source.shape, source.stride()).copy_(layout.owners(source.device).view(view))
     if offset < 0:
         return [(call.out, combined(call, call.out, "takes windows of memory outside of its input"))]
-    owner_map = memory.as_strided(call.out.shape, call.out.stride(), offset)
-    return [(call.out, _one_dimension(call, owner_map, layout))]
+    span = max(_extent(source), offset + _extent(call.out))
+    memory = torch.full((span,), -1, device=source.device)
+    memory.as_strided(source.shape, source.stride()).copy_(torch.arange(layout.rows, device=source.device).view(view))
+    rows = memory.as_strided(call.out.shape, call.out.stride(), offset)
+    if bool((rows < 0).any()):
+        return [(call.out, combined(call, call.out, "takes windows of memory outside of its input"))]
+    return [(call.out, _one_dimension(call, rows, layout))]
 
 
 def _extent(tensor: Tensor) -> int:
