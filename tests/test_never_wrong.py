@@ -322,3 +322,24 @@ def test_windows_over_samples_of_several_rows(parts):
 
     torch.manual_seed(0)
     assert compare(Windows(), torch.randn(4, 5, 6), lambda m, x: m(x).square().sum(1)).worst < 1e-5
+
+
+def test_a_tied_head_kept_as_a_matrix_product():
+    """Embedding and head of one table, by the cross term of the two uses: no per-sample gradient is formed."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(300, 48)
+            self.mix = nn.Linear(48, 48)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return F.linear(self.mix(self.table(ids)).tanh(), self.table.weight)
+
+    torch.manual_seed(0)
+    model, ids = Tied(), torch.randint(0, 6, (4, 3))
+    assert compare(model, ids, lambda m, x: m(x).square().sum((1, 2))).worst < 1e-5
+    engine = fastdp.PerSampleGradients(model)
+    model(ids).square().sum((1, 2)).mean().backward()
+    engine.norms()
+    assert "cross terms" in engine.explain().split("table.weight")[1].splitlines()[0]
