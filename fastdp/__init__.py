@@ -7,9 +7,9 @@ True
 
 from . import errors, ops
 from .accounting import noise_multiplier_for
-from .arguments import mark_rows
 from .compatible import CompatibilityReport, make_compatible
 from .engine import PerSampleGradients
+from .marks import mark_rows
 from .optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
 from .rules import RuleCall, register_rule
 from .sampling import poisson_loader

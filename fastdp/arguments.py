@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import sampling
-from .errors import BatchLayoutError, StepError
+from .errors import StepError
 from .layouts.layout import Layout, tag, tag_of
+from .marks import layout_said, mark_of, samples_said, tag_marked
 
 
 def tag_inputs(
@@ -25,8 +26,8 @@ def tag_inputs(
         if tag_of(tensor, batch) is not None:
             continue
         layout = None
-        if (mark := tensor.__dict__.get(_MARK)) is not None:
-            layout = _marked_layout(tensor, mark, batch)
+        if (mark := mark_of(tensor)) is not None:
+            layout = layout_said(mark, tensor, batch)
         elif known is not None and number < len(known):
             layout = known[number]
         elif batch <= 1:
@@ -37,50 +38,13 @@ def tag_inputs(
             layout = Layout(batch, dim)
         elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
-        elif _may_be_packed(tensor, batch, dim):
+        elif _may_bepacked_sequences(tensor, batch, dim):
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch, guessed=True)
         tag(tensor, layout)
+    tag_marked(batch)
 
 
-_MARK = "_fastdp_rows"  # written on a tensor by the user: sample of each row, or "shared"
-
-
-def mark_rows(tensor: Tensor, sample_of_row: Tensor | Sequence[int] | None) -> Tensor:
-    """Say which sample each row of an input belongs to, where its rows are packed: images' patches, for example.
-
-    Row r (of dimension 0) belongs to sample sample_of_row[r]; None: the tensor belongs to no sample (a table). Mark
-    the tensor that the model is called with, after every `.to(...)`, which would give a new tensor without the mark.
-    A sample may have any number of rows, also none. Functions of one sample's rows (attention over chunks, patches
-    joined) are followed; tables that meet the rows by position must be made for each sample's rows alone.
-
-    Returns the tensor. Raises ValueError if there are not as many numbers as rows.
-
-    >>> patches = mark_rows(torch.zeros(5, 12), [0, 0, 1, 1, 1])  # two of the first sample, three of the second
-    """
-    if sample_of_row is None:
-        tensor.__dict__[_MARK] = "shared"
-        return tensor
-    owner = torch.as_tensor(sample_of_row, dtype=torch.long)
-    if tensor.dim() == 0 or owner.shape != tensor.shape[:1]:
-        raise ValueError(f"sample_of_row of shape {tuple(owner.shape)} for a tensor of shape {tuple(tensor.shape)}")
-    tensor.__dict__[_MARK] = owner
-    return tensor
-
-
-def _marked_layout(tensor: Tensor, mark: Tensor | str, batch: int) -> Layout | None:
-    if isinstance(mark, str):
-        return None
-    if mark.numel() and not 0 <= int(mark.min()) <= int(mark.max()) < batch:
-        raise BatchLayoutError(
-            f"mark_rows gave rows to samples {int(mark.min())} to {int(mark.max())}; the batch has {batch} samples"
-        )
-    if batch <= 1:
-        return Layout(batch)
-    owner = mark.to(tensor.device)
-    return Layout(batch, owner=owner).taken(0, torch.arange(len(owner), device=owner.device))
-
-
-def _may_be_packed(tensor: Tensor, batch: int, dim: int) -> bool:
+def _may_bepacked_sequences(tensor: Tensor, batch: int, dim: int) -> bool:
     """Whether an input may hold several rows of each sample: data, not a mask of T x T."""
     if dim != 0 or tensor.dim() < 2 or not tensor.is_floating_point() or tensor.requires_grad:
         return False
@@ -105,30 +69,43 @@ def nested_tensors(values: Any) -> list[Tensor]:
 
 def tag_packed(values: Any, batch: int) -> None:
     """Tag packed sequences among the arguments."""
-    for item in _packed(values):
+    for item in packed_sequences(values):
         order = item.sorted_indices if item.sorted_indices is not None else torch.arange(batch)
         owner = torch.cat([order[: int(size)] for size in item.batch_sizes])
         tag(item.data, Layout(batch, 0, owner=owner))
 
 
-def _packed(values: Any) -> list[nn.utils.rnn.PackedSequence]:
+def packed_sequences(values: Any) -> list[nn.utils.rnn.PackedSequence]:
     if isinstance(values, nn.utils.rnn.PackedSequence):
         return [values]
     if isinstance(values, tuple | list):
-        return [found for item in values for found in _packed(item)]
+        return [found for item in values for found in packed_sequences(item)]
     if isinstance(values, dict):
-        return [found for item in values.values() for found in _packed(item)]
+        return [found for item in values.values() for found in packed_sequences(item)]
     return []
 
 
+def _tensors_in_first_list(values: Any) -> int:
+    """How many tensors, all of one shape, the first argument is a list of; 0 if it is none."""
+    args, kwargs = values
+    first = next(iter((*args, *kwargs.values())), None)
+    if not isinstance(first, list) or not all(isinstance(item, Tensor) for item in first):
+        return 0
+    return len(first) if len({item.shape for item in first}) == 1 else 0
+
+
 def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
-    """The number of samples in a model's arguments: the size of the first tensor's batch dimension."""
-    packed = _packed(values)
-    sizes = [
-        tensor.size(dim) for tensor in nested_tensors(values) if tensor.dim() > dim and _MARK not in tensor.__dict__
-    ]
+    """The number of samples (of rows, where a sample has several) in a model's arguments: as marks say, or the size of
+    the first unmarked tensor's batch dimension."""
+    packed, tensors = packed_sequences(values), nested_tensors(values)
+    said = samples_said(tensors)
+    if said is not None:
+        return said * rows_per_sample
+    sizes = [tensor.size(dim) for tensor in tensors if tensor.dim() > dim and mark_of(tensor) is None]
     current = sampling.current()
-    if current is not None and current.size * rows_per_sample in sizes:
+    if current is not None and (
+        current.size * rows_per_sample in sizes or not (sizes or packed) or any(map(mark_of, tensors))
+    ):
         return current.size * rows_per_sample
     if sizes and sizes[0] == 1 and any(size > 1 for size in sizes):
         raise StepError(
@@ -136,9 +113,17 @@ def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
             "the number of samples? Give batch_size= to the optimizer, or the batch first."
         )
     if sizes:
+        if (number := _tensors_in_first_list(values)) > 1 and number != sizes[0]:
+            warnings.warn(
+                f"the model was called with a list of {number} tensors of one shape: the {sizes[0]} samples are "
+                f"taken to lie in dimension {dim} of each. If each tensor is a sample instead, mark all of them: "
+                f"fastdp.mark_rows(x, [number] * len(x), samples={number}).",
+                stacklevel=2,
+            )
         return sizes[0]
     if packed:
         return int(packed[0].batch_sizes[0])
     raise StepError(
-        "the model was called without a tensor that has a batch dimension; give batch_size= to the optimizer"
+        "the model was called without a tensor that has a batch dimension: call it through its forward, with the data; "
+        "give batch_size= to the optimizer; or say how many samples there are by fastdp.mark_rows(..., samples=)"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .arguments import batch_of, nested_tensors, tag_inputs, tag_packed
+from .arguments import batch_of, nested_tensors, packed_sequences, tag_inputs, tag_packed
 from .backward import Backward
 from .capture import ModuleHook, Pass
 from .compiled import Switches
@@ -86,7 +86,7 @@ class Forward:
         self._entered.append(None)
         if self._active is not None:
             self._enter_inner(self._active, path, module, args, kwargs)
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and not (path and _is_constant(module, args, kwargs)):
             self._entered[-1] = self._active = self._begin_pass(path, args, kwargs)
 
     def _enter_inner(self, active: Pass, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -175,6 +175,12 @@ class Forward:
         while self._active.mode in torch.overrides._get_current_function_mode_stack():
             torch.overrides._pop_mode()
         self._active, self._entered = None, []
+
+
+def _is_constant(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call meets neither data nor what is trained (an absent context's embedding, called on its own)."""
+    tensors = nested_tensors((args, kwargs)) or packed_sequences((args, kwargs))
+    return not tensors and not any(p.requires_grad for p in module.parameters())
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
