@@ -78,9 +78,16 @@ class Backward:
         tape = self._begin()
         if layout is not None and layout.mixed and grad.dim():
             tape.failed = True
+            remedy = "remove the operation, or use one that works on each sample alone."
+            if layout.guessed:
+                remedy += (
+                    " Or is it a table (numbers of positions, say)? An input was taken, on sight, for several rows of "
+                    f"each of the {layout.batch} samples: fastdp.mark_rows(tensor, None) says that it is of no sample, "
+                    "mark_rows(tensor, sample_of_row) whose its rows are."
+                )
             raise SampleMixingError(
                 f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
-                "for such a model; remove the operation, or use one that works on each sample alone."
+                f"for such a model; {remedy}"
             )
 
         if layout is not None and layout.guessed:

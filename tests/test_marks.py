@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 import fastdp
 from fastdp.errors import BatchLayoutError, SampleMixingError, StepError
 
+DOCUMENT = Path(__file__).parent.parent / "docs" / "rows.md"
 D = 6
 NODES = [4, 1, 3]  # of each graph
 
@@ -212,3 +215,38 @@ def test_a_call_without_data_or_parameters_before_the_forward() -> None:
     for b in range(4):
         grads = torch.autograd.grad(model.log_prob(x[b : b + 1]).square().sum(), list(model.parameters()))
         torch.testing.assert_close(found[b], sum(g.square().sum() for g in grads).sqrt())
+
+
+class Rotated(nn.Module):
+    """Positions of text, a constant, and of images, an input without a batch: one table for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        table = torch.cat([torch.zeros(4, 2), places]).sum(1)
+        return (self.inner(x) * table.cos()[:, None]).sum(1)
+
+
+def test_a_table_taken_for_rows_of_samples_is_refused_with_the_remedy() -> None:
+    torch.manual_seed(0)
+    model, x, places = Rotated(), torch.randn(4, 12, D), torch.randn(8, 2)
+    engine = fastdp.PerSampleGradients(model)
+    with pytest.raises(SampleMixingError, match=r"mark_rows\(tensor, None\)"):
+        model(x, places).square().sum(1).mean().backward()
+    model(x, fastdp.mark_rows(places, None)).square().sum(1).mean().backward()
+    found = engine.norms()
+    engine.detach()
+    for b in range(4):
+        grads = torch.autograd.grad(model(x[b : b + 1], places).square().sum(), list(model.parameters()))
+        torch.testing.assert_close(found[b], sum(g.square().sum() for g in grads).sqrt())
+
+
+def test_the_documents_examples_run() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)
+    assert len(blocks) == 2
+    scope: dict[str, Any] = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"docs/rows.md, block {number}", "exec"), scope)
+    assert scope["norms"].shape == (2,) and scope["optimizer"].norms.shape == (3,)
