@@ -1,6 +1,6 @@
 """On what share of architectures is one private step exactly right?
 
-    python -m benchmarks.coverage [--engines fastdp opacus-hooks ...] [--suite named transformers timm]
+    python -m benchmarks.coverage [--engines fastdp opacus-hooks ...] [--suite named transformers timm libraries]
                                   [--only NAME ...] [--jobs 2] [--out FILE.csv | --resume FILE.csv]
     python -m benchmarks.coverage --show FILE.csv
 
@@ -40,7 +40,7 @@ from .coverage_report import NOT_JUDGED, append, commit, done, read, summary, to
 from .coverage_truth import Case, Sizes, clean, judge
 
 RUNS = {"": Sizes(3, 8), "tokens = samples": Sizes(4, 4), "padded": Sizes(3, 8, padded=True)}
-SUITES = ("named", "transformers", "timm")
+SUITES = ("named", "transformers", "timm", "libraries")
 _KEPT: list[torch.library.Library] = []  # an operator is defined as long as its library lives
 MEMORY = 6 * 2**30  # bytes a process may take
 
@@ -69,6 +69,8 @@ def cases_of(suite: str) -> dict[str, Case]:
         from . import coverage_models as source
     elif suite == "transformers":
         from . import coverage_generic as source
+    elif suite == "libraries":
+        from . import coverage_libraries as source
     else:
         from . import coverage_timm as source
     return source.cases()
@@ -188,7 +190,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     ]
     print(f"{len(todo)} to run, {len(old)} of this commit there already, commit {now or 'unknown'}", flush=True)
     warm({ENGINES[e].package for e in options.engines})
-    if any(case.name not in MODELS for suite, _, case in todo if suite != "timm"):
+    if any(case.name not in MODELS for suite, _, case in todo if suite in ("named", "transformers")):
         warm(["transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"])
     out, results = options.resume or options.out, []
     for result in run_all(todo, options.jobs, options.limit):

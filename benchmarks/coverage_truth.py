@@ -39,7 +39,7 @@ MARGIN = 5e-6  # of clip factors
 COUPLED, COUPLED_FLOAT32 = 1e-6, 1e-3  # relative; float64 models often hold float32 islands, near 1e-7
 RANDOM = 1e-6
 FLOOR = 0.02  # a parameter's error is relative to its own update, or to this share of the whole one
-DROPOUT = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter", re.IGNORECASE)
+DROPOUT = re.compile(r"drop|stochastic|mask_time_prob|mask_feature_prob|jitter", re.IGNORECASE)
 
 
 class Sizes(NamedTuple):
