@@ -134,7 +134,7 @@ def grouped(m, x, chosen, weights, size):
     h = F.grouped_mm(rows, m.up.transpose(-2, -1), offs=ends).tanh()
     y = F.grouped_mm(h, m.down.transpose(-2, -1), offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order)
-    back[order] = torch.arange(order.numel())
+    back[order] = torch.arange(order.numel(), device=x.device)
     return y[back].view(*chosen.shape, D).sum(1)
 
 
@@ -215,7 +215,7 @@ def scattered_back(m, x, chosen, weights, size):
 @way
 def unstacked(m, x, chosen, weights, size):
     """The stack taken apart once."""
-    gates = torch.zeros(len(x), size.experts, dtype=x.dtype).scatter(1, chosen, weights)
+    gates = x.new_zeros(len(x), size.experts).scatter(1, chosen, weights)
     found = [F.linear(F.linear(x, up).tanh(), down) for up, down in zip(m.up.unbind(0), m.down.unbind(0), strict=True)]
     return (torch.stack(found, 1) * gates.unsqueeze(-1)).sum(1)
 
@@ -223,7 +223,7 @@ def unstacked(m, x, chosen, weights, size):
 @way
 def dense(m, x, chosen, weights, size):
     """Every token at every expert: a product with the whole stack."""
-    gates = torch.zeros(len(x), size.experts, dtype=x.dtype).scatter(1, chosen, weights)
+    gates = x.new_zeros(len(x), size.experts).scatter(1, chosen, weights)
     rows = x.repeat(size.experts, 1).view(size.experts, -1, D)
     y = torch.bmm(torch.bmm(rows, m.up.transpose(1, 2)).tanh(), m.down.transpose(1, 2))
     return (y * gates.t().reshape(size.experts, -1, 1)).sum(0)
@@ -231,7 +231,7 @@ def dense(m, x, chosen, weights, size):
 
 @way
 def einsum(m, x, chosen, weights, size):
-    gates = torch.zeros(len(x), size.experts, dtype=x.dtype).scatter(1, chosen, weights)
+    gates = x.new_zeros(len(x), size.experts).scatter(1, chosen, weights)
     h = torch.einsum("nd,ehd->neh", x, m.up).tanh()
     return torch.einsum("neh,edh,ne->nd", h, m.down, gates)
 
@@ -254,7 +254,7 @@ def _merged(m: nn.Module, x: Tensor) -> Tensor:
 
 def _same_number_each(m: nn.Module, x: Tensor) -> Tensor:
     """A mask that keeps as many tokens of every sample."""
-    mask = torch.zeros(len(x), 5, dtype=torch.bool).scatter_(1, x[..., 0].argsort(1)[:, :2], True)
+    mask = x.new_zeros(len(x), 5, dtype=torch.bool).scatter_(1, x[..., 0].argsort(1)[:, :2], True)
     return torch.cat([m.a(x[mask].reshape(len(x), -1, D)), m.b(x[~mask].reshape(len(x), -1, D))], 1)
 
 
@@ -269,7 +269,7 @@ def _unpadded(m: nn.Module, x: Tensor) -> Tensor:
     mask = x[..., 1] > -0.5
     places = torch.nonzero(mask.flatten()).flatten()
     rows = m.a(x.flatten(0, 1)[places]).tanh()
-    return m.b(torch.zeros(mask.numel(), D, dtype=x.dtype).index_put((places,), rows).view_as(x))
+    return m.b(x.new_zeros(mask.numel(), D).index_put((places,), rows).view_as(x))
 
 
 def _by_length(m: nn.Module, x: Tensor) -> Tensor:
@@ -285,4 +285,4 @@ case("unpadded", _unpadded)
 case("by_length", _by_length)
 case("mean_by_axis", lambda m, x: m.a(x) / torch.mean(x * x, axis=-1, keepdim=True) + m.b(x).sum(axis=1, keepdim=True))
 case("mean_by_axis_all_equal", lambda m, x: m.a(x) * m.b(x).var(axis=1, keepdim=True), D, D, D)
-case("type_of_data", lambda m, x: m.a(x) + torch.arange(x.size(1)).type_as(m.b(x))[:, None] * m.b(x))
+case("type_of_data", lambda m, x: m.a(x) + torch.arange(x.size(1), device=x.device).type_as(m.b(x))[:, None] * m.b(x))

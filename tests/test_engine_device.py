@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -39,11 +38,7 @@ def moved(value: Any) -> Any:
 def test_exact(name: str) -> None:
     model, batch, losses = cases.build(name)
     exact = truth(model, batch, losses)
-    try:
-        model, batch = model.cuda(), moved(batch)
-        losses(copy.deepcopy(model), batch)
-    except (RuntimeError, AttributeError) as problem:
-        pytest.skip(f"the case itself lives on the CPU: {str(problem)[:80]}")
+    model, batch = model.cuda(), moved(batch)
     engine = fastdp.PerSampleGradients(model)
     losses(model, batch).mean().backward()
     norms = engine.norms().cpu().double()

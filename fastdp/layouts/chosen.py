@@ -134,7 +134,7 @@ def _covers_evenly(index: Tensor, rows: int) -> bool:
 
 def _same(own: Tensor, chosen: Tensor) -> bool:
     try:
-        own, chosen = torch.broadcast_tensors(own, chosen)
+        own, chosen = torch.broadcast_tensors(own, chosen.to(own.device))  # an index may lie on the CPU
     except RuntimeError:
         return False
     return bool((own == chosen).all())

@@ -32,7 +32,7 @@ def square(model: nn.Module, batch: Any) -> Tensor:
     """A loss that weighs every output differently, so that no gradient is symmetric."""
     out = model(*batch) if isinstance(batch, tuple) else model(batch)
     out = out.flatten(1)
-    return (out * torch.linspace(0.5, 1.5, out.size(1), dtype=out.dtype)).square().mean(1)
+    return (out * torch.linspace(0.5, 1.5, out.size(1), dtype=out.dtype, device=out.device)).square().mean(1)
 
 
 def shake(model: nn.Module) -> nn.Module:

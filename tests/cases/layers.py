@@ -47,11 +47,11 @@ named("flattened_time_major", lambda: net(
     lambda m, x: m.a(x.transpose(0, 1).reshape(-1, D)).tanh().view(T, -1, 4).transpose(0, 1), torch.randn(B, T, D),
     a=nn.Linear(D, 4)))  # fmt: skip
 named("routed_rows", lambda: net(
-    lambda m, x: torch.zeros(len(x), 4, dtype=x.dtype).index_add(
-        0, torch.arange(len(x)).flip(0), m.a(x.flip(0)[torch.arange(len(x))]).tanh()),
+    lambda m, x: torch.zeros(len(x), 4, dtype=x.dtype, device=x.device).index_add(
+        0, torch.arange(len(x), device=x.device).flip(0), m.a(x.flip(0)[torch.arange(len(x))]).tanh()),
     torch.randn(B, D), a=nn.Linear(D, 4)))  # fmt: skip
 named("masked_tokens", lambda: net(
-    lambda m, x: torch.zeros(*x.shape[:2], 4, dtype=x.dtype).index_put((x[..., 0] > -1,), m.a(x[x[..., 0] > -1]).tanh()),
+    lambda m, x: x.new_zeros(*x.shape[:2], 4).index_put((x[..., 0] > -1,), m.a(x[x[..., 0] > -1]).tanh()),
     torch.randn(B, T, D), a=nn.Linear(D, 4)))  # fmt: skip
 
 # --------------------------------------------------------------------------- convolution
@@ -101,7 +101,7 @@ named("embedding_one_id", lambda: net(lambda m, i: m.a(i).tanh(), ids(B), a=nn.E
 for shape in ("(T)", "(1, T)", "(B, T)"):
     named(f"positions_{shape}", lambda shape=shape: net(
         lambda m, i: m.b((m.a(i) + m.p(
-            torch.arange(i.size(1)) if shape == "(T)" else torch.arange(i.size(1))[None].expand(
+            torch.arange(B, device=i.device) if shape == "(T)" else torch.arange(B, device=i.device)[None].expand(
                 1 if shape == "(1, T)" else len(i), -1))).tanh()),
         ids(B, B), a=nn.Embedding(V, D), p=nn.Embedding(B, D), b=nn.Linear(D, 4)))  # fmt: skip
 for mode in ("sum", "mean", "max"):
@@ -113,7 +113,7 @@ named("bag_weights", lambda: net(
 named("bag_padding", lambda: net(
     lambda m, i: m.a(i).tanh(), ids(B, 6, high=3), a=nn.EmbeddingBag(V, D, mode="mean", padding_idx=1)))  # fmt: skip
 named("bag_offsets", lambda: net(
-    lambda m, i: m.a(i.flatten(), torch.arange(len(i)) * 6).tanh(), ids(B, 6, high=4), a=nn.EmbeddingBag(V, D)))  # fmt: skip
+    lambda m, i: m.a(i.flatten(), torch.arange(len(i), device=i.device) * 6).tanh(), ids(B, 6, high=4), a=nn.EmbeddingBag(V, D)))  # fmt: skip
 named("table_indexed", lambda: net(lambda m, i: m.w[i].tanh(), ids(B, 6), w=P(V, D)))
 
 # --------------------------------------------------------------------------- norms

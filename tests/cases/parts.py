@@ -38,7 +38,7 @@ named("mask_token_setitem", lambda: net(_mask_in_place, torch.randn(B, T, D), t=
 
 
 def _written(m: nn.Module, x: Tensor) -> Tensor:
-    out = torch.zeros(len(x), T + 1, D, dtype=x.dtype)
+    out = x.new_zeros(len(x), T + 1, D)
     out[:, 0] = m.t
     out[:, 1:] = x
     return m.a(out).tanh()
@@ -128,7 +128,7 @@ named("learned_initial_state", lambda: net(
 
 
 def _cells(m: nn.Module, x: Tensor) -> Tensor:
-    state = (torch.zeros(len(x), 6, dtype=x.dtype), torch.zeros(len(x), 6, dtype=x.dtype))
+    state = (x.new_zeros(len(x), 6), x.new_zeros(len(x), 6))
     for t in range(x.size(1)):
         state = m.a(x[:, t], state)
     return m.b(state[0])
@@ -139,7 +139,7 @@ named("lstm_cell", lambda: net(_cells, torch.randn(B, T, D), a=nn.LSTMCell(D, 6)
 
 def packed(kind: str, ordered: bool, bidirectional: bool) -> Callable[[], Built]:
     def forward(m: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-        p = rnn.pack_padded_sequence(m.e(x).tanh(), lengths, batch_first=True, enforce_sorted=ordered)
+        p = rnn.pack_padded_sequence(m.e(x).tanh(), lengths.cpu(), batch_first=True, enforce_sorted=ordered)
         out, state = m.a(p)
         state = state[0] if isinstance(state, tuple) else state
         padded = rnn.pad_packed_sequence(out, batch_first=True, total_length=T)[0]

@@ -1,0 +1,159 @@
+// A device that is not one: its memory is the host's, its functions run on the CPU, but PyTorch keeps its tensors apart
+// from the CPU's and the two of it apart from each other, as it would a GPU's. It shows without a GPU where a tensor
+// lies on a wrong device.
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/TensorShape.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/extension.h>
+
+namespace {
+
+constexpr auto TYPE = c10::DeviceType::PrivateUse1;
+constexpr int DEVICES = 2;
+thread_local c10::DeviceIndex current_device = 0;
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+    c10::DeviceType type() const override { return TYPE; }
+    c10::Device exchangeDevice(c10::Device d) const override {
+        const auto before = getDevice();
+        current_device = d.index();
+        return before;
+    }
+    c10::Device getDevice() const override { return {TYPE, current_device}; }
+    void setDevice(c10::Device d) const override { current_device = d.index(); }
+    void uncheckedSetDevice(c10::Device d) const noexcept override { current_device = d.index(); }
+    c10::Stream getStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
+    c10::Stream getNewStream(c10::Device d, int) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
+    c10::Stream exchangeStream(c10::Stream s) const override { return s; }
+    c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
+    void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+    void block(void*, const c10::Stream&) const override {}
+    bool queryEvent(void*) const override { return true; }
+    void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+    bool queryStream(const c10::Stream&) const override { return true; }
+    void synchronizeStream(const c10::Stream&) const override {}
+    void synchronizeEvent(void*) const override {}
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Memory final : c10::Allocator {
+    c10::DataPtr allocate(size_t bytes) override {
+        void* data = bytes ? c10::alloc_cpu(bytes) : nullptr;
+        return {data, data, &c10::free_cpu, {TYPE, current_device}};
+    }
+    c10::DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
+    void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+Memory memory;
+REGISTER_ALLOCATOR(TYPE, &memory);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+    bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+    bool isAvailable() const override { return true; }
+};
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+    const c10::DeviceGuard guard(device.value_or(c10::Device(TYPE, current_device)));
+    return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                     c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+    const c10::DeviceGuard guard(device.value_or(c10::Device(TYPE, current_device)));
+    return at::detail::empty_strided_generic(size, stride, &memory,
+                                             c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                             c10::dtype_or_default(dtype));
+}
+
+at::Tensor on_host(const at::Tensor& t) {
+    return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().device(at::kCPU));
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+    if (to.numel()) on_host(to).copy_(on_host(from));
+    return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+    if (to.sizes() != from.sizes()) to.resize_(from.sizes());
+    return copy_from(from, to, false);
+}
+
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+    const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+    auto* impl = self.unsafeGetTensorImpl();
+    const auto bytes = (c10::multiply_integers(sizes) + impl->storage_offset()) * self.element_size();
+    if (bytes > static_cast<int64_t>(self.storage().nbytes())) {
+        const c10::DeviceGuard guard(self.device());
+        auto fresh = memory.allocate(bytes);
+        std::memcpy(fresh.get(), self.storage().data(), self.storage().nbytes());
+        self.storage().set_data_ptr(std::move(fresh));
+        self.storage().set_nbytes(bytes);
+    }
+    impl->set_sizes_contiguous(sizes);
+    return self;
+}
+
+at::Tensor host(const at::Tensor& t) { return t.defined() ? t.to(at::kCPU) : t; }
+
+at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+                       c10::IntArrayRef output_padding, int64_t groups) {
+    const auto b = bias.has_value() ? std::optional<at::Tensor>(host(*bias)) : std::nullopt;
+    return at::convolution(host(x), host(weight), b, stride, padding, dilation, transposed, output_padding, groups)
+        .to(x.device());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
+    int64_t groups, std::array<bool, 3> wanted) {
+    const auto bias_size = std::vector<int64_t>{transposed ? weight.size(1) * groups : weight.size(0)};
+    auto [a, b, c] = at::convolution_backward(host(grad), host(x), host(weight), c10::IntArrayRef(bias_size), stride,
+                                              padding, dilation, transposed, output_padding, groups, wanted);
+    const auto there = [&](const at::Tensor& t) { return t.defined() ? t.to(x.device()) : t; };
+    return {there(a), there(b), there(c)};
+}
+
+void by_cpu(const c10::OperatorHandle& function, torch::jit::Stack* stack) {
+    at::native::cpu_fallback(function, stack);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_cpu>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+    m.impl("empty.memory_format", TORCH_FN(empty));
+    m.impl("empty_strided", TORCH_FN(empty_strided));
+    m.impl("_copy_from", TORCH_FN(copy_from));
+    m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
+    m.impl("resize_", TORCH_FN(resize));
+    m.impl("convolution_overrideable", TORCH_FN(convolution));
+    m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+    m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
+    m.impl("view", TORCH_FN(at::native::view));
+    m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+    m.impl("unfold", TORCH_FN(at::native::unfold));
+    m.impl("set_.source_Storage", TORCH_FN(at::native::set_));
+    m.impl("set_.source_Storage_storage_offset", TORCH_FN(at::native::set_storage_cpu_));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    static Hooks hooks;
+    at::RegisterPrivateUse1HooksInterface(&hooks);
+    m.def("device_count", [] { return DEVICES; });
+    m.def("current_device", [] { return static_cast<int>(current_device); });
+    m.def("set_device", [](int index) { current_device = static_cast<c10::DeviceIndex>(index); });
+}

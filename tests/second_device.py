@@ -1,0 +1,184 @@
+"""A device that is not one, in two copies, "stub:0" and "stub:1": its tensors lie in the host's memory and its
+functions run on the CPU, but torch keeps them apart as it would a GPU's. What the engine makes on a wrong device fails.
+
+    python -m tests.second_device FOLDER     builds it there, runs every case and prints a line of JSON for each
+
+It changes the whole process (torch then has an accelerator), so tests run it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import cpp_extension
+
+import fastdp
+
+from . import cases
+from .truth import norms_of, truth
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+NO_SUCH_FUNCTION = ("_thnn_fused", "_copy_from_and_resize")  # of recurrent cells, and of in-place writes by a mask
+
+
+def register(folder: str) -> None:
+    """Build the device and make it known to torch."""
+    made = cpp_extension.load("second_device", [str(SOURCE)], extra_cflags=["-O1", "-g0"], build_directory=folder)
+
+    class Entered:
+        def __init__(self, device: Any) -> None:
+            self.index = device if isinstance(device, int) else torch.device(device).index or 0
+
+        def __enter__(self) -> None:
+            self.before = made.current_device()
+            made.set_device(self.index)
+
+        def __exit__(self, *_: Any) -> None:
+            made.set_device(self.before)
+
+    functions = types.ModuleType("torch.stub")
+    functions.__dict__.update(
+        is_available=lambda: True, device_count=made.device_count, current_device=made.current_device,
+        _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None, synchronize=lambda device=None: None,
+        get_amp_supported_dtype=lambda: [torch.bfloat16], device=Entered,
+    )  # fmt: skip
+    torch.utils.rename_privateuse1_backend("stub")
+    torch._register_device_module("stub", functions)
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(item, device) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(moved(item, device) for item in value)
+    return value
+
+
+# ---------------------------------------------------------------------- one case, all on the second device
+
+
+def check_case(name: str) -> None:
+    model, batch, losses = cases.build(name)
+    exact = truth(model, batch, losses)
+    names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    model, batch = model.to("stub:1"), moved(batch, "stub:1")
+    if len({id(p) for p in model.parameters()}) != len(set(names)):
+        raise Unsupported("moving it to such a device unties its parameters")
+    try:
+        losses(copy.deepcopy(model), batch).mean().backward()
+    except (RuntimeError, NotImplementedError) as problem:
+        if any(function in str(problem) for function in NO_SUCH_FUNCTION):
+            raise Unsupported(str(problem)) from problem
+        raise
+    engine = fastdp.PerSampleGradients(model)
+    losses(model, batch).mean().backward()
+    assert engine.norms().device == torch.device("stub:1")
+    norms = engine.norms().cpu().double()
+    torch.testing.assert_close(norms, norms_of(exact), rtol=1e-4, atol=1e-6)
+    factors = torch.linspace(0.2, 1.0, len(norms))
+    factors[0] = 0
+    for key, total in engine.clipped_sum(factors.to("stub:1")).items():
+        wanted = torch.einsum("b,b...->...", factors.double(), exact[key])
+        assert total.device == torch.device("stub:1")
+        error = (total.cpu().double() - wanted).norm() / wanted.norm().clamp(min=1e-6)
+        assert error < 1e-4, (key, float(error))
+
+
+class Unsupported(Exception):
+    """The device itself cannot run this."""
+
+
+# ---------------------------------------------------------------------- models over several devices
+
+
+class Spread(nn.Module):
+    """An embedding and a layer on one device, the rest on another, as a device map lays a model out."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.devices = (first, second)
+        self.words, self.inner = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
+        self.words.to(first), self.inner.to(first)
+        self.norm.to(second), self.head.to(second)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8).to(second))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.inner(self.words(ids.to(self.devices[0]))).tanh().to(self.devices[1])
+        return self.head(self.norm(hidden) * self.scale).mean(1)
+
+
+PLACES = [("stub:0", "stub:1"), ("stub:1", "stub:0"), ("cpu", "stub:1"), ("stub:0", "cpu")]
+
+
+def trained(first: str, second: str, make: Callable[..., Any], **options: Any) -> dict[str, Tensor]:
+    model = Spread(first, second)
+    optimizer = make(model, lr=0.1, max_grad_norm=0.05, expected_batch_size=6, **options)
+    torch.manual_seed(1)
+    for _ in range(3):
+        ids, labels = torch.randint(0, 11, (6, 4)), torch.randint(0, 5, (6,))
+        F.cross_entropy(model(ids), labels.to(second)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(
+        p.device == q.device for p, q in zip(model.parameters(), Spread(first, second).parameters(), strict=True)
+    )
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def check_spread(first: str, second: str, make: str, **options: Any) -> None:
+    """Three private steps are those of the model on the CPU."""
+    kind = getattr(fastdp, make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # seeded noise says that it voids the guarantee
+        want, found = trained("cpu", "cpu", kind, **options), trained(first, second, kind, **options)
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
+
+
+def checks() -> Iterator[tuple[str, Callable[[], None]]]:
+    for name in cases.CASES:
+        yield name, lambda name=name: check_case(name)
+    for first, second in PLACES:
+        for make, options in (
+            ("DPSGD", {"noise_multiplier": 0.0}),
+            ("DPAdamW", {"noise_multiplier": 0.7, "seed": 3}),
+            ("DPSGD", {"noise_multiplier": 0.0, "style": "layerwise", "clipping": "global"}),
+        ):
+            name = f"{make} {' '.join(map(str, options.values()))} on {first} and {second}"
+            yield name, lambda f=first, s=second, m=make, o=options: check_spread(f, s, m, **o)
+
+
+def main(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    register(folder)
+    for name, check in checks():
+        try:
+            check()
+            problem, kind = "", "passed"
+        except Unsupported as why:
+            problem, kind = str(why), "unsupported"
+        except Exception as error:  # noqa: BLE001  (reported, one line a check)
+            here = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename][-1]
+            problem, kind = f"{type(error).__name__}: {error} ({Path(here.filename).name}:{here.lineno})", "failed"
+        print(json.dumps({"check": name, "kind": kind, "problem": problem[:300]}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
