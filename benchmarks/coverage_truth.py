@@ -38,6 +38,7 @@ TOLERANCE = 1e-4
 MARGIN = 5e-6  # of clip factors
 COUPLED, COUPLED_FLOAT32 = 1e-6, 1e-3  # relative; float64 models often hold float32 islands, near 1e-7
 RANDOM = 1e-6
+OUTSIDE = "outside its documentation"  # begins a note: a case that this engine does not claim to do
 FLOOR = 0.02  # a parameter's error is relative to its own update, or to this share of the whole one
 DROPOUT = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter", re.IGNORECASE)
 
@@ -57,6 +58,8 @@ class Case(NamedTuple):
     build: Callable[[Sizes], Built]
     tolerance: float = TOLERANCE
     text: bool = False  # whether it may be asked for padded text
+    tokens: bool = True  # whether the number of tokens in `sizes` means anything to it
+    outside: str = ""  # "package: what of its documentation this model is beyond"
 
 
 class NotBuilt(Exception):
@@ -285,7 +288,9 @@ def judge(case: Case, sizes: Sizes, engine: Engine, package: str) -> dict[str, A
         exact = truth(case, sizes)
     except Exception as problem:  # noqa: BLE001
         return {"status": "not built", "message": f"{type(problem).__name__}: {clean(problem)}"}
-    base = {"truth": exact.dtype, "coupling": exact.coupling, "notes": "; ".join(exact.notes)}
+    beyond = case.outside.removeprefix(package + ": ")
+    notes = exact.notes + ([f"{OUTSIDE} ({beyond})"] if beyond != case.outside else [])
+    base = {"truth": exact.dtype, "coupling": exact.coupling, "notes": "; ".join(notes)}
     if exact.randomness > RANDOM:
         return {**base, "status": "bad case", "message": f"random: gradients differ by {exact.randomness:.1e}"}
     try:
