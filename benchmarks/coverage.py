@@ -97,8 +97,8 @@ def measure(case: Case, engine: str) -> dict[str, Any]:
     return {**result, "runs": ", ".join(runs)}
 
 
-def repaired(case: Case, engine: str) -> Case | None:
-    """The case after the engine's own repair of its model; None where that changes no module."""
+def repaired(case: Case, engine: str) -> Case | Exception | None:
+    """The case after the engine's own repair of its model; None where that changes no module; or what it raised."""
 
     def build(sizes: Sizes) -> Built:
         model, batch, losses = case.build(sizes)
@@ -106,7 +106,10 @@ def repaired(case: Case, engine: str) -> Case | None:
 
     model = case.build(RUNS[""])[0]
     before = [type(m) for m in model.modules()]
-    changed = [type(m) for m in ENGINES[engine].repair(model).modules()] != before
+    try:
+        changed = [type(m) for m in ENGINES[engine].repair(model).modules()] != before
+    except Exception as problem:  # noqa: BLE001
+        return problem
     return case._replace(name=case.name + REPAIRED, build=build) if changed else None
 
 
@@ -121,7 +124,9 @@ def child(pipe: Connection, case: Case, engine: str) -> None:
         found = measure(case, engine)
         again = repaired(case, engine) if found["status"] == "rightly refused" else None
         pipe.send({**found, "more": again is not None})
-        if again is not None:
+        if isinstance(again, Exception):
+            pipe.send({"status": "crashed", "message": f"repair: {type(again).__name__}: {clean(again)}"})
+        elif again is not None:
             pipe.send(measure(again, engine))
     except BaseException as problem:  # noqa: BLE001  (also SystemExit: the parent must hear of it)
         pipe.send({"status": "crashed", "message": f"benchmark: {type(problem).__name__}: {clean(problem)}"})

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .coverage_parts import Net
 from .coverage_truth import Engine, Losses
 
 
@@ -76,6 +77,10 @@ def opacus_step(mode: str) -> Engine:
 def opacus_repair(model: nn.Module) -> nn.Module:
     from opacus.validators import ModuleValidator
 
+    if isinstance(model, Net):  # it is copied by pickling, which a forward given as a function cannot be
+        for name, part in model.named_children():
+            setattr(model, name, ModuleValidator.fix(part).train())
+        return model
     return ModuleValidator.fix(model).train()
 
 

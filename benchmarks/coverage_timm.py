@@ -20,7 +20,7 @@ from .coverage_losses import row_losses
 from .coverage_truth import Built, Case, NotBuilt, Sizes, clean, shake, without_dropout
 
 CANDIDATES, LARGEST = 6, 50_000_000  # models tried of an architecture, parameters
-PATIENCE, FAST = 20.0, 0.5  # seconds of looking for options and an image that go together; of a forward
+PATIENCE, FAST = 15.0, 0.5  # processor seconds of looking for options and an image that go together; of a forward
 SMALL = re.compile(
     r"test|atto|femto|pico|nano|zepto|tiny|xxs|_xs|_x?small|_s\b|_s0|_t0|_b0|_m0|18|_0\d\d|mini|micro|lite|10|_ti_"
 )
@@ -153,13 +153,10 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def parameters(name: str, options: dict[str, Any]) -> int | None:
-    """None where the model cannot be made like that."""
-    try:
-        with torch.device("meta"):
-            return sum(p.numel() for p in made(name, options).parameters())
-    except Exception:  # noqa: BLE001  (options that this model does not take)
-        return None
+def parameters(name: str, options: dict[str, Any]) -> int:
+    """Raises where the model cannot be made like that."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in made(name, options).parameters())
 
 
 def channels(model: nn.Module) -> int:
@@ -169,22 +166,29 @@ def channels(model: nn.Module) -> int:
 @functools.lru_cache
 def smallest(architecture: str) -> Found:
     """Model, options and image side of the smallest model of the architecture that runs."""
-    started, names = time.monotonic(), architectures()[architecture][:CANDIDATES]
+    started, names = time.process_time(), architectures()[architecture][:CANDIDATES]
     counted: list[tuple[int, str, list[dict[str, Any]]]] = []  # parameters, model, ways to make it
+    problem: object = "no model"
     for name in names:
         try:
             ways = shapes(name)
-        except Exception:  # noqa: BLE001  (as in architectures())
-            ways = []
-        counts = ((i, parameters(name, options)) for i, options in enumerate(ways))
-        i, count = next(((i, c) for i, c in counts if c is not None), (0, None))
-        if count is not None and count <= LARGEST:
-            counted.append((count, name, ways[i:]))
-    problem: object = f"no model below {LARGEST / 1e6:.0f} M parameters among {', '.join(names)}"
+        except Exception as e:  # noqa: BLE001  (as in architectures())
+            problem = f"{name}: {type(e).__name__}: {clean(e, 120)}"
+            continue
+        for i, options in enumerate(ways):
+            try:
+                count = parameters(name, options)
+            except Exception as e:  # noqa: BLE001  (options that it does not take)
+                problem = f"{name}: {type(e).__name__}: {clean(e, 120)}"
+                continue
+            if count <= LARGEST:
+                counted.append((count, name, ways[i:]))
+                break
+            problem = f"{name}: {count / 1e6:.0f} M parameters"
     slow: list[tuple[float, Found]] = []
     for _, name, ways in sorted(counted, key=lambda c: c[0]):
         for options, side in ((w, s) for w in ways for s in ([w["img_size"]] if "img_size" in w else SIDES)):
-            if time.monotonic() - started > PATIENCE:
+            if time.process_time() - started > PATIENCE:
                 break
             try:
                 took = _run(made(name, options), side)
