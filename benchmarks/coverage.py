@@ -7,7 +7,9 @@
 Every case runs in a process of its own, up to three times: with 3 samples, with as many samples as tokens, and, where
 it reads text with an attention mask, with texts of different lengths. The update of one step without noise, at the
 median norm as clipping norm, is compared with the clipped mean of float64 gradients of one sample at a time, relative
-1e-4 by the two rules of coverage_truth.py. --resume leaves out what the file has of the same engine and commit.
+1e-4 by the two rules of coverage_truth.py. A model rightly refused is tried again, as 'NAME [repaired]', after
+fastdp.make_compatible or Opacus' ModuleValidator.fix, where that replaces anything (batch norms). --resume leaves out
+what the file has of the same engine and commit.
 
 exact; rightly refused: the model itself couples the samples of a batch; refused: the library raised, on purpose, on a
 model it could have trained; WRONG: an answer, but not the right one; crashed: any other exception; timeout; bad case:
@@ -36,8 +38,8 @@ import torch
 
 from .coverage_engines import ENGINES
 from .coverage_models import MODELS
-from .coverage_report import NOT_JUDGED, append, commit, done, read, summary, totals
-from .coverage_truth import Case, Sizes, clean, judge
+from .coverage_report import NOT_JUDGED, REPAIRED, append, commit, done, read, summary, totals
+from .coverage_truth import Built, Case, Sizes, clean, judge
 
 RUNS = {"": Sizes(3, 8), "tokens = samples": Sizes(4, 4), "padded": Sizes(3, 8, padded=True)}
 SUITES = ("named", "transformers", "timm", "libraries")
@@ -84,9 +86,9 @@ def measure(case: Case, engine: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     runs = []
     for name, sizes in RUNS.items():
-        if sizes.padded and not case.text:
+        if (sizes.padded and not case.text) or (name and not case.tokens):
             continue
-        found = {**judge(case, sizes, *ENGINES[engine]), "sizes": name}
+        found = {**judge(case, sizes, ENGINES[engine].step, ENGINES[engine].package), "sizes": name}
         if result and found["status"] in (*NOT_JUDGED, "rightly refused"):
             continue  # a model that does not run in these sizes, or couples samples only there
         runs.append(name or "plain")
@@ -97,6 +99,22 @@ def measure(case: Case, engine: str) -> dict[str, Any]:
     return {**result, "runs": ", ".join(runs)}
 
 
+def repaired(case: Case, engine: str) -> Case | Exception | None:
+    """The case after the engine's own repair of its model; None where that changes no module; or what it raised."""
+
+    def build(sizes: Sizes) -> Built:
+        model, batch, losses = case.build(sizes)
+        return ENGINES[engine].repair(model), batch, losses
+
+    model = case.build(RUNS[""])[0]
+    before = [type(m) for m in model.modules()]
+    try:
+        changed = [type(m) for m in ENGINES[engine].repair(model).modules()] != before
+    except Exception as problem:  # noqa: BLE001
+        return problem
+    return case._replace(name=case.name + REPAIRED, build=build) if changed else None
+
+
 def child(pipe: Connection, case: Case, engine: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -105,7 +123,13 @@ def child(pipe: Connection, case: Case, engine: str) -> None:
     os.dup2(quiet, 2)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     try:
-        pipe.send(measure(case, engine))
+        found = measure(case, engine)
+        again = repaired(case, engine) if found["status"] == "rightly refused" else None
+        pipe.send({**found, "more": again is not None})
+        if isinstance(again, Exception):
+            pipe.send({"status": "crashed", "message": f"repair: {type(again).__name__}: {clean(again)}"})
+        elif again is not None:
+            pipe.send(measure(again, engine))
     except BaseException as problem:  # noqa: BLE001  (also SystemExit: the parent must hear of it)
         pipe.send({"status": "crashed", "message": f"benchmark: {type(problem).__name__}: {clean(problem)}"})
     pipe.close()
@@ -117,7 +141,7 @@ def child(pipe: Connection, case: Case, engine: str) -> None:
 def run_all(todo: Iterable[tuple[str, str, Case]], jobs: int, limit: float) -> Iterable[dict[str, Any]]:
     """A forked process for each (suite, engine, case), `jobs` at a time."""
     context = multiprocessing.get_context("fork")
-    waiting, running = collections.deque(todo), dict[Connection, tuple[Any, str, str, Case, float]]()
+    waiting, running = collections.deque(todo), dict[Connection, tuple[Any, str, str, str, float]]()
     while waiting or running:
         while waiting and len(running) < jobs:
             suite, engine, case = waiting.popleft()
@@ -125,20 +149,23 @@ def run_all(todo: Iterable[tuple[str, str, Case]], jobs: int, limit: float) -> I
             process = context.Process(target=child, args=(there, case, engine))
             process.start()
             there.close()
-            running[here] = (process, suite, engine, case, time.monotonic())
+            running[here] = (process, suite, engine, case.name, time.monotonic())
         ready = wait(list(running), timeout=0.5)
         for pipe in list(running):
-            process, suite, engine, case, started = running[pipe]
+            process, suite, engine, name, started = running[pipe]
             seconds = time.monotonic() - started
             if pipe not in ready and seconds < limit:
                 continue
             result = _received(pipe) if pipe in ready else {"status": "timeout", "message": f"over {limit:.0f} s"}
-            process.kill()
-            process.join()
+            if result is not None and result.pop("more", False):
+                running[pipe] = (process, suite, engine, name + REPAIRED, time.monotonic())
+            else:
+                process.kill()
+                process.join()
+                del running[pipe]
             if result is None:
                 result = {"status": "crashed", "message": f"the process died (exit code {process.exitcode})"}
-            del running[pipe]
-            yield {"suite": suite, "engine": engine, "case": case.name, "seconds": round(seconds, 1), **result}
+            yield {"suite": suite, "engine": engine, "case": name, "seconds": round(seconds, 1), **result}
 
 
 def _received(pipe: Connection) -> dict[str, Any] | None:

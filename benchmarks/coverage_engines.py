@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .coverage_parts import Net
 from .coverage_truth import Engine, Losses
 
 
 class Contender(NamedTuple):
     step: Engine
     package: str  # whose own exceptions are refusals
+    repair: Callable[[nn.Module], nn.Module]  # by its own means: batch norms to norms of a sample alone
 
 
 def fastdp_step(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: float, size: int) -> None:
@@ -25,31 +28,60 @@ def fastdp_step(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: f
     optimizer.detach()
 
 
+def fastdp_repair(model: nn.Module) -> nn.Module:
+    import fastdp
+
+    return fastdp.make_compatible(model).model
+
+
+class Criterion(nn.Module):
+    """For `PrivacyEngine`: a loss for each sample, of the batch instead of (output, target)."""
+
+    reduction = "mean"  # Opacus sets it to "none" while it calls
+
+    def __init__(self, losses: Losses) -> None:
+        super().__init__()
+        self.losses = losses
+
+    def forward(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        found = self.losses(model, batch)
+        return found if self.reduction == "none" else found.mean()
+
+
 def opacus_step(mode: str) -> Engine:
-    """As `PrivacyEngine.make_private` puts it together."""
+    """By `PrivacyEngine.make_private`, with a loader of one batch."""
 
     def step(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: float, size: int) -> None:
-        from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-        from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-        from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-        from opacus.validators import ModuleValidator
+        from opacus import PrivacyEngine
 
         warnings.filterwarnings("ignore")
         inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate)
-        ModuleValidator.validate(model, strict=True)
-        common = dict(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=size)
-        if mode == "ghost":
-            wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
-            optimizer = DPOptimizerFastGradientClipping(inner, **common)
-            DPTensorFastGradientClipping(wrapped, optimizer, losses(wrapped, batch), "mean").backward()
-        else:
-            wrapped = GradSampleModule(model, force_functorch=mode == "functorch")
-            wrapped.forbid_grad_accumulation()
-            optimizer = DPOptimizer(inner, **common)
-            losses(wrapped, batch).mean().backward()
+        data = torch.utils.data.TensorDataset(torch.zeros(size, 1))
+        criterion = Criterion(losses)
+        wrapped, optimizer, *more = PrivacyEngine(accountant="rdp").make_private(
+            module=model,
+            optimizer=inner,
+            criterion=criterion,
+            data_loader=torch.utils.data.DataLoader(data, batch_size=size),
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            grad_sample_mode=mode,
+        )
+        criterion = more[0] if mode == "ghost" else criterion
+        criterion(wrapped, batch).backward()
         optimizer.step()
 
     return step
+
+
+def opacus_repair(model: nn.Module) -> nn.Module:
+    from opacus.validators import ModuleValidator
+
+    if isinstance(model, Net):  # it is copied by pickling, which a forward given as a function cannot be
+        for name, part in model.named_children():
+            setattr(model, name, ModuleValidator.fix(part).train())
+        return model
+    return ModuleValidator.fix(model).train()
 
 
 def one_by_one(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: float, size: int) -> None:
@@ -64,9 +96,9 @@ def one_by_one(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: fl
 
 
 ENGINES: dict[str, Contender] = {
-    "fastdp": Contender(fastdp_step, "fastdp"),
-    "opacus-hooks": Contender(opacus_step("hooks"), "opacus"),
-    "opacus-functorch": Contender(opacus_step("functorch"), "opacus"),
-    "opacus-ghost": Contender(opacus_step("ghost"), "opacus"),
-    "one-by-one": Contender(one_by_one, "benchmarks"),
+    "fastdp": Contender(fastdp_step, "fastdp", fastdp_repair),
+    "opacus-hooks": Contender(opacus_step("hooks"), "opacus", opacus_repair),
+    "opacus-functorch": Contender(opacus_step("functorch"), "opacus", opacus_repair),
+    "opacus-ghost": Contender(opacus_step("ghost"), "opacus", opacus_repair),
+    "one-by-one": Contender(one_by_one, "benchmarks", fastdp_repair),
 }

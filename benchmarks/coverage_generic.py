@@ -192,7 +192,7 @@ def _number(name: str, value: Any, profile: Profile) -> Any:
     if POSITIONS.search(name) and "bucket" not in name:
         return min(value, 256)
     if name.endswith("chunk_size"):
-        return min(value, 16)
+        return min(value, 16) if value < 2**17 else value  # the longest are of sound, in samples
     if COUNTS.search(name):
         return min(value, 8)
     return _width(name, value, profile)
@@ -276,6 +276,11 @@ def model_of(model_class: type, config: Any) -> nn.Module:
     for key, value in (("pad_token_id", 0), ("num_labels", 4)):
         if getattr(config, key, value) is None:
             setattr(config, key, value)
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", 0) is None:
+        text.pad_token_id = 0
+    if config.is_encoder_decoder and not hasattr(config, "decoder_start_token_id"):
+        config.decoder_start_token_id = 0
     config.use_cache = False
     with torch.device("meta"):
         try:

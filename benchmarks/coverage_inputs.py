@@ -17,7 +17,7 @@ FIRST, LAST = 10, 90  # token ids of plain text, below those of special tokens
 OPTIONAL = (
     ("pixel_values",), ("flattened_patches",), ("input_values",), ("input_features",), ("visual_feats", "visual_pos"),
     ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
-    ("input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    ("input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"), ("input_ids", "mm_token_type_ids"),
 )  # fmt: skip
 CHANNELS = ("num_channels", "in_channels", "in_chans", "num_input_channels")
 
@@ -66,6 +66,21 @@ def video(config: Any) -> Callable[[int, int], Tensor]:
     return lambda n, t: torch.stack([image(n, t) for _ in range(frames)], 1)
 
 
+def pair(config: Any) -> Callable[[int, int], Tensor]:
+    """Of images."""
+    image = pixels(config, 64)
+    return lambda n, t: torch.stack([image(n, t), image(n, t)], 1)
+
+
+def half_masked(config: Any) -> Callable[[int, int], Tensor]:
+    """The first half of an image's or a video's patches, which every sample must have as many of."""
+    side, patch = (first_int(look_up(config, (n,), d), d) for n, d in (("image_size", 32), ("patch_size", 16)))
+    tube = first_int(look_up(config, ("tubelet_size",), 0), 0)
+    times = first_int(look_up(config, ("num_frames",), 4), 4) // tube if tube else 1
+    count = times * (side // patch) ** 2
+    return lambda n, t: (torch.arange(count) < count // 2).expand(n, count)
+
+
 def spectrogram(config: Any, time_first: bool, steps: int | None = None) -> Callable[[int, int], Tensor]:
     names = ("num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim", "input_dim",
              "n_mels", "num_mel_channels")  # fmt: skip
@@ -105,6 +120,7 @@ def makers(config: Any) -> Makers:
         "pixel_attention_mask": lambda n, t: torch.ones(n, 4, dtype=torch.long),
         "spatial_shapes": lambda n, t: torch.tensor([[2, 2]] * n),
         "attention_mask": lambda n, t: torch.ones(n, t, dtype=torch.long),
+        "mm_token_type_ids": lambda n, t: torch.zeros(n, t, dtype=torch.long),
         "pixel_values": pixels(config),
         "pixel_values_videos": video(config),
         "input_values": lambda n, t: torch.randn(n, 2000),
@@ -112,6 +128,7 @@ def makers(config: Any) -> Makers:
         "bbox": boxes,
         "qformer_input_ids": tokens,
         "flattened_patches": lambda n, t: flattened(config, n),
+        "bool_masked_pos": half_masked(config),
         "past_values": lambda n, t: torch.randn(n, vocab, series),
         "inputs_embeds": lambda n, t: torch.randn(n, t, width),
     }
@@ -150,7 +167,7 @@ def combinations(model: nn.Module, config: Any, wanted: list[str], table: Makers
     words, books = table["input_ids"], first_int(look_up(config, ("num_codebooks", "num_channels"), 4), 4)
     patches = 3 * first_int(look_up(config, ("patch_size",), 16), 16) ** 2
     alternatives = {
-        "pixel_values": [*sides, video(config), lambda n, t: torch.randn(n, 4, patches)],
+        "pixel_values": [*sides, video(config), pair(config), lambda n, t: torch.randn(n, 4, patches)],
         "past_values": [lambda n, t: torch.randn(n, 32)],
         "decoder_input_ids": [lambda n, t: words(n * books, 4), lambda n, t: words(n * books, 4).view(n, 4, books)],
         "input_values": [

@@ -13,7 +13,7 @@ from . import (
     coverage_images,  # noqa: F401  (adds to MODELS)
     coverage_variants,
 )
-from .coverage_parts import MODELS, D, P, V, add, ids, lin, rows, sequence, two
+from .coverage_parts import BATCH_FIRST, MODELS, D, P, V, add, ids, lin, rows, sequence, two
 from .coverage_truth import Case
 
 # ---------------------------------------------------------------------- attention and tokens
@@ -55,9 +55,10 @@ add("einsum_attention", einsum_attention, sequence, q=P(D, 2, 4), k=P(D, 2, 4), 
 add("batch_second", lambda m, x: m.a(x.transpose(0, 1))[0].transpose(0, 1), sequence, a=lambda: nn.GRU(D, 5))
 add("axis_keyword", lambda m, x: m.a(x) / (x * x).mean(axis=-1, keepdim=True).sqrt(), sequence, a=lin(D, 5))
 add("type_as", lambda m, x: m.a(x + torch.arange(x.size(1)).type_as(x)[:, None]), sequence, a=lin(D, 5))
-add("one_sample_at_a_time", lambda m, x: torch.stack([m.a(row.tanh()).sum(0) for row in x]), sequence, a=lin(D, 5))
-add("unpadded_rows", lambda m, x: m.a(x.flatten(0, 1)[torch.arange(x[..., 0].numel())]).view(len(x), -1, 5), sequence,
+add("one_sample_at_a_time", lambda m, x: torch.stack([m.a(row.tanh()).sum(0) for row in x]), sequence, BATCH_FIRST,
     a=lin(D, 5))  # fmt: skip
+add("unpadded_rows", lambda m, x: m.a(x.flatten(0, 1)[torch.arange(x[..., 0].numel())]).view(len(x), -1, 5), sequence,
+    BATCH_FIRST, a=lin(D, 5))  # fmt: skip
 add(
     "heads_in_batch",
     lambda m, x: m.b(
@@ -121,6 +122,7 @@ add(
     "experts_index_add",
     experts_by_index_add,
     sequence,
+    BATCH_FIRST,
     experts=lambda: nn.ModuleList(lin(D, D)() for _ in range(4)),
     **ROUTED,
 )

@@ -13,6 +13,7 @@ from .coverage_losses import row_losses
 from .coverage_truth import Built, Case, Sizes, shake
 
 D, V = 8, 23
+BATCH_FIRST = "opacus: the first dimension of every module's input must be the batch"
 Forward = Callable[..., Tensor]
 MODELS: dict[str, Case] = {}
 
@@ -34,7 +35,9 @@ def square(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return row_losses(model(*[v for k, v in batch.items() if k != "seed"]), batch["seed"])
 
 
-def add(name: str, forward: Forward, inputs: Callable[[Sizes], list[Tensor]], **parts: Callable[[], Any]) -> None:
+def add(
+    name: str, forward: Forward, inputs: Callable[[Sizes], list[Tensor]], outside: str = "", **parts: Callable[[], Any]
+) -> None:
     """A case: parts are made after the seed is set; inputs are samples first."""
 
     def build(sizes: Sizes) -> Built:
@@ -44,7 +47,7 @@ def add(name: str, forward: Forward, inputs: Callable[[Sizes], list[Tensor]], **
         return shake(model).train(), {**batch, "seed": torch.arange(3, 3 + sizes.batch)}, square
 
     assert name not in MODELS, name
-    MODELS[name] = Case(name, build)
+    MODELS[name] = Case(name, build, outside=outside)
 
 
 def P(*shape: int) -> Callable[[], nn.Parameter]:

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .coverage_truth import STATUSES
+from .coverage_truth import OUTSIDE, STATUSES
 
 COLUMNS = ("engine", "suite", "case", "status", "error", "whole", "message", "where", "truth", "coupling", "sizes",
            "runs", "notes", "seconds", "commit")  # fmt: skip
 NOT_JUDGED = ("bad case", "not built")
 CHANGED = "+changes"
+REPAIRED = " [repaired]"  # ends the name of a case tried again after its engine's own repair
 Row = dict[str, Any]
 
 
@@ -79,17 +80,36 @@ def totals(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def suite_of(row: Row) -> str:
+    return row["suite"] + (", repaired" if row["case"].endswith(REPAIRED) else "")
+
+
 def table(rows: list[Row]) -> str:
-    """Markdown, a line for each suite and engine. Right: exact or rightly refused, as a share of the judged."""
-    lines = ["| suite | engine | judged | right | " + " | ".join(STATUSES) + " |", "| --- " * (4 + len(STATUSES)) + "|"]
-    for suite, engine in dict.fromkeys((r["suite"], r["engine"]) for r in rows):
-        count = collections.Counter(r["status"] for r in rows if (r["suite"], r["engine"]) == (suite, engine))
+    """Markdown, a line for each suite and engine: counts, and shares of the judged; of what was not, shares of all."""
+    lines = ["| suite | engine | cases | judged | " + " | ".join(STATUSES) + " |"]
+    lines.append("| --- " * (4 + len(STATUSES)) + "|")
+    order = {suite: i for i, suite in enumerate(dict.fromkeys(suite_of(r) for r in rows))}
+    for suite, engine in sorted(dict.fromkeys((suite_of(r), r["engine"]) for r in rows), key=lambda k: order[k[0]]):
+        count = collections.Counter(r["status"] for r in rows if (suite_of(r), r["engine"]) == (suite, engine))
         total = sum(count.values())
         judged = total - sum(count[s] for s in NOT_JUDGED)
-        right = 100 * (count["exact"] + count["rightly refused"]) / max(judged, 1)
-        cells = [suite, engine, f"{judged} of {total}", f"{right:.1f} %", *[str(count[s]) for s in STATUSES]]
-        lines.append("| " + " | ".join(cells) + " |")
+        shares = [_share(count[s], total if s in NOT_JUDGED else judged) for s in STATUSES]
+        lines.append("| " + " | ".join([suite, engine, str(total), str(judged), *shares]) + " |")
     return "\n".join(lines)
+
+
+def _share(count: int, of: int) -> str:
+    return f"{count} ({100 * count / of:.1f} %)" if count else "0"
+
+
+def footnotes(rows: list[Row]) -> str:
+    """What the table does not say: which cases were asked of an engine beyond what its documentation promises."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for r in rows:
+        for note in (r.get("notes") or "").split("; "):
+            if note.startswith(OUTSIDE):
+                found.setdefault((r["engine"], note), []).append(f"{r['case']} ({r['status']})")
+    return "\n".join(f"{engine}: {note}: {', '.join(names)}" for (engine, note), names in found.items())
 
 
 def reason(message: str) -> str:
@@ -109,13 +129,13 @@ def groups(rows: Iterable[Row], status: str, engine: str) -> str:
         f"- {len(names)} x {why}\n  {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
         for why, names in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
-    return "\n".join([f"\n{engine}, {status}: {sum(map(len, found.values()))}", *lines]) if lines else ""
+    return "\n".join([f"{engine}, {status}: {sum(map(len, found.values()))}", *lines]) if lines else ""
 
 
 def summary(rows: list[Row]) -> str:
     """The table, then what is not exact, by reason."""
-    parts = [table(rows), "", "commits: " + ", ".join(sorted({r["commit"] or "unknown" for r in rows}))]
+    parts = [table(rows), footnotes(rows), "commits: " + ", ".join(sorted({r["commit"] or "unknown" for r in rows}))]
     for engine in dict.fromkeys(r["engine"] for r in rows):
         for status in ("WRONG", "refused", "crashed", "timeout", "bad case", "not built"):
             parts.append(groups(rows, status, engine))
-    return "\n".join(part for i, part in enumerate(parts) if part or i == 1)
+    return "\n\n".join(part for part in parts if part)
