@@ -47,19 +47,6 @@ def library_case(name: str, make: Make, inputs: Inputs, call: Call = plainly) ->
     return Case(name, build)
 
 
-def compatible(make: Make) -> Make:
-    """As a user would, where BatchNorm is refused."""
-
-    def made() -> nn.Module:
-        import fastdp
-
-        model = make()
-        fastdp.make_compatible(model)
-        return model
-
-    return made
-
-
 def image(size: int = 32, channels: int = 3) -> Inputs:
     return lambda s: {"x": torch.randn(s.batch, channels, size, size)}
 
@@ -179,7 +166,6 @@ def tables() -> Iterator[Case]:
         )  # fmt: skip
     tabnet = lambda: module("pytorch_tabnet.tab_network").TabNet(4, 2, group_attention_matrix=torch.eye(4))
     yield library_case("pytorch_tabnet TabNet", tabnet, features(4))
-    yield library_case("pytorch_tabnet TabNet [compatible]", compatible(tabnet), features(4))
 
 
 def flows() -> Iterator[Case]:

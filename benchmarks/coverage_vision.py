@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .coverage_libraries import Case, Sizes, compatible, features, image, library_case, module, noisy_image
+from .coverage_libraries import Case, Sizes, features, image, library_case, module, noisy_image
 
 
 def vit_pytorch() -> Iterator[Case]:
@@ -51,7 +51,6 @@ def vit_pytorch() -> Iterator[Case]:
     for name, kind, given in normed:
         make = lambda name=name, kind=kind, given=given: getattr(module(f"vit_pytorch.{name}"), kind)(**given)
         yield library_case(f"vit_pytorch {name}", make, image(64))
-        yield library_case(f"vit_pytorch {name} [compatible]", compatible(make), image(64))
 
 
 def diffusers() -> Iterator[Case]:
@@ -129,17 +128,13 @@ def monai() -> Iterator[Case]:
     for name, size, given in swept:
         make = lambda name=name, given=given: getattr(n, name)(**given)
         yield library_case(f"monai {name}", make, image(size, 1))
-        if name == "AttentionUnet":
-            yield library_case(f"monai {name} [compatible]", compatible(make), image(size, 1))
 
 
 def segmentation() -> Iterator[Case]:
     smp = module("segmentation_models_pytorch")
     for name in ("Unet", "FPN", "DeepLabV3", "Linknet", "MAnet", "UPerNet", "Segformer"):
         make = lambda name=name: getattr(smp, name)("resnet18", encoder_weights=None, classes=3)
-        if name == "Unet":
-            yield library_case(f"segmentation_models {name}", make, image(64))
-        yield library_case(f"segmentation_models {name} [compatible]", compatible(make), image(64))
+        yield library_case(f"segmentation_models {name}", make, image(64))
 
 
 def open_clip() -> Iterator[Case]:
@@ -161,7 +156,7 @@ def torchvision() -> Iterator[Case]:
                        ("mobilenet_v3_small", 32), ("efficientnet_b0", 32), ("squeezenet1_1", 64), ("alexnet", 64),
                        ("shufflenet_v2_x0_5", 32), ("regnet_y_400mf", 32), ("mnasnet0_5", 32)):  # fmt: skip
         make = lambda name=name: getattr(m, name)(num_classes=5)
-        yield library_case(f"torchvision {name} [compatible]", compatible(make), image(size))
+        yield library_case(f"torchvision {name}", make, image(size))
 
 
 def other() -> Iterator[Case]:
