@@ -26,6 +26,7 @@ from .links import leaves_of, link_of
 from .memo import CONSTANT, Memo, inquires
 from .planner import Planner
 from .recorder import Recorder
+from .regions import Enters, watch_region
 from .uses.alone import one_sample_of
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
@@ -58,7 +59,7 @@ class Backward(Protocol):
         """Keep a use until the end of backward."""
 
 
-class Forward(Protocol):
+class Forward(Enters, Protocol):
     """What a pass and the module hooks need of the forward's side (`fastdp.forward.Forward`)."""
 
     model: nn.Module
@@ -87,6 +88,7 @@ class Pass:
         self.count = count  # uses of parameters: not again where a forward is recomputed
         self.backward, self.batch, self.tracked = forward.backward, batch, tracked
         self.memo, self.planner, self.token = forward.memo, forward.planner, forward.token
+        self.forward = forward
         self.root = type(forward.model).__name__
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
@@ -218,10 +220,13 @@ class Pass:
                 if tag_of(tensor, self.batch) is None:
                     self._settle(tensor)
         if parameters and not torch.is_grad_enabled():
+            watch_region(self.forward, self.path, self.batch)
+            self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
             for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
                 if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
                     self._note_use(leaf, f"{self.place(function_name(func))}, {custom_function()}")
         elif parameters:
+            watch_region(self.forward, self.path, self.batch)
             if has_data:
                 self.count_uses(parameters)
                 return self._combine(func, args, kwargs)

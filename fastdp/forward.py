@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -123,6 +125,27 @@ class Forward:
         """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
         return torch._C._current_graph_task_id() != -1 or self.backward.collect is not None
 
+    @contextlib.contextmanager
+    def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None]) -> Iterator[None]:
+        """A pass around the second forward of a checkpointed region that takes parameters itself."""
+        if self._active is not None or not torch.is_grad_enabled():
+            yield
+            return
+        self._batch = batch
+        tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
+        active = self._active = Pass(self, batch, tracked, count=False)
+        active.stack.append(path)
+        tag_inputs(values, batch, self.batching.dim, layouts, self.batching.folded)
+        try:
+            with active.mode:
+                yield
+        finally:
+            self._active = None
+
+    def sees(self, module: nn.Module) -> bool:
+        """Whether a module's forward enters a pass of this engine, or is part of one."""
+        return any(_hook_of(hook, self) for hook in module._forward_pre_hooks.values())
+
     def active(self) -> Pass | None:
         """The pass that is on."""
         return self._active
@@ -135,6 +158,8 @@ class Forward:
 
     def _remember_layouts(self, active: Pass, path: str, layouts: list[Layout | None]) -> None:
         """For recomputation under checkpointing, which calls inner modules on tensors without layouts."""
+        if not active.count:
+            return  # what the first forward saw stands
         before = self._argument_layouts.get(path)
         if path in active.called and before is not None and _differ(before, layouts):
             alone = not torch.is_grad_enabled() and any(
@@ -190,13 +215,17 @@ def check_unattached(model: nn.Module) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
-        for hook in module._forward_pre_hooks.values():
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, ModuleHook) and owner.forward is not None:
-                raise ParameterError(
-                    "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
-                    "detach() first, two would clip the same gradients twice"
-                )
+        if any(_hook_of(hook) for hook in module._forward_pre_hooks.values()):
+            raise ParameterError(
+                "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
+                "detach() first, two would clip the same gradients twice"
+            )
+
+
+def _hook_of(hook: Any, forward: Forward | None = None) -> bool:
+    """Whether a module's hook is an engine's: of this one, if one is given."""
+    owner = getattr(hook, "__self__", None)
+    return isinstance(owner, ModuleHook) and owner.forward is not None and forward in (None, owner.forward)
 
 
 def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:
