@@ -52,8 +52,8 @@ class Backward(Protocol):
     last_use_of: dict[int, str]
     uses_of: dict[int, int]
 
-    def begin_record(self, recorder: Pass, path: str) -> None:
-        """A captured call's backward begins."""
+    def begin_record(self, recorder: Pass, path: str) -> bool:
+        """A captured call's backward begins. Returns whether its uses count."""
 
     def record(self, use: Use) -> None:
         """Keep a use until the end of backward."""
@@ -64,6 +64,7 @@ class Forward(Enters, Protocol):
 
     model: nn.Module
     token: Tensor
+    token_node: Any  # where autograd would add up the token's gradient
     memo: Memo
 
     @property
@@ -88,7 +89,7 @@ class Pass:
         self.count = count  # uses of parameters: not again where a forward is recomputed
         self.backward, self.batch, self.tracked = forward.backward, batch, tracked
         self.memo, self.planner, self.token = forward.memo, forward.planner, forward.token
-        self.forward = forward
+        self.forward, self.token_node = forward, forward.token_node
         self.root = type(forward.model).__name__
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
@@ -115,8 +116,8 @@ class Pass:
             self.watcher.captured(data)
         return self.token
 
-    def begin_record(self, path: str) -> None:
-        self.backward.begin_record(self, path)
+    def begin_record(self, path: str) -> bool:
+        return self.backward.begin_record(self, path)
 
     def record(self, use: Use) -> None:
         self.backward.record(use)
@@ -273,7 +274,7 @@ class Pass:
 
     def _by_rule(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         registered = RULES.get(func)
-        if registered is not None:
+        if registered is not None and not any(tensor.is_complex() for tensor in tensors_in((args, kwargs))):
             out = registered(recorder, func, args, kwargs)
             if out is not NotImplemented:
                 return out

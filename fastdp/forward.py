@@ -48,6 +48,7 @@ class Forward:
     def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
         self.model, self.backward, self.batching = model, backward, batching
         self.token = torch.zeros((), requires_grad=True)
+        self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo = Memo()
         self._entered: list[Pass | Block | None] = []
         self._active: Pass | None = None
@@ -110,7 +111,9 @@ class Forward:
             if not path:
                 backward.tracked.check_complete()
             backward.forward_begins()
-        tracked = {id(p): name for name, p in backward.tracked.named().items()}
+        named = backward.tracked.named()
+        _refuse_hooks(named)
+        tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
         active = Pass(self, self._batch, tracked, count=not recomputing or not path)
@@ -200,6 +203,17 @@ class Forward:
         while self._active.mode in torch.overrides._get_current_function_mode_stack():
             torch.overrides._pop_mode()
         self._active, self._entered = None, []
+
+
+def _refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
+    """Captured uses are detached: a hook on a parameter's gradient would never be called."""
+    hooked = [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ParameterError(
+            f"{hooked[:3]} have hooks on their gradients (register_hook), which would not run: the gradients of samples "
+            "never become one gradient before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
+            "mask in the forward (torch.nn.utils.parametrize)."
+        )
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)

@@ -30,9 +30,7 @@ _WRAPPED = "_fastdp_seen"
 class Enters(Protocol):
     """Enters a pass where a region is computed again (`fastdp.forward.Forward`)."""
 
-    def again(
-        self, path: str, batch: int, values: Any, layouts: list[Layout | None]
-    ) -> AbstractContextManager[None]:
+    def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None]) -> AbstractContextManager[None]:
         """A pass around a region's second forward; values: its arguments, with the layouts of the first ones."""
 
     def sees(self, module: nn.Module) -> bool:

@@ -48,6 +48,7 @@ class _Generic(Captured):
         self.constants: list[Tensor] = []
         self.args, self.kwargs = map_tensors((args, kwargs), self._slot)
         self.layouts = [self._layout(t) for t in self.data]
+        self.keep(*[operand.value for operand in self.operands], *self.constants)
         self.out_layouts: list[Layout] = []
 
     def _slot(self, tensor: Tensor) -> _Slot:
@@ -126,6 +127,7 @@ class _Generic(Captured):
             return torch.zeros_like(values[number]) if found[0] is None else found[0]
 
         def compute(low: int, high: int) -> Tensor:
+            self.check_kept()
             return torch.stack([gradient([g[b] for g in gs], [x[b] for x in data], b) for b in range(low, high)])
 
         return compute
