@@ -210,8 +210,8 @@ def _refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
     hooked = [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise ParameterError(
-            f"{hooked[:3]} have hooks on their gradients (register_hook), which would not run: the gradients of samples "
-            "never become one gradient before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
+            f"{hooked[:3]} have hooks on their gradients (register_hook), which would not run: the gradients of "
+            "samples never become one before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
             "mask in the forward (torch.nn.utils.parametrize)."
         )
 

@@ -62,6 +62,14 @@ class _Generic(Captured):
                 return _Slot(kind, len(items) - 1)  # type: ignore[arg-type]
         raise AssertionError
 
+    def kind(self) -> Any:
+        """What tells this call from others, but for the batch: which arguments are what, and all that is no tensor.
+
+        Lists compare by their items; an argument that cannot be hashed is told by its text.
+        """
+        operands = [(o.value.shape, o.value.dtype, o.value.is_contiguous()) for o in self.operands]
+        return (tuple(operands), self.autocast, _described((self.args, self.kwargs)))
+
     def parameters(self) -> str:
         """The names of the parameters, for messages."""
         return self.recorder.names_of(operand.tensor for operand in self.operands)
@@ -178,7 +186,7 @@ class _Generic(Captured):
         """Once for each kind of call: the first sample alone gives the batch's first rows."""
         outs = [out] if isinstance(out, Tensor) else list(out)
         data = tuple((t.shape, lay[:4]) for t, lay in zip(self.data, self.layouts, strict=True))
-        key = (self.func, self.path, self.batch, data)
+        key = (self.func, self.path, self.batch, data, self.kind())
         if key in _CHECKED:
             return
         with torch.no_grad():
@@ -206,6 +214,20 @@ class _Generic(Captured):
         if len(_CHECKED) >= CACHE_SIZE:
             _CHECKED.clear()
         _CHECKED.add(key)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, _Slot):
+        return (value.kind, value.number)
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(item)) for name, item in value.items())
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return (type(value), value)
 
 
 def capture_generic(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
