@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from .derived import mark_derived
@@ -225,7 +226,9 @@ class Pass:
             self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
             for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
                 if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
-                    self._note_use(leaf, f"{self.place(function_name(func))}, {custom_function()}")
+                    where = custom_function()
+                    if where:
+                        self._note_use(leaf, f"{self.place(function_name(func))}, {where}")
         elif parameters:
             watch_region(self.forward, self.path, self.batch)
             if has_data:
@@ -323,13 +326,18 @@ class _Poison(torch.autograd.Function):
 
 
 def custom_function() -> str:
-    """The torch.autograd.Function in whose forward the caller stands, if its context shows it; for messages."""
+    """The torch.autograd.Function in whose forward the caller stands, if its context shows it; for messages.
+
+    "" in a checkpointed region: it is computed again, and seen then.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
         if isinstance(first, torch.autograd.function.FunctionCtx):
             name = type(first).__name__.removesuffix("Backward")
+            if getattr(first, "_forward_cls", None) is CheckpointFunction:
+                return ""
             return f"in the forward of {name}, a torch.autograd.Function: register_rule({name}) makes it seen"
         frame = frame.f_back
     return "without grad, as in the forward of a torch.autograd.Function (which fastdp.register_rule makes seen)"

@@ -137,3 +137,10 @@ def test_regions_that_take_parameters_themselves(name: str, reentrant: bool, bud
     total = sum(engine.clipped_sum(torch.ones(6))[n].norm() for n in exact)
     assert all(float((rows[n].double() - g).norm()) < 1e-5 * total for n, g in exact.items())
     engine.detach()
+
+
+def test_an_error_elsewhere_does_not_blame_the_checkpointing() -> None:
+    model = Direct(REGIONS["linear"], reentrant=True)
+    fastdp.PerSampleGradients(model)
+    with pytest.raises(fastdp.errors.UncapturedUseError, match="in the loss perhaps"):
+        (model(torch.randn(6, 6)).square().sum(1).mean() + model.weight.square().sum()).backward()
