@@ -203,3 +203,15 @@ def test_bags_of_any_length_given_with_the_batch(number: int, starts: list[int])
         model.zero_grad()
         model(ids[start:end], torch.tensor([0])).square().sum().backward()
         assert torch.allclose(found[b], model.weight.grad.norm(), rtol=1e-5)  # type: ignore[union-attr]
+
+
+def test_a_gradient_that_torch_cannot_give_for_one_sample_names_the_parameter() -> None:
+    """scatter of a row for every sample: torch's own backward fails where there are more rows than indices."""
+
+    def forward(m: Any, ids: Tensor) -> Tensor:
+        return torch.zeros(len(ids), 7).scatter(1, ids, m.p.expand(len(ids), 3))
+
+    engine = fastdp.PerSampleGradients(Net(forward, p=P(3)))
+    engine.model(torch.stack([torch.randperm(7)[:3] for _ in range(B)])).square().sum(1).mean().backward()
+    with pytest.raises(UncapturedUseError, match="scatter.*'p'"):
+        engine.norms()

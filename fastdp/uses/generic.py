@@ -129,9 +129,12 @@ class _Generic(Captured):
                 w = [v.detach().requires_grad_(i == number) for i, v in enumerate(values)]
                 outs = self.outputs_of_sample(w, xs, b, [tuple(t.shape) for t in g])
                 pairs = [(o, t) for o, t in zip(outs, g, strict=True) if o.requires_grad]
-                found = torch.autograd.grad(
-                    [o for o, _ in pairs], [w[number]], [t for _, t in pairs], allow_unused=True
-                ) if pairs else (None,)  # fmt: skip
+                try:
+                    found = torch.autograd.grad(
+                        [o for o, _ in pairs], [w[number]], [t for _, t in pairs], allow_unused=True
+                    ) if pairs else (None,)  # fmt: skip
+                except RuntimeError as problem:
+                    raise UncapturedUseError(self._not_alone(problem)) from problem
             return torch.zeros_like(values[number]) if found[0] is None else found[0]
 
         def compute(low: int, high: int) -> Tensor:
@@ -158,7 +161,10 @@ class _Generic(Captured):
             outs = [out] if isinstance(out, Tensor) else list(out)
             if [tuple(t.shape) for t in outs] == shapes:
                 return outs
-        raise UncapturedUseError(
+        raise UncapturedUseError(self._not_alone(problem))
+
+    def _not_alone(self, problem: Exception | None) -> str:
+        return (
             f"{self.name}() in module '{self.path}' combines the parameter {self.parameters()} with data in a way that "
             f"does not work on one sample alone, so its gradients are unknown{f' ({problem})' if problem else ''}. "
             f"Freeze the parameter, write the operation so that each sample is treated alone, or {REGISTER}."
