@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .capture import Pass
 from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError
-from .gradients import Gradients
+from .gradients import Gradients, check_unwritten
 from .layouts.layout import Layout
 from .links import leaves_of
 from .ops.common import exactly
@@ -24,6 +24,7 @@ class _Tape:
 
     def __init__(self, number: int) -> None:
         self.number, self.uses = number, list[Use]()
+        self.versions: list[int] = []  # of the uses, when they were recorded
         self.batch: int | None = None
         self.failed = False
         self.recomputed = False  # went through forwards that reentrant checkpointing repeated
@@ -50,6 +51,7 @@ class Backward:
         self._count = 0  # of backwards so far
         self._open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
+        self._unasked = False  # the parameters' gradients are not asked for, only those of other tensors
         self._grads_before: dict[int, tuple[Tensor, int]] = {}
 
     def forward_begins(self) -> None:
@@ -107,18 +109,21 @@ class Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
         return self._tape
 
-    def begin_record(self, recorder: Pass, path: str) -> None:
-        """A captured call's backward begins: check that it means what it should."""
+    def begin_record(self, recorder: Pass, path: str) -> bool:
+        """A captured call's backward begins: check that it means what it should. Returns whether its uses count."""
         if self.collect is not None:
-            return  # a block runs again
+            return True  # a block runs again
         self._recording = path
         tape = self._begin()
+        self._unasked = not torch._C._will_engine_execute_node(recorder.token_node)
         problem: FastDPError | None = None
         if torch.is_grad_enabled():
             problem = StepError(
                 "backward with create_graph=True: the gradient of a gradient is not of one sample each. Call "
                 "loss.backward() without it."
             )
+        elif self._unasked:
+            return False
         elif recorder.backward_id not in (0, tape.number) or self._repeats(recorder, tape):
             problem = StepError(
                 "backward twice through one forward: each would be clipped on its own, so one sample could "
@@ -133,6 +138,7 @@ class Backward:
             tape.failed = True
             raise problem
         recorder.backward_id, tape.batch = tape.number, recorder.batch
+        return True
 
     def _repeats(self, recorder: Pass, tape: _Tape) -> bool:
         """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
@@ -146,12 +152,15 @@ class Backward:
             with torch.no_grad():
                 self.collect(use)
             return
+        if self._unasked:  # torch.autograd.grad(loss, inputs), say, which leaves parameters' .grad alone
+            return
         assert self._tape is not None
         size = use.held_bytes()
         if self.planner.exceeds(size):
             use = self.replays.drop_data(use, self._recording, self.uses_of)
             size = use.held_bytes()
         self._tape.uses.append(use)
+        self._tape.versions.append(use.versions())
         self.planner.hold(size)
 
     # ------------------------------------------------------------------ its end
@@ -164,6 +173,7 @@ class Backward:
             return
         self._check_uncaptured()
         self._check_owned(tape.uses)
+        check_unwritten(tape.uses, tape.versions)
         if tape.batch is None:
             return  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.mean else 1.0

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from .derived import mark_derived
@@ -26,6 +27,7 @@ from .links import leaves_of, link_of
 from .memo import CONSTANT, Memo, inquires
 from .planner import Planner
 from .recorder import Recorder
+from .regions import Enters, watch_region
 from .uses.alone import one_sample_of
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
@@ -51,18 +53,19 @@ class Backward(Protocol):
     last_use_of: dict[int, str]
     uses_of: dict[int, int]
 
-    def begin_record(self, recorder: Pass, path: str) -> None:
-        """A captured call's backward begins."""
+    def begin_record(self, recorder: Pass, path: str) -> bool:
+        """A captured call's backward begins. Returns whether its uses count."""
 
     def record(self, use: Use) -> None:
         """Keep a use until the end of backward."""
 
 
-class Forward(Protocol):
+class Forward(Enters, Protocol):
     """What a pass and the module hooks need of the forward's side (`fastdp.forward.Forward`)."""
 
     model: nn.Module
     token: Tensor
+    token_node: Any  # where autograd would add up the token's gradient
     memo: Memo
 
     @property
@@ -87,6 +90,7 @@ class Pass:
         self.count = count  # uses of parameters: not again where a forward is recomputed
         self.backward, self.batch, self.tracked = forward.backward, batch, tracked
         self.memo, self.planner, self.token = forward.memo, forward.planner, forward.token
+        self.forward, self.token_node = forward, forward.token_node
         self.root = type(forward.model).__name__
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
@@ -113,8 +117,8 @@ class Pass:
             self.watcher.captured(data)
         return self.token
 
-    def begin_record(self, path: str) -> None:
-        self.backward.begin_record(self, path)
+    def begin_record(self, path: str) -> bool:
+        return self.backward.begin_record(self, path)
 
     def record(self, use: Use) -> None:
         self.backward.record(use)
@@ -218,10 +222,15 @@ class Pass:
                 if tag_of(tensor, self.batch) is None:
                     self._settle(tensor)
         if parameters and not torch.is_grad_enabled():
+            watch_region(self.forward, self.path, self.batch)
+            self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
             for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
                 if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
-                    self._note_use(leaf, f"{self.place(function_name(func))}, {custom_function()}")
+                    where = custom_function()
+                    if where:
+                        self._note_use(leaf, f"{self.place(function_name(func))}, {where}")
         elif parameters:
+            watch_region(self.forward, self.path, self.batch)
             if has_data:
                 self.count_uses(parameters)
                 return self._combine(func, args, kwargs)
@@ -268,7 +277,7 @@ class Pass:
 
     def _by_rule(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         registered = RULES.get(func)
-        if registered is not None:
+        if registered is not None and not any(tensor.is_complex() for tensor in tensors_in((args, kwargs))):
             out = registered(recorder, func, args, kwargs)
             if out is not NotImplemented:
                 return out
@@ -317,13 +326,18 @@ class _Poison(torch.autograd.Function):
 
 
 def custom_function() -> str:
-    """The torch.autograd.Function in whose forward the caller stands, if its context shows it; for messages."""
+    """The torch.autograd.Function in whose forward the caller stands, if its context shows it; for messages.
+
+    "" in a checkpointed region: it is computed again, and seen then.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
         if isinstance(first, torch.autograd.function.FunctionCtx):
             name = type(first).__name__.removesuffix("Backward")
+            if getattr(first, "_forward_cls", None) is CheckpointFunction:
+                return ""
             return f"in the forward of {name}, a torch.autograd.Function: register_rule({name}) makes it seen"
         frame = frame.f_back
     return "without grad, as in the forward of a torch.autograd.Function (which fastdp.register_rule makes seen)"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -74,7 +75,9 @@ class _Irreplaceable(Exception):
 def make_compatible(model: nn.Module, *, keep_eval: bool = False, inplace: bool = True) -> CompatibilityReport:
     """Make the modules whose output for one sample depends on the others depend on that sample alone.
 
-    - BatchNorm1d/2d/3d, SyncBatchNorm and classes derived from them become GroupNorm (see `groups_of`).
+    - BatchNorm1d/2d/3d, SyncBatchNorm and classes derived from them become GroupNorm (see `groups_of`). A derived
+      class with a forward of its own does so if that is the norm and then its child modules in their order, which is
+      tried on numbers; else it is left, as what it does besides would be lost.
     - InstanceNorm with running statistics (released without noise) does without them.
     - Embedding, EmbeddingBag: max_norm and scale_grad_by_freq, which depend on who is in the batch, are switched off.
 
@@ -216,7 +219,11 @@ def _become_group_norm(norm: Any) -> str:
     ]  # fmt: skip
     if strange:
         raise _Irreplaceable(f"has {', '.join(strange)} of its own: replace it by torch.nn.GroupNorm by hand")
+    if own:
+        _try_forward(norm)
     channels = int(norm.num_features)
+    if channels == 1 and isinstance(norm, nn.BatchNorm1d):
+        raise _Irreplaceable("has one channel: a single number, normalised by itself, is constant. Take it out")
     groups = groups_of(channels, least=8 if isinstance(norm, nn.BatchNorm1d) else 2)
     norm.__class__ = GroupNormThen if followers else nn.GroupNorm
     for name in _STATISTICS:
@@ -225,8 +232,42 @@ def _become_group_norm(norm: Any) -> str:
     for name in ("momentum", "track_running_stats", "process_group"):
         norm.__dict__.pop(name, None)
     norm.num_groups, norm.num_channels = groups, channels
-    then = f", then {', '.join(followers)}" if followers else ", without its own forward()" if own else ""
+    then = f", then {', '.join(followers)}" if followers else ""
     return f"GroupNorm({groups}, {channels}){then}"
+
+
+def _try_forward(norm: Any) -> None:
+    """Raises _Irreplaceable unless a forward of the norm's own is batch norm and then its children in their order."""
+    twin = copy.deepcopy(norm).to("cpu", torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    sizes = {nn.BatchNorm1d: (), nn.BatchNorm3d: (4, 4, 4)}
+    spatial = next((size for kind, size in sizes.items() if isinstance(norm, kind)), (4, 4))
+    x = torch.randn(4, int(norm.num_features), *spatial, generator=generator)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for tensor in (*twin._parameters.values(), twin.running_mean, twin.running_var):
+            if tensor is not None:
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+        modes = (False,) if isinstance(norm, nn.SyncBatchNorm) else (False, True)  # that one trains on devices only
+        if not all(_does_no_more(twin.train(training), x) for training in modes):
+            raise _Irreplaceable(
+                "its own forward() is not that of a batch norm and then its children in their order, so something "
+                "would be lost: replace it by torch.nn.GroupNorm by hand"
+            )
+
+
+def _does_no_more(norm: Any, x: Tensor) -> bool:
+    mean, var = (None if t is None else t.clone() for t in (norm.running_mean, norm.running_var))
+    want = F.batch_norm(x, mean, var, norm.weight, norm.bias, norm.training or mean is None, 0.0, norm.eps)
+    try:
+        torch.manual_seed(0)
+        for child in norm.children():
+            want = child(want)
+        torch.manual_seed(0)
+        found = type(norm).forward(norm, x)
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as problem:
+        raise _Irreplaceable(f"its own forward() could not be tried ({problem}): replace it by hand") from None
+    alike = isinstance(found, Tensor) and found.shape == want.shape
+    return alike and torch.allclose(found, want, 1e-4, 1e-5)
 
 
 def _check_changeable(norm: nn.Module) -> None:

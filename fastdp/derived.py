@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import SampleMixingError
+from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import bind, function_name, is_in_place, tensors_in
 from .links import Link, leaves_of, link_of, set_link
 from .ops.common import accumulate
@@ -27,6 +27,7 @@ _MOVING = frozenset(
     "bfloat16 type T mT H mH neg __getitem__ view_as reshape_as requires_grad_ diagonal".split()
 )
 _CASTING = frozenset("to float double half bfloat16 type clone contiguous".split())
+_HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 _BROADCASTING = frozenset(("expand", "expand_as", "broadcast_to"))
 
 
@@ -38,6 +39,11 @@ def mark_derived(
     parents: the parameters and derived tensors among the arguments, found before the call.
     """
     name = function_name(func)
+    if name in _HOOKING:
+        raise UncapturedUseError(
+            f"{recorder.place(name)}: a hook on the gradient of {recorder.names_of(parents)}, or of a tensor made of "
+            "it, would not see the gradients of samples. Remove it; to mask a weight, multiply it by the mask."
+        )
     results = [args[0]] if is_in_place(name) else list(tensors_in(out))
     results = [t for t in results if t.requires_grad and not recorder.is_tracked(t)]
     if not results:

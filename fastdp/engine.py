@@ -112,6 +112,7 @@ class PerSampleGradients:
     def _last(self) -> Gradients:
         if self._backward.gradients is None:
             raise StepError("no backward yet: call loss.backward() on the model's output first")
+        self._backward.gradients.check_unwritten()
         return self._backward.gradients
 
     def norms(self) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ class Forward:
     def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
         self.model, self.backward, self.batching = model, backward, batching
         self.token = torch.zeros((), requires_grad=True)
+        self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo = Memo()
         self._entered: list[Pass | Block | None] = []
         self._active: Pass | None = None
@@ -108,7 +111,9 @@ class Forward:
             if not path:
                 backward.tracked.check_complete()
             backward.forward_begins()
-        tracked = {id(p): name for name, p in backward.tracked.named().items()}
+        named = backward.tracked.named()
+        _refuse_hooks(named)
+        tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
         active = Pass(self, self._batch, tracked, count=not recomputing or not path)
@@ -123,6 +128,27 @@ class Forward:
         """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
         return torch._C._current_graph_task_id() != -1 or self.backward.collect is not None
 
+    @contextlib.contextmanager
+    def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None]) -> Iterator[None]:
+        """A pass around the second forward of a checkpointed region that takes parameters itself."""
+        if self._active is not None or not torch.is_grad_enabled():
+            yield
+            return
+        self._batch = batch
+        tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
+        active = self._active = Pass(self, batch, tracked, count=False)
+        active.stack.append(path)
+        tag_inputs(values, batch, self.batching.dim, layouts, self.batching.folded)
+        try:
+            with active.mode:
+                yield
+        finally:
+            self._active = None
+
+    def sees(self, module: nn.Module) -> bool:
+        """Whether a module's forward enters a pass of this engine, or is part of one."""
+        return any(_hook_of(hook, self) for hook in module._forward_pre_hooks.values())
+
     def active(self) -> Pass | None:
         """The pass that is on."""
         return self._active
@@ -135,6 +161,8 @@ class Forward:
 
     def _remember_layouts(self, active: Pass, path: str, layouts: list[Layout | None]) -> None:
         """For recomputation under checkpointing, which calls inner modules on tensors without layouts."""
+        if not active.count:
+            return  # what the first forward saw stands
         before = self._argument_layouts.get(path)
         if path in active.called and before is not None and _differ(before, layouts):
             alone = not torch.is_grad_enabled() and any(
@@ -183,6 +211,17 @@ def _is_constant(module: nn.Module, args: Any, kwargs: Any) -> bool:
     return not tensors and not any(p.requires_grad for p in module.parameters())
 
 
+def _refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
+    """Captured uses are detached: a hook on a parameter's gradient would never be called."""
+    hooked = [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ParameterError(
+            f"{hooked[:3]} have hooks on their gradients (register_hook), which would not run: the gradients of "
+            "samples never become one before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
+            "mask in the forward (torch.nn.utils.parametrize)."
+        )
+
+
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -196,13 +235,17 @@ def check_unattached(model: nn.Module) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
-        for hook in module._forward_pre_hooks.values():
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, ModuleHook) and owner.forward is not None:
-                raise ParameterError(
-                    "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
-                    "detach() first, two would clip the same gradients twice"
-                )
+        if any(_hook_of(hook) for hook in module._forward_pre_hooks.values()):
+            raise ParameterError(
+                "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
+                "detach() first, two would clip the same gradients twice"
+            )
+
+
+def _hook_of(hook: Any, forward: Forward | None = None) -> bool:
+    """Whether a module's hook is an engine's: of this one, if one is given."""
+    owner = getattr(hook, "__self__", None)
+    return isinstance(owner, ModuleHook) and owner.forward is not None and forward in (None, owner.forward)
 
 
 def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:

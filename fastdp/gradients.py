@@ -18,6 +18,7 @@ from .buffers import Buffers
 from .bundle import Bundle, is_small
 from .clock import Clock
 from .derived import pull_back, pull_back_sum
+from .errors import StepError
 from .links import leaves_of, link_of
 from .ops.common import accumulate, chunks
 from .ops.rows import square_sum
@@ -59,6 +60,7 @@ class Gradients:
             for use in group if len(group) > 1 else ():
                 use.shared = True
         self._bundles: dict[tuple[int, ...], Bundle | None] = {}
+        self._versions = [use.versions() for use in self.uses]
 
     def uses_of(self, parameter: Tensor) -> list[Use]:
         return self._of.get(id(parameter), [])
@@ -134,6 +136,21 @@ class Gradients:
 
     def held_bytes(self) -> int:
         return sum(use.held_bytes() for use in self.uses)
+
+    def check_unwritten(self) -> None:
+        """Raises StepError where something that the uses hold (the model's input, perhaps) was written to since."""
+        check_unwritten(self.uses, self._versions)
+
+
+def check_unwritten(uses: Iterable[Use], versions: Iterable[int]) -> None:
+    """Raises StepError where what a use holds is not what it held at these versions."""
+    for use, version in zip(uses, versions, strict=True):
+        if use.versions() != version:
+            raise StepError(
+                f"{use.name}(): its input or the gradient of its output was written to in place (by a hook that "
+                "changes its argument, or as a buffer for the next batch) before norms and sums were taken: they would "
+                "be of other numbers. Take them first, or write into a copy."
+            )
 
 
 def _settled(use: Use) -> Use:

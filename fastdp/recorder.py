@@ -30,8 +30,8 @@ class Recorder(Protocol):
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
 
-    def begin_record(self, path: str) -> None:
-        """A captured call's backward begins."""
+    def begin_record(self, path: str) -> bool:
+        """A captured call's backward begins. Returns whether the gradients of parameters are asked for."""
 
     def record(self, use: Any) -> None:
         """Keep a use until the end of backward."""

@@ -91,3 +91,56 @@ def test_input_gradients_are_those_of_plain_autograd() -> None:
         found, want = engine.materialize()["before.weight"].double(), exact["before.weight"]
         assert float((found - want).norm() / want.norm()) < tolerance
         engine.detach()
+
+
+class Direct(nn.Module):
+    """A region whose own function takes parameters. As many samples as features: saved shapes tell nothing."""
+
+    def __init__(self, region: Callable[[Direct, Tensor], Tensor], reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.weight, self.scale = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+        self.region, self.reentrant = region, reentrant
+
+    def again(self, function: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool | None = None) -> Tensor:
+        how = self.reentrant if reentrant is None else reentrant
+        return checkpoint(function, x, use_reentrant=how)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.again(lambda y: self.region(self, y), self.first(x)) + self.scale.tanh()
+        return self.last(y @ self.weight + x)
+
+
+REGIONS: dict[str, Callable[[Direct, Tensor], Tensor]] = {
+    "linear": lambda m, y: nn.functional.linear(y, m.weight).tanh(),
+    "products": lambda m, y: (y @ m.weight).tanh() @ m.weight,
+    "made of a parameter": lambda m, y: nn.functional.linear(y, m.weight * 2).tanh(),
+    "scale of a layer": lambda m, y: m.inner(y) * m.scale,
+    "einsum": lambda m, y: torch.einsum("bi,io->bo", y, m.weight).tanh(),
+    "nested": lambda m, y: m.again(lambda z: (z @ m.weight).tanh(), y * m.scale) + m.inner(y),
+    "nested in the other way": lambda m, y: m.again(lambda z: z @ m.weight, y * m.scale, not m.reentrant) + m.inner(y),
+    "of a layer twice": lambda m, y: m.again(lambda z: m.inner(z).tanh(), y, True) + m.inner(y),
+}
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_that_take_parameters_themselves(name: str, reentrant: bool, budget: int | None) -> None:
+    torch.manual_seed(0)
+    model, x = Direct(REGIONS[name], reentrant), torch.randn(6, 6)
+    exact = truth(model, x, lambda m, x: m(x).square().sum(1))
+    engine = fastdp.PerSampleGradients(model, memory_budget=budget)
+    model(x).square().sum(1).mean().backward()
+    rows = engine.materialize()
+    assert torch.allclose(engine.norms().double(), norms_of(exact), rtol=1e-5)
+    total = sum(engine.clipped_sum(torch.ones(6))[n].norm() for n in exact)
+    assert all(float((rows[n].double() - g).norm()) < 1e-5 * total for n, g in exact.items())
+    engine.detach()
+
+
+def test_an_error_elsewhere_does_not_blame_the_checkpointing() -> None:
+    model = Direct(REGIONS["linear"], reentrant=True)
+    fastdp.PerSampleGradients(model)
+    with pytest.raises(fastdp.errors.UncapturedUseError, match="in the loss perhaps"):
+        (model(torch.randn(6, 6)).square().sum(1).mean() + model.weight.square().sum()).backward()

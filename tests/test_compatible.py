@@ -213,6 +213,64 @@ def test_a_norm_with_its_activation() -> None:
     assert not fastdp.make_compatible(model).changed
 
 
+class Functional(nn.BatchNorm2d):
+    """Its activation is no child."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Residual(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Scaled(NormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class OtherOrder(NormAct):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.ReLU(), nn.Hardtanh(-0.5, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.act(nn.BatchNorm2d.forward(self, x)) - 0.1)
+
+
+class Noisy(nn.BatchNorm2d):
+    """More than a batch norm in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn_like(x) if self.training else x)
+
+
+class Cast(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", [Functional, Residual, Scaled, OtherOrder, Noisy])
+def test_a_forward_that_does_more_is_not_lost(kind: type[nn.BatchNorm2d]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), kind(8))
+    state = torch.get_rng_state()
+    report = fastdp.make_compatible(model)
+    assert type(model[1]) is kind and "own forward()" in report.left[0].after and not report.changed
+    assert torch.equal(state, torch.get_rng_state()) and int(model[1].num_batches_tracked) == 0
+
+
+def test_a_forward_that_does_the_same_goes() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), Cast(8))
+    assert fastdp.make_compatible(model).ok and type(model[1]) is nn.GroupNorm
+
+
+def test_one_channel_without_positions() -> None:
+    model = nn.ModuleDict({"a": nn.BatchNorm1d(1), "b": nn.BatchNorm2d(1)})
+    report = fastdp.make_compatible(model)
+    assert "one channel" in report.left[0].after and type(model["b"]) is nn.GroupNorm
+
+
 def test_what_cannot_be_replaced_is_listed_with_the_reason() -> None:
     parametrized = nn.BatchNorm2d(4)
     nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Softplus())

@@ -7,14 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from .common import GAMMA as GAMMA
+from .common import KINDS as KINDS
+from .common import MARGIN as MARGIN
 from .noise import on_cuda
 from .registry import define
 
-KINDS = ("local", "global", "automatic")
-GAMMA = 0.01
-# A norm may come out too small by rounding; factors are computed for a norm larger by this share, so that no
-# contribution exceeds the clipping norm. Float32 accumulation errs by about 1e-7 to 1e-6 here.
-MARGIN = 4e-6
 TINY = 2.0**-126  # float32's smallest normal number: a factor below it would be rounded by more than any margin
 # Below it a squared norm of float32 may have lost what its parts were: gradients this small are not told from 0.
 SMALL = {torch.float32: 2.0**-100, torch.float64: 0.0}

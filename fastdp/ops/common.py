@@ -1,4 +1,4 @@
-"""What the operators share: accumulation type, chunks of samples, rows that must not be read."""
+"""What the operators share: accumulation type, chunks of samples, rows that must not be read, numbers of clipping."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20  # temporaries stay near this size
+KINDS = ("local", "global", "automatic")  # of clipping
+GAMMA = 0.01
+# A norm may come out too small by rounding; factors are computed for a norm larger by this share, so that no
+# contribution exceeds the clipping norm. Float32 accumulation errs by about 1e-7 to 1e-6 here.
+MARGIN = 4e-6
 
 
 def accumulate(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..clock import Clock
 from ..costs import Shape
-from ..errors import BatchLayoutError, SampleMixingError
+from ..errors import BatchLayoutError, SampleMixingError, StepError
 from ..layouts.layout import Layout, samplewise, tag, tag_of
 from ..ops.common import accumulate, chunks, exactly
 from ..ops.rows import square_sum, weighted_sum
@@ -69,6 +69,10 @@ class Use:
     def data(self) -> tuple[Tensor, ...]:
         """The tensors that the use holds until the end of backward."""
         return tuple(v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.operand)
+
+    def versions(self) -> int:
+        """Grows with every write in place to what the use holds."""
+        return sum(t._version for t in self.data() if not t.is_inference())
 
     @property
     def short(self) -> bool:
@@ -144,10 +148,24 @@ class Captured:
         self.recorder, self.name, self.path = recorder, name, path
         self.inner: tuple[list[Tensor], Any] | None = None
         self.again: _Again | None = None  # the call runs once more in backward, instead of keeping a graph
+        self._kept: list[tuple[Tensor, int]] = []
 
     @property
     def batch(self) -> int:
         return self.recorder.batch
+
+    def keep(self, *values: Tensor | None) -> None:
+        """Note tensors beside the data whose numbers the backward reads: autograd does not watch over these."""
+        self._kept += [(t, t._version) for t in values if t is not None and not t.is_inference()]
+
+    def check_kept(self) -> None:
+        """Raises StepError where a kept tensor has been written to since."""
+        if any(tensor._version != version for tensor, version in self._kept):
+            raise StepError(
+                f"{self.name}() in module '{self.path}': a parameter (or a constant beside it) was written to between "
+                "its use in the forward and the backward, by an optimizer's step, a moving average or a normalisation "
+                "in place perhaps, so the gradients would be of other numbers. Write after the step, or use a clone()."
+            )
 
     def run(self, *data: Tensor) -> Any:
         """The function's value from the data; parameters detached."""
@@ -231,10 +249,11 @@ class CaptureFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call: Captured = ctx.call
-        call.recorder.begin_record(call.path)
+        asked = call.recorder.begin_record(call.path)
+        call.check_kept()
         kept = ctx.saved_tensors
         saved, data = kept[: ctx.saved_count], kept[ctx.saved_count :]
-        if call.batch:
+        if call.batch and asked:
             with exactly():
                 call.back(saved, grads)
         if call.again is not None:

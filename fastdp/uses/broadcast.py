@@ -106,6 +106,7 @@ class _Elementwise(Captured):
 
     def forward(self, *data: Tensor) -> Any:
         if self.kind in ("mul", "div"):
+            self.keep(*[side.value for side in self.sides if isinstance(side, Operand)])
             return super().forward(*data)
         self.shapes = [(t.shape, t.dtype) if t.requires_grad else None for t in data]
         return self.run(*data)  # a sum's gradients need none of its terms: hold none
@@ -173,8 +174,6 @@ def capture_elementwise(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
     layout = sample_layout(recorder, source, func.__name__)
     in_place = func in _IN_PLACE
     ndim = max(s.dim() for s in (first, second) if isinstance(s, Tensor))
-    if any(s.shape[-1:] != (1,) and s.is_complex() for s in (first, second) if isinstance(s, Tensor)):
-        return NotImplemented
     if in_place and first is not source:
         return NotImplemented
     layout = layout._replace(dim=layout.dim + ndim - source.dim()) if layout.batch > 1 else layout

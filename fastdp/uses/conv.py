@@ -74,6 +74,8 @@ class _Conv(Captured):
         if self.cast is not None:
             x, self.value = x.to(self.cast), self.value.to(self.cast)
             bias = None if bias is None else bias.to(self.cast)
+        if self.wants_input:
+            self.keep(self.value)
         geo = self.geometry
         return torch.convolution(
             x, self.value, bias, list(geo.stride), list(geo.padding), list(geo.dilation), geo.transposed,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..derived import check_embedding, mark_derived
+from ..errors import SampleMixingError
 from ..layouts.calls import bind
 from ..layouts.layout import Layout, tag, tag_of
 from ..recorder import Recorder
@@ -179,8 +180,28 @@ class _Bag(Captured):
     def _bag_of_element(self, ids: Tensor, bags: int) -> Tensor:
         if ids.dim() == 2:
             return torch.arange(bags, device=ids.device).repeat_interleave(ids.size(1))
-        starts = self.options["offsets"][:bags]
-        return torch.searchsorted(starts, torch.arange(ids.numel(), device=ids.device), right=True) - 1
+        return _bags_of_elements(ids, self.options["offsets"], bags)
+
+
+def _bags_of_elements(ids: Tensor, offsets: Tensor, bags: int) -> Tensor:
+    """The bag of each of the flat ids; an empty bag begins where the next one does."""
+    return torch.searchsorted(offsets[:bags], torch.arange(ids.numel(), device=ids.device), right=True) - 1
+
+
+def _layout_of_bags(recorder: Recorder, ids: Tensor, offsets: Tensor, count: int) -> Layout:
+    """Bags of flat ids are equally many for each sample, in order; what is known of the ids must not contradict."""
+    batch = recorder.batch
+    bags, own = Layout(batch, 0, 1, count // max(batch, 1)), tag_of(ids, batch)
+    given = tag_of(offsets, batch)  # with the batch: a flat input of ids then has no rows of its own that count
+    if batch <= 1 or own is None or (own.owner is None and given is not None and not given.mixed):
+        return bags
+    owners, elements = own.owners(ids.device), _bags_of_elements(ids, offsets, count)
+    if not torch.equal(bags.owners(ids.device)[elements], owners):
+        raise SampleMixingError(
+            f"{recorder.place('embedding_bag')}: the bags that offsets= makes are not of the samples in their order, "
+            "the same number of each. Give ids of two dimensions, or call it before rows are reordered."
+        )
+    return bags
 
 
 @rule(F.embedding_bag)
@@ -201,11 +222,13 @@ def capture_embedding_bag(recorder: Recorder, func: Any, args: tuple[Any, ...], 
         bags = sample_layout(recorder, ids, "embedding_bag")
         if bags.batch > 1 and bags.dim != 0:
             return NotImplemented
-    else:  # one bag a sample: the number of bags is the batch
+    else:
         count = offsets.numel() - bool(found["include_last_offset"])
+        if recorder.batch > 1 and tag_of(ids, recorder.batch) is not None:
+            sample_layout(recorder, ids, "embedding_bag")
         if count % max(recorder.batch, 1):
             return NotImplemented
-        bags = Layout(recorder.batch, 0, 1, count // max(recorder.batch, 1))
+        bags = _layout_of_bags(recorder, ids, offsets, count)
     options = {k: found[k] for k in ("offsets", "padding_idx")}
     options |= {"mode": mode, "include_last_offset": bool(found["include_last_offset"])}
     call = _Bag(recorder, Operand.of(table), options, bags, weights is not None)

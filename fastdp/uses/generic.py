@@ -48,6 +48,7 @@ class _Generic(Captured):
         self.constants: list[Tensor] = []
         self.args, self.kwargs = map_tensors((args, kwargs), self._slot)
         self.layouts = [self._layout(t) for t in self.data]
+        self.keep(*[operand.value for operand in self.operands], *self.constants)
         self.out_layouts: list[Layout] = []
 
     def _slot(self, tensor: Tensor) -> _Slot:
@@ -60,6 +61,14 @@ class _Generic(Captured):
                 items.append(Operand.of(tensor) if kind == "operand" else tensor)  # type: ignore[arg-type, attr-defined]
                 return _Slot(kind, len(items) - 1)  # type: ignore[arg-type]
         raise AssertionError
+
+    def kind(self) -> Any:
+        """What tells this call from others, but for the batch: which arguments are what, and all that is no tensor.
+
+        Lists compare by their items; an argument that cannot be hashed is told by its text.
+        """
+        operands = [(o.value.shape, o.value.dtype, o.value.is_contiguous()) for o in self.operands]
+        return (tuple(operands), self.autocast, _described((self.args, self.kwargs)))
 
     def parameters(self) -> str:
         """The names of the parameters, for messages."""
@@ -120,12 +129,16 @@ class _Generic(Captured):
                 w = [v.detach().requires_grad_(i == number) for i, v in enumerate(values)]
                 outs = self.outputs_of_sample(w, xs, b, [tuple(t.shape) for t in g])
                 pairs = [(o, t) for o, t in zip(outs, g, strict=True) if o.requires_grad]
-                found = torch.autograd.grad(
-                    [o for o, _ in pairs], [w[number]], [t for _, t in pairs], allow_unused=True
-                ) if pairs else (None,)  # fmt: skip
+                try:
+                    found = torch.autograd.grad(
+                        [o for o, _ in pairs], [w[number]], [t for _, t in pairs], allow_unused=True
+                    ) if pairs else (None,)  # fmt: skip
+                except RuntimeError as problem:
+                    raise UncapturedUseError(self._not_alone(problem)) from problem
             return torch.zeros_like(values[number]) if found[0] is None else found[0]
 
         def compute(low: int, high: int) -> Tensor:
+            self.check_kept()
             return torch.stack([gradient([g[b] for g in gs], [x[b] for x in data], b) for b in range(low, high)])
 
         return compute
@@ -148,7 +161,10 @@ class _Generic(Captured):
             outs = [out] if isinstance(out, Tensor) else list(out)
             if [tuple(t.shape) for t in outs] == shapes:
                 return outs
-        raise UncapturedUseError(
+        raise UncapturedUseError(self._not_alone(problem))
+
+    def _not_alone(self, problem: Exception | None) -> str:
+        return (
             f"{self.name}() in module '{self.path}' combines the parameter {self.parameters()} with data in a way that "
             f"does not work on one sample alone, so its gradients are unknown{f' ({problem})' if problem else ''}. "
             f"Freeze the parameter, write the operation so that each sample is treated alone, or {REGISTER}."
@@ -176,7 +192,7 @@ class _Generic(Captured):
         """Once for each kind of call: the first sample alone gives the batch's first rows."""
         outs = [out] if isinstance(out, Tensor) else list(out)
         data = tuple((t.shape, lay[:4]) for t, lay in zip(self.data, self.layouts, strict=True))
-        key = (self.func, self.path, self.batch, data)
+        key = (self.func, self.path, self.batch, data, self.kind())
         if key in _CHECKED:
             return
         with torch.no_grad():
@@ -204,6 +220,20 @@ class _Generic(Captured):
         if len(_CHECKED) >= CACHE_SIZE:
             _CHECKED.clear()
         _CHECKED.add(key)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, _Slot):
+        return (value.kind, value.number)
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(item)) for name, item in value.items())
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return (type(value), value)
 
 
 def capture_generic(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

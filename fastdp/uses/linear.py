@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -92,11 +93,9 @@ class _Product(Captured):
         return (data[0] if cast is None else data[0].to(cast),)
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        g = cut(grads[0], self.layout)
-        g = g.reshape(g.size(0), -1, g.size(-1))
+        g = _steps(cut(grads[0], self.layout))
         if self.learns_weight:
-            a = cut(saved[0], self.layout)
-            a = a.reshape(a.size(0), -1, a.size(-1))
+            a = _steps(cut(saved[0], self.layout))
             a, o = (g, a) if self.flipped else (a, g)
             self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, o, self.name))
         if self.bias is not None and self.learns_bias:
@@ -114,6 +113,8 @@ class _Linear(_Product):
             x, self.value = x.to(cast), self.value.to(cast)
             bias = None if bias is None else bias.to(cast)
         self.wants_input = data[0].requires_grad
+        if self.wants_input:
+            self.keep(self.value)
         return F.linear(x, self.value, bias)
 
     def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
@@ -128,6 +129,11 @@ class _Right(_Product):
     def run(self, *data: Tensor) -> Tensor:
         out = torch.matmul(data[0], self.weight.value)
         return out if self.bias is None else out + self.bias.value
+
+
+def _steps(tensor: Tensor) -> Tensor:
+    """[B, ..., I] -> [B, T, I], I perhaps 0."""
+    return tensor.reshape(tensor.size(0), math.prod(tensor.shape[1:-1]), tensor.size(-1))
 
 
 def _row_sum(g: Tensor) -> Tensor:
@@ -164,7 +170,7 @@ class _Left(Captured):
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g, a = cut(grads[0], self.layout).mT, cut(saved[0], self.layout).mT  # [B, ..., T, O] and [..., T, I]
-        a, g = (t.reshape(t.size(0), -1, t.size(-1)) for t in (a, g))
+        a, g = _steps(a), _steps(g)
         self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, g, self.name))
 
 

@@ -93,6 +93,8 @@ class _LayerNorm(_Native):
 
     def forward(self, *data: Tensor) -> Tensor:
         self.wants_input = data[0].requires_grad
+        if self.wants_input:
+            self.keep(self.values()[0])
         out, *statistics = torch.native_layer_norm(data[0], self.shape, *self.values(), self.eps)
         self.statistics = (statistics[0], statistics[1])
         return out
@@ -121,6 +123,8 @@ class _GroupNorm(_Native):
 
     def forward(self, *data: Tensor) -> Tensor:
         self.wants_input = data[0].requires_grad
+        if self.wants_input:
+            self.keep(self.values()[0])
         x = data[0]
         out, *statistics = torch.native_group_norm(x, *self.values(), *self._sizes(x), self.eps)
         self.statistics = (statistics[0], statistics[1])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import BatchLayoutError, UncapturedUseError
+from ..errors import BatchLayoutError, FastDPError, UncapturedUseError
 from ..layouts.calls import tensors_in
 from ..layouts.layout import tag_of
 from ..layouts.trial import CACHE_SIZE
@@ -108,8 +108,18 @@ class _Registered(_Generic):
         values = [_long(o.value) for o in self.operands]
         args, kwargs = self.filled(values, [_long(t) for t in data], [_long(t) for t in self.constants])
         batch = next(g for g in gs if g is not None).size(0)
-        with torch.no_grad():
-            found = self.rule(RuleCall(args, kwargs, tuple(None if g is None else _long(g) for g in gs), batch))
+        grads = tuple(None if g is None else _long(g) for g in gs)
+        taken = [t for t in tensors_in((args, kwargs, grads)) if not t.is_inference()]
+        before = [t._version for t in taken]
+        try:
+            with torch.no_grad():
+                found = self.rule(RuleCall(args, kwargs, grads, batch))
+        except FastDPError:
+            raise
+        except Exception as problem:
+            raise UncapturedUseError(f"{self.wrong} raised {type(problem).__name__}: {problem}") from problem
+        if [t._version for t in taken] != before:
+            raise UncapturedUseError(f"{self.wrong} writes into its arguments, which others use: work on copies")
         if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in (*found, *found.values())):
             raise UncapturedUseError(
                 f"{self.wrong} must return a dict of tensors {{parameter: gradients}}, not {type(found).__name__}"
@@ -132,10 +142,11 @@ class _Registered(_Generic):
     # ------------------------------------------------------------------ the check
 
     def check(self, out: Any) -> None:
-        """Once for each kind of call: the rule's rows of the first and last sample equal autograd's."""
+        """Once for each kind of call: the rule's rows of the first and last sample equal autograd's, and so does the
+        sum of all rows, each weighed by a number of its own."""
         outs = [out] if isinstance(out, Tensor) else list(out)
         kinds = [_kind(t, layout) for t, layout in zip(self.data, self.layouts, strict=True)]
-        key = (self.rule, self.func, self.path, self.batch > 1, tuple(kinds))
+        key = (self.rule, self.func, self.path, self.batch > 1, tuple(kinds), self.kind())
         if key in _CHECKED:
             return
         generator = torch.Generator().manual_seed(0)
@@ -146,7 +157,9 @@ class _Registered(_Generic):
         found = self._apply_rule(*self._cut(tuple(self.data), tuple(grads)))
         conclusive = True
         for b in {0, self.batch - 1}:
-            for n, truth in enumerate(self._by_autograd(grads, b)):
+            own = torch.zeros(self.batch)
+            own[b] = 1
+            for n, truth in enumerate(self._by_autograd(grads, own)):
                 size = float(truth.norm())
                 off = float((found[n][b].double() - truth.double()).norm())
                 conclusive = conclusive and 0 < size < float("inf")
@@ -156,14 +169,31 @@ class _Registered(_Generic):
                         f"{self.wrong} is wrong: for {self.recorder.names_of([self.operands[n].tensor])} and sample "
                         f"{b} its gradient differs from autograd's by {off:.2g}, of {size:.2g}"
                     )
+        self._check_sum(grads, found)
         self._check_isolation(grads, found)
         if conclusive:
             if len(_CHECKED) >= CACHE_SIZE:
                 _CHECKED.clear()
             _CHECKED.add(key)
 
-    def _by_autograd(self, grads: list[Tensor | None], b: int) -> list[Tensor]:
-        """Gradients of sample b: autograd's for the whole batch, with the gradients of all other samples zero."""
+    def _check_sum(self, grads: list[Tensor | None], found: list[Tensor]) -> None:
+        """The samples between the first and the last: their rows, weighed and added, equal autograd's."""
+        if self.batch < 3:
+            return
+        c = torch.rand(self.batch, generator=torch.Generator().manual_seed(1)) + 0.5
+        for n, truth in enumerate(self._by_autograd(grads, c)):
+            rows = found[n].double().flatten(1) * c.to(found[n].device).unsqueeze(1)
+            off, size = float((rows.sum(0) - truth.double().flatten()).norm()), float(rows.norm(dim=1).sum())
+            tolerance = 3e-2 if truth.dtype in (torch.bfloat16, torch.float16) else 1e-4
+            if size < float("inf") and bool(torch.isfinite(truth).all()) and not off <= tolerance * size:
+                raise UncapturedUseError(
+                    f"{self.wrong} is wrong: for {self.recorder.names_of([self.operands[n].tensor])} the gradients of "
+                    f"all samples together differ from autograd's by {off:.2g}, of {size:.2g}; the first and the last "
+                    "sample's are right"
+                )
+
+    def _by_autograd(self, grads: list[Tensor | None], c: Tensor) -> list[Tensor]:
+        """sum_b c_b gradient_b by autograd, whose gradients of the results are zero where c is."""
         with torch.enable_grad(), torch.autocast(*self.autocast):
             weights = [o.value.detach().requires_grad_(o.value.is_floating_point()) for o in self.operands]
             out = self.apply(weights, [t.detach() for t in self.data], self.constants)
@@ -174,7 +204,7 @@ class _Registered(_Generic):
                 "operator needs register_autograd."
             )
         pairs = [
-            (t, _only(g, layout.owners(g.device) == b, layout.dim) if layout.batch > 1 else g)
+            (t, _weighed(g, c.to(g.device)[layout.owners(g.device)], layout.dim) if layout.batch > 1 else g)
             for t, g, layout in zip(outs, grads, self.out_layouts, strict=True)
             if g is not None and t.requires_grad
         ]
@@ -204,15 +234,17 @@ def _long(tensor: Tensor) -> Tensor:
 
 
 def _kind(tensor: Tensor, layout: Any) -> Any:
-    """Type, shape but for the number of rows, and layout but for the number of samples."""
+    """Type, strides, shape but for the number of rows, and layout but for the number of samples."""
     shape = list(tensor.shape)
     if layout.dim < len(shape):
         shape[layout.dim] = -1
-    return (tensor.dtype, tuple(shape), layout.dim, layout.outer, layout.inner, layout.owner is None)
+    return (tensor.dtype, tuple(shape), tensor.is_contiguous(), layout.dim, layout.outer, layout.inner,
+            layout.owner is None)  # fmt: skip
 
 
-def _only(tensor: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """The tensor, zero outside of these rows of a dimension."""
+def _weighed(tensor: Tensor, c: Tensor, dim: int) -> Tensor:
+    """The rows of a dimension times c; zero where c is."""
     view = [1] * tensor.dim()
     view[dim] = -1
-    return torch.where(rows.to(tensor.device).view(view), tensor, torch.zeros_like(tensor))
+    c = c.to(tensor.dtype).view(view)
+    return torch.where(c == 0, torch.zeros_like(tensor), tensor * c)
