@@ -22,10 +22,11 @@ def tag_inputs(
     consecutive ones of each sample, count as well.
     """
     for number, tensor in enumerate(nested_tensors(values)):
-        if tag_of(tensor, batch) is not None:
+        mark = tensor.__dict__.get(_MARK)
+        if mark is None and tag_of(tensor, batch) is not None:
             continue
         layout = None
-        if (mark := tensor.__dict__.get(_MARK)) is not None:
+        if mark is not None:  # said since an earlier forward, perhaps
             layout = _marked_layout(tensor, mark, batch)
         elif known is not None and number < len(known):
             layout = known[number]

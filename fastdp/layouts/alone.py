@@ -19,6 +19,7 @@ from .trial import Tags
 _SHAPED = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like".split())  # constants: no values in
 _CASTS = frozenset("to type_as".split())
 JOINING: set[Any] = set()  # their rules take tensors of several samples
+REACHING: set[Any] = set()  # may reach memory around a tensor: their rules look whose it is
 _SIZED_BY_DATA = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount one_hot repeat_interleave".split()
 )
@@ -27,7 +28,13 @@ _SIZED_BY_DATA = frozenset(
 def of_one_sample(call: Call) -> Tags | None:
     """Layouts of the results where an argument is of one sample; None where the function's own rule is to say."""
     inputs = call.inputs()
-    if call.name in _CASTS or call.name.startswith("new_") or (call.name in _SHAPED and len(inputs) == 1):
+    if call.func in REACHING:
+        return None
+    if (
+        call.name in _CASTS
+        or (call.name.startswith("new_") and call.args[0] is inputs[-1][0])
+        or (call.name in _SHAPED and len(inputs) == 1)
+    ):
         found = call.layout(call.args[0]) if call.name in _CASTS else None
         return [(tensor, found) for tensor in tensors_in(call.out)]
     owners = {_owner_of(layout) for _, layout in inputs}
