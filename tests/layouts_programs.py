@@ -85,7 +85,8 @@ def pointwise(rng: random.Random, pool: list[Tensor]) -> Step:
 def two(rng: random.Random, pool: list[Tensor]) -> Step:
     (i, _), j = pick(rng, pool), rng.randrange(len(pool))
     f = rng.choice([torch.add, torch.mul, torch.sub, torch.maximum, lambda a, b: torch.where(b > 0, a, b),
-                    lambda a, b: a.masked_fill(b > 0.5, 0), lambda a, b: torch.lerp(a, b, 0.3), torch.hypot])  # fmt: skip
+                    lambda a, b: a.masked_fill(b > 0.5, 0),
+                    lambda a, b: torch.lerp(a, b, 0.3), torch.hypot])  # fmt: skip
     return lambda m, p: f(p[i], p[j])
 
 
@@ -138,6 +139,7 @@ def repeated(rng: random.Random, pool: list[Tensor]) -> Step:
     counts = torch.tensor([rng.randrange(3) for _ in range(t.size(a))]) if t.dim() else torch.tensor(1)
     f = rng.choice([lambda t: t.repeat(times), lambda t: t.repeat_interleave(2, a), lambda t: t.expand(2, *t.shape),
                     lambda t: t.repeat_interleave(counts, a), lambda t: torch.tile(t, (2,)),
+
                     lambda t: t.repeat_interleave((t.select(-1, 0) > 0).flatten()[: t.size(a)].long() + 1, a)])  # fmt: skip
     return lambda m, p: f(p[i])
 
@@ -164,7 +166,8 @@ def along(rng: random.Random, pool: list[Tensor]) -> Step:
     i, t = pick(rng, pool)
     a = dims_of(rng, t)
     n = rng.randrange(1, 1 + (t.size(a) if t.dim() else 1))
-    f = rng.choice([torch.softmax, torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax, torch.sort, F.normalize,
+    f = rng.choice([torch.softmax, torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax,
+                    torch.sort, F.normalize,
                     lambda t, dim: t.topk(n, dim), lambda t, dim: t.diff(dim=dim), lambda t, dim: t.argsort(dim) * 1.0,
                     lambda t, dim: torch.fft.fft(t, dim=dim).real, lambda t, dim: torch.gradient(t, dim=dim)[0],
                     lambda t, dim: torch.fft.fft(torch.fft.fft(t), dim=dim).real, lambda t, dim: torch.msort(t),
@@ -191,7 +194,8 @@ def cut(rng: random.Random, pool: list[Tensor]) -> Step:
 def padded(rng: random.Random, pool: list[Tensor]) -> Step:
     i, t = pick(rng, pool)
     a, b = rng.choice([(1, -1), (-1, 1), (0, 1), (1, 0)])
-    f = rng.choice([lambda t: F.pad(t, (a, b)), lambda t: F.pad(t, (0, 0, a, b)), lambda t: F.pad(t, (0, 0, 0, 0, a, b)),
+    f = rng.choice([lambda t: F.pad(t, (a, b)), lambda t: F.pad(t, (0, 0, a, b)),
+                    lambda t: F.pad(t, (0, 0, 0, 0, a, b)),
                     lambda t: F.avg_pool1d(t, 2, 1), lambda t: F.max_pool1d(t, 2, 1), lambda t: F.pixel_shuffle(t, 2),
                     lambda t: F.interpolate(t, scale_factor=2), lambda t: F.unfold(t, (1, 2)),
                     lambda t: F.layer_norm(t, t.shape[-1:]), lambda t: F.instance_norm(t), lambda t: F.group_norm(t, 1),
@@ -231,10 +235,12 @@ def put(rng: random.Random, pool: list[Tensor]) -> Step:
         lambda t, u: t.index_copy(a, order, u), lambda t, u: t.index_put((order,), u, accumulate=add),
         lambda t, u: torch.zeros(t.shape, dtype=t.dtype).scatter_add(a, u.argsort(a), t),
         lambda t, u: t.scatter(a, u.argsort(a), u), lambda t, u: t.scatter_reduce(a, t.argsort(a), u, "sum"),
-        lambda t, u: t.masked_scatter(u > 0, t.exp()), lambda t, u: t.masked_scatter(u > 0, torch.ones(400).double().cumsum(0)),
+        lambda t, u: t.masked_scatter(u > 0, t.exp()),
+        lambda t, u: t.masked_scatter(u > 0, torch.ones(400).double().cumsum(0)),
         lambda t, u: t.index_fill(a, order[:1], 0.5), lambda t, u: t.put(order, u.flatten()[:n], accumulate=add),
         lambda t, u: torch.zeros(n, *u.shape[1:], dtype=t.dtype).index_put((order,), u),
-        lambda t, u: t.new_tensor(u), lambda t, u: torch.full_like(t, u.detach().max()), lambda t, u: t.index_reduce(a, order, u, "amax"),
+        lambda t, u: t.new_tensor(u), lambda t, u: torch.full_like(t, u.detach().max()),
+        lambda t, u: t.index_reduce(a, order, u, "amax"),
     ])  # fmt: skip
     return lambda m, p: f(p[i], p[j])
 
@@ -243,9 +249,11 @@ def put(rng: random.Random, pool: list[Tensor]) -> Step:
 def joined(rng: random.Random, pool: list[Tensor]) -> Step:
     (i, t), j = pick(rng, pool), rng.randrange(len(pool))
     a = dims_of(rng, t)
-    f = rng.choice([lambda t, u: torch.cat([t, u], a), lambda t, u: torch.stack([t, u], a), lambda t, u: torch.hstack([t, u]),
+    f = rng.choice([lambda t, u: torch.cat([t, u], a), lambda t, u: torch.stack([t, u], a),
+                    lambda t, u: torch.hstack([t, u]),
                     lambda t, u: torch.vstack([t, u]), lambda t, u: torch.cat([t, t.flip(0)], -1),
-                    lambda t, u: torch.stack(list(t.unbind(a))[::-1], a), lambda t, u: torch.cat(t.split(1, a)[::-1], a),
+                    lambda t, u: torch.stack(list(t.unbind(a))[::-1], a),
+                    lambda t, u: torch.cat(t.split(1, a)[::-1], a),
                     lambda t, u: torch.stack([one * other for one, other in zip(t, u, strict=True)]),
                     lambda t, u: torch.stack([t[k] + u[k - 1] for k in range(len(t))]),
                     lambda t, u: torch.stack([t[k].tanh() for k in range(len(t))]),
@@ -276,14 +284,17 @@ def written(rng: random.Random, pool: list[Tensor]) -> Step:
     a, b = dims_of(rng, t), dims_of(rng, t)
     k = rng.randrange(t.size(a)) if t.dim() else 0
     view = rng.choice([lambda t: t, lambda t: t.transpose(a, b), lambda t: t.select(a, k), lambda t: t.narrow(a, k, 1),
-                       lambda t: t.view(-1, t.size(-1)), lambda t: t.view(-1), lambda t: t[::2], lambda t: t.mT])  # fmt: skip
-    source = rng.choice([lambda t, u: u, lambda t, u: t.select(a, 0), lambda t, u: t.flip(0), lambda t, u: u.transpose(a, b),
+                       lambda t: t.view(-1, t.size(-1)), lambda t: t.view(-1), lambda t: t[::2],
+                       lambda t: t.mT])  # fmt: skip
+    source = rng.choice([lambda t, u: u, lambda t, u: t.select(a, 0), lambda t, u: t.flip(0),
+                    lambda t, u: u.transpose(a, b),
                          lambda t, u: t.narrow(a, k, 1), lambda t, u: t.mean(a, keepdim=True), lambda t, u: view(t),
                          lambda t, u: view(u), lambda t, u: view(t).detach()])  # fmt: skip
     write = rng.choice([lambda v, s: v.copy_(s), lambda v, s: v.add_(s), lambda v, s: v.__setitem__(..., s),
                         lambda v, s: v.__setitem__(0, s[-1]), lambda v, s: v.mul_(s), lambda v, s: v.lerp_(s, 0.3),
                         lambda v, s: v.cumsum_(0), lambda v, s: v.renorm_(2, 0, 0.5), lambda v, s: v.zero_(),
-                        lambda v, s: v.masked_fill_(s > 0, 0), lambda v, s: v.index_fill_(0, torch.tensor([0]), 0)])  # fmt: skip
+                        lambda v, s: v.masked_fill_(s > 0, 0),
+                        lambda v, s: v.index_fill_(0, torch.tensor([0]), 0)])  # fmt: skip
     fresh, early = rng.choice([True, False]), rng.random() < 0.3
 
     def step(m: Any, p: list[Tensor]) -> Tensor:
@@ -300,7 +311,8 @@ def whole_numbers(rng: random.Random, pool: list[Tensor]) -> Step:
     """By way of whole numbers, and back."""
     i, t = pick(rng, pool)
     a = dims_of(rng, t)
-    f = rng.choice([torch.flipud, torch.msort, lambda t: t.roll(1, a), lambda t: F.pad(t, (0, 0, 1, -1)), lambda t: t.mT,
+    f = rng.choice([torch.flipud, torch.msort, lambda t: t.roll(1, a), lambda t: F.pad(t, (0, 0, 1, -1)),
+                    lambda t: t.mT,
                     lambda t: t.cumsum(a), lambda t: t.diff(dim=a), lambda t: torch.isin(t, t.narrow(a, 0, 1) + 1),
                     lambda t: t.sort(a)[0], lambda t: t @ t, lambda t: t % 3, lambda t: t.bitwise_xor(t.flip(a)),
                     lambda t: F.one_hot(t.clamp(0, 2), 3), lambda t: torch.eye(9)[t.clamp(0, 8)].double(),

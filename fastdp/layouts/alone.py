@@ -32,7 +32,7 @@ def of_one_sample(call: Call) -> Tags | None:
         return None
     if (
         call.name in _CASTS
-        or (call.name.startswith("new_") and call.args[0] is inputs[-1][0])
+        or (call.name.startswith("new_") and not call.beside_first())
         or (call.name in _SHAPED and len(inputs) == 1)
     ):
         found = call.layout(call.args[0]) if call.name in _CASTS else None

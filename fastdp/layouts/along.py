@@ -264,7 +264,7 @@ def _recurrent(call: Call) -> Tags:
         return [(t, combined(call, t, "takes the batch for the sequence")) for t in tensors]
     rows = torch.arange(int(call.args[1][0]), device=source.device) if packed else None
     ends = layout._replace(dim=1) if rows is None else layout.taken(1, rows)
-    for _, state in [found for found in call.inputs() if found[0] is not source]:
+    for _, state in call.beside_first():
         if state.mixed or state.dim != 1 or not state.same_rows(ends, source.device):
             return [(t, combined(call, t, "begins with the state of other samples")) for t in tensors]
     return [(tensors[0], layout), *[(t, ends) for t in tensors[1:]]]

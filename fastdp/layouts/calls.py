@@ -55,6 +55,11 @@ class Call:
                 found.append((tensor, layout))
         return found
 
+    def beside_first(self) -> list[tuple[Tensor, Layout]]:
+        """The tensors with a layout among the arguments after the first, which may be among them again."""
+        found = [(t, self.layout(t)) for t in tensors_in((self.args[1:], self.kwargs))]
+        return [(t, layout) for t, layout in found if layout is not None]
+
     def written(self) -> list[Tensor]:
         """The tensors that the call wrote into."""
         target = self.args[:1] if is_in_place(self.name) or self.kwargs.get("inplace") is True else ()

@@ -157,7 +157,7 @@ def _from_trial(
 
 def has_data_beside_first(call: Call) -> bool:
     """Whether an argument after the first carries samples: what all samples share must not be made of some."""
-    return any(tensor is not call.args[0] for tensor, _ in call.inputs())
+    return bool(call.beside_first())
 
 
 def combined(call: Call, tensor: Tensor, why: str, mixed: str = "") -> Layout | None:

@@ -71,7 +71,7 @@ def _repeat_interleave(call: Call) -> Tags:
 @rule(*spellings("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
 def _constant(call: Call) -> Tags:
     """Constants of a tensor's type, unless their numbers are data."""
-    data = [(tensor, layout) for tensor, layout in call.inputs() if tensor is not call.args[0]]
+    data = call.beside_first()
     if not data:
         return [(tensor, None) for tensor in tensors_in(call.out)]
     if call.name == "new_tensor" and call.argument(1, "data") is data[0][0]:
