@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import sampling
 from .errors import BatchLayoutError, StepError
-from .layouts.layout import Layout, tag, tag_of
+from .layouts.layout import INPUT, Layout, tag, tag_of
 
 
 def tag_inputs(
@@ -41,6 +41,7 @@ def tag_inputs(
         elif _may_be_packed(tensor, batch, dim):
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch, guessed=True)
         tag(tensor, layout)
+        tensor.__dict__[INPUT] = True
 
 
 _MARK = "_fastdp_rows"  # written on a tensor by the user: sample of each row, or "shared"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ATTRIBUTE = "_fastdp_layout"
+INPUT = "_fastdp_input"  # on the model's arguments: their rows may be packed in ways that shapes do not tell
 RELAID = "_fastdp_relaid"  # version at which a tensor's memory got other rows: what its views said before is past
 _WHEN = "_fastdp_tagged_at"  # version at which a view was tagged
 

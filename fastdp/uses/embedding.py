@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .. import ops
 from ..derived import check_embedding, mark_derived
+from ..errors import SampleMixingError
 from ..layouts.calls import bind
-from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.layout import INPUT, Layout, tag, tag_of
 from ..recorder import Recorder
 from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
 from .experts import note_gathered
@@ -183,6 +184,18 @@ class _Bag(Captured):
         return torch.searchsorted(starts, torch.arange(ids.numel(), device=ids.device), right=True) - 1
 
 
+def _check_bags(recorder: Recorder, ids: Tensor, offsets: Tensor, bags: Layout) -> None:
+    """Where the model itself made ids of samples' rows, each must lie in a bag of its own sample."""
+    layout = None if INPUT in ids.__dict__ else tag_of(ids, recorder.batch)
+    if layout is None or layout.batch <= 1:
+        return
+    numbers = torch.arange(ids.numel(), device=ids.device)
+    owner = bags.owners(ids.device)[torch.searchsorted(offsets.contiguous(), numbers, right=True) - 1]
+    if layout.mixed or layout.alone >= 0 or not torch.equal(layout.owners(ids.device), owner):
+        place = recorder.place("embedding_bag")
+        raise SampleMixingError(f"{place}: a bag holds rows of several samples.", f"{place} puts samples into one bag")
+
+
 @rule(F.embedding_bag)
 def capture_embedding_bag(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sum and mean bags, 2-D ids or offsets, weights per element; max takes the generic rule."""
@@ -206,6 +219,8 @@ def capture_embedding_bag(recorder: Recorder, func: Any, args: tuple[Any, ...], 
         if count % max(recorder.batch, 1):
             return NotImplemented
         bags = Layout(recorder.batch, 0, 1, count // max(recorder.batch, 1))
+    if offsets is not None:
+        _check_bags(recorder, ids, offsets[:count], bags)
     options = {k: found[k] for k in ("offsets", "padding_idx")}
     options |= {"mode": mode, "include_last_offset": bool(found["include_last_offset"])}
     call = _Bag(recorder, Operand.of(table), options, bags, weights is not None)
