@@ -32,7 +32,7 @@ def of_one_sample(call: Call) -> Tags | None:
         return None
     if (
         call.name in _CASTS
-        or (call.name.startswith("new_") and not call.beside_first())
+        or (call.name.startswith("new_") and not numbers_in(call))
         or (call.name in _SHAPED and len(inputs) == 1)
     ):
         found = call.layout(call.args[0]) if call.name in _CASTS else None
@@ -57,6 +57,13 @@ def of_one_sample(call: Call) -> Tags | None:
     if whose >= 0 and (is_in_place(call.name) or call.name == "__setitem__"):
         layout = _written_view(call, outputs[0], layout)
     return [(tensor, layout) for tensor in outputs]
+
+
+def numbers_in(call: Call) -> list[tuple[Tensor, Layout]]:
+    """The data whose numbers fill a new constant (new_full, new_tensor); a size is no data."""
+    filling = {"new_full": (2, "fill_value"), "new_tensor": (1, "data")}.get(call.name)
+    found = [] if filling is None else [(t, call.layout(t)) for t in tensors_in((call.argument(*filling),))]
+    return [(tensor, layout) for tensor, layout in found if layout is not None]
 
 
 def _fills_the_batch(call: Call, sample: int) -> bool:

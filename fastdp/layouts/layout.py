@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 ATTRIBUTE = "_fastdp_layout"
 INPUT = "_fastdp_input"  # on the model's arguments: their rows may be packed in ways that shapes do not tell
@@ -138,7 +139,7 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout written on the tensor, if it speaks of a batch of this size."""
     layout = tensor.__dict__.get(ATTRIBUTE)
     if layout is None or layout.batch != batch:
-        return _seen_through(tensor, batch) if tensor._is_view() else None
+        return _seen_through(tensor, batch) if not is_lazy(tensor) and tensor._is_view() else None
     if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
         base = tensor._base
         known = base.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]

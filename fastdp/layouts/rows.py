@@ -71,7 +71,11 @@ def _select(call: Call) -> Tags:
 def _narrow(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim, start, length = (call.argument(i, n) for i, n in ((1, "dim"), (2, "start"), (3, "length")))
-    if layout is None or layout.mixed or dim % source.dim() != layout.dim or isinstance(start, Tensor):
+    if layout is not None and not layout.mixed and dim % source.dim() != layout.dim:
+        return [
+            (call.out, layout)
+        ]  # a count over the batch may be a size here, as it may in a slice: sizes are no data
+    if layout is None or layout.mixed or isinstance(start, Tensor):
         return ask(call)
     start = start % max(layout.rows, 1) if start < 0 else start
     if not layout.may_end(start, start + length):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .alone import numbers_in
 from .calls import Call, tensors_in
 from .layout import Layout, reshaped
 from .propagate import ask, combined, has_data_beside_first, rule, spellings
@@ -71,7 +72,7 @@ def _repeat_interleave(call: Call) -> Tags:
 @rule(*spellings("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
 def _constant(call: Call) -> Tags:
     """Constants of a tensor's type, unless their numbers are data."""
-    data = call.beside_first()
+    data = numbers_in(call)
     if not data:
         return [(tensor, None) for tensor in tensors_in(call.out)]
     if call.name == "new_tensor" and call.argument(1, "data") is data[0][0]:
