@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import sampling
 from .errors import StepError
-from .layouts.layout import Layout, tag, tag_of
+from .layouts.layout import INPUT, Layout, tag, tag_of
 from .marks import layout_said, mark_of, samples_said, tag_marked
 
 
@@ -23,10 +23,11 @@ def tag_inputs(
     consecutive ones of each sample, count as well.
     """
     for number, tensor in enumerate(nested_tensors(values)):
-        if tag_of(tensor, batch) is not None:
+        mark = mark_of(tensor)
+        if mark is None and tag_of(tensor, batch) is not None:
             continue
         layout = None
-        if (mark := mark_of(tensor)) is not None:
+        if mark is not None:  # said since an earlier forward, perhaps
             layout = layout_said(mark, tensor, batch)
         elif known is not None and number < len(known):
             layout = known[number]
@@ -38,13 +39,14 @@ def tag_inputs(
             layout = Layout(batch, dim)
         elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
-        elif _may_bepacked_sequences(tensor, batch, dim):
+        elif _may_be_packed(tensor, batch, dim):
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch, guessed=True)
         tag(tensor, layout)
+        tensor.__dict__[INPUT] = True
     tag_marked(batch)
 
 
-def _may_bepacked_sequences(tensor: Tensor, batch: int, dim: int) -> bool:
+def _may_be_packed(tensor: Tensor, batch: int, dim: int) -> bool:
     """Whether an input may hold several rows of each sample: data, not a mask of T x T."""
     if dim != 0 or tensor.dim() < 2 or not tensor.is_floating_point() or tensor.requires_grad:
         return False

@@ -23,6 +23,7 @@ from .errors import SampleMixingError, StepError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
+from .layouts.trial import target_as_it_is
 from .links import leaves_of, link_of
 from .memo import CONSTANT, Memo, inquires
 from .planner import Planner
@@ -248,11 +249,12 @@ class Pass:
                 self.count_uses([found[0].operand for t in args if (found := gathered_of(t)) is not None])
                 return out
         before = _unmoved(func, args)
+        overwritten = target_as_it_is(func, args) if has_data and before is None else None
         out = func(*args, **kwargs)
         if has_data and before is not None:
             propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
         elif has_data:
-            propagate(Call(func, args, kwargs, out, self.batch, self.path))
+            propagate(Call(func, args, kwargs, out, self.batch, self.path, overwritten))
         else:
             for tensor in tensors_in(out):
                 if tensor.requires_grad and not tensor.is_leaf:

@@ -186,7 +186,7 @@ def test_bags_whose_ids_were_reordered(order: str) -> None:
         assert compare(model, (ids,), square).worst < 1e-5
         return
     engine = fastdp.PerSampleGradients(model)
-    with pytest.raises(SampleMixingError, match="bags"):
+    with pytest.raises(SampleMixingError, match="bag"):
         square(model, ids).mean().backward()
     engine.detach()
 

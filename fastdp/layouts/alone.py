@@ -19,6 +19,7 @@ from .trial import Tags
 _SHAPED = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like".split())  # constants: no values in
 _CASTS = frozenset("to type_as".split())
 JOINING: set[Any] = set()  # their rules take tensors of several samples
+REACHING: set[Any] = set()  # may reach memory around a tensor: their rules look whose it is
 _SIZED_BY_DATA = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount one_hot repeat_interleave".split()
 )
@@ -27,7 +28,13 @@ _SIZED_BY_DATA = frozenset(
 def of_one_sample(call: Call) -> Tags | None:
     """Layouts of the results where an argument is of one sample; None where the function's own rule is to say."""
     inputs = call.inputs()
-    if call.name in _CASTS or call.name.startswith("new_") or (call.name in _SHAPED and len(inputs) == 1):
+    if call.func in REACHING:
+        return None
+    if (
+        call.name in _CASTS
+        or (call.name.startswith("new_") and not numbers_in(call))
+        or (call.name in _SHAPED and len(inputs) == 1)
+    ):
         found = call.layout(call.args[0]) if call.name in _CASTS else None
         return [(tensor, found) for tensor in tensors_in(call.out)]
     owners = {_owner_of(layout) for _, layout in inputs}
@@ -50,6 +57,13 @@ def of_one_sample(call: Call) -> Tags | None:
     if whose >= 0 and (is_in_place(call.name) or call.name == "__setitem__"):
         layout = _written_view(call, outputs[0], layout)
     return [(tensor, layout) for tensor in outputs]
+
+
+def numbers_in(call: Call) -> list[tuple[Tensor, Layout]]:
+    """The data whose numbers fill a new constant (new_full, new_tensor); a size is no data."""
+    filling = {"new_full": (2, "fill_value"), "new_tensor": (1, "data")}.get(call.name)
+    found = [] if filling is None else [(t, call.layout(t)) for t in tensors_in((call.argument(*filling),))]
+    return [(tensor, layout) for tensor, layout in found if layout is not None]
 
 
 def _fills_the_batch(call: Call, sample: int) -> bool:

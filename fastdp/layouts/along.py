@@ -69,7 +69,23 @@ def _stack(call: Call) -> Tags:
     return [(call.out, whole.taken(dim, torch.arange(len(owner), device=owner.device)))]
 
 
-JOINING.update((torch.cat, torch.concat, torch.concatenate, torch.stack))
+@rule(torch._C._nn.pad_sequence)
+def _pad_sequence(call: Call) -> Tags:
+    """Rows [t_b, ...] of one sample each, padded to the longest and put side by side."""
+    tensors, batch_first = call.args[0], call.argument(1, "batch_first", False)
+    known = [call.layout(tensor) for tensor in tensors]
+    if all(layout is None or layout.alone < 0 for layout in known):
+        return ask(call)
+    owners = [-1 if layout is None or layout.mixed or layout.places else layout.alone for layout in known]
+    if -1 in owners:
+        return [(call.out, combined(call, call.out, "joins rows of different samples"))]
+    owner = torch.tensor(owners, device=call.out.device)
+    guessed = any(layout is not None and layout.guessed for layout in known)
+    whole = Layout(call.batch, 0 if batch_first else 1, owner=owner, guessed=guessed)
+    return [(call.out, whole.taken(whole.dim, torch.arange(len(owner), device=owner.device)))]
+
+
+JOINING.update((torch.cat, torch.concat, torch.concatenate, torch.stack, torch._C._nn.pad_sequence))
 
 
 def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:
@@ -161,7 +177,10 @@ def _moved(call: Call) -> Tags:
         return [(call.out, combined(call, call.out, "rolls samples into each other"))]
     pairs = zip(*((v,) if isinstance(v, int) else tuple(v) for v in (shifts, dims)), strict=True)
     along = [shift for shift, dim in pairs if dim % source.dim() == layout.dim]
-    return [(call.out, layout.taken(layout.dim, rows.roll(sum(along))) if along else layout)]
+    if not sum(along) % max(layout.rows, 1):
+        return [(call.out, layout)]
+    order = None if layout.order is None else torch.zeros_like(rows)  # the groups go round
+    return [(call.out, layout.taken(layout.dim, rows.roll(sum(along)), order))]
 
 
 rule(F.normalize)(along(2, "dim"))
@@ -180,6 +199,26 @@ def _attention(call: Call) -> Tags:
     if query is not None and query.owner is None and others == {query}:
         return [(call.out, query)]
     return ask(call)
+
+
+@rule(F.linear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm)
+def _times_matrix(call: Call) -> Tags:
+    """Data [..., I] times a constant matrix: each row by itself, along whichever other dimension the samples lie."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    matrix = call.argument(1, "weight" if call.name == "linear" else "other")
+    if layout is None or layout.mixed or len(call.inputs()) != 1 or "out" in call.kwargs:
+        return ask(call)
+    if not isinstance(matrix, Tensor) or matrix.dim() != 2 or layout.dim >= source.dim() - 1:
+        return ask(call)
+    bias = call.argument(2, "bias") if call.name == "linear" else None
+    return [(call.out, layout)] if bias is None or bias.dim() == 1 else ask(call)
+
+
+@rule(F.embedding)
+def _embedding(call: Call) -> Tags:
+    """Rows of a constant table: a dimension more, behind."""
+    layout = call.layout(call.args[0])
+    return [(call.out, layout)] if layout is not None and len(call.inputs()) == 1 else ask(call)
 
 
 @rule(F.layer_norm, F.rms_norm)
@@ -207,6 +246,8 @@ def _batch_norm(call: Call) -> Tags:
             )
     if has_data_beside_first(call):
         return [(call.out, combined(call, call.out, "normalises all samples by numbers made of the batch"))]
+    if call.name == "instance_norm" and (layout := call.layout(call.args[0])) is not None and layout.dim > 1:
+        return [(call.out, combined(call, call.out, "normalises over the batch"))]
     tag(call.out, call.layout(call.args[0]))
     return [(call.out, call.layout(call.args[0]))]
 
@@ -218,13 +259,15 @@ def _recurrent(call: Call) -> Tags:
     tensors = list(tensors_in(call.out))
     if layout is None or layout.mixed:
         return ask(call)
-    if isinstance(call.args[3], list | tuple):  # packed: (data, batch_sizes, hx, weights, ...)
-        ends = layout.taken(1, torch.arange(int(call.args[1][0]), device=source.device))
-        return [(tensors[0], layout), *[(t, ends) for t in tensors[1:]]]
-    batch_first = call.args[-1]
-    if layout.dim != (0 if batch_first else 1) or source.dim() != 3:
+    packed = isinstance(call.args[3], list | tuple)  # (data, batch_sizes, hx, weights, ...), else (input, hx, ...)
+    if layout.dim != (0 if packed or call.args[-1] else 1) or source.dim() != (2 if packed else 3):
         return [(t, combined(call, t, "takes the batch for the sequence")) for t in tensors]
-    return [(tensors[0], layout), *[(t, layout._replace(dim=1)) for t in tensors[1:]]]
+    rows = torch.arange(int(call.args[1][0]), device=source.device) if packed else None
+    ends = layout._replace(dim=1) if rows is None else layout.taken(1, rows)
+    for _, state in call.beside_first():
+        if state.mixed or state.dim != 1 or not state.same_rows(ends, source.device):
+            return [(t, combined(call, t, "begins with the state of other samples")) for t in tensors]
+    return [(tensors[0], layout), *[(t, ends) for t in tensors[1:]]]
 
 
 @rule(torch._VF._pad_packed_sequence, torch._VF._pack_padded_sequence)  # type: ignore[attr-defined]
@@ -233,12 +276,15 @@ def _packed(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None:
         return []
-    if call.name == "_pack_padded_sequence":
-        data, sizes = call.out
-        owners = layout.owners(source.device)
-        rows = torch.cat([owners[: int(size)] for size in sizes])
-        return [(data, Layout(call.batch, 0, owner=rows, mixed=layout.mixed))]
-    padded = call.out[0]
-    batch_first = call.argument(2, "batch_first", False)
-    first = layout.owners(source.device)[: int(call.args[1][0])]
-    return [(padded, Layout(call.batch, 0 if batch_first else 1, owner=first, mixed=layout.mixed))]
+    result, batch_first = call.out[0], call.argument(2, "batch_first", False)
+    packs = call.name == "_pack_padded_sequence"
+    sizes = [int(size) for size in (call.out[1] if packs else call.args[1])]
+    if layout.mixed or layout.dim != (0 if batch_first or not packs else 1):
+        return [(result, combined(call, result, "takes the batch for the sequence", layout.mixed))]
+    owners = layout.owners(source.device)
+    if packs:
+        return [(result, layout._replace(dim=0, outer=1, inner=1, owner=torch.cat([owners[:n] for n in sizes])))]
+    if not torch.equal(owners, torch.cat([owners[:n] for n in sizes])):
+        return [(result, combined(call, result, "takes rows of several samples for one sequence"))]
+    found = layout._replace(dim=0 if batch_first else 1, outer=1, inner=1, owner=owners[: sizes[0]], order=None)
+    return [(result, found)]

@@ -20,19 +20,28 @@ def is_in_place(name: str) -> bool:
 
 
 class Call:
-    """One traced function call: what went in, what came out."""
+    """One traced function call: what went in, what came out. before: of a call in place, its target as it was."""
 
-    __slots__ = ("func", "args", "kwargs", "out", "batch", "name", "path")
+    __slots__ = ("func", "args", "kwargs", "out", "batch", "name", "path", "before")
 
     def __init__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, batch: int, path: str = ""
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        batch: int,
+        path: str = "",
+        before: Tensor | None = None,
     ) -> None:
-        self.func, self.out, self.batch = func, out, batch
+        self.func, self.out, self.batch, self.before = func, out, batch, before
         if "axis" in kwargs and "dim" not in kwargs:  # numpy's name for it
             kwargs = {**{name: value for name, value in kwargs.items() if name != "axis"}, "dim": kwargs["axis"]}
         self.args, self.kwargs = (args, kwargs) if args or not kwargs else _positional(kwargs)
         self.name = function_name(func)
         self.path = path  # module in whose forward the call stands
+        if before is None and is_in_place(self.name) and isinstance(out, Tensor) and out is not self.args[0]:
+            self.before = self.args[0]  # ran on a copy
 
     def layout(self, tensor: Any) -> Layout | None:
         return tag_of(tensor, self.batch) if isinstance(tensor, Tensor) else None
@@ -45,6 +54,16 @@ class Call:
             if layout is not None:
                 found.append((tensor, layout))
         return found
+
+    def beside_first(self) -> list[tuple[Tensor, Layout]]:
+        """The tensors with a layout among the arguments after the first, which may be among them again."""
+        found = [(t, self.layout(t)) for t in tensors_in((self.args[1:], self.kwargs))]
+        return [(t, layout) for t, layout in found if layout is not None]
+
+    def written(self) -> list[Tensor]:
+        """The tensors that the call wrote into."""
+        target = self.args[:1] if is_in_place(self.name) or self.kwargs.get("inplace") is True else ()
+        return list(tensors_in((target, self.kwargs.get("out"))))
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)

@@ -12,8 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 ATTRIBUTE = "_fastdp_layout"
+INPUT = "_fastdp_input"  # on the model's arguments: their rows may be packed in ways that shapes do not tell
+RELAID = "_fastdp_relaid"  # version at which a tensor's memory got other rows: what its views said before is past
+_WHEN = "_fastdp_tagged_at"  # version at which a view was tagged
 
 
 class Layout(NamedTuple):
@@ -90,6 +94,18 @@ class Layout(NamedTuple):
         order = torch.zeros_like(owner) if self.sized else None
         return self._replace(dim=dim, owner=owner, order=order, alone=-1, sized=False)
 
+    def may_take(self, rows: Tensor) -> bool:
+        """Whether these rows, int64 [n], may be picked by constants: of an order made by the data, whole groups only,
+        every row of a group equally often."""
+        if self.order is None or not self.rows:
+            return True
+        group = torch.ones_like(self.order)
+        group[1:] = (self.order[1:] != self.order[:-1]).long()
+        group = group.cumsum(0) - 1
+        times = torch.bincount(rows.flatten() % self.rows, minlength=self.rows)
+        first = torch.zeros_like(times).scatter_reduce(0, group, times, "amax", include_self=False)
+        return bool((times == first[group]).all())
+
     def may_end(self, start: int, stop: int) -> bool:
         """Whether rows [start, stop) can be cut out: in an order made by the data, at the ends of groups only."""
         if self.order is None or start >= stop:
@@ -113,6 +129,8 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
     """Write the layout on the tensor (the Python object)."""
     if layout is not None:
         tensor.__dict__[ATTRIBUTE] = layout
+        if tensor._is_view():
+            tensor.__dict__[_WHEN] = tensor._version
     else:
         tensor.__dict__.pop(ATTRIBUTE, None)
 
@@ -121,12 +139,26 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout written on the tensor, if it speaks of a batch of this size."""
     layout = tensor.__dict__.get(ATTRIBUTE)
     if layout is None or layout.batch != batch:
-        return None
+        return _seen_through(tensor, batch) if not is_lazy(tensor) and tensor._is_view() else None
     if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
-        base = tensor._base.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
-        if base is not None and base.batch == batch and base.mixed:
-            return layout._replace(mixed=base.mixed)
+        base = tensor._base
+        known = base.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
+        if known is not None and known.batch == batch and known.mixed:
+            return layout._replace(mixed=known.mixed)
+        if base.__dict__.get(RELAID, -1) > tensor.__dict__.get(_WHEN, -1):  # type: ignore[union-attr]
+            return _seen_through(tensor, batch)
     return layout
+
+
+def _seen_through(view: Tensor, batch: int) -> Layout | None:
+    """The layout of a view by that of its base, whose memory was written to since the view was made."""
+    base = view._base
+    known = None if base is None else base.__dict__.get(ATTRIBUTE)
+    if base is None or known is None or known.batch != batch:
+        return None
+    from .memory import of_view  # which builds on this module
+
+    return of_view(view, base, known)
 
 
 def single(tensor: Tensor) -> Layout | None:

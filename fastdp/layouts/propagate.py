@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .alone import of_one_sample
-from .calls import Call, is_in_place, tensors_in
+from .calls import Call, tensors_in
 from .guesses import with_guesses
-from .layout import Layout, tag, tag_of
-from .trial import VIEWS, Tags, cached_trial, is_independent
+from .layout import ATTRIBUTE, RELAID, Layout, tag, tag_of
+from .memory import written_through
+from .trial import UNCHECKED, VIEWS, Tags, cached_trial, is_blind_to_order, is_independent
 
 Rule = Callable[[Call], Tags]
 RULES: dict[Any, Rule] = {}
@@ -47,6 +48,9 @@ def spellings(*names: str) -> list[Any]:
 
 def propagate(call: Call) -> None:
     """Tag the results of the call. The caller knows that an argument has a layout."""
+    if call.name == "data" and call.out is None:  # tensor.data = other
+        tag(call.args[0], call.layout(call.args[1]))
+        return
     outputs = list(tensors_in(call.out))
     if not outputs and call.name != "__setitem__":
         return
@@ -61,13 +65,22 @@ def propagate(call: Call) -> None:
     tags = _layouts_of(call, inputs)
     if any(layout.guessed for _, layout in inputs):
         tags = with_guesses(call, inputs, tags, functools.partial(_layouts_of, call))
+    into = [(tensor, tensor.__dict__.get(ATTRIBUTE)) for tensor in _written(call)]
     from_places = call.func not in PICKING and any(layout.places for _, layout in inputs)
     for tensor, layout in tags:
         if from_places:
             layout = _made_of_places(call, tensor, layout)
         tag(tensor, layout)
-        if layout is not None and layout.mixed and is_in_place(call.name) and tensor._is_view():
-            _taint_base(tensor, layout)
+    for tensor, before in into:
+        layout = tensor.__dict__.get(ATTRIBUTE)
+        if tensor._is_view():
+            written_through(call, tensor, before, layout)
+        elif before is not None and before != layout:
+            tensor.__dict__[RELAID] = tensor._version
+
+
+def _written(call: Call) -> list[Tensor]:
+    return [call.args[0]] if call.name == "__setitem__" else call.written()
 
 
 def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
@@ -85,13 +98,6 @@ def _made_of_places(call: Call, tensor: Tensor, layout: Layout | None) -> Layout
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         return layout._replace(mixed=layout.mixed or call.mixed("computes with the places of rows in the batch"))
     return layout._replace(places=True)
-
-
-def _taint_base(view: Tensor, layout: Layout) -> None:
-    """What was mixed through a view is mixed in all views of the memory."""
-    base = view._base
-    if base is not None and tag_of(base, layout.batch) is not None:
-        tag(base, layout)
 
 
 def ask(call: Call) -> Tags:
@@ -119,6 +125,9 @@ def ask(call: Call) -> Tags:
         ]
     if not mixed and not is_independent(call, inputs, tags):
         return [(t, combined(call, t, "lets one sample's rows depend on another's")) for t in outputs]
+    if not mixed and order is not None and order.order is not None and not is_blind_to_order(call, inputs, tags):
+        why = "treats rows by their position, in an order that depends on the data"
+        return [(t, combined(call, t, why)) for t in outputs]
     return tags
 
 
@@ -148,7 +157,7 @@ def _from_trial(
 
 def has_data_beside_first(call: Call) -> bool:
     """Whether an argument after the first carries samples: what all samples share must not be made of some."""
-    return any(tensor is not call.args[0] for tensor, _ in call.inputs())
+    return bool(call.beside_first())
 
 
 def combined(call: Call, tensor: Tensor, why: str, mixed: str = "") -> Layout | None:
@@ -195,24 +204,28 @@ def _grown_layout(
     return combined(call, tensor, "reorders rows in a way that could not be followed", mixed)
 
 
+_SIZED = frozenset("arange zeros ones empty eye rand randn randperm tril_indices triu_indices".split())
+
+
 def _guess(call: Call, tensor: Tensor, inputs: list[tuple[Tensor, Layout]], mixed: str) -> Layout | None:
-    """No trial succeeded: the same shape, or the only dimension of the right size, or unknown."""
+    """No trial succeeded: the same shape, or the only dimension of the right size, to be checked by value."""
+    if call.name in _SIZED and not any(t.dim() for t, _ in inputs):
+        return None  # a number of the batch as a size
     places = {(layout.dim - source.dim(), layout.outer, layout.inner) for source, layout in inputs}
     if len(places) > 1:
         return combined(call, tensor, "combines inputs whose samples lie in different dimensions", mixed)
-    for source, layout in inputs:
-        if source.shape == tensor.shape:
-            return layout._replace(mixed=mixed or layout.mixed)
-    found = {
-        (dim, layout)
-        for _, layout in inputs
-        if layout.owner is None and not layout.mixed
-        for dim, size in enumerate(tensor.shape)
-        if size == layout.rows
-    }
-    if len(found) == 1:
-        dim, layout = found.pop()
-        return layout._replace(dim=dim, mixed=mixed)
-    if not tensor.requires_grad:
-        return None  # a constant: exact whatever it holds
-    return Layout(call.batch, mixed=mixed or call.mixed("has a result whose rows could not be followed"))
+    if call.name not in VIEWS and call.func not in UNCHECKED:
+        for source, layout in inputs:
+            if source.shape == tensor.shape:
+                return layout._replace(mixed=mixed or layout.mixed)
+        found = {
+            (dim, layout)
+            for _, layout in inputs
+            if layout.owner is None and not layout.mixed
+            for dim, size in enumerate(tensor.shape)
+            if size == layout.rows
+        }
+        if len(found) == 1:
+            dim, layout = found.pop()
+            return layout._replace(dim=dim, mixed=mixed)
+    return combined(call, tensor, "has a result whose rows could not be followed", mixed)

@@ -85,6 +85,16 @@ def _rows_by_value(call: Call) -> Tags:
     return [(tensor, combined(call, tensor, "keeps rows by value")) for tensor in tensors_in(call.out)]
 
 
+@rule(*spellings("isin", "bucketize", "searchsorted"))
+def _looked_up(call: Call) -> Tags:
+    """Values among a list that all share: of constants, or mixed. (A list for each row is asked about.)"""
+    shared = call.args[:1] if call.name == "searchsorted" else call.args[1:2] or list(call.kwargs.values())
+    lists = [t for t in tensors_in(shared) if t.dim() < 2 or call.name == "isin"]
+    if any(call.layout(t) is not None for t in lists):
+        return [(call.out, combined(call, call.out, "looks values up among those of other samples"))]
+    return ask(call)
+
+
 @rule(F.one_hot)
 def _one_hot(call: Call) -> Tags:
     """A dimension more, behind."""

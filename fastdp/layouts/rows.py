@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .alone import JOINING
-from .calls import Call
+from .alone import JOINING, REACHING
+from .calls import Call, tensors_in
 from .chosen import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
 from .layout import Layout, is_one
 from .propagate import PICKING, ask, combined, one_row, rule
@@ -71,7 +71,11 @@ def _select(call: Call) -> Tags:
 def _narrow(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim, start, length = (call.argument(i, n) for i, n in ((1, "dim"), (2, "start"), (3, "length")))
-    if layout is None or layout.mixed or dim % source.dim() != layout.dim or isinstance(start, Tensor):
+    if layout is not None and not layout.mixed and dim % source.dim() != layout.dim:
+        return [
+            (call.out, layout)
+        ]  # a count over the batch may be a size here, as it may in a slice: sizes are no data
+    if layout is None or layout.mixed or isinstance(start, Tensor):
         return ask(call)
     start = start % max(layout.rows, 1) if start < 0 else start
     if not layout.may_end(start, start + length):
@@ -141,6 +145,11 @@ def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
         if problem:
             return [(call.out, combined(call, call.out, problem))]
         order = order_of(entries, call.out.size(_position(entries, items)) if call.out.dim() else 1)
+        if layout.order is not None and entries[along[0]].layout is None:
+            picked = entries[along[0]].tensor
+            if not layout.may_take(picked):
+                return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
+            order = torch.zeros_like(picked.flatten()) if order is None else order
     numbers = spread(torch.arange(layout.rows, device=source.device), layout.dim, source.shape)
     leading = source.dim() if any(item is Ellipsis for item in items) else 1 + max(layout.dim, *used)
     narrowed = numbers[(slice(None),) * leading + (0,) * (source.dim() - leading)] if source.numel() else numbers
@@ -198,8 +207,13 @@ def _as_strided(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None or layout.mixed:
         return [(call.out, layout)]
+    if layout.order is not None:
+        return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
+    if 0 in source.stride():
+        return [(call.out, combined(call, call.out, "takes windows of memory that stands for many rows"))]
+    given, layout = layout, layout.along(0, source.size(0) if source.dim() else 1, source.device)
     view = [1] * source.dim()
-    view[layout.dim] = layout.rows
+    view[layout.dim : layout.dim + 1] = [layout.rows] * bool(source.dim())
     offset = call.out.storage_offset() - source.storage_offset()
     if offset < 0:
         return [(call.out, combined(call, call.out, "takes windows of memory outside of its input"))]
@@ -209,7 +223,7 @@ def _as_strided(call: Call) -> Tags:
     rows = memory.as_strided(call.out.shape, call.out.stride(), offset)
     if bool((rows < 0).any()):
         return [(call.out, combined(call, call.out, "takes windows of memory outside of its input"))]
-    return [(call.out, _one_dimension(call, rows, layout))]
+    return [(call.out, given if given.alone >= 0 else _one_dimension(call, rows, layout))]
 
 
 def _extent(tensor: Tensor) -> int:
@@ -251,6 +265,8 @@ def _gather(call: Call) -> Tags:
 
 def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor) -> Layout | None:
     """Rows gathered along the samples' dimension: whole rows, of the sample whose index it is."""
+    if by is None and layout.order is not None:
+        return combined(call, call.out, "picks rows of an order that depends on other samples")
     owners = layout.owners(index.device)[index]
     rows = owners.movedim(layout.dim, 0).flatten(1) if index.dim() > 1 else owners.unsqueeze(1)
     own = None if by is None else spread(by.owners(index.device), by.dim, index.shape)
@@ -264,6 +280,15 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
     return layout.taken(layout.dim, moved.flatten(1)[:, 0] if moved.dim() > 1 else moved)
 
 
+_BASE = T._base.__get__  # type: ignore[union-attr]
+
+
+@rule(T.resize_, T.resize_as_, T.set_, _BASE)
+def _other_memory(call: Call) -> Tags:
+    return [(tensor, combined(call, tensor, "takes memory of other samples")) for tensor in tensors_in(call.out)]
+
+
+REACHING.update((torch.as_strided, T.as_strided, T.resize_, T.resize_as_, T.set_, _BASE))
 JOINING.add(T.__getitem__)
 PICKING.update((T.__getitem__, torch.index_select, T.index_select, torch.gather, T.gather, torch.take_along_dim))
 PICKING.add(T.take_along_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .alone import numbers_in
 from .calls import Call, tensors_in
 from .layout import Layout, reshaped
 from .propagate import ask, combined, has_data_beside_first, rule, spellings
@@ -41,6 +42,8 @@ def _repeat(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None:
         return []
+    if layout.mixed:
+        return [(call.out, layout)]
     dim = layout.dim + call.out.dim() - source.dim()
     times = call.out.size(dim) // max(source.size(layout.dim), 1)
     if times != 1 and layout.owner is not None:
@@ -52,17 +55,29 @@ def _repeat(call: Call) -> Tags:
 def _repeat_interleave(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     times, dim = call.argument(1, "repeats"), call.argument(2, "dim")
-    if layout is None or dim is None or dim % source.dim() != layout.dim:
+    dim = 0 if dim is None and source.dim() == 1 else dim
+    if layout is None or layout.mixed or dim is None or times is None or dim % source.dim() != layout.dim:
         return ask(call)
     if isinstance(times, Tensor) or layout.owner is not None:
         rows = torch.arange(layout.rows, device=source.device).repeat_interleave(times)
-        return [(call.out, layout.taken(layout.dim, rows))]
+        by = call.layout(times)
+        if by is None and layout.may_take(rows):
+            return [(call.out, layout.taken(layout.dim, rows))]
+        if by is None or by.mixed or not by.same_rows(layout, source.device):
+            return [(call.out, combined(call, call.out, "repeats rows as often as other samples say"))]
+        return [(call.out, layout.taken(layout.dim, rows, torch.zeros_like(rows)))]
     return [(call.out, layout._replace(inner=layout.inner * times))]
 
 
 @rule(*spellings("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
 def _constant(call: Call) -> Tags:
-    return [(tensor, None) for tensor in tensors_in(call.out)]
+    """Constants of a tensor's type, unless their numbers are data."""
+    data = numbers_in(call)
+    if not data:
+        return [(tensor, None) for tensor in tensors_in(call.out)]
+    if call.name == "new_tensor" and call.argument(1, "data") is data[0][0]:
+        return [(call.out, data[0][1])]
+    return [(call.out, combined(call, call.out, "makes numbers of several samples"))]
 
 
 @rule(*spellings("to", "cpu", "cuda", "type", "type_as", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
@@ -80,7 +95,10 @@ _ELEMENTWISE = (
     "true_divide rsub add_ sub_ mul_ div_ relu_ tanh_ sigmoid_ exp_ masked_fill_ clamp_ __add__ __radd__ "
     "__sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ __iadd__ "
     "__isub__ __imul__ __itruediv__ __and__ __or__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
-    "float half bfloat16 double bool long int"
+    "float half bfloat16 double bool long int copy_ __floordiv__ __rfloordiv__ floor_divide __mod__ remainder fmod "
+    "bitwise_and bitwise_or bitwise_xor bitwise_not logical_xor __xor__ __lshift__ __rshift__ isfinite trunc frac "
+    "expm1 log1p log2 log10 exp2 sinh cosh atan atan2 nan_to_num square_ sqrt_ neg_ abs_ clamp_min_ clamp_max_ pow_ "
+    "floor_ round_ remainder_ lerp addcmul addcdiv lerp_ addcmul_ addcdiv_ positive erfc hypot hardshrink softshrink"
 ).split()
 
 
@@ -140,4 +158,5 @@ UNCHECKED.update(spellings("dropout", "dropout1d", "dropout2d", "dropout3d", "al
 UNCHECKED.update(
     spellings("bernoulli", "multinomial", "rand_like", "randn_like", "empty_like", "randint_like", "dropout_")
 )
+UNCHECKED.update(spellings("bernoulli_", "normal_", "uniform_", "exponential_", "random_", "cauchy_", "log_normal_"))
 UNCHECKED.update(spellings(*_ELEMENTWISE, "where"))

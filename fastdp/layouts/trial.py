@@ -1,14 +1,17 @@
-"""Ask a function itself: run it once on a larger batch, and once with one sample changed."""
+"""Ask a function itself: run it once on a larger batch, and again with some samples changed."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .calls import Call, is_in_place, map_tensors, tensors_in
+from .calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layout import Layout, tag_of
 
 Tags = list[tuple[Tensor, Layout | None]]
@@ -21,43 +24,42 @@ _INDEPENDENT: set[Any] = set()
 
 
 def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) -> bool:
-    """Whether a change of sample 0's rows leaves the other samples' rows of the result alone.
+    """Whether a change of some samples' rows leaves the other samples' rows of the result alone.
 
-    The trial sees sizes only: a Fourier transform along the batch keeps them. So each kind of call is run once
-    more with sample 0 changed; calls whose indices or constants (of the batch's size) may differ, every time.
+    The trial sees sizes only: a Fourier transform along the batch keeps them. So each kind of call is run again with
+    some samples changed, so that every pair of samples is told apart (`_changes`); calls whose indices or constants
+    (of the batch's size) may differ, every time.
     """
-    floating = [(t, layout) for t, layout in inputs if t.is_floating_point()]
-    if call.name in VIEWS or call.func in UNCHECKED or not floating or call.batch < 2:
+    data = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed]
+    if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2:
         return True
     key: Any = None
     others = [t for t in tensors_in((call.args, call.kwargs)) if tag_of(t, call.batch) is None]
     rows = {call.batch, *[layout.rows for _, layout in inputs]}
-    varying = any(not rows.isdisjoint(t.shape) for t in others) or any(not t.is_floating_point() for t, _ in inputs)
-    if not varying:
+    varying = any(not rows.isdisjoint(t.shape) for t in others)
+    if not varying and all(t.is_floating_point() and layout.owner is None for t, layout in data):
         try:
             key = (call.func, call.batch, _key(call.args, call.batch), _key(call.kwargs, call.batch))
             if key in _INDEPENDENT:
                 return True
         except TypeError:
             key = None
-    if is_in_place(call.name):  # the input is gone: its twin out of place says the same
-        return True
-    changed = {id(t): _with_first_sample_changed(t, layout) for t, layout in floating}
-
-    def replace(tensor: Tensor) -> Tensor:
-        return changed.get(id(tensor), tensor)
-
-    state = torch.get_rng_state()
-    try:
-        with torch.no_grad():
-            again = call.func(*map_tensors(call.args, replace), **map_tensors(call.kwargs, replace))
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        return True  # cannot be asked
-    finally:
-        torch.set_rng_state(state)
-    for (before, layout), after in zip(tags, tensors_in(again), strict=False):
-        if layout is not None and not layout.mixed and not _same_others(layout, before, after):
+    if is_in_place(call.name) and call.before is None:
+        return False
+    values, before = _generic(call, data) or ([t for t, _ in data], [t for t, _ in tags])
+    whole = any(not t.is_floating_point() for t in (*values, *before))  # a change may leave such numbers as they were
+    for changed in _changes(call.batch):
+        found: list[list[Tensor]] = []
+        for change in _WAYS:  # where the first fails, or does not show all
+            if not found or whole:
+                new = [_with_samples_changed(t, lay, changed, change) for t, (_, lay) in zip(values, data, strict=True)]
+                found += [] if (after := _run_again(call, data, new)) is None else [after]
+        if not found:
             return False
+        for after in found:
+            for was, now, (_, layout) in zip(before, after, tags, strict=False):
+                if layout is not None and not layout.mixed and not _same_others(layout, was, now, changed):
+                    return False
     if key is not None:
         if len(_INDEPENDENT) >= CACHE_SIZE:
             _INDEPENDENT.clear()
@@ -65,27 +67,144 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
     return True
 
 
-def _with_first_sample_changed(tensor: Tensor, layout: Layout) -> Tensor:
+Data = list[tuple[Tensor, Layout]]
+
+
+@functools.lru_cache(maxsize=64)
+def _changes(batch: int) -> list[list[bool]]:
+    """Sets of samples [batch], few: of any two samples there is a set that holds the first and not the second."""
+    sets = next(k for k in range(2, 2 * batch + 2) if math.comb(k, k // 2) >= batch)
+    codes = list(itertools.islice(itertools.combinations(range(sets), sets // 2), batch))
+    return [[number in code for code in codes] for number in range(sets)]
+
+
+def _generic(call: Call, data: Data) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Random numbers in place of the data's, as zeros hide what depends on what, and the results; None where the
+    function does not take them."""
+    if not any(t.is_floating_point() or t.is_complex() for t, _ in data):
+        return None
+    values = []
+    for number, (tensor, _) in enumerate(data):
+        value = tensor.detach()
+        if value.is_floating_point() or value.is_complex():
+            random = torch.Generator(device=value.device).manual_seed(number)
+            value = torch.empty(value.shape, dtype=value.dtype, device=value.device).normal_(generator=random)
+        values.append(value)
+    found = _run_again(call, data, values)
+    if found is None or any(t.is_floating_point() and not bool(t.isfinite().all()) for t in found):
+        return None
+    return values, found
+
+
+def _run_again(call: Call, data: Data, values: list[Tensor]) -> list[Tensor] | None:
+    """The results with other values for the data; None where the function does not take them."""
+    state = torch.get_rng_state()
+    try:
+        return _results(call, {id(t): value for (t, _), value in zip(data, values, strict=True)})
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return None
+    finally:
+        torch.set_rng_state(state)
+
+
+def _as_it_was(call: Call, tensor: Tensor) -> Tensor:
+    return call.before if call.before is not None and tensor is call.args[0] else tensor
+
+
+def _results(call: Call, replaced: dict[int, Tensor]) -> list[Tensor]:
+    """The call with tensors replaced (by id), nothing of the caller's written to."""
+    args, kwargs = call.args, {name: value for name, value in call.kwargs.items() if name != "out"}
+    if call.before is not None:
+        replaced = {**replaced, id(args[0]): replaced.get(id(call.before), call.before).clone()}
+    with torch.no_grad():
+        return list(tensors_in(call.func(*map_tensors(args, lambda t: replaced.get(id(t), t)),
+                                         **map_tensors(kwargs, lambda t: replaced.get(id(t), t)))))  # fmt: skip
+
+
+def _other_numbers(rows: Tensor, layout: Layout) -> Tensor:
+    if rows.dtype == torch.bool:
+        return ~rows
+    if rows.is_floating_point() or rows.is_complex():
+        return rows * -1.75 + 0.9
+    return (rows.min().long() + rows.max().long() - rows.long()).to(rows.dtype)  # within the range: they may be indices
+
+
+def _numbers_of_others(rows: Tensor, layout: Layout) -> Tensor:
+    if layout.owner is not None or layout.alone >= 0:
+        return rows.roll(1, 0)
+    return rows.unflatten(0, (layout.outer, layout.batch, layout.inner)).roll(1, 1).flatten(0, 2)
+
+
+Change = Callable[[Tensor, Layout], Tensor]
+_WAYS: tuple[Change, ...] = (_other_numbers, _numbers_of_others)
+
+
+def _with_samples_changed(tensor: Tensor, layout: Layout, samples: list[bool], change: Change) -> Tensor:
     changed = tensor.detach().clone()
-    if layout.mixed or changed.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+    if not changed.numel():
+        return changed
+    if layout.alone >= 0:
+        return change(changed.unsqueeze(0), layout)[0] if samples[layout.alone] else changed
+    if changed.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return changed
     rows = changed.movedim(layout.dim, 0)
-    first = layout.owners(tensor.device) == 0
-    rows[first] = rows[first] * -1.75 + 0.9
+    chosen = torch.tensor(samples, device=tensor.device)[layout.owners(tensor.device)]
+    rows[chosen] = change(rows, layout)[chosen]
     return changed
 
 
-def _same_others(layout: Layout, before: Tensor, after: Tensor) -> bool:
+def _same_others(layout: Layout, before: Tensor, after: Tensor, changed: list[bool]) -> bool:
+    if layout.alone >= 0:
+        return changed[layout.alone] or (before.shape == after.shape and _close(before.detach(), after))
     if before.shape != after.shape or before.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return False
-    keep = layout.owners(before.device) != 0
-    a, b = before.detach().movedim(layout.dim, 0)[keep], after.movedim(layout.dim, 0)[keep]
-    if not a.is_floating_point() or not a.numel():
+    keep = ~torch.tensor(changed, device=before.device)[layout.owners(before.device)]
+    return _close(before.detach().movedim(layout.dim, 0)[keep], after.movedim(layout.dim, 0)[keep])
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if not (a.is_floating_point() or a.is_complex()) or not a.numel():
         return torch.equal(a, b)
-    digits = 1e-6 if a.dtype in (torch.float32, torch.float64) else 1e-3
+    digits = 1e-3 if a.dtype in (torch.bfloat16, torch.float16) else 1e-6
     finite = a[a.isfinite()]  # masked scores are -inf, whose size would let any difference pass
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=10 * digits, atol=digits * largest, equal_nan=True)
+
+
+def is_blind_to_order(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) -> bool:
+    """Whether rows whose order depends on the data are treated alike wherever they stand: rows in another order give
+    the results in that order."""
+    if call.func in UNCHECKED:
+        return True
+    if is_in_place(call.name) and call.before is None:
+        return False
+    ordered = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed and layout.alone < 0]
+    number = torch.arange(ordered[0][1].rows, device=ordered[0][0].device)
+    for order in (number.flip(0), number.roll(1)):
+        state = torch.get_rng_state()
+        try:
+            after = _results(call, {id(t): t.detach().index_select(layout.dim, order) for t, layout in ordered})
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return False
+        finally:
+            torch.set_rng_state(state)
+        for (before, layout), now in zip(tags, after, strict=False):
+            if layout is None or layout.mixed:
+                continue
+            if before.shape != now.shape or before.shape[layout.dim : layout.dim + 1] != order.shape:
+                return False
+            if not _close(before.detach().index_select(layout.dim, order), now):
+                return False
+    return True
+
+
+def target_as_it_is(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """A copy of what a function in place is about to overwrite, if it may be asked again."""
+    name = function_name(func)
+    if func in UNCHECKED or name == "__setitem__" or not is_in_place(name) or not isinstance(args[0], Tensor):
+        return None
+    with torch.no_grad():
+        return args[0].detach().clone()
 
 
 # --------------------------------------------------------------------------- the trial

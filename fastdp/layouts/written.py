@@ -25,8 +25,12 @@ def _setitem(call: Call) -> Tags:
     layout, source = call.layout(target), call.layout(value)
     items, entries = expanded(call, index_tuple(index, target.device))
     found = next((entry.layout for entry in entries.values() if entry.layout is not None), None)
-    if source is None and found is None:
+    if source is None and found is None and (layout is None or layout.order is None):
         return [(target, layout)]
+    if any(one is not None and one.order is not None for one in (layout, source)):
+        if not _ordered_rows_may_go(call, layout, source, items, entries):
+            why = "writes by position to or from rows whose order depends on the data"
+            return [(target, Layout(call.batch, mixed=call.mixed(why)))]
     known = [one for one in (layout, source, *[entry.layout for entry in entries.values()]) if one is not None]
     mixed = next((one.mixed for one in known if one.mixed), "")
     if layout is not None and layout.alone >= 0:  # all of one sample, and something else
@@ -42,8 +46,23 @@ def _setitem(call: Call) -> Tags:
 def _index_put(call: Call) -> Tags:
     """target.index_put(indices, value): as target[indices] = value, added up or not."""
     target, index, value = (call.argument(i, n) for i, n in enumerate(("input", "indices", "values")))
-    same = Call(T.__setitem__, (target, tuple(index), value), {}, None, call.batch, call.path)
+    kwargs = {"accumulate": bool(call.argument(3, "accumulate", False))}
+    same = Call(T.__setitem__, (target, tuple(index), value), kwargs, None, call.batch, call.path)
     return [(call.out, layout) for _, layout in _setitem(same)]
+
+
+def _ordered_rows_may_go(
+    call: Call, layout: Layout | None, source: Layout | None, items: tuple[Any, ...], entries: dict[int, Entry]
+) -> bool:
+    """Whether rows whose order the data made are all written, each alike, or by an index that is data too."""
+    value = call.args[2]
+    if any(entry.layout is not None for entry in entries.values()):
+        return True
+    if source is not None:  # to a constant: `_in_new_order` keeps the order
+        return layout is None and len(items) == 1 and 0 in entries and permutes(entries[0].tensor, len(call.args[0]))
+    assert layout is not None
+    everywhere = all(item == slice(None) for item in items[: layout.dim + 1] if item is not Ellipsis)
+    return everywhere and not entries and (not isinstance(value, Tensor) or value.numel() == 1)
 
 
 def _new_layout(
@@ -52,7 +71,7 @@ def _new_layout(
     """A constant becomes data by what is written into it; rows that are all written anew change their samples."""
     target, value = call.args[0], call.args[2]
     entry = entries.get(0)
-    if len(items) == 1 and entry is not None:
+    if len(items) == 1 and entry is not None and (layout is None or not call.kwargs.get("accumulate")):
         new = _in_new_order(call, target, entry.tensor, entry.own, source, isinstance(value, Tensor))
         if new is not None:
             return new
@@ -147,6 +166,8 @@ def _index_add(call: Call) -> Tags:
     mixed = next((one.mixed for one in known if one.mixed), "")
     if mixed:
         return [(call.out, Layout(call.batch, mixed=mixed))]
+    if by is None and any(one.order is not None for one in known):
+        return [(call.out, combined(call, call.out, "meets rows by position whose order depends on the data"))]
     if rows is None and by is None:
         return [(call.out, layout)]
     if rows is not None and dim != rows.dim and by is None:
@@ -173,7 +194,10 @@ def _scatter(call: Call) -> Tags:
     dim = dim % target.dim()
     if any(one.mixed for one in known) or all(one.dim != dim for one in known):
         return ask(call)
-    if target.dim() == 1:
+    if by is None and any(one.order is not None for one in known):
+        return [(call.out, combined(call, call.out, "meets rows by position whose order depends on the data"))]
+    replaces = call.name.rstrip("_") == "scatter" and not call.argument(4, "reduce")
+    if target.dim() == 1 and (layout is None or replaces):
         own = by.owners(index.device) if by is not None else None
         new = _in_new_order(call, target, index, own, rows, isinstance(source, Tensor))
         if new is not None:
@@ -199,11 +223,11 @@ def _masked_scatter(call: Call) -> Tags:
     known = [one for one in (layout, by, rows) if one is not None]
     if any(one is not None and one.alone >= 0 for one in (layout, by)):
         return [(call.out, combined(call, call.out, _GUESSED))]
-    if rows is None:
-        return ask(call)
     mixed = next((one.mixed for one in known if one.mixed), "")
-    if mixed:
-        return [(call.out, Layout(call.batch, mixed=mixed))]
+    if rows is None or mixed:
+        tags = ask(call)
+        taken = not mixed and any(found is not None and found.mixed for _, found in tags)
+        return [(call.out, combined(call, call.out, _GUESSED))] if taken else tags
     own = layout or by
     if own is not None and source.dim():
         rows = rows.along(0, source.size(0), source.device)

@@ -12,7 +12,7 @@ from .. import ops
 from ..derived import check_embedding, mark_derived
 from ..errors import SampleMixingError
 from ..layouts.calls import bind
-from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.layout import INPUT, Layout, tag, tag_of
 from ..recorder import Recorder
 from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
 from .experts import note_gathered
@@ -185,23 +185,18 @@ class _Bag(Captured):
 
 def _bags_of_elements(ids: Tensor, offsets: Tensor, bags: int) -> Tensor:
     """The bag of each of the flat ids; an empty bag begins where the next one does."""
-    return torch.searchsorted(offsets[:bags], torch.arange(ids.numel(), device=ids.device), right=True) - 1
+    return torch.searchsorted(offsets[:bags].contiguous(), torch.arange(ids.numel(), device=ids.device), right=True) - 1
 
 
-def _layout_of_bags(recorder: Recorder, ids: Tensor, offsets: Tensor, count: int) -> Layout:
-    """Bags of flat ids are equally many for each sample, in order; what is known of the ids must not contradict."""
-    batch = recorder.batch
-    bags, own = Layout(batch, 0, 1, count // max(batch, 1)), tag_of(ids, batch)
-    given = tag_of(offsets, batch)  # with the batch: a flat input of ids then has no rows of its own that count
-    if batch <= 1 or own is None or (own.owner is None and given is not None and not given.mixed):
-        return bags
-    owners, elements = own.owners(ids.device), _bags_of_elements(ids, offsets, count)
-    if not torch.equal(bags.owners(ids.device)[elements], owners):
-        raise SampleMixingError(
-            f"{recorder.place('embedding_bag')}: the bags that offsets= makes are not of the samples in their order, "
-            "the same number of each. Give ids of two dimensions, or call it before rows are reordered."
-        )
-    return bags
+def _check_bags(recorder: Recorder, ids: Tensor, offsets: Tensor, bags: Layout) -> None:
+    """Where the model itself made ids of samples' rows, each must lie in a bag of its own sample."""
+    layout = tag_of(ids, recorder.batch)
+    if layout is None or layout.batch <= 1 or (INPUT in ids.__dict__ and layout.owner is None):
+        return  # rows of an input are not looked at as samples here: its bags are
+    owner = bags.owners(ids.device)[_bags_of_elements(ids, offsets, len(offsets))]
+    if layout.mixed or layout.alone >= 0 or not torch.equal(layout.owners(ids.device), owner):
+        place = recorder.place("embedding_bag")
+        raise SampleMixingError(f"{place}: a bag holds rows of several samples.", f"{place} puts samples into one bag")
 
 
 @rule(F.embedding_bag)
@@ -228,7 +223,9 @@ def capture_embedding_bag(recorder: Recorder, func: Any, args: tuple[Any, ...], 
             sample_layout(recorder, ids, "embedding_bag")
         if count % max(recorder.batch, 1):
             return NotImplemented
-        bags = _layout_of_bags(recorder, ids, offsets, count)
+        bags = Layout(recorder.batch, 0, 1, count // max(recorder.batch, 1))
+    if offsets is not None:
+        _check_bags(recorder, ids, offsets[:count], bags)
     options = {k: found[k] for k in ("offsets", "padding_idx")}
     options |= {"mode": mode, "include_last_offset": bool(found["include_last_offset"])}
     call = _Bag(recorder, Operand.of(table), options, bags, weights is not None)
