@@ -76,8 +76,8 @@ class Forward(Protocol):
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module's forward begins."""
 
-    def leave(self, path: str, module: nn.Module, out: Any) -> None:
-        """A module's forward ends."""
+    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
+        """A module's forward ends; what to put in place of its result, or None."""
 
 
 class Pass:
@@ -362,11 +362,10 @@ class ModuleHook:
         if self.forward is not None:
             self.forward.enter(self.path, module, args, kwargs)
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self.forward is not None:
-            self.forward.leave(self.path, module, out)
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        if torch.compiler.is_compiling() or self.forward is None:
+            return None
+        return self.forward.leave(self.path, module, out)
 
 
 class _Region:

@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .arguments import batch_of, nested_tensors, tag_inputs, tag_packed
+from .arguments import batch_of, nested_tensors, outputs_apart, tag_inputs, tag_packed
 from .backward import Backward
 from .capture import ModuleHook, Pass
 from .compiled import Switches
@@ -147,26 +147,33 @@ class Forward:
         active.called.add(path)
         self._argument_layouts[path] = layouts
 
-    def leave(self, path: str, module: nn.Module, out: Any) -> None:
-        """A module's forward ends, also by an exception."""
+    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
+        """A module's forward ends, also by an exception. Returns what to put in place of its result, or None."""
         if not self._entered:
-            return
+            return None
         started = self._entered.pop()
         if not isinstance(started, Pass):
             if self._active is not None and self._active.stack:
                 self._active.stack.pop()
             if isinstance(started, Block):
                 started.watch(nested_tensors(out))
-            return
+            return None
         started.mode.__exit__(None, None, None)
         self._active = None
         if self.backward.collect is not None:
-            return
+            return None
+        apart = outputs_apart(out, self._is_guess)
         unseen = Layout(self._batch, mixed=started.unseen) if started.unseen else None
-        for tensor in nested_tensors(out):
+        for tensor in nested_tensors(out if apart is None else apart):
             if tensor.requires_grad:
                 layout = tag_of(tensor, self._batch) or unseen
                 tensor.register_hook(functools.partial(self.backward.reached, layout))
+        return apart
+
+    def _is_guess(self, tensor: Tensor) -> bool:
+        """Whether it matters if the loss takes this output itself, or only what the model goes on to make of it."""
+        layout = tag_of(tensor, self._batch)
+        return tensor.requires_grad and layout is not None and bool(layout.guessed)
 
     def _drop_interrupted(self) -> None:
         """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before."""

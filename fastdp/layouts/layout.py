@@ -29,7 +29,8 @@ class Layout(NamedTuple):
     rows, and must not become numbers that are computed with.
     `alone`, where it is no -1, says that the whole tensor is of this one sample (a loop over the samples): then `dim`
     means nothing. `sized` says that the data of that sample made one of its sizes.
-    `guessed` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet.
+    `guessed` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
+    2: rows that an index counted over the whole batch picked, which must not pass for constants either.
     """
 
     batch: int
@@ -42,7 +43,7 @@ class Layout(NamedTuple):
     places: bool = False
     alone: int = -1
     sized: bool = False
-    guessed: bool = False
+    guessed: int = 0
 
     @property
     def rows(self) -> int:
@@ -195,7 +196,7 @@ def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below
     each = _rows_each(layout.owner, layout.batch)
     if each:  # to a shape that keeps the samples apart
         apart = reshaped(layout._replace(owner=None, order=None, inner=each), before, after)
-        if apart is not None and apart.plain:
+        if apart is not None and apart._replace(places=False).plain:
             return apart
     stride = math.prod(after)
     above = math.prod(before[: layout.dim])

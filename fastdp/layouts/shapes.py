@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call, tensors_in
+from .coordinates import keep_coordinates
 from .layout import Layout, reshaped
 from .propagate import ask, combined, has_data_beside_first, rule, spellings
 from .trial import UNCHECKED, Tags
@@ -24,6 +25,7 @@ def _reshape(call: Call) -> Tags:
         return [(call.out, layout)]
     if source.numel() == 0:
         return ask(call)
+    keep_coordinates(source, call.out)
     found = reshaped(layout, source.shape, call.out.shape)
     return [(call.out, found or combined(call, call.out, "folds samples into another dimension"))]
 
