@@ -22,8 +22,9 @@ from .errors import SampleMixingError, StepError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
-from .links import leaves_of, link_of
+from .links import Unwritten, leaves_of, link_of
 from .memo import CONSTANT, Memo, inquires
+from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
 from .planner import Planner
 from .recorder import Recorder
 from .uses.alone import one_sample_of
@@ -94,6 +95,7 @@ class Pass:
         self.unseen = ""  # what took data out of sight, if something did
         self.mode = _CaptureMode(self)
         self.watcher: Watcher | None = None
+        self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
     @property
     def path(self) -> str:
@@ -190,6 +192,25 @@ class Pass:
         """One torch function call."""
         if inquires(func):
             return func(*args, **kwargs)
+        if func in FOLLOWED and self.watcher is None:
+            return self._follow(func, args, kwargs)
+        return self._dispatch(func, args, kwargs)
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that may take out what is made of parameters alone. (Not in compiled code, which takes it itself.)"""
+        if func is torch.Tensor.__getitem__:
+            out = taken_from_parts(self.dispatch, args)
+            if out is not NotImplemented:
+                self.taken.add(out)
+                return out
+        out = self._dispatch(func, args, kwargs)
+        if func is torch.Tensor.__setitem__:
+            self.taken.renew(args[2])  # whole[index] = value
+        elif func is not torch.Tensor.__getitem__:
+            keep_parts(out, args, kwargs)
+        return out
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature = self.memo.signature(func, args, kwargs, self.batch, self.tracked)
         known = self.memo.layouts(signature)
         if known is not None:
@@ -224,7 +245,12 @@ class Pass:
         elif parameters:
             if has_data:
                 self.count_uses(parameters)
-                return self._combine(func, args, kwargs)
+                for parameter in parameters:
+                    if link_of(parameter) is not None:
+                        self.used.add(parameter)
+                out = self._combine(func, args, kwargs)
+                note_parts(out, func, args, kwargs, self.is_parameter)
+                return out
             out = func(*args, **kwargs)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
                 self.backward.last_use_of[id(leaf)] = self.place(function_name(func))
@@ -249,6 +275,19 @@ class Pass:
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
         return out
+
+    def check_unwritten(self) -> None:
+        """Raises UncapturedUseError where what the pass relies on was written to after it was used or taken."""
+        if self.used.written():
+            raise UncapturedUseError(
+                f"module '{self.root}': a tensor made of parameters was written to in place after it had been used, "
+                "which cannot be followed. Make a new tensor (w = w * 2, not w *= 2)."
+            )
+        if self.taken.written():
+            raise UncapturedUseError(
+                f"module '{self.root}' writes in place into rows taken out of a joined tensor that are made of "
+                "parameters alone. Write into the joined tensor (x[:, :1] = ...), or into a clone()."
+            )
 
     def count_uses(self, parameters: Iterable[Tensor]) -> None:
         """A captured call takes these parameters."""

@@ -160,6 +160,8 @@ class Forward:
             return None
         started.mode.__exit__(None, None, None)
         self._active = None
+        if out is not None:
+            started.check_unwritten()
         if self.backward.collect is not None:
             return None
         apart = outputs_apart(out, self._is_guess)

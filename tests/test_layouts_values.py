@@ -76,7 +76,27 @@ def found_at(m, x, ids, column):
     return m.b(m.a(x) * column((ids == 0).nonzero(), len(ids)).to(x.dtype)[:, :1, None])
 
 
+def zeros_first(m, x, ids, table):
+    """Of a table, each sample's places of zeros, then its others."""
+    mask = torch.cat([ids == 0, ids != 0], 1)
+    return m.b(m.a(x) * table(ids)[mask].reshape(len(ids), T, 1).to(x.dtype))
+
+
+def listed(m, x, ids, where=lambda b: b):
+    """A loop that writes down which tokens of the sample are zeros, for every query."""
+    tokens = torch.full((len(ids), B * T, T), 8)
+    for b in range(len(ids)):
+        found = (ids[b] == 0).nonzero().flatten()
+        for query in range(B * T):
+            tokens[where(b) % len(ids), query, : len(found)] = found
+    return m.b(m.a(x) + m.table(tokens).sum(2)[:, :T])
+
+
 EXACT = {
+    "own_positions_first": lambda m, x, ids, sizes: zeros_first(
+        m, x, ids, lambda ids: torch.arange(T).repeat(2).expand(len(ids), -1)
+    ),
+    "listed_by_sample_and_query": lambda m, x, ids, sizes: listed(m, x, ids),
     "mask_of_truths": lambda m, x, ids, sizes: packed_attention(m, x, apart(x, 0, torch.bool)),
     "mask_of_infinities": lambda m, x, ids, sizes: packed_attention(m, x, apart(x, -torch.inf, None)),
     "mask_of_lowest": lambda m, x, ids, sizes: packed_attention(m, x, apart(x, torch.finfo(x.dtype).min, None)),
@@ -117,6 +137,10 @@ def faintly_seen(mask):
 
 
 REFUSED = {
+    "places_first": lambda m, x, ids, sizes: zeros_first(
+        m, x, ids, lambda ids: torch.arange(len(ids) * 2 * T).view(len(ids), -1)
+    ),
+    "listed_for_another": lambda m, x, ids, sizes: listed(m, x, ids, lambda b: b + 1),
     "mask_with_a_hole": lambda m, x, ids, sizes: packed_attention(m, x, leaking(x, one_key_seen)),
     "mask_of_a_blind_row": lambda m, x, ids, sizes: packed_attention(m, x, leaking(x, nothing_seen)),
     "mask_that_is_weak": lambda m, x, ids, sizes: packed_attention(m, x, leaking(x, faintly_seen)),

@@ -8,7 +8,7 @@ here is what a layout means and how to cut a tensor by sample.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     means nothing. `sized` says that the data of that sample made one of its sizes.
     `guessed` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
     2: rows that an index counted over the whole batch picked, which must not pass for constants either.
+    `shifted` is there where `mixed` came of one number taken from all rows alike (`layouts.shifted`).
     """
 
     batch: int
@@ -44,6 +45,7 @@ class Layout(NamedTuple):
     alone: int = -1
     sized: bool = False
     guessed: int = 0
+    shifted: Any = None
 
     @property
     def rows(self) -> int:
@@ -125,7 +127,7 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
         return None
     if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
         base = tensor._base.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
-        if base is not None and base.batch == batch and base.mixed:
+        if base is not None and base.batch == batch and base.mixed and base.shifted is None:
             return layout._replace(mixed=base.mixed)
     return layout
 

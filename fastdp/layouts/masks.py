@@ -6,6 +6,8 @@ value nor its gradient takes part.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,8 +29,13 @@ def masks_others(call: Call, query: Layout) -> bool:
             return False
     if query.mixed or query.alone >= 0 or query.order is not None or query.dim != q.dim() - 2:
         return False
-    owners = query.owners(mask.device)
-    return keeps_apart(mask, owners, q.dtype)
+    return _bounded(q, k, v) and keeps_apart(mask, query.owners(mask.device), q.dtype)
+
+
+def _bounded(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether no score can overflow and no value is infinite: a weight of zero times infinity is not zero."""
+    highest = [float(t.detach().abs().max()) if t.numel() else 0.0 for t in (q, k, v)]
+    return highest[0] * highest[1] * q.size(-1) < torch.finfo(q.dtype).max / 4 and math.isfinite(highest[2])
 
 
 def keeps_apart(mask: Tensor, owners: Tensor, dtype: torch.dtype) -> bool:

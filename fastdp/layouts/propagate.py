@@ -20,6 +20,7 @@ from .alone import of_one_sample
 from .calls import Call, is_in_place, tensors_in
 from .guesses import with_guesses
 from .layout import Layout, tag, tag_of
+from .shifted import begins, follow
 from .trial import VIEWS, Tags, cached_trial, is_independent
 
 Rule = Callable[[Call], Tags]
@@ -71,6 +72,12 @@ def propagate(call: Call) -> None:
 
 
 def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
+    if any(layout.mixed for _, layout in inputs):
+        if any(layout.shifted is not None for _, layout in inputs):
+            return follow(call, inputs, functools.partial(_layouts_of, call))
+        tags = begins(call)
+        if tags is not None:
+            return tags
     tags = of_one_sample(call) if any(layout.alone >= 0 for _, layout in inputs) else None
     if tags is None:
         rule = RULES.get(call.func)
@@ -91,7 +98,7 @@ def _taint_base(view: Tensor, layout: Layout) -> None:
     """What was mixed through a view is mixed in all views of the memory."""
     base = view._base
     if base is not None and tag_of(base, layout.batch) is not None:
-        tag(base, layout)
+        tag(base, layout._replace(shifted=None))
 
 
 def ask(call: Call) -> Tags:

@@ -233,7 +233,13 @@ def _take_from_constant(call: Call) -> Tags:
     if layout is None or layout.mixed:
         return [(call.out, Layout(call.batch, mixed=call.mixed("picks rows by what other samples hold")))]
     coordinates, _, order = found_in(index[0], layout)
-    return [(call.out, layout.taken(0, coordinates[layout.dim], order)._replace(places=True))]
+    places = not _same_for_all(call.args[0], layout.dim)
+    return [(call.out, layout.taken(0, coordinates[layout.dim], order)._replace(places=places))]
+
+
+def _same_for_all(table: Tensor, dim: int) -> bool:
+    """Whether a table has the same numbers for every row along a dimension: positions within, not of, a sample."""
+    return dim < table.dim() and bool((table == table.narrow(dim, 0, min(1, table.size(dim)))).all())
 
 
 @rule(torch.as_strided, T.as_strided)
