@@ -12,6 +12,10 @@ from .propagate import ask, combined, has_data_beside_first, rule, spellings
 from .trial import UNCHECKED, Tags
 
 T = torch.Tensor
+_FOLDS = (
+    "folds samples into another dimension (if the model takes several rows of each sample, say how many samples there "
+    "are: batch_size= or rows_per_sample=)"
+)
 
 # --------------------------------------------------------------------------- sizes in the arguments
 
@@ -27,7 +31,7 @@ def _reshape(call: Call) -> Tags:
         return ask(call)
     keep_coordinates(source, call.out)
     found = reshaped(layout, source.shape, call.out.shape)
-    return [(call.out, found or combined(call, call.out, "folds samples into another dimension"))]
+    return [(call.out, found or combined(call, call.out, _FOLDS))]
 
 
 @rule(*spellings("expand", "expand_as", "broadcast_to"))
