@@ -26,6 +26,7 @@ from .links import Unwritten, leaves_of, link_of
 from .memo import CONSTANT, Memo, inquires
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
 from .planner import Planner
+from .reads import Reads
 from .recorder import Recorder
 from .uses.alone import one_sample_of
 from .uses.attention import COMPOSITES
@@ -65,6 +66,7 @@ class Forward(Protocol):
     model: nn.Module
     token: Tensor
     memo: Memo
+    reads: Reads
 
     @property
     def planner(self) -> Planner:
@@ -95,6 +97,7 @@ class Pass:
         self.unseen = ""  # what took data out of sight, if something did
         self.mode = _CaptureMode(self)
         self.watcher: Watcher | None = None
+        self.reads = forward.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
     @property
@@ -269,7 +272,9 @@ class Pass:
         if has_data and before is not None:
             propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
         elif has_data:
-            propagate(Call(func, args, kwargs, out, self.batch, self.path))
+            read = propagate(Call(func, args, kwargs, out, self.batch, self.path))
+            if read:
+                self.reads.note(read, out)
         else:
             for tensor in tensors_in(out):
                 if tensor.requires_grad and not tensor.is_leaf:

@@ -16,6 +16,7 @@ from .errors import BatchLayoutError, ParameterError
 from .layouts.layout import Layout, tag_of
 from .memo import Memo
 from .planner import Planner
+from .reads import Reads
 from .replay import Block
 
 
@@ -47,6 +48,7 @@ class Forward:
         self.model, self.backward, self.batching = model, backward, batching
         self.token = torch.zeros((), requires_grad=True)
         self.memo = Memo()
+        self.reads = Reads(model)
         self._entered: list[Pass | Block | None] = []
         self._active: Pass | None = None
         self._batch = 0

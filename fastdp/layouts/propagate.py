@@ -20,6 +20,7 @@ from .alone import of_one_sample
 from .calls import Call, is_in_place, tensors_in
 from .guesses import with_guesses
 from .layout import Layout, tag, tag_of
+from .reads import read_of
 from .shifted import begins, follow
 from .trial import VIEWS, Tags, cached_trial, is_independent
 
@@ -46,18 +47,21 @@ def spellings(*names: str) -> list[Any]:
     return [function for function in found if function is not None]
 
 
-def propagate(call: Call) -> None:
-    """Tag the results of the call. The caller knows that an argument has a layout."""
+def propagate(call: Call) -> str:
+    """Tag the results of the call. The caller knows that an argument has a layout.
+
+    Returns what the call tells Python of several samples together, or ''.
+    """
     outputs = list(tensors_in(call.out))
     if not outputs and call.name != "__setitem__":
-        return
+        return read_of(call, None) if call.batch > 1 else ""
     rule = RULES.get(call.func)
     if call.batch <= 1:
         if call.func in REFUSING and rule is not None:
             rule(call)
         for tensor in outputs or tensors_in(call.args[0]):
             tag(tensor, Layout(call.batch))
-        return
+        return ""
     inputs = call.inputs()
     tags = _layouts_of(call, inputs)
     if any(layout.guessed for _, layout in inputs):
@@ -69,6 +73,7 @@ def propagate(call: Call) -> None:
         tag(tensor, layout)
         if layout is not None and layout.mixed and is_in_place(call.name) and tensor._is_view():
             _taint_base(tensor, layout)
+    return read_of(call, tags)
 
 
 def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
