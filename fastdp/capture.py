@@ -101,6 +101,10 @@ class Pass:
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
     @property
+    def compiling(self) -> bool:
+        return self.watcher is not None
+
+    @property
     def path(self) -> str:
         return (self.stack[-1] if self.stack else "") or self.root
 

@@ -67,7 +67,7 @@ def mark_derived(
             link = link._replace(kind="lookup", ids=ids)
     for result in results:
         set_link(result, link._replace(version=result._version))
-        if is_in_place(name) and result._is_view():
+        if is_in_place(name) and result._is_view() and not recorder.compiling:
             _link_base(result, before, recorder)
     return link.leaves
 

@@ -182,6 +182,18 @@ def test_refused(name):
     engine.detach()
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30])
+def test_what_a_mask_cannot_hide(value):
+    """A weight of zero times infinity is not zero; and a score may overflow to it."""
+    model = Net(lambda m, x: packed_attention(m, x, apart(x, 0, torch.bool)), **parts())
+    x = torch.randn(B, T, D)
+    x[1, 2, 3] = value
+    engine = fastdp.PerSampleGradients(model)
+    with pytest.raises(FastDPError, match="attends from one sample to another"):
+        model(x).square().sum().backward()
+    engine.detach()
+
+
 def packed(m, x, rows):
     """Three rows of each sample, made known where they enter the tokens; returned beside what is made of them."""
     h = m.a(rows)
