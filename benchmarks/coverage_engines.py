@@ -22,7 +22,9 @@ class Contender(NamedTuple):
 def fastdp_step(model: nn.Module, batch: dict[str, Any], losses: Losses, rate: float, size: int) -> None:
     import fastdp
 
-    optimizer = fastdp.DPSGD(model, lr=rate, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=size)
+    options = {"batch_size": size} if _rows(batch) != size else {}  # several rows of each sample: only the user knows
+    settings = dict(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=size, **options)
+    optimizer = fastdp.DPSGD(model, lr=rate, **settings)
     losses(model, batch).mean().backward()
     optimizer.step()
     optimizer.detach()
@@ -46,6 +48,11 @@ class Criterion(nn.Module):
     def forward(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         found = self.losses(model, batch)
         return found if self.reduction == "none" else found.mean()
+
+
+def _rows(batch: dict[str, Any]) -> int:
+    """Rows of the model's first input."""
+    return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim())
 
 
 def opacus_step(mode: str) -> Engine:

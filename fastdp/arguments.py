@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from . import sampling
 from .errors import StepError
-from .layouts.layout import INPUT, Layout, tag, tag_of
+from .layouts.layout import ATTRIBUTE, INPUT, Layout, tag, tag_of
 from .marks import layout_said, mark_of, samples_said, tag_marked
 
 
@@ -67,6 +69,43 @@ def nested_tensors(values: Any) -> list[Tensor]:
     if hasattr(values, "__dataclass_fields__"):
         return [t for name in values.__dataclass_fields__ for t in nested_tensors(getattr(values, name))]
     return []
+
+
+def outputs_apart(out: Any, chosen: Callable[[Tensor], bool]) -> Any:
+    """A model's result with its chosen tensors as views of themselves, or None where there are none.
+
+    A tensor that the model returns may also be one that it went on with; of a view only the loss knows.
+    """
+    if not any(chosen(tensor) for tensor in nested_tensors(out)):
+        return None
+
+    def view(tensor: Tensor) -> Tensor:
+        if not chosen(tensor):
+            return tensor
+        apart = tensor.view_as(tensor)
+        tag(apart, tensor.__dict__.get(ATTRIBUTE))
+        return apart
+
+    return _rebuilt(out, view)
+
+
+def _rebuilt(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) is dict:
+        return {key: _rebuilt(item, function) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_rebuilt(item, function) for item in value]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    names = getattr(value, "__dataclass_fields__", ())
+    whole = copy.copy(value) if names else value
+    for name in names:
+        item = getattr(value, name)
+        if nested_tensors(item):
+            setattr(whole, name, _rebuilt(item, function))
+    return whole
 
 
 def tag_packed(values: Any, batch: int) -> None:

@@ -24,9 +24,11 @@ from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensor
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
 from .layouts.trial import target_as_it_is
-from .links import leaves_of, link_of
+from .links import Unwritten, leaves_of, link_of
 from .memo import CONSTANT, Memo, inquires
+from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
 from .planner import Planner
+from .reads import Reads
 from .recorder import Recorder
 from .regions import Enters, watch_region
 from .uses.alone import one_sample_of
@@ -68,6 +70,7 @@ class Forward(Enters, Protocol):
     token: Tensor
     token_node: Any  # where autograd would add up the token's gradient
     memo: Memo
+    reads: Reads
 
     @property
     def planner(self) -> Planner:
@@ -80,8 +83,8 @@ class Forward(Enters, Protocol):
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module's forward begins."""
 
-    def leave(self, path: str, module: nn.Module, out: Any) -> None:
-        """A module's forward ends."""
+    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
+        """A module's forward ends; what to put in place of its result, or None."""
 
 
 class Pass:
@@ -99,6 +102,12 @@ class Pass:
         self.unseen = ""  # what took data out of sight, if something did
         self.mode = _CaptureMode(self)
         self.watcher: Watcher | None = None
+        self.reads = forward.reads
+        self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
+
+    @property
+    def compiling(self) -> bool:
+        return self.watcher is not None
 
     @property
     def path(self) -> str:
@@ -195,6 +204,25 @@ class Pass:
         """One torch function call."""
         if inquires(func):
             return func(*args, **kwargs)
+        if func in FOLLOWED and self.watcher is None:
+            return self._follow(func, args, kwargs)
+        return self._dispatch(func, args, kwargs)
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that may take out what is made of parameters alone. (Not in compiled code, which takes it itself.)"""
+        if func is torch.Tensor.__getitem__:
+            out = taken_from_parts(self.dispatch, args)
+            if out is not NotImplemented:
+                self.taken.add(out)
+                return out
+        out = self._dispatch(func, args, kwargs)
+        if func is torch.Tensor.__setitem__:
+            self.taken.renew(args[2])  # whole[index] = value
+        elif func is not torch.Tensor.__getitem__:
+            keep_parts(out, args, kwargs)
+        return out
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature = self.memo.signature(func, args, kwargs, self.batch, self.tracked)
         known = self.memo.layouts(signature)
         if known is not None:
@@ -234,7 +262,12 @@ class Pass:
             watch_region(self.forward, self.path, self.batch)
             if has_data:
                 self.count_uses(parameters)
-                return self._combine(func, args, kwargs)
+                for parameter in parameters:
+                    if link_of(parameter) is not None:
+                        self.used.add(parameter)
+                out = self._combine(func, args, kwargs)
+                note_parts(out, func, args, kwargs, self.is_parameter)
+                return out
             out = func(*args, **kwargs)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
                 self.backward.last_use_of[id(leaf)] = self.place(function_name(func))
@@ -254,12 +287,27 @@ class Pass:
         if has_data and before is not None:
             propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
         elif has_data:
-            propagate(Call(func, args, kwargs, out, self.batch, self.path, overwritten))
+            read = propagate(Call(func, args, kwargs, out, self.batch, self.path, overwritten))
+            if read:
+                self.reads.note(read, out)
         else:
             for tensor in tensors_in(out):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
         return out
+
+    def check_unwritten(self) -> None:
+        """Raises UncapturedUseError where what the pass relies on was written to after it was used or taken."""
+        if self.used.written():
+            raise UncapturedUseError(
+                f"module '{self.root}': a tensor made of parameters was written to in place after it had been used, "
+                "which cannot be followed. Make a new tensor (w = w * 2, not w *= 2)."
+            )
+        if self.taken.written():
+            raise UncapturedUseError(
+                f"module '{self.root}' writes in place into rows taken out of a joined tensor that are made of "
+                "parameters alone. Write into the joined tensor (x[:, :1] = ...), or into a clone()."
+            )
 
     def count_uses(self, parameters: Iterable[Tensor]) -> None:
         """A captured call takes these parameters."""
@@ -378,11 +426,10 @@ class ModuleHook:
         if self.forward is not None:
             self.forward.enter(self.path, module, args, kwargs)
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self.forward is not None:
-            self.forward.leave(self.path, module, out)
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        if torch.compiler.is_compiling() or self.forward is None:
+            return None
+        return self.forward.leave(self.path, module, out)
 
 
 class _Region:

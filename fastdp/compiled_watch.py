@@ -116,6 +116,10 @@ class Interpretation(torch.fx.Interpreter):
         unseen = any(recorder.is_data(t) and tag_of(t, recorder.batch) is None for t in tensors)
         by_rows = func in UNCHECKED or func in _BY_ROWS or self._takes_fixed_rows(func, args)
         by_rows = by_rows or (func is F.embedding and layouts[0] is not None and len(known) == 1)
+        if any(layout.mixed for layout in known) or (
+            func is F.scaled_dot_product_attention and _packed(tensors[0], layouts[0])
+        ):
+            by_rows = False  # unless the results are mixed, a value said that they are not
         if not ordered or unseen or not (mixed or by_rows):
             self.refuse(f"{getattr(func, '__name__', func)}(): the place of the samples may depend on values")
 
@@ -234,7 +238,13 @@ class Interpretation(torch.fx.Interpreter):
 
 def _by_shapes(layout: Layout) -> bool:
     """Whether no value had a part in where the samples lie."""
-    return layout.owner is layout.order is None and layout.alone < 0 and not layout.places and not layout.guessed
+    told = layout.places or layout.guessed or layout.shifted is not None
+    return layout.owner is layout.order is None and layout.alone < 0 and not told
+
+
+def _packed(query: Tensor, layout: Layout | None) -> bool:
+    """Whether attention is along rows of several samples, which a mask must keep apart."""
+    return layout is not None and layout.dim >= query.dim() - 2
 
 
 def _listed(value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import bind, function_name, is_in_place, tensors_in
+from .layouts.layout import tag_of
 from .links import Link, leaves_of, link_of, set_link
 from .ops.common import accumulate
 from .recorder import Recorder
@@ -54,6 +55,7 @@ def mark_derived(
     parent = parents[0]
     link = Link(tuple(leaves.values()), parent, "function", False)
     written = is_in_place(name) or any(result is parent for result in results)
+    before = link_of(args[0]) if is_in_place(name) else None
     if len(parents) == 1 and parent is (args[0] if args else None) and not written:
         above = link_of(parent)
         if name in _BROADCASTING:
@@ -71,7 +73,26 @@ def mark_derived(
             link = link._replace(kind="lookup", ids=ids)
     for result in results:
         set_link(result, link._replace(version=result._version))
+        if is_in_place(name) and result._is_view() and not recorder.compiling:
+            _link_base(result, before, recorder)
     return link.leaves
+
+
+def _link_base(view: Tensor, before: Link | None, recorder: Recorder) -> None:
+    """What was written through a view is in the memory that it views: that tensor is made of these parameters too.
+
+    before: the view's link before it was written to. Not followed where the memory holds data, or had been written to
+    in another way: its own link, if it has one, is then of an older version, and its next use is refused.
+    """
+    base = view._base
+    link = link_of(view)
+    if base is None or link is None or recorder.is_tracked(base) or tag_of(base, recorder.batch) is not None:
+        return
+    above = link_of(base)
+    if above is None or before is None or above.version != before.version:
+        return
+    leaves = {id(leaf): leaf for leaf in (*above.leaves, *link.leaves)}
+    set_link(base, Link(tuple(leaves.values()), above.parent, "function", False, version=base._version))
 
 
 def _moves_each_once(name: str, parent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -41,3 +41,7 @@ class AccountingError(FastDPError):
 
 class VerificationError(FastDPError):
     """fastdp.verify found a norm, a sum or a dependence between samples that is wrong."""
+
+
+class BatchReadWarning(UserWarning):
+    """The model's Python read a number made of several samples. `warnings.simplefilter("error", ...)` refuses it."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .arguments import batch_of, nested_tensors, packed_sequences, tag_inputs, tag_packed
+from .arguments import batch_of, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from .backward import Backward
 from .capture import ModuleHook, Pass
 from .compiled import Switches
@@ -18,6 +18,7 @@ from .errors import BatchLayoutError, ParameterError
 from .layouts.layout import Layout, tag_of
 from .memo import Memo
 from .planner import Planner
+from .reads import Reads
 from .replay import Block
 
 
@@ -50,6 +51,7 @@ class Forward:
         self.token = torch.zeros((), requires_grad=True)
         self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo = Memo()
+        self.reads = Reads(model)
         self._entered: list[Pass | Block | None] = []
         self._active: Pass | None = None
         self._batch = 0
@@ -144,6 +146,7 @@ class Forward:
                 yield
         finally:
             self._active = None
+        active.check_unwritten()
 
     def sees(self, module: nn.Module) -> bool:
         """Whether a module's forward enters a pass of this engine, or is part of one."""
@@ -175,26 +178,35 @@ class Forward:
         active.called.add(path)
         self._argument_layouts[path] = layouts
 
-    def leave(self, path: str, module: nn.Module, out: Any) -> None:
-        """A module's forward ends, also by an exception."""
+    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
+        """A module's forward ends, also by an exception. Returns what to put in place of its result, or None."""
         if not self._entered:
-            return
+            return None
         started = self._entered.pop()
         if not isinstance(started, Pass):
             if self._active is not None and self._active.stack:
                 self._active.stack.pop()
             if isinstance(started, Block):
                 started.watch(nested_tensors(out))
-            return
+            return None
         started.mode.__exit__(None, None, None)
         self._active = None
+        if out is not None:
+            started.check_unwritten()
         if self.backward.collect is not None:
-            return
+            return None
+        apart = outputs_apart(out, self._is_guess)
         unseen = Layout(self._batch, mixed=started.unseen) if started.unseen else None
-        for tensor in nested_tensors(out):
+        for tensor in nested_tensors(out if apart is None else apart):
             if tensor.requires_grad:
                 layout = tag_of(tensor, self._batch) or unseen
                 tensor.register_hook(functools.partial(self.backward.reached, layout))
+        return apart
+
+    def _is_guess(self, tensor: Tensor) -> bool:
+        """Whether it matters if the loss takes this output itself, or only what the model goes on to make of it."""
+        layout = tag_of(tensor, self._batch)
+        return tensor.requires_grad and layout is not None and bool(layout.guessed)
 
     def _drop_interrupted(self) -> None:
         """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before."""

@@ -41,3 +41,25 @@ def leaves_of(operand: Tensor) -> tuple[Tensor, ...]:
     """The parameters that an operand is made of."""
     link = link_of(operand)
     return (operand,) if link is None else link.leaves
+
+
+class Unwritten:
+    """Tensors that must stay as they are while a forward runs."""
+
+    def __init__(self) -> None:
+        self._versions: dict[tuple[int, int], Tensor] = {}  # by identity and version; kept, so that no other has it
+
+    def add(self, tensor: Tensor) -> None:
+        """As it is now."""
+        self._versions[id(tensor), tensor._version] = tensor
+
+    def renew(self, value: object) -> None:
+        """What was written into it, if it is one of these, is accounted for."""
+        for key, tensor in list(self._versions.items()):
+            if tensor is value:
+                del self._versions[key]
+                self.add(tensor)
+
+    def written(self) -> bool:
+        """Whether one was written to since."""
+        return any(tensor._version != version for (_, version), tensor in self._versions.items())

@@ -18,6 +18,10 @@ class Recorder(Protocol):
     planner: Planner
 
     @property
+    def compiling(self) -> bool:
+        """Whether the calls are those of a graph that may be compiled, which is then not seen."""
+
+    @property
     def path(self) -> str:
         """The module in whose forward the call stands."""
 

@@ -5,6 +5,7 @@ And does a sample's gradient depend on the other samples, which no clipping can 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from .arguments import nested_tensors
 from .engine import PerSampleGradients
-from .errors import VerificationError
+from .errors import BatchReadWarning, VerificationError
+from .reads import Reads
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _DROPOUT = (nn.modules.dropout._DropoutNd,)
@@ -108,7 +110,8 @@ def verify(
 def _verify(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: Iterable[Tensor] | None,
             loss_reduction: str, tolerance: float, options: dict[str, Any]) -> VerifyReport:  # fmt: skip
     chosen = None if params is None else list(params)
-    ours = _by_engine(model, loss_fn, batch, chosen, loss_reduction, options)
+    reads: list[Reads] = []
+    ours = _by_engine(model, loss_fn, batch, chosen, loss_reduction, options, reads)
     names = list(ours)
     named = {name: p for name, p in model.named_parameters() if name in ours}
     alone = {name: [] for name in names}  # type: dict[str, list[Tensor]]
@@ -145,6 +148,10 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: Iter
                 f"not the {loss_reduction} over the samples, set loss_reduction; if the model is random, make it "
                 "deterministic; else please report the model: this is a bug of fastdp."
             )
+        if reads[0].lines():
+            report.problem += f" Numbers over the batch are read by Python in {'; '.join(reads[0].lines()[:5])}."
+    else:
+        reads[0].harmless()
     return report
 
 
@@ -152,10 +159,15 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: Iter
 
 
 def _by_engine(model: nn.Module, loss_fn: Loss, batch: Any, params: list[Tensor] | None, reduction: str,
-               options: dict[str, Any]) -> dict[str, Tensor]:  # fmt: skip
+               options: dict[str, Any], reads: list[Reads] | None = None) -> dict[str, Tensor]:  # fmt: skip
     engine = PerSampleGradients(model, params, loss_reduction=reduction, **options)
     try:
-        _reduced(loss_fn(model, batch), reduction).backward()  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BatchReadWarning)  # what is read is about to be judged
+            loss = _reduced(loss_fn(model, batch), reduction)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if reads is not None:
+            reads.append(engine._forward.reads)
         return {name: g.double() for name, g in engine.materialize().items()}
     finally:
         engine.detach()

@@ -10,6 +10,7 @@ from ..errors import SampleMixingError
 from .alone import JOINING
 from .calls import Call, tensors_in
 from .layout import Layout, tag
+from .masks import masks_others
 from .propagate import Rule, ask, combined, has_data_beside_first, one_row, rule, spellings
 from .trial import Tags
 
@@ -102,10 +103,17 @@ def _joined_order(layouts: list[Layout], device: torch.device) -> Tensor | None:
     return torch.cat(parts).cumsum(0)
 
 
-@rule(*spellings("chunk", "split", "split_with_sizes", "tensor_split", "unbind"), T.__iter__)
+_SPLITTING = (*spellings("chunk", "split", "split_with_sizes", "tensor_split", "unbind"), T.__iter__)
+
+
+@rule(*_SPLITTING)
 def _split(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim = call.argument(1 if call.name == "unbind" else 2, "dim", 0) if call.name != "__iter__" else 0
+    sized = any(found.alone >= 0 for item in tensors_in(call.args[1:2]) if (found := call.layout(item)) is not None)
+    if sized and (layout is None or layout.mixed or layout.alone >= 0 or dim % source.dim() != layout.dim):
+        why = "cuts all samples where the data of some says"
+        return [(part, combined(call, part, why)) for part in tensors_in(call.out)]
     if layout is None or layout.mixed or dim % source.dim() != layout.dim:
         return ask(call)
     tags: Tags = []
@@ -118,9 +126,13 @@ def _split(call: Call) -> Tags:
         if not layout.may_end(start, stop):
             tags.append((part, combined(call, part, "cuts rows off an order that depends on other samples")))
         else:
-            tags.append((part, layout.taken(layout.dim, rows[start:stop])))
+            found = layout.taken(layout.dim, rows[start:stop])
+            tags.append((part, found._replace(sized=found.sized or (sized and found.alone >= 0))))
         start = stop
     return tags
+
+
+JOINING.update(_SPLITTING)  # into sizes of one sample each
 
 
 @rule(*spellings("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "prod", "all", "any", "argmax", "argmin"))
@@ -190,11 +202,12 @@ rule(F.normalize)(along(2, "dim"))
 def _attention(call: Call) -> Tags:
     if len(call.inputs()) > len([t for t in tensors_in(call.args[:3]) if call.layout(t) is not None]):
         return ask(call)  # a mask made of data
+    query = call.layout(call.args[0])
     for tensor in tensors_in(call.args[:3]):
         layout = call.layout(tensor)
         if layout is not None and layout.dim >= tensor.dim() - 2:
-            return [(call.out, combined(call, call.out, "attends from one sample to another"))]
-    query = call.layout(call.args[0])
+            apart = query is not None and masks_others(call, query)
+            return [(call.out, query if apart else combined(call, call.out, "attends from one sample to another"))]
     others = {call.layout(tensor) for tensor in tensors_in(call.args[1:3])}
     if query is not None and query.owner is None and others == {query}:
         return [(call.out, query)]

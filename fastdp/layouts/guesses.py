@@ -27,12 +27,13 @@ def with_guesses(call: Call, inputs: Inputs, tags: Tags, again: Callable[[Inputs
     sure = [(tensor, layout) for tensor, layout in inputs if not layout.guessed]
     guesses = [(tensor, layout) for tensor, layout in inputs if layout.guessed]
     mixes = any(layout is not None and layout.mixed for _, layout in tags)
-    if sure and mixes and not any(tensor.requires_grad or layout.mixed for tensor, layout in guesses):
+    level = max(layout.guessed for _, layout in guesses)
+    if level < 2 and sure and mixes and not any(tensor.requires_grad or layout.mixed for tensor, layout in guesses):
         if is_in_place(call.name) and any(tensor is call.args[0] for tensor, _ in guesses):
             return tags
         return _dropped(guesses, lambda: again(sure))
-    open_still = mixes or not _confirms(call, sure, tags)
-    return [(tensor, layout and layout._replace(guessed=open_still)) for tensor, layout in tags]
+    left = level if mixes or not _confirms(call, sure, tags) else 0
+    return [(tensor, layout and layout._replace(guessed=left)) for tensor, layout in tags]
 
 
 def _dropped(guesses: Inputs, ask: Callable[[], Tags]) -> Tags:

@@ -8,7 +8,7 @@ here is what a layout means and how to cut a tensor by sample.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,9 @@ class Layout(NamedTuple):
     rows, and must not become numbers that are computed with.
     `alone`, where it is no -1, says that the whole tensor is of this one sample (a loop over the samples): then `dim`
     means nothing. `sized` says that the data of that sample made one of its sizes.
-    `guessed` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet.
+    `guessed` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
+    2: rows that an index counted over the whole batch picked, which must not pass for constants either.
+    `shifted` is there where `mixed` came of one number taken from all rows alike (`layouts.shifted`).
     """
 
     batch: int
@@ -46,7 +48,8 @@ class Layout(NamedTuple):
     places: bool = False
     alone: int = -1
     sized: bool = False
-    guessed: bool = False
+    guessed: int = 0
+    shifted: Any = None
 
     @property
     def rows(self) -> int:
@@ -143,7 +146,7 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
         base = tensor._base
         known = base.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
-        if known is not None and known.batch == batch and known.mixed:
+        if known is not None and known.batch == batch and known.mixed and known.shifted is None:
             return layout._replace(mixed=known.mixed)
         if base.__dict__.get(RELAID, -1) > tensor.__dict__.get(_WHEN, -1):  # type: ignore[union-attr]
             return _seen_through(tensor, batch)
@@ -227,7 +230,7 @@ def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below
     each = _rows_each(layout.owner, layout.batch)
     if each:  # to a shape that keeps the samples apart
         apart = reshaped(layout._replace(owner=None, order=None, inner=each), before, after)
-        if apart is not None and apart.plain:
+        if apart is not None and apart._replace(places=False).plain:
             return apart
     stride = math.prod(after)
     above = math.prod(before[: layout.dim])

@@ -85,7 +85,9 @@ def _read(owners: Tensor, like: Layout) -> Layout | None:
         each = owners.size(dim) // batch
         even = torch.arange(batch, device=owners.device).repeat_interleave(each)
         if bool((largest != _NOBODY).all()):
-            fitting.append(plain._replace(dim=dim, owner=largest).taken(dim, torch.arange(len(largest))))
+            fitting.append(
+                plain._replace(dim=dim, owner=largest).taken(dim, torch.arange(len(largest), device=owners.device))
+            )
         elif len(even) == len(largest) and bool(((largest == even) | (largest == _NOBODY)).all()):
             fitting.append(plain._replace(dim=dim, inner=each))
     return fitting[0] if len(fitting) == 1 else None

@@ -21,6 +21,8 @@ from .calls import Call, tensors_in
 from .guesses import with_guesses
 from .layout import ATTRIBUTE, RELAID, Layout, tag, tag_of
 from .memory import written_through
+from .reads import read_of
+from .shifted import begins, follow
 from .trial import UNCHECKED, VIEWS, Tags, cached_trial, is_blind_to_order, is_independent
 
 Rule = Callable[[Call], Tags]
@@ -46,21 +48,24 @@ def spellings(*names: str) -> list[Any]:
     return [function for function in found if function is not None]
 
 
-def propagate(call: Call) -> None:
-    """Tag the results of the call. The caller knows that an argument has a layout."""
+def propagate(call: Call) -> str:
+    """Tag the results of the call. The caller knows that an argument has a layout.
+
+    Returns what the call tells Python of several samples together, or ''.
+    """
     if call.name == "data" and call.out is None:  # tensor.data = other
         tag(call.args[0], call.layout(call.args[1]))
-        return
+        return ""
     outputs = list(tensors_in(call.out))
     if not outputs and call.name != "__setitem__":
-        return
+        return read_of(call, None) if call.batch > 1 else ""
     rule = RULES.get(call.func)
     if call.batch <= 1:
         if call.func in REFUSING and rule is not None:
             rule(call)
         for tensor in outputs or tensors_in(call.args[0]):
             tag(tensor, Layout(call.batch))
-        return
+        return ""
     inputs = call.inputs()
     tags = _layouts_of(call, inputs)
     if any(layout.guessed for _, layout in inputs):
@@ -74,9 +79,10 @@ def propagate(call: Call) -> None:
     for tensor, before in into:
         layout = tensor.__dict__.get(ATTRIBUTE)
         if tensor._is_view():
-            written_through(call, tensor, before, layout)
+            written_through(call, tensor, before, layout and layout._replace(shifted=None))
         elif before is not None and before != layout:
             tensor.__dict__[RELAID] = tensor._version
+    return read_of(call, tags)
 
 
 def _written(call: Call) -> list[Tensor]:
@@ -84,6 +90,12 @@ def _written(call: Call) -> list[Tensor]:
 
 
 def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
+    if any(layout.mixed for _, layout in inputs):
+        if any(layout.shifted is not None for _, layout in inputs):
+            return follow(call, inputs, functools.partial(_layouts_of, call))
+        tags = begins(call)
+        if tags is not None:
+            return tags
     tags = of_one_sample(call) if any(layout.alone >= 0 for _, layout in inputs) else None
     if tags is None:
         rule = RULES.get(call.func)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .along import along
 from .calls import Call, tensors_in
 from .chosen import found_in
+from .coordinates import mark_coordinates
 from .layout import Layout
 from .propagate import ask, combined, rule, spellings
 from .shapes import elementwise
@@ -62,6 +63,7 @@ def _nonzero(call: Call) -> Tags:
     coordinates, _, order = found_in(source, layout)
     found = layout.taken(0, coordinates[layout.dim], order)
     if isinstance(call.out, Tensor):
+        mark_coordinates(call.out, layout.dim)
         return [(call.out, found._replace(places=True))]
     return [(tensor, found._replace(places=dim == layout.dim)) for dim, tensor in enumerate(out)]
 

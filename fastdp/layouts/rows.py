@@ -10,6 +10,7 @@ from torch import Tensor
 from .alone import JOINING, REACHING
 from .calls import Call, tensors_in
 from .chosen import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
+from .coordinates import is_position_within
 from .layout import Layout, is_one
 from .propagate import PICKING, ask, combined, one_row, rule
 from .trial import Tags
@@ -20,6 +21,13 @@ T = torch.Tensor
 @rule(T.__getitem__)
 def _getitem(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
+    tags = _items(call, source, layout)
+    if layout is None or not layout.places or is_position_within(source, index_tuple(call.args[1], source.device)):
+        return tags
+    return [(tensor, found and found._replace(places=True)) for tensor, found in tags]
+
+
+def _items(call: Call, source: Tensor, layout: Layout | None) -> Tags:
     if layout is None:  # a constant table, indexed by data: the result lies as the index does
         return _take_from_constant(call)
     index = index_tuple(call.args[1], source.device)
@@ -27,6 +35,8 @@ def _getitem(call: Call) -> Tags:
         return [(call.out, layout._replace(dim=0))]
     if layout.alone >= 0:
         return [(call.out, combined(call, call.out, "picks rows of one sample by another's data"))]
+    if layout.places and is_position_within(source, index):
+        layout = layout._replace(places=False)
     used, basic = _source_dims(index, source.dim())
     if layout.dim not in used:
         return ask(call) if basic else _index_elsewhere(call, layout, index, used)
@@ -42,7 +52,26 @@ def _getitem(call: Call) -> Tags:
         return [(call.out, layout.taken(_kept_position(index, source.dim(), layout.dim), picked))]
     if isinstance(entry, int):
         return [(call.out, _row_and(call, layout, entry, used))]
+    if isinstance(entry, Tensor) and index[0] is entry and _counts_rows(call, layout, entry, used):
+        return [(call.out, layout.taken(0, entry)._replace(guessed=2))]
     return _index_rows(call, layout, index)
+
+
+def _counts_rows(call: Call, layout: Layout, index: Tensor, used: dict[int, Any]) -> bool:
+    """Whether an index counted over the whole batch repeats the samples' one row each, in order: 0 0 0 1 1 2 2 2.
+
+    How often depends on all samples, so it stays a guess until these rows meet rows known to be the same samples'.
+    """
+    by = call.layout(index)
+    if by is None or not by.mixed or by.places or not layout.plain or layout.dim != 0 or index.dim() != 1:
+        return False
+    if index.dtype not in (torch.int64, torch.int32) or not index.numel():
+        return False
+    if any(isinstance(item, Tensor) and item is not index for item in used.values()):
+        return False
+    steps = index[1:] - index[:-1]
+    whole = int(index[0]) == 0 and int(index[-1]) == layout.batch - 1
+    return whole and bool(((steps == 0) | (steps == 1)).all())
 
 
 def _row_and(call: Call, layout: Layout, row: int, used: dict[int, Any]) -> Layout | None:
@@ -71,17 +100,28 @@ def _select(call: Call) -> Tags:
 def _narrow(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim, start, length = (call.argument(i, n) for i, n in ((1, "dim"), (2, "start"), (3, "length")))
-    if layout is not None and not layout.mixed and dim % source.dim() != layout.dim:
-        return [
-            (call.out, layout)
-        ]  # a count over the batch may be a size here, as it may in a slice: sizes are no data
-    if layout is None or layout.mixed or isinstance(start, Tensor):
+    if layout is None or layout.mixed:
         return ask(call)
+    if dim % source.dim() != layout.dim:
+        return _narrow_elsewhere(call, layout, dim, start, length)
+    if isinstance(start, Tensor) or isinstance(length, Tensor):
+        return [(call.out, combined(call, call.out, "cuts the batch where data says"))]
     start = start % max(layout.rows, 1) if start < 0 else start
     if not layout.may_end(start, start + length):
         return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
     rows = torch.arange(start, start + length, device=source.device)
     return [(call.out, layout.taken(layout.dim, rows))]
+
+
+def _narrow_elsewhere(call: Call, layout: Layout, dim: int, start: Any, length: Any) -> Tags:
+    """Every sample's rows cut at the same places; numbers over the whole batch may say where, as a size may be one."""
+    source = call.args[0]
+    known = [found for item in (start, length) if (found := call.layout(item)) is not None]
+    middle = int(start) != 0 and int(start) + int(length) != source.size(dim)
+    if any(not found.mixed for found in known) or (known and call.layout(start) is not None and middle):
+        return [(call.out, combined(call, call.out, "cuts all samples where the data of some says"))]
+    kept = layout.alone >= 0 or call.out.size(layout.dim) == layout.rows
+    return [(call.out, layout if kept else combined(call, call.out, "combines neighbouring samples"))]
 
 
 def _source_dims(index: tuple[Any, ...], ndim: int) -> tuple[dict[int, Any], bool]:
@@ -198,7 +238,13 @@ def _take_from_constant(call: Call) -> Tags:
     if layout is None or layout.mixed:
         return [(call.out, Layout(call.batch, mixed=call.mixed("picks rows by what other samples hold")))]
     coordinates, _, order = found_in(index[0], layout)
-    return [(call.out, layout.taken(0, coordinates[layout.dim], order)._replace(places=True))]
+    places = not _same_for_all(call.args[0], layout.dim)
+    return [(call.out, layout.taken(0, coordinates[layout.dim], order)._replace(places=places))]
+
+
+def _same_for_all(table: Tensor, dim: int) -> bool:
+    """Whether a table has the same numbers for every row along a dimension: positions within, not of, a sample."""
+    return dim < table.dim() and bool((table == table.narrow(dim, 0, min(1, table.size(dim)))).all())
 
 
 @rule(torch.as_strided, T.as_strided)

@@ -7,11 +7,16 @@ from torch import Tensor
 
 from .alone import numbers_in
 from .calls import Call, tensors_in
+from .coordinates import keep_coordinates
 from .layout import Layout, reshaped
 from .propagate import ask, combined, has_data_beside_first, rule, spellings
 from .trial import UNCHECKED, Tags
 
 T = torch.Tensor
+_FOLDS = (
+    "folds samples into another dimension (if the model takes several rows of each sample, say how many samples there "
+    "are: batch_size= or rows_per_sample=)"
+)
 
 # --------------------------------------------------------------------------- sizes in the arguments
 
@@ -25,8 +30,9 @@ def _reshape(call: Call) -> Tags:
         return [(call.out, layout)]
     if source.numel() == 0:
         return ask(call)
+    keep_coordinates(source, call.out)
     found = reshaped(layout, source.shape, call.out.shape)
-    return [(call.out, found or combined(call, call.out, "folds samples into another dimension"))]
+    return [(call.out, found or combined(call, call.out, _FOLDS))]
 
 
 @rule(*spellings("expand", "expand_as", "broadcast_to"))

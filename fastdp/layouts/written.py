@@ -83,6 +83,7 @@ def _new_layout(
         ]
         fitting = [guess for guess in guesses if _written_by_itself(call, guess, source, items, entries)]
         by_number = [g for g in fitting if g.dim < len(items) and isinstance(items[g.dim], int)]  # out[b] = ...
+        by_number = [g for g in by_number if g.inner == 1] or by_number  # out[b, i] = ...
         if len(fitting) == 1 or len(by_number) == 1:  # what is not written yet may count as anyone's
             return (by_number or fitting)[0]
         if source is None and not fitting:

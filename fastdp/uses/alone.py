@@ -38,6 +38,10 @@ class OneSample:
         self.names_of = recorder.names_of
 
     @property
+    def compiling(self) -> bool:
+        return self.recorder.compiling
+
+    @property
     def path(self) -> str:
         return self.recorder.path
 

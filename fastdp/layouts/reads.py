@@ -1,0 +1,63 @@
+"""Python that reads a number made of several samples: `if mask.any()`, `int(lengths.max())`, `torch.arange(longest)`.
+
+What Python does with it cannot be seen. Mostly it is harmless (a mask without effect is left out, rows are padded to
+the longest sample); but a branch or a size may also change what is computed of every sample.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import Call
+from .trial import Tags
+
+T = torch.Tensor
+_TO_PYTHON: set[Any] = {T.__bool__, T.item, T.__int__, T.__float__, T.__index__, T.tolist, T.numpy, torch.is_nonzero}
+_COMPARING: set[Any] = {torch.equal, T.equal, torch.allclose, T.allclose}
+
+
+def read_of(call: Call, tags: Tags | None) -> str:
+    """What a call tells Python, or a size, of several samples together; '' if nothing.
+
+    tags: the layouts of its results, None where it has none.
+    """
+    if tags is None:
+        if call.func in _COMPARING and call.inputs():
+            return f"{call.mixed()} compares all samples"
+        if call.func not in _TO_PYTHON:
+            return ""
+        return next((layout.mixed for _, layout in call.inputs() if layout.mixed), "")
+    if all(layout is not None and layout.mixed for _, layout in tags):
+        return ""
+    sizes = (found.mixed for t, found in call.inputs() if found.mixed and not t.dim() and not t.is_floating_point())
+    return next(sizes, "") or _bound(call)
+
+
+def _bound(call: Call) -> str:
+    """Of x[:, :longest]."""
+    if call.func is not T.__getitem__:
+        return ""
+    items = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    bounds = [bound for item in items if isinstance(item, slice) for bound in (item.start, item.stop)]
+    found = [call.layout(bound) for bound in bounds if isinstance(bound, Tensor)]
+    return next((layout.mixed for layout in found if layout is not None and layout.mixed), "")
+
+
+def reading_line() -> str:
+    """File and line of the code that reads, or '' where torch checks an assertion."""
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    library = os.path.dirname(os.path.abspath(torch.__file__))
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(library) and frame.f_code.co_name.startswith("_check"):
+            return ""
+        if not name.startswith((here, library)):
+            return f"{os.path.basename(name)}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
