@@ -262,8 +262,9 @@ class Pass:
             watch_region(self.forward, self.path, self.batch)
             if has_data:
                 self.count_uses(parameters)
+                target = args[0] if args and is_in_place(function_name(func)) else None
                 for parameter in parameters:
-                    if link_of(parameter) is not None:
+                    if link_of(parameter) is not None and parameter is not target:
                         self.used.add(parameter)
                 out = self._combine(func, args, kwargs)
                 note_parts(out, func, args, kwargs, self.is_parameter)
