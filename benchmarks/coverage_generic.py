@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .coverage_draws import without_dropout
 from .coverage_inputs import inputs_for, padded
 from .coverage_losses import losses_for
 from .coverage_rules import (
@@ -32,7 +33,7 @@ from .coverage_rules import (
     VOCABULARY,
     WIDTH,
 )
-from .coverage_truth import Built, Case, NotBuilt, Sizes, clean, shake, without_dropout
+from .coverage_truth import Built, Case, NotBuilt, Sizes, clean, shake
 
 VOCAB, LARGEST = 128, 40_000_000  # parameters: a model above it is not worth its time
 PATIENCE = 40.0  # seconds of looking for a configuration and inputs that go together

@@ -28,7 +28,7 @@ KEPT = re.compile(
 )
 POSITIONS = re.compile(r"position|max_seq|n_ctx|n_positions|max_source|max_target|seq_len")
 EXPERTS = re.compile(r"num_(local_|routed_)?experts$|n_routed_experts|moe_num_experts|num_experts$")
-OFF = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter|layerdrop|noise|z_loss")
+OFF = re.compile(r"drop|stochastic|mask_time_prob|mask_feature_prob|jitter|layerdrop|noise|z_loss")
 COUNTS = re.compile(
     r"num_queries|num_query|num_latents|num_denoising|num_negatives|n_latents|train_num_points|max_bins"
 )

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .coverage_draws import without_dropout
 from .coverage_losses import row_losses
-from .coverage_truth import Built, Case, NotBuilt, Sizes, clean, shake, without_dropout
+from .coverage_truth import Built, Case, NotBuilt, Sizes, clean, shake
 
 CANDIDATES, LARGEST = 6, 50_000_000  # models tried of an architecture, parameters
 PATIENCE, FAST = 15.0, 0.5  # processor seconds of looking for options and an image that go together; of a forward
