@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fastdp
 from fastdp.errors import FastDPError, SampleMixingError
-from fastdp.uses.experts import Routed
+from fastdp.uses.routed import Routed
 
 from .cases import Net, P, square
 from .cases_experts import CASES, EXPERTS, SINGLE, SIZES, build
