@@ -103,18 +103,30 @@ def routed_and_shared(m, x):
     return shared + loop(m, tokens, weights, chosen).view_as(x)
 
 
+def fold(x: Tensor) -> Tensor:
+    """[..., 6 D] -> [..., D]"""
+    return x.tanh().unflatten(-1, (6, D)).sum(-2)
+
+
 def one_matrix_by_both(m, x):
     """A whole parameter that meets routed rows and rows by sample."""
     kept = x[..., 0] > 0
-    out = torch.zeros_like(x).index_put((kept,), F.linear(m.before(x)[kept], m.square, m.shift).tanh())
-    return F.linear(out + x, m.square, m.shift)
+    out = torch.zeros_like(x).index_put((kept,), fold(F.linear(m.before(x)[kept], m.tall, m.shift)))
+    return fold(F.linear(out + x, m.tall, m.shift))
 
 
 def one_matrix_by_rows_twice(m, x):
     kept, other = x[..., 0] > 0, x[..., 1] > 0
     h = m.before(x)
-    out = torch.zeros_like(x).index_put((kept,), F.linear(h[kept], m.square).tanh())
-    return out + h + torch.zeros_like(x).index_put((other,), (out[other] @ m.square).tanh())
+    out = torch.zeros_like(x).index_put((kept,), fold(F.linear(h[kept], m.tall)))
+    return out + h + torch.zeros_like(x).index_put((other,), fold((out + h)[other] @ m.tall.T))
+
+
+def a_table_that_is_the_head_of_routed_rows(m, x):
+    """Tied weights: a look-up by sample, and a product by rows in any order."""
+    kept = x[..., 0] > 0
+    h = m.before(x) + F.embedding((x[..., 1] > 0).long(), m.tall)
+    return h + torch.zeros_like(x).index_put((kept,), fold(F.linear(h[kept], m.tall)))
 
 
 def scales_of_experts(m, x):
@@ -148,13 +160,15 @@ def three_dimensional_rows(m, x):
 
 WAYS = (
     plain, an_expert_for_nobody, the_same_expert_twice, padded_by_data, tied_slices, tied_over_two_calls,
-    slices_and_the_whole_stack, routed_and_shared, one_matrix_by_both, one_matrix_by_rows_twice, scales_of_experts,
+    slices_and_the_whole_stack, routed_and_shared, one_matrix_by_both, one_matrix_by_rows_twice,
+    a_table_that_is_the_head_of_routed_rows, scales_of_experts,
     capacity_of_a_sample, two_layers, three_dimensional_rows,
 )  # fmt: skip
 MORE = {
     "slices_and_the_whole_stack": lambda: {"wide": P(D, HIDDEN)},
-    "one_matrix_by_both": lambda: {"square": P(D, D), "shift": P(D)},
-    "one_matrix_by_rows_twice": lambda: {"square": P(D, D)},
+    "one_matrix_by_both": lambda: {"tall": P(6 * D, D), "shift": P(6 * D)},
+    "one_matrix_by_rows_twice": lambda: {"tall": P(6 * D, D)},
+    "a_table_that_is_the_head_of_routed_rows": lambda: {"tall": P(6 * D, D)},
     "scales_of_experts": lambda: {"scale": P(SIZE.experts), "shift": P(D)},
     "two_layers": lambda: {"up2": P(SIZE.experts, HIDDEN, D), "down2": P(SIZE.experts, D, HIDDEN)},
     "three_dimensional_rows": lambda: {"thin": P(D // 2, D // 2), "thin_bias": P(D // 2)},
@@ -168,6 +182,17 @@ def made(function) -> nn.Module:
 @pytest.mark.parametrize("function", WAYS, ids=lambda f: f.__name__)
 def test_exact(function):
     assert compare(made(function), data(), square).worst < 1e-5
+
+
+def test_routed_rows_of_a_matrix_are_padded_only_where_other_uses_are_by_sample():
+    kinds = {}
+    for function in (one_matrix_by_both, one_matrix_by_rows_twice, a_table_that_is_the_head_of_routed_rows):
+        net = made(function)
+        engine = fastdp.PerSampleGradients(net)
+        square(net, data()).mean().backward()
+        kinds[function] = sorted(type(use).__name__ for use in engine._last().uses_of(net.tall))
+        engine.detach()
+    assert list(kinds.values()) == [["Matmul"], ["Routed"], ["Lookup", "Matmul"]]
 
 
 @pytest.mark.parametrize("name", ["eager", "modules", "batched", "scattered_back"])
