@@ -22,7 +22,7 @@ from .errors import SampleMixingError, StepError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
-from .links import leaves_of, link_of
+from .links import leaves_of, link_of, span_of
 from .memo import CONSTANT, Memo, inquires
 from .planner import Planner
 from .recorder import Recorder
@@ -49,7 +49,7 @@ class Backward(Protocol):
     """What a pass tells the backward that follows it (`fastdp.backward.Backward`)."""
 
     last_use_of: dict[int, str]
-    uses_of: dict[int, int]
+    uses_of: dict[int, list[tuple[int, int]]]
 
     def begin_record(self, recorder: Pass, path: str) -> None:
         """A captured call's backward begins."""
@@ -223,8 +223,10 @@ class Pass:
                     self._note_use(leaf, f"{self.place(function_name(func))}, {custom_function()}")
         elif parameters:
             if has_data:
-                self.count_uses(parameters)
-                return self._combine(func, args, kwargs)
+                out = self._combine(func, args, kwargs)
+                if not (isinstance(out, Tensor) and link_of(out) is not None):  # w[e], e found in the data: a slice
+                    self.count_uses(parameters)
+                return out
             out = func(*args, **kwargs)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
                 self.backward.last_use_of[id(leaf)] = self.place(function_name(func))
@@ -252,8 +254,9 @@ class Pass:
 
     def count_uses(self, parameters: Iterable[Tensor]) -> None:
         """A captured call takes these parameters."""
-        for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)) if self.count else ():
-            self.backward.uses_of[id(leaf)] = self.backward.uses_of.get(id(leaf), 0) + 1
+        for parameter in parameters if self.count else ():
+            for leaf in leaves_of(parameter):
+                self.backward.uses_of.setdefault(id(leaf), []).append(span_of(parameter, leaf))
 
     def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
