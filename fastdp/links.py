@@ -51,5 +51,5 @@ def span_of(operand: Tensor, leaf: Tensor) -> tuple[int, int]:
         return whole
     if operand.dtype != leaf.dtype or operand.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
         return whole
-    start = operand.storage_offset() - leaf.storage_offset()
+    start = int(operand.storage_offset() - leaf.storage_offset())
     return start, start + sum((n - 1) * step for n, step in zip(operand.shape, operand.stride(), strict=True))

@@ -32,7 +32,7 @@ Part = tuple[int, tuple[int, ...], tuple[int, ...], int]
 def part_of(operand: Tensor) -> Part:
     """A parameter or a slice of it, known again when it is sliced anew."""
     leaf = leaves_of(operand)[0]
-    return id(leaf), tuple(operand.shape), operand.stride(), operand.storage_offset()
+    return id(leaf), tuple(operand.shape), operand.stride(), int(operand.storage_offset())
 
 
 class Block:

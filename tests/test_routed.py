@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fastdp
 from fastdp import ops
+from fastdp.costs import DEFAULT
 from fastdp.ops.registry import forced
 from fastdp.ops.routed import longest_gram, overwrite_routed_sum
 from fastdp.uses.routed import Routed
@@ -158,4 +160,37 @@ def test_a_use_of_one_matrix_and_a_range_of_samples(low, high):
     exact = truth(a, g, ids, owner, 1, 3)[:, 0]
     torch.testing.assert_close(use.per_sample(low, high).double(), exact[low:high], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(use.transposed(torch.zeros(5, 6)).per_sample(low, high), use.per_sample(low, high).mT)
-    assert use.clipped_sum(torch.ones(3)).shape == (6, 5) and 0 < use.norm_units() <= 1
+    assert use.clipped_sum(torch.ones(3)).shape == (6, 5)
+
+
+def test_units_of_a_use():
+    """Of 4 segments: none, one row (no product), four rows by gram, and enough rows for the direct route."""
+    rows_of = [0, 1, 4, 50]
+    ids = torch.arange(4).repeat_interleave(torch.tensor(rows_of)) // 2
+    owner = torch.arange(4).repeat_interleave(torch.tensor(rows_of)) % 2
+    use = Routed(torch.zeros(2, 6, 5), torch.randn(55, 5), torch.randn(55, 6), ids, owner, 2, "test")
+    found = use.segments()
+    assert found.rows.tolist() == rows_of
+    assert found.norm_units() == pytest.approx((4 * 4 * 11 / 2 + 50 * 30) / (55 * 30))
+    assert found.seconds(DEFAULT) > 0
+
+
+def test_the_table_tells_rows_and_units():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(64, 48, bias=False)
+    engine = fastdp.PerSampleGradients(Masked(net))
+    engine.model(torch.randn(4, 9, 64)).square().sum((1, 2)).mean().backward()
+    plan = engine.explain()
+    engine.detach()
+    line = next(line for line in plan.splitlines() if "routed" in line)
+    assert "of B=4 E=1 I=64 O=48" in line and 1.0 < float(line.split("routed")[1].split()[0]) < 1.2, plan
+
+
+class Masked(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[..., 0] > 0
+        return torch.zeros(*x.shape[:2], 48).index_put((kept,), self.layer(x[kept]))

@@ -14,7 +14,7 @@ from ..layouts.chosen import spread
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.propagate import propagate
 from ..recorder import Recorder
-from .base import Captured, Operand, capture, rule, sample_layout
+from .base import Captured, Operand, Rule, capture, rule, sample_layout
 from .routed import Routed, record_routed
 
 
@@ -167,8 +167,38 @@ def capture_gathered(recorder: Recorder, func: Any, args: tuple[Any, ...], kwarg
     return capture(call, x, note.ids, layout=layout)
 
 
-PRODUCTS = {
+def capture_gathered_einsum(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """einsum of gathered matrices [..., P, Q] and one vector for each (or for some: "nd,nkhd->nkh"), as a product."""
+    if kwargs or len(args) != 3 or not isinstance(args[0], str):
+        return NotImplemented
+    notes = [gathered_of(tensor) for tensor in args[1:]]
+    if (notes[0] is None) == (notes[1] is None) or not all(isinstance(t, Tensor) for t in args[1:]):
+        return NotImplemented
+    inputs, _, out = args[0].replace(" ", "").partition("->")
+    sides = inputs.split(",")
+    (w, x), (matrices, data) = (sides, args[1:]) if notes[0] is not None else (sides[::-1], args[:0:-1])
+    plain = all(side.isalpha() and len(set(side)) == len(side) for side in (w, x, out))
+    if not plain or len(w) != matrices.dim() or len(x) != data.dim() or len(w) < 3:
+        return NotImplemented
+    outer, p, q = w[:-2], w[-2], w[-1]
+    left = (x[-1], out[-1]) == (q, p)
+    if not (left or (x[-1], out[-1]) == (p, q)) or out[:-1] != outer or x[:-1] != "".join(c for c in outer if c in x):
+        return NotImplemented
+
+    def product(matrices: Tensor, data: Tensor) -> Tensor:
+        for place, label in enumerate(outer):
+            if label not in x:
+                data = data.unsqueeze(place)
+        if left:
+            return torch.matmul(matrices, data.unsqueeze(-1)).squeeze(-1)
+        return torch.matmul(data.unsqueeze(-2), matrices).squeeze(-2)
+
+    return recorder.traced(product, matrices, data)
+
+
+PRODUCTS: dict[Any, Rule] = {
     function: capture_gathered
     for function in (torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
                      torch.Tensor.__rmatmul__)
 }  # fmt: skip
+PRODUCTS[torch.einsum] = capture_gathered_einsum

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..costs import Shape
+from ..costs import Segments, Shape
 from ..layouts.layout import Layout
 from ..links import link_of
 from ..ops.common import accumulate
@@ -54,12 +54,10 @@ class Routed(Use):
         """The same use, of the transposed operand."""
         return Routed(operand, self.g, self.a, self.ids, self.owner, self.batch, self.name)
 
-    def norm_units(self) -> float:
-        """Multiply-adds of the norm over those of the gradient, for the table; reads the numbers of rows."""
-        i, o = self.a.size(1), self.g.size(1)
-        rows = torch.bincount(self.ids.clamp(0, self.experts - 1) * self.batch + self.owner).double()
-        least = torch.where(rows > 1, (rows * (i + o) / (2 * i * o)).clamp(max=1), 0) * rows
-        return float(least.sum() / rows.sum()) if rows.numel() else 0.0
+    def segments(self) -> Segments:
+        keys = torch.where(self.ids < 0, self.experts, self.ids) * self.batch + self.owner
+        starts = torch.searchsorted(keys, torch.arange(self.experts * self.batch + 1, device=keys.device))
+        return Segments(starts.diff(), self.experts, self.a.size(1), self.g.size(1))
 
     def norm_sq(self) -> Tensor:
         rows = (self.a, self.g, self.ids, self.owner)
