@@ -115,7 +115,7 @@ class Gradients:
                         kept = buffers.take(leaves[0]) if buffers is not None else None
                         total[id(leaves[0])] = _memory(leaves[0], self.uses_of(leaves[0]), kept)
                     into = _place(use.operand, leaves[0], total[id(leaves[0])])
-                    part = use.clipped_sum(c, into)
+                    part = use.clipped_sum(c.to(into.device), into)
                     if part.data_ptr() != into.data_ptr():
                         into.copy_(part)
                     continue
