@@ -294,7 +294,7 @@ def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
     """Whether the sums can be written each into its own part of the parameter's: many slices that share nothing."""
     if len(uses) < 2 or parameter.device.type != "cpu" or parameter.dtype == torch.float64:
         return False
-    each = all(use.overwrites and use.operand is not parameter for use in uses)
+    each = all(isinstance(use, Matmul | Routed) and use.operand is not parameter for use in uses)
     return each and all(_is_slice(u.operand, leaves_of(u.operand)) for u in uses) and _disjoint(parameter, uses)
 
 
