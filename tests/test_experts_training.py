@@ -158,11 +158,18 @@ def three_dimensional_rows(m, x):
     return torch.zeros_like(x).index_put((kept,), rows.flatten(1)) + m.before(x)
 
 
+def tables_in_slices(m, x):
+    """Look-ups in parts of one parameter, each in an order of dimensions of its own."""
+    ids = (x[..., 0] > 0).long()
+    first, second = (m.tables[n].permute(0, 2, 1)[ids].tanh().sum(-1) for n in range(2))
+    return m.before(x) + first * second
+
+
 WAYS = (
     plain, an_expert_for_nobody, the_same_expert_twice, padded_by_data, tied_slices, tied_over_two_calls,
     slices_and_the_whole_stack, routed_and_shared, one_matrix_by_both, one_matrix_by_rows_twice,
     a_table_that_is_the_head_of_routed_rows, scales_of_experts,
-    capacity_of_a_sample, two_layers, three_dimensional_rows,
+    capacity_of_a_sample, two_layers, three_dimensional_rows, tables_in_slices,
 )  # fmt: skip
 MORE = {
     "slices_and_the_whole_stack": lambda: {"wide": P(D, HIDDEN)},
@@ -171,6 +178,7 @@ MORE = {
     "a_table_that_is_the_head_of_routed_rows": lambda: {"tall": P(6 * D, D)},
     "scales_of_experts": lambda: {"scale": P(SIZE.experts), "shift": P(D)},
     "two_layers": lambda: {"up2": P(SIZE.experts, HIDDEN, D), "down2": P(SIZE.experts, D, HIDDEN)},
+    "tables_in_slices": lambda: {"tables": P(2, 3, 5, D)},
     "three_dimensional_rows": lambda: {"thin": P(D // 2, D // 2), "thin_bias": P(D // 2)},
 }
 
