@@ -16,8 +16,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from .coverage_draws import without_dropout
 from .coverage_losses import row_losses
-from .coverage_truth import Built, Case, Sizes, shake, without_dropout
+from .coverage_truth import Built, Case, Sizes, shake
 
 Make = Callable[[], nn.Module]
 Inputs = Callable[[Sizes], dict[str, Tensor]]

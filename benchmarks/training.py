@@ -32,12 +32,13 @@ from .contenders import CONTENDERS, R, Step, trained
 from .floor import floor
 from .large import LARGE
 from .models import WORKLOADS, Workload
+from .moe import MOE
 from .timing import Row, append, roofs, show, synchronize, versions
 
 TOLERANCE = 1e-3  # Opacus adds 1e-6 to norms before it divides: 1e-4 here
 COARSE = 0.1  # in 16 bits, whose rounding in forward and backward is 1e-2
 SUITES = {"cpu": WORKLOADS, "cuda": LARGE}
-MODELS = {**WORKLOADS, **LARGE}
+MODELS = {**WORKLOADS, **LARGE, **MOE}
 DEFAULT = {"cpu": tuple(CONTENDERS), "cuda": ("non-private", "fastdp", "fastdp layerwise")}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHOWN = ("model", "contender", "ratio", "floor", "step_ms", "p20_ms", "p80_ms", "peak_mib", "memory_ratio", "error",
@@ -249,7 +250,8 @@ def run(model: str, names: list[str], rounds: int, memory: bool, place: Place = 
     times = interleaved(work, good, rounds, place)
     peaks = peaks_mib(model, list(times), place, small) if memory else {}
     medians = {name: statistics.median(t) for name, t in times.items()}
-    least, facts = f"{floor(work, roof):.2f}", versions(place.device)
+    least = "-" if model in MOE else f"{floor(work, roof):.2f}"  # routing needs values, and shapes have none
+    facts = versions(place.device)
     rows: list[Row] = []
     for name in names:
         row: Row = {"model": model, "contender": name, "batch_size": work.batch_size, "dtype": str(place.dtype)[6:]}

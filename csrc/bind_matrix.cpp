@@ -42,6 +42,23 @@ void linear_direct(const Matrix &a, const Matrix &g, std::int64_t batch, std::in
                          pointer<void>(scratch), threads);
 }
 
+std::int64_t routed_jobs(std::uintptr_t starts, std::int64_t segments, std::int64_t longest, std::int64_t inputs,
+                         std::int64_t outputs, std::uintptr_t first) {
+    return fastdp_routed_jobs(pointer<const std::int64_t>(starts), segments, longest, inputs, outputs,
+                              pointer<std::int64_t>(first));
+}
+
+std::int64_t routed_norm(const Matrix &a, const Matrix &g, std::uintptr_t starts, std::int64_t segments,
+                         std::int64_t longest, std::uintptr_t first, double rounding, double tolerance,
+                         double smallest, std::uintptr_t norm_sq, std::uintptr_t parts, std::uintptr_t scratch,
+                         int threads) {
+    const fastdp_matrix rows_a = matrix(a), rows_g = matrix(g);
+    const py::gil_scoped_release release;
+    return fastdp_routed_norm(&rows_a, &rows_g, pointer<const std::int64_t>(starts), segments, longest,
+                              pointer<const std::int64_t>(first), rounding, tolerance, smallest,
+                              pointer<double>(norm_sq), pointer<double>(parts), pointer<void>(scratch), threads);
+}
+
 void square_sum(std::uintptr_t rows, std::int64_t batch, std::int64_t n, std::int64_t stride, std::uintptr_t parts,
                 std::uintptr_t out, int threads) {
     const py::gil_scoped_release release;
@@ -108,6 +125,9 @@ void bind_matrix(py::module_ &module) {
     module.def("direct_scratch", &fastdp_direct_scratch, "bytes of scratch a thread");
     module.def("direct_parts", &fastdp_direct_parts, "doubles in `parts`");
     module.def("linear_direct", &linear_direct, "squared norms from the elements of the gradients");
+    module.def("routed_scratch", &fastdp_routed_scratch, "bytes of scratch a thread");
+    module.def("routed_jobs", &routed_jobs, "fills `first`; returns how many times 4 doubles `parts` holds");
+    module.def("routed_norm", &routed_norm, "squared norms of segments; returns how many were in doubt");
     py::class_<fastdp_conv>(module, "Conv", "fastdp_conv of csrc/fastdp.h")
         .def(py::init(&convolution))
         .def("scratch", &fastdp_conv_scratch, "bytes of scratch a thread, by route")

@@ -124,6 +124,19 @@ int64_t fastdp_direct_parts(int64_t batch, int64_t inputs, int64_t outputs);
 void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
                           double *norm_sq, double *parts, void *scratch, int threads);
 
+/* Rows of many samples, each multiplied with one of several matrices: segment s is rows [starts[s], starts[s + 1]) of
+ * a [S,I] and g [S,O] (batch strides are not read), all of one sample and one matrix. norm_sq[s] is the squared norm of
+ * its sum g_t a_t^T: by the gram route, directly for segments of more than `longest` rows and for those in doubt
+ * (as above, or where products of float32 were lost). Returns how many were in doubt and not zero.
+ * first: [segments + 1], filled by fastdp_routed_jobs, which returns how many times 4 doubles `parts` holds.
+ */
+int64_t fastdp_routed_scratch(void);
+int64_t fastdp_routed_jobs(const int64_t *starts, int64_t segments, int64_t longest, int64_t inputs, int64_t outputs,
+                           int64_t *first);
+int64_t fastdp_routed_norm(const fastdp_matrix *a, const fastdp_matrix *g, const int64_t *starts, int64_t segments,
+                           int64_t longest, const int64_t *first, double rounding, double tolerance, double smallest,
+                           double *norm_sq, double *parts, void *scratch, int threads);
+
 /* ---------------------------------------------------------------- convolutions (csrc/cpu/conv.cpp)
  *
  * Weight gradients by sample: G_b[o, i, k] = sum over images f and positions p of

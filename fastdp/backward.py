@@ -45,7 +45,8 @@ class Backward:
         self.gradients: Gradients | None = None  # of the last backward
         self.replays = Replays(self)
         self.collect: Callable[[Use], None] | None = None  # takes the uses of a block that runs again
-        self.uses_of: dict[int, int] = {}  # captured calls of each parameter since the last backward
+        # which elements captured calls used of each parameter since the last backward
+        self.uses_of: dict[int, list[tuple[int, int]]] = {}
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._tape: _Tape | None = None
         self._count = 0  # of backwards so far

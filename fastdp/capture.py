@@ -24,7 +24,7 @@ from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensor
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
 from .layouts.trial import target_as_it_is
-from .links import Unwritten, leaves_of, link_of
+from .links import Unwritten, leaves_of, link_of, span_of
 from .memo import CONSTANT, Memo, inquires
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
 from .planner import Planner
@@ -54,7 +54,7 @@ class Backward(Protocol):
     """What a pass tells the backward that follows it (`fastdp.backward.Backward`)."""
 
     last_use_of: dict[int, str]
-    uses_of: dict[int, int]
+    uses_of: dict[int, list[tuple[int, int]]]
 
     def begin_record(self, recorder: Pass, path: str) -> bool:
         """A captured call's backward begins. Returns whether its uses count."""
@@ -261,12 +261,13 @@ class Pass:
         elif parameters:
             watch_region(self.forward, self.path, self.batch)
             if has_data:
-                self.count_uses(parameters)
                 target = args[0] if args and is_in_place(function_name(func)) else None
                 for parameter in parameters:
                     if link_of(parameter) is not None and parameter is not target:
                         self.used.add(parameter)
                 out = self._combine(func, args, kwargs)
+                if not (isinstance(out, Tensor) and link_of(out) is not None):  # w[e], e found in the data: a slice
+                    self.count_uses(parameters)
                 note_parts(out, func, args, kwargs, self.is_parameter)
                 return out
             out = func(*args, **kwargs)
@@ -312,8 +313,9 @@ class Pass:
 
     def count_uses(self, parameters: Iterable[Tensor]) -> None:
         """A captured call takes these parameters."""
-        for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)) if self.count else ():
-            self.backward.uses_of[id(leaf)] = self.backward.uses_of.get(id(leaf), 0) + 1
+        for parameter in parameters if self.count else ():
+            for leaf in leaves_of(parameter):
+                self.backward.uses_of.setdefault(id(leaf), []).append(span_of(parameter, leaf))
 
     def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .costs import Shape, constants, seconds
+from .costs import Segments, Shape, constants, seconds
 from .gradients import Gradients
 from .links import leaves_of
 
@@ -36,7 +36,17 @@ class Plan:
 
     def __init__(self, gradients: Gradients) -> None:
         self._uses = [
-            (use.operand, use.name, use.shape, use.route, use.held_bytes(), use.batch, use.short, use.clock, use.shared)
+            (
+                use.operand,
+                use.name,
+                use.shape or use.segments(),
+                use.route,
+                use.held_bytes(),
+                use.batch,
+                use.short,
+                use.clock,
+                use.shared,
+            )
             for use in gradients.uses
         ]
 
@@ -48,7 +58,9 @@ class Plan:
             owners = ", ".join(names.get(id(leaf), "?") for leaf in leaves_of(operand))
             text, units = _shape_and_units(shape, route, batch, operand)
             predicted = None
-            if shape is not None and route in ("gram", "direct", "materialise"):
+            if isinstance(shape, Segments):
+                predicted = 1e3 * shape.seconds(constants(operand.device, short))
+            elif shape is not None and route in ("gram", "direct", "materialise"):
                 predicted = 1e3 * seconds(route, shape, constants(operand.device, short))
             measured = clock.milliseconds() if clock is not None else None
             route = route + (" + cross terms" if shared else "")
@@ -56,7 +68,10 @@ class Plan:
         return rows
 
 
-def _shape_and_units(shape: Shape | None, route: str, batch: int, operand: Tensor) -> tuple[str, float]:
+def _shape_and_units(shape: Shape | Segments | None, route: str, batch: int, operand: Tensor) -> tuple[str, float]:
+    if isinstance(shape, Segments):
+        text = f"rows={int(shape.rows.sum())} of B={batch} E={shape.experts} I={shape.i} O={shape.o}"
+        return text, shape.norm_units() + 1
     if shape is None:
         return f"B={batch} {tuple(operand.shape)}", 1.0 if route == "kept" else 2.0
     family, b, t, i, o, _ = shape

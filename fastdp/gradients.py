@@ -27,8 +27,8 @@ from .uses.alone import whole_batch
 from .uses.base import Direct, Use
 from .uses.conv import Conv
 from .uses.embedding import Lookup
-from .uses.experts import Routed
 from .uses.linear import Matmul
+from .uses.routed import Routed
 
 
 class Gradients:
@@ -48,7 +48,7 @@ class Gradients:
         profile: bool = False,
     ) -> None:
         self.batch, self.scale, self.device = batch, scale, device
-        self.uses = _joined([_settled(use) for use in whole_batch(uses)])
+        self.uses = _joined(_padded([_settled(use) for use in whole_batch(uses)]))
         self._of: dict[int, list[Use]] = {}
         for use in self.uses:
             use.plan(planner)
@@ -105,12 +105,22 @@ class Gradients:
         if bundle is not None:
             with bundle.clock or contextlib.nullcontext():
                 total.update(bundle.clipped_sum(c))
+        apart = {id(p) for p in parameters if _in_slices(p, self.uses_of(p))}
         for use in self.uses:
             leaves = leaves_of(use.operand)
             if not any(id(leaf) in wanted for leaf in leaves) or (bundle and id(leaves[0]) in bundle.members):
                 continue
             with use.clock or contextlib.nullcontext():
                 into = None
+                if id(leaves[0]) in apart:
+                    if id(leaves[0]) not in total:
+                        kept = buffers.take(leaves[0]) if buffers is not None else None
+                        total[id(leaves[0])] = _memory(leaves[0], self.uses_of(leaves[0]), kept)
+                    into = _place(use.operand, leaves[0], total[id(leaves[0])])
+                    part = use.clipped_sum(c.to(into.device), into)
+                    if part.data_ptr() != into.data_ptr():
+                        into.copy_(part)
+                    continue
                 if (
                     buffers is not None
                     and use.overwrites
@@ -169,7 +179,7 @@ def _settled(use: Use) -> Use:
     if operand.shape == leaf.shape and operand.stride() == leaf.stride():
         use.operand = leaf
     elif operand.dim() == 2 and operand.shape == leaf.shape[::-1] and operand.stride() == leaf.stride()[::-1]:
-        if isinstance(use, Matmul):
+        if isinstance(use, Matmul | Routed):
             return use.transposed(leaf)
         if isinstance(use, Direct):
             return Direct(leaf, use.grads.mT, use.name)
@@ -178,6 +188,22 @@ def _settled(use: Use) -> Use:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _padded(uses: list[Use]) -> list[Use]:
+    """Rows of a matrix in any order as rows by sample, where other uses of the matrix lie by sample: a tied table that
+    is the head of packed rows, a layer that meets all tokens and routed ones."""
+    by_sample = {id(use.operand) for use in uses if isinstance(use, Matmul | Lookup)}
+    return [
+        _by_sample(use) if isinstance(use, Routed) and use.operand.dim() == 2 and id(use.operand) in by_sample else use
+        for use in uses
+    ]
+
+
+def _by_sample(use: Routed) -> Use:
+    counts = torch.bincount(use.owner, minlength=use.batch)
+    a, g = (ops.routed.padded(t, counts) for t in (use.a, use.g))
+    return Matmul(use.operand, a, g, use.name)
 
 
 def _joined(uses: list[Use]) -> list[Use]:
@@ -273,7 +299,26 @@ def _add_slice(total: dict[int, Tensor], operand: Tensor, leaf: Tensor, part: Te
         whole = total[id(leaf)] = torch.zeros(leaf.shape, dtype=part.dtype, device=part.device)
     elif not whole.is_contiguous():
         whole = total[id(leaf)] = whole.contiguous()
-    whole.as_strided(operand.shape, operand.stride(), operand.storage_offset() - leaf.storage_offset()).add_(part)
+    _place(operand, leaf, whole).add_(part)
+
+
+def _place(operand: Tensor, leaf: Tensor, whole: Tensor) -> Tensor:
+    """Where a slice of the leaf lies in its sum."""
+    return whole.as_strided(operand.shape, operand.stride(), operand.storage_offset() - leaf.storage_offset())
+
+
+def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
+    """Whether the sums can be written each into its own part of the parameter's: many slices that share nothing."""
+    if len(uses) < 2 or parameter.device.type != "cpu" or parameter.dtype == torch.float64:
+        return False
+    each = all(isinstance(use, Matmul | Routed) and use.operand is not parameter for use in uses)
+    return each and all(_is_slice(u.operand, leaves_of(u.operand)) for u in uses) and _disjoint(parameter, uses)
+
+
+def _memory(parameter: Tensor, uses: list[Use], kept: Tensor | None) -> Tensor:
+    """Memory for the sum of slices: zero, unless they cover it."""
+    whole = torch.empty(parameter.shape) if kept is None else kept
+    return whole if sum(use.operand.numel() for use in uses) == parameter.numel() else whole.zero_()
 
 
 def _disjoint(parameter: Tensor, uses: list[Use]) -> bool:

@@ -43,6 +43,18 @@ def leaves_of(operand: Tensor) -> tuple[Tensor, ...]:
     return (operand,) if link is None else link.leaves
 
 
+def span_of(operand: Tensor, leaf: Tensor) -> tuple[int, int]:
+    """The first and last element of the leaf that the operand is made of: a slice's own, else all."""
+    link = link_of(operand)
+    whole = (0, max(leaf.numel() - 1, 0))
+    if link is None or not link.isometric or len(link.leaves) != 1 or not leaf.is_contiguous():
+        return whole
+    if operand.dtype != leaf.dtype or operand.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
+        return whole
+    start = int(operand.storage_offset() - leaf.storage_offset())
+    return start, start + sum((n - 1) * step for n, step in zip(operand.shape, operand.stride(), strict=True))
+
+
 class Unwritten:
     """Tensors that must stay as they are while a forward runs."""
 

@@ -20,10 +20,19 @@ from torch import Tensor, nn
 
 from .arguments import nested_tensors
 from .layouts.calls import map_tensors
-from .links import leaves_of, link_of
+from .links import leaves_of, link_of, span_of
 from .uses.base import Use
 
 SAME = 1e-6  # squared norms of the same data, computed twice, differ by less
+
+
+Part = tuple[int, tuple[int, ...], tuple[int, ...], int]
+
+
+def part_of(operand: Tensor) -> Part:
+    """A parameter or a slice of it, known again when it is sliced anew."""
+    leaf = leaves_of(operand)[0]
+    return id(leaf), tuple(operand.shape), operand.stride(), int(operand.storage_offset())
 
 
 class Block:
@@ -33,7 +42,7 @@ class Block:
         self.path, self.module = path, module
         self.grads: list[Tensor | None] = []  # of its outputs
         self.arguments: tuple[Any, Any] | None = None  # known when it is computed again
-        self.norm_sq: dict[int, Tensor] = {}  # of the parameters whose data was dropped, by id
+        self.norm_sq: dict[Part, Tensor] = {}  # of the operands whose data was dropped
         self.calls = 1
         self._random: list[Any] = []
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
@@ -83,22 +92,22 @@ class Replayed(Use):
 
     route = "two backwards"
 
-    def __init__(self, use: Use, block: Block, replay: Callable[[Block, Tensor], dict[int, Tensor]]) -> None:
+    def __init__(self, use: Use, block: Block, replay: Callable[[Block, Tensor], dict[Part, Tensor]]) -> None:
         super().__init__(use.operand, use.batch, use.name)
-        self.block, self.replay, self._norm_sq = block, replay, use.norm_sq()
+        self.block, self.replay, self.part, self._norm_sq = block, replay, part_of(use.operand), use.norm_sq()
 
     def norm_sq(self) -> Tensor:
         return self._norm_sq
 
     def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
-        return self.replay(self.block, c)[id(self.operand)]
+        return self.replay(self.block, c)[self.part]
 
     def per_sample(self, low: int, high: int) -> Tensor:
         rows = []
         for b in range(low, high):  # one run of the block a sample: for tests and small models
             one = torch.zeros(self.batch, device=self.operand.device)
             one[b] = 1.0
-            rows.append(self.replay(self.block, one)[id(self.operand)])
+            rows.append(self.replay(self.block, one)[self.part])
         return torch.stack(rows)
 
     def held_bytes(self) -> int:
@@ -117,7 +126,7 @@ class Replays:
     def __init__(self, backward: Collector) -> None:
         self.backward = backward
         self.blocks: dict[str, Block] = {}
-        self._last: tuple[Block, Tensor, dict[int, Tensor]] | None = None  # of one block at a time
+        self._last: tuple[Block, Tensor, dict[Part, Tensor]] | None = None  # of one block at a time
 
     def entered(self, path: str, module: nn.Module) -> Block:
         """A module under checkpointing is called in the forward."""
@@ -133,28 +142,27 @@ class Replays:
         found = [b for b in self.blocks.values() if path == b.path or path.startswith(b.path + ".")]
         return found[0] if len(found) == 1 else None
 
-    def drop_data(self, use: Use, path: str, uses_of: dict[int, int]) -> Use:
+    def drop_data(self, use: Use, path: str, uses_of: dict[int, list[tuple[int, int]]]) -> Use:
         """The use with its norms taken and its data dropped, where its block can run again."""
         block = self.block_of(path)
-        leaves = leaves_of(use.operand)
-        alone = len(leaves) == 1 and uses_of.get(id(leaves[0]), 0) == 1 and link_of(use.operand) is None
-        if block is None or not block.can_replay() or not alone:
+        if block is None or not block.can_replay() or not _shares_nothing(use.operand, uses_of):
             return use
         replayed = Replayed(use, block, self.sums)
-        block.norm_sq[id(leaves[0])] = replayed.norm_sq()
+        block.norm_sq[replayed.part] = replayed.norm_sq()
         return replayed
 
-    def sums(self, block: Block, c: Tensor) -> dict[int, Tensor]:
+    def sums(self, block: Block, c: Tensor) -> dict[Part, Tensor]:
         """Clipped sums of all uses in the block, by one more run of it."""
         if self._last is not None and self._last[0] is block and self._last[1] is c:
             return self._last[2]
-        found: dict[int, Tensor] = {}
+        found: dict[Part, Tensor] = {}
         self._last = None
 
         def collect(use: Use) -> None:
-            before = block.norm_sq.get(id(use.operand))
+            part = part_of(use.operand)
+            before = block.norm_sq.get(part)
             if before is not None:
-                found[id(use.operand)] = use.clipped_sum(c.to(before.device) * _at_most(before, use.norm_sq()))
+                found[part] = use.clipped_sum(c.to(before.device) * _at_most(before, use.norm_sq()))
 
         self.backward.collect = collect
         try:
@@ -163,6 +171,17 @@ class Replays:
             self.backward.collect = None
         self._last = (block, c, found)
         return found
+
+
+def _shares_nothing(operand: Tensor, uses_of: dict[int, list[tuple[int, int]]]) -> bool:
+    """Whether the operand is a parameter, or a slice of one, none of whose elements another call used."""
+    leaves, link = leaves_of(operand), link_of(operand)
+    if len(leaves) != 1 or not (link is None or link.isometric):
+        return False
+    start, stop = span_of(operand, leaves[0])
+    if link is not None and (start, stop) == (0, max(leaves[0].numel() - 1, 0)):
+        return False  # a whole parameter seen otherwise: no slice
+    return sum(start <= last and first <= stop for first, last in uses_of.get(id(leaves[0]), ())) == 1
 
 
 def _at_most(before: Tensor, now: Tensor) -> Tensor:

@@ -68,7 +68,10 @@ def build(name: str, size: Size) -> Built:
 
 STACKS, MODULES = ("up", "down"), ("modules_",)
 NEEDS = {
-    **dict.fromkeys("grouped scattered_back unstacked batched_by_matmul batched_twice dense einsum".split(), STACKS),
+    **dict.fromkeys(
+        "grouped scattered_back unstacked batched_by_matmul batched_by_einsum batched_twice dense einsum".split(),
+        STACKS,
+    ),
     **dict.fromkeys("modules modules_by_mask split_and_back slices_and_written_back unique".split(), MODULES),
 }
 
@@ -167,6 +170,15 @@ def batched_by_matmul(m, x, chosen, weights, size):
     """[N, k, ., .] matrices times the token."""
     h = torch.matmul(m.up[chosen], x[:, None, :, None]).tanh()
     return ((m.down[chosen] @ h).squeeze(-1) * weights.unsqueeze(-1)).sum(1)
+
+
+@way
+def batched_by_einsum(m, x, chosen, weights, size):
+    """Gathered matrices in the equations that people write, from either side and for all choices of a token."""
+    h = torch.einsum("nd,nkhd->nkh", x, m.up[chosen]).tanh()
+    y = torch.einsum("nkdh,nkh->nkd", m.down[chosen], h).tanh()
+    y = torch.einsum("nkd, nkdh -> nkh", y, m.down[chosen])
+    return torch.einsum("nkhd,nkh,nk->nd", m.up[chosen], y, weights)
 
 
 @way

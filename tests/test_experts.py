@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fastdp
 from fastdp.errors import FastDPError, SampleMixingError
-from fastdp.uses.experts import Routed
+from fastdp.uses.routed import Routed
 
 from .cases import Net, P, square
 from .cases_experts import CASES, EXPERTS, SINGLE, SIZES, build
@@ -238,16 +238,26 @@ def test_no_rows_at_all():
     assert use.clipped_sum(torch.ones(3)).shape == (2, 3, 4) and use.per_sample(0, 3).shape == (3, 2, 3, 4)
 
 
-def test_gathered_matrices_are_not_held():
+@pytest.mark.parametrize("name", ["batched", "batched_by_matmul", "einsum_of_gathered"])
+def test_gathered_matrices_are_not_held(name):
     """The use of a product with gathered matrices holds rows, not one matrix for each token."""
     size = SIZES["usual"]
-    model, batch, losses = build("batched", size)
+    model, batch, losses = build(name.replace("einsum_of_gathered", "batched"), size)
+    if name == "einsum_of_gathered":
+        model = Net(_einsum_of_gathered, before=model.before, router=model.router, up=model.up, down=model.down)
     engine = fastdp.PerSampleGradients(model)
     losses(model, batch).mean().backward()
     rows = size.samples * size.tokens * size.each
     held = sum(use.held_bytes() for use in engine._last().uses_of(model.up))
     engine.detach()
     assert held < rows * model.up[0].numel() * 4 / 2
+
+
+def _einsum_of_gathered(m, x):
+    tokens = m.before(x).view(-1, D)
+    weights, chosen = m.router(tokens).softmax(-1).topk(2, dim=-1)
+    h = torch.einsum("nkhd,nd->nkh", m.up[chosen], tokens).tanh()
+    return (torch.einsum("nkh,nkdh->nkd", h, m.down[chosen]) * weights.unsqueeze(-1)).sum(1).view_as(x)
 
 
 def test_message_names_module_and_function():

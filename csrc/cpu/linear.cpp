@@ -68,6 +68,55 @@ double direct_block(const fastdp_matrix &w, const fastdp_matrix &t, int64_t samp
     return total;
 }
 
+// ---------------------------------------------------------------- routed
+
+union RoutedScratch {
+    GramScratch gram;
+    DirectScratch direct;
+};
+
+// The rows of a segment, as the only sample of a matrix.
+fastdp_matrix rows_from(const fastdp_matrix &m, int64_t start) {
+    return {at(m.data, m.type, start * m.row), m.type, m.columns, 0, m.row, m.column};
+}
+
+double direct_norm(const fastdp_matrix &a, const fastdp_matrix &g, int64_t rows, int64_t block, DirectScratch &my) {
+    const fastdp_matrix &w = a.columns >= g.columns ? a : g, &t = a.columns >= g.columns ? g : a;
+    const int64_t across = ceil_div(w.columns, WIDE), w0 = block % across * WIDE, t0 = block / across * TALL;
+    return direct_block(w, t, 0, w0, min64(WIDE, w.columns - w0), t0, min64(TALL, t.columns - t0), rows, my);
+}
+
+double square_row(const fastdp_matrix &m, int64_t row, float *memory) {
+    double sum = 0;
+    for (int64_t k = 0; k < m.columns; k += FLUSH) {
+        const int64_t count = min64(FLUSH, m.columns - k);
+        to_float(at(m.data, m.type, row * m.row + k * m.column), m.type, m.column, count, memory);
+        for (int64_t i = 0; i < count; ++i) sum += (double)memory[i] * memory[i];
+    }
+    return sum;
+}
+
+bool all_zero(const fastdp_matrix &m, int64_t rows, float *memory) {
+    for (int64_t r = 0; r < rows; ++r)
+        if (!(square_row(m, r, memory) == 0)) return false;
+    return true;
+}
+
+constexpr double TINY = 1.2e-38;  // what a product of float32 may lose (fastdp/ops/linear.py, `vanished`)
+
+// Squares of one block of a segment's triangle into out[0], their spread into out[1], and into out[2] and out[3]
+// |a|^2 and |g|^2 of its rows, of blocks on the diagonal.
+void routed_gram(const fastdp_matrix &a, const fastdp_matrix &g, int64_t rows, int64_t block, GramScratch &my,
+                 double *out) {
+    const PackRows rows_a{a.data, a.type, a.row, a.column}, rows_g{g.data, g.type, g.row, g.column};
+    gram_block(rows_a, a.columns, rows_g, g.columns, rows, SQUARE, block, my, out);
+    int64_t last = 0;
+    while ((last + 1) * (last + 2) / 2 <= block) ++last;
+    out[2] = out[3] = 0;
+    if (block == last * (last + 3) / 2)
+        for (int64_t r = 0; r < min64(SQUARE, rows - last * SQUARE); ++r) out[2] += my.row_a[r], out[3] += my.row_h[r];
+}
+
 }  // namespace
 
 extern "C" {
@@ -115,6 +164,65 @@ void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_
         norm_sq[b] = 0;
         for (int64_t i = 0; i < each; ++i) norm_sq[b] += parts[b * each + i];
     }
+}
+
+int64_t fastdp_routed_scratch(void) { return (int64_t)sizeof(RoutedScratch); }
+
+int64_t fastdp_routed_jobs(const int64_t *starts, int64_t segments, int64_t longest, int64_t inputs, int64_t outputs,
+                           int64_t *first) {
+    const int64_t direct = direct_jobs(max64(inputs, outputs), min64(inputs, outputs));
+    first[0] = 0;
+    for (int64_t s = 0; s < segments; ++s) {
+        const int64_t rows = starts[s + 1] - starts[s];
+        first[s + 1] = first[s] + (rows == 0 ? 0 : rows == 1 ? 1 : rows > longest ? direct : gram_blocks(rows, SQUARE));
+    }
+    return first[segments];
+}
+
+int64_t fastdp_routed_norm(const fastdp_matrix *a, const fastdp_matrix *g, const int64_t *starts, int64_t segments,
+                           int64_t longest, const int64_t *first, double rounding, double tolerance, double smallest,
+                           double *norm_sq, double *parts, void *scratch, int threads) {
+    const int64_t jobs = first[segments], direct = direct_jobs(max64(a->columns, g->columns),
+                                                               min64(a->columns, g->columns));
+    const int team = (int)max64(1, min64(threads, jobs));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
+    for (int64_t job = 0; job < jobs; ++job) {
+        const int64_t s = std::upper_bound(first, first + segments + 1, job) - first - 1;
+        const int64_t rows = starts[s + 1] - starts[s], block = job - first[s];
+        const fastdp_matrix own_a = rows_from(*a, starts[s]), own_g = rows_from(*g, starts[s]);
+        RoutedScratch &my = ((RoutedScratch *)scratch)[omp_get_thread_num()];
+        double *out = parts + 4 * job;
+        if (rows == 1)
+            out[0] = square_row(own_a, 0, my.gram.rows) * square_row(own_g, 0, my.gram.rows);
+        else if (rows > longest)
+            out[0] = direct_norm(own_a, own_g, rows, block, my.direct);
+        else
+            routed_gram(own_a, own_g, rows, block, my.gram, out);
+    }
+    int64_t again = 0;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1) reduction(+ : again)
+    for (int64_t s = 0; s < segments; ++s) {
+        const int64_t rows = starts[s + 1] - starts[s];
+        const bool gram = rows > 1 && rows <= longest;
+        double sum[4] = {};
+        for (int64_t job = first[s]; job < first[s + 1]; ++job)
+            for (int i = 0; i < (gram ? 4 : 1); ++i) sum[i] += parts[4 * job + i];
+        norm_sq[s] = sum[0];
+        const double lost = TINY * rows * (a->columns * sum[3] + g->columns * sum[2]);
+        if (!gram || (rounding * std::sqrt(sum[1]) <= tolerance * sum[0] && lost <= tolerance * sum[0] &&
+                      sum[0] >= smallest))
+            continue;
+        const fastdp_matrix own_a = rows_from(*a, starts[s]), own_g = rows_from(*g, starts[s]);
+        RoutedScratch &my = ((RoutedScratch *)scratch)[omp_get_thread_num()];
+        norm_sq[s] = 0;
+        if ((sum[2] == 0 && all_zero(own_a, rows, my.gram.rows) && std::isfinite(sum[3])) ||
+            (sum[3] == 0 && all_zero(own_g, rows, my.gram.rows) && std::isfinite(sum[2])))
+            continue;
+        ++again;
+        for (int64_t block = 0; block < direct; ++block)
+            norm_sq[s] += direct_norm(own_a, own_g, rows, block, my.direct);
+    }
+    return again;
 }
 
 }  // extern "C"

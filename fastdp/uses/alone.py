@@ -21,8 +21,8 @@ from ..recorder import Recorder
 from .base import Direct, Use
 from .conv import Conv
 from .embedding import Lookup
-from .experts import Routed
 from .linear import Matmul
+from .routed import Routed
 
 
 class OneSample:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..clock import Clock
-from ..costs import Shape
+from ..costs import Segments, Shape
 from ..errors import BatchLayoutError, SampleMixingError, StepError
 from ..layouts.layout import Layout, samplewise, tag, tag_of
 from ..ops.common import accumulate, chunks, exactly
@@ -82,6 +82,10 @@ class Use:
     def held_bytes(self) -> int:
         """Memory that the use holds until the end of backward."""
         return sum(t.nbytes for t in self.data())
+
+    def segments(self) -> Segments | None:
+        """Of routed rows: for the table, without the rows."""
+        return None
 
 
 class Direct(Use):

@@ -1,105 +1,21 @@
-"""Experts: a stack of matrices, each used by the rows routed to it; rows of many samples in any order.
-
-With e_t the matrix of row t, the gradient of sample b with respect to matrix e is the sum of g_t a_t^T over its rows
-with e_t = e. Gradients of different matrices share no element, so the squared norm is a sum over matrices of the
-norms of ordinary matrix products with few rows; no gradient is stored.
-"""
+"""Experts: products of routed rows with a stack of matrices (grouped), or with the matrices gathered for each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import ops
 from ..errors import SampleMixingError
 from ..layouts.calls import Call, bind
 from ..layouts.chosen import spread
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.propagate import propagate
-from ..links import link_of
-from ..ops.common import accumulate
 from ..recorder import Recorder
-from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
-
-
-class Routed(Use):
-    """Rows a [S,I] with output gradients g [S,O] used matrix ids[s] of the operand [E,O,I], on behalf of owner[s].
-
-    Rows without a matrix (id out of range) are dropped. Kept in the order of the matrices.
-    """
-
-    route = "by expert"
-
-    def __init__(
-        self, operand: Tensor, a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, batch: int, name: str
-    ) -> None:
-        super().__init__(operand, batch, name)
-        if ids.numel() > 1 and bool((ids[1:] < ids[:-1]).any()):
-            order = torch.argsort(ids, stable=True)
-            a, g, ids, owner = a[order], g[order], ids[order], owner[order]
-        self.a, self.g, self.ids, self.owner = a, g, ids, owner
-
-    @staticmethod
-    def joined(group: Sequence[Routed], name: str) -> Routed:
-        """Uses of one operand as one."""
-        a, g = (
-            torch.cat([accumulate(part) for part in parts]) for parts in ([u.a for u in group], [u.g for u in group])
-        )
-        ids, owner = torch.cat([u.ids for u in group]), torch.cat([u.owner for u in group])
-        return Routed(group[0].operand, a, g, ids, owner, group[0].batch, name)
-
-    def _matrices(self) -> Iterator[tuple[int, slice]]:
-        """The matrices that were used, and their rows."""
-        numbers = torch.arange(self.operand.size(0) + 1, device=self.ids.device)
-        ends = torch.searchsorted(self.ids, numbers).tolist()
-        for expert, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
-            if start < stop:
-                yield expert, slice(start, stop)
-
-    def _by_sample(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """a and g of these rows, [B, n, *], padded with zeros to the largest number of rows of a sample."""
-        layout = Layout(self.batch, 0, owner=self.owner[rows])
-        return cut(self.a[rows], layout), cut(self.g[rows], layout)
-
-    def norm_sq(self) -> Tensor:
-        total = torch.zeros(self.batch, dtype=torch.float64, device=self.a.device)
-        for _, rows in self._matrices():
-            total += ops.linear_norm_sq(*self._by_sample(rows), "auto", dtype=torch.float64)
-        return total
-
-    def per_sample(self, low: int, high: int) -> Tensor:
-        kind = torch.float64 if self.a.dtype == torch.float64 else torch.float32
-        found = torch.zeros((high - low, *self.operand.shape), dtype=kind, device=self.a.device)
-        for expert, rows in self._matrices():
-            a, g = self._by_sample(rows)
-            found[:, expert] = ops.linear_per_sample(a[low:high], g[low:high])
-        return found
-
-    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
-        kind = torch.float64 if self.a.dtype == torch.float64 else torch.float32
-        total = torch.zeros(self.operand.shape, dtype=kind, device=self.a.device)
-        for expert, rows in self._matrices():  # a row is a sample of one position here: nothing is padded
-            a, g = self.a[rows].unsqueeze(1), self.g[rows].unsqueeze(1)
-            total[expert] = ops.linear_clipped_sum(a, g, c[self.owner[rows]].contiguous())
-        return total
-
-
-def record_routed(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, ids: Tensor, owner: Tensor,
-                  name: str) -> None:  # fmt: skip
-    """Record a use of the stack `operand` [E,I,O] by rows a [S,I] with output gradients g [S,O]."""
-    link = link_of(operand)
-    if link is not None and link.isometric and len(link.leaves) == 1:
-        leaf = link.leaves[0]
-        swapped = operand.mT
-        same = leaf.data_ptr() == operand.data_ptr() and leaf.dtype == operand.dtype and leaf.shape == swapped.shape
-        if same and leaf.stride() == swapped.stride():
-            recorder.record(Routed(leaf, a, g, ids, owner, recorder.batch, name))
-            return
-    recorder.record(Routed(operand, g, a, ids, owner, recorder.batch, name))
+from .base import Captured, Operand, Rule, capture, rule, sample_layout
+from .routed import Routed, record_routed
 
 
 class _GroupedProduct(Captured):
@@ -124,7 +40,7 @@ def owners_of(layout: Layout, rows: Tensor) -> Tensor:
     """Sample of each row, also in a batch of one."""
     if layout.batch == 1:
         return torch.zeros(rows.size(0), dtype=torch.long, device=rows.device)
-    return layout.owners(rows.device)
+    return layout.owners(rows.device).to(rows.device)
 
 
 @rule(F.grouped_mm, torch._grouped_mm)
@@ -251,8 +167,38 @@ def capture_gathered(recorder: Recorder, func: Any, args: tuple[Any, ...], kwarg
     return capture(call, x, note.ids, layout=layout)
 
 
-PRODUCTS = {
+def capture_gathered_einsum(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """einsum of gathered matrices [..., P, Q] and one vector for each (or for some: "nd,nkhd->nkh"), as a product."""
+    if kwargs or len(args) != 3 or not isinstance(args[0], str):
+        return NotImplemented
+    notes = [gathered_of(tensor) for tensor in args[1:]]
+    if (notes[0] is None) == (notes[1] is None) or not all(isinstance(t, Tensor) for t in args[1:]):
+        return NotImplemented
+    inputs, _, out = args[0].replace(" ", "").partition("->")
+    sides = inputs.split(",")
+    (w, x), (matrices, data) = (sides, args[1:]) if notes[0] is not None else (sides[::-1], args[:0:-1])
+    plain = all(side.isalpha() and len(set(side)) == len(side) for side in (w, x, out))
+    if not plain or len(w) != matrices.dim() or len(x) != data.dim() or len(w) < 3:
+        return NotImplemented
+    outer, p, q = w[:-2], w[-2], w[-1]
+    left = (x[-1], out[-1]) == (q, p)
+    if not (left or (x[-1], out[-1]) == (p, q)) or out[:-1] != outer or x[:-1] != "".join(c for c in outer if c in x):
+        return NotImplemented
+
+    def product(matrices: Tensor, data: Tensor) -> Tensor:
+        for place, label in enumerate(outer):
+            if label not in x:
+                data = data.unsqueeze(place)
+        if left:
+            return torch.matmul(matrices, data.unsqueeze(-1)).squeeze(-1)
+        return torch.matmul(data.unsqueeze(-2), matrices).squeeze(-2)
+
+    return recorder.traced(product, matrices, data)
+
+
+PRODUCTS: dict[Any, Rule] = {
     function: capture_gathered
     for function in (torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
                      torch.Tensor.__rmatmul__)
 }  # fmt: skip
+PRODUCTS[torch.einsum] = capture_gathered_einsum

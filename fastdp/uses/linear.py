@@ -16,6 +16,7 @@ from ..layouts.layout import Layout
 from ..planner import Planner
 from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contraction, rule, sample_layout
+from .routed import row_sum, use_of_rows
 
 
 class Matmul(Use):
@@ -61,6 +62,11 @@ def use_of_product(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, na
     return Direct(operand, ops.linear_per_sample(a, g), name, use.shape)
 
 
+def in_any_order(layout: Layout, data: Tensor) -> bool:
+    """Whether the rows of `data` belong to samples one by one (routed tokens), not in equal blocks."""
+    return layout.owner is not None and layout.batch > 1 and layout.dim < data.dim() - 1
+
+
 def is_short(tensor: Tensor) -> bool:
     """16-bit numbers."""
     return tensor.dtype in (torch.bfloat16, torch.float16)
@@ -93,6 +99,9 @@ class _Product(Captured):
         return (data[0] if cast is None else data[0].to(cast),)
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        if in_any_order(self.layout, grads[0]):
+            self._back_of_rows(saved, grads[0])
+            return
         g = _steps(cut(grads[0], self.layout))
         if self.learns_weight:
             a = _steps(cut(saved[0], self.layout))
@@ -100,6 +109,14 @@ class _Product(Captured):
             self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, o, self.name))
         if self.bias is not None and self.learns_bias:
             self.recorder.record(Direct(self.bias.tensor, _row_sum(g), self.name))
+
+    def _back_of_rows(self, saved: tuple[Tensor, ...], g: Tensor) -> None:
+        """Rows of many samples in any order: no padding to the longest sample."""
+        if self.learns_weight:
+            a, o = (g, saved[0]) if self.flipped else (saved[0], g)
+            self.recorder.record(use_of_rows(self.recorder, self.weight.tensor, a, o, self.layout, self.name))
+        if self.bias is not None and self.learns_bias:
+            self.recorder.record(Direct(self.bias.tensor, row_sum(g, self.layout), self.name))
 
 
 class _Linear(_Product):

@@ -1,0 +1,215 @@
+"""Weight gradients of a stack of matrices used by routed rows (experts), per sample: G_be = sum of g_t a_t^T over the
+rows t of sample b that went to matrix e.
+
+Gradients of different matrices share no element, so |G_b|^2 = sum_e |G_be|^2, each of a product with few rows: S rows
+sorted by (matrix, sample) fall into segments, and a segment of n rows costs n^2 (I + O) by the gram route.
+Source: ghost norm, Li et al. 2022, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import compiled
+from .common import accumulate, norm_type, scaled, sum_type, without_dropped
+from .linear import GRAM_TOLERANCE, ROUNDING_COMPILED, UNDERFLOW, compiled_gram_is_cheaper, reference_norm_sq
+from .registry import Kernel, define, native
+
+
+def order_of(ids: Tensor, owner: Tensor, experts: int, batch: int) -> tuple[Tensor, Tensor | None]:
+    """Segment of each row, sorted, and the order that sorts them; None where they are in order.
+
+    ids, owner: int64 [S]. Rows of no matrix (ids outside [0, experts)) are behind all others, in segment
+    experts * batch. On the CPU the look costs nothing; on a device it would stop the stream.
+    """
+    outside = (ids < 0) | (ids >= experts)
+    keys = torch.where(outside, experts * batch, ids * batch + owner)
+    if keys.device.type == "cpu" and not bool((keys[1:] < keys[:-1]).any()):
+        return keys, None
+    return torch.sort(keys, stable=True)
+
+
+def _check(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor) -> None:
+    rows = a.shape[:1]
+    if a.dim() != 2 or g.dim() != 2 or not rows == g.shape[:1] == ids.shape == owner.shape:
+        raise ValueError(
+            f"expected a [S,I], g [S,O], ids [S] and owner [S]; got {tuple(a.shape)}, {tuple(g.shape)}, "
+            f"{tuple(ids.shape)} and {tuple(owner.shape)}"
+        )
+
+
+def _in_order(
+    a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rows and their owners by segment, and where segments start: int64 [experts * batch + 1]."""
+    _check(a, g, ids, owner)
+    keys, order = order_of(ids, owner, experts, batch)
+    if order is not None:
+        a, g, owner = a[order], g[order], owner[order]
+    return a, g, owner, torch.searchsorted(keys, torch.arange(experts * batch + 1, device=keys.device))
+
+
+def _matrices(starts: Tensor, batch: int) -> Iterator[tuple[int, slice]]:
+    """Each matrix and its rows, which may be none."""
+    ends = starts[:: max(batch, 1)].tolist()
+    for expert, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+        yield expert, slice(start, stop)
+
+
+def padded(rows: Tensor, counts: Tensor) -> Tensor:
+    """Rows [n, *] in the order of their samples, counts [B] of each -> [B, largest count, *], zeros behind."""
+    owner = torch.repeat_interleave(counts)
+    slot = torch.arange(owner.numel(), device=owner.device) - (counts.cumsum(0) - counts)[owner]
+    out = rows.new_zeros(counts.numel(), int(counts.max()), *rows.shape[1:])
+    out[owner, slot] = rows
+    return out
+
+
+# ---------------------------------------------------------------------- reference
+
+
+def _norm_sq(
+    a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    kind = norm_type(a, dtype)
+    a, g, _, starts = _in_order(a, g, ids, owner, experts, batch)
+    total = torch.zeros(batch, dtype=torch.float64, device=a.device)
+    for expert, rows in _matrices(starts, batch) if batch else ():
+        if rows.start < rows.stop:
+            counts = starts[expert * batch : (expert + 1) * batch + 1].diff()
+            total += reference_norm_sq(padded(a[rows], counts), padded(g[rows], counts), dtype=torch.float64)
+    return total.to(kind)
+
+
+def _per_sample(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int) -> Tensor:
+    a, g, _, starts = _in_order(a, g, ids, owner, experts, batch)
+    out = a.new_zeros(batch, experts, g.size(1), a.size(1), dtype=sum_type(a))
+    ends = starts.tolist()
+    for segment, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+        if start < stop:
+            into = out[segment % batch, segment // batch]
+            torch.mm(accumulate(g[start:stop]).mT, accumulate(a[start:stop]), out=into)
+    return out
+
+
+def overwrite_routed_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Tensor, into: Tensor) -> Tensor:
+    """`routed_clipped_sum` into memory [E,O,I] whose contents do not matter."""
+    batch = c.numel()
+    a, g, owner, starts = _in_order(a, g, ids, owner, into.size(0), batch)
+    for expert, rows in _matrices(starts, batch) if batch else ():
+        if rows.start == rows.stop:
+            into[expert].zero_()
+            continue
+        x, y, factors = accumulate(a[rows]), accumulate(g[rows]), c[owner[rows]]
+        if x.size(1) < y.size(1):
+            x, y = scaled(x, factors), without_dropped(y, factors)
+        else:
+            x, y = without_dropped(x, factors), scaled(y, factors)
+        torch.mm(y.mT.to(into.dtype), x.to(into.dtype), out=into[expert])
+    return into if batch else into.zero_()
+
+
+def _clipped_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Tensor, experts: int) -> Tensor:
+    into = a.new_empty(experts, g.size(1), a.size(1), dtype=sum_type(a))
+    return overwrite_routed_sum(a, g, ids, owner, c, into)
+
+
+# ---------------------------------------------------------------------- C++
+
+
+def longest_gram(i: int, o: int) -> int:
+    """The most rows of a segment that the gram route takes: `compiled_gram_is_cheaper`, solved for them."""
+    low, high = 0, 1 << 20
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if compiled_gram_is_cheaper(middle, i, o) else (low, middle - 1)
+    return low
+
+
+def _norm_sq_cpu(
+    a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """One call for all segments; float64 is left to the reference."""
+    if not compiled.takes(a, g) or a.numel() == 0 or g.numel() == 0 or not batch:
+        return _norm_sq(a, g, ids, owner, experts, batch, dtype=dtype)
+    kind = norm_type(a, dtype)
+    a, g, _, starts = _in_order(a, g, ids, owner, experts, batch)
+    kernels, threads, segments = compiled.module(), torch.get_num_threads(), experts * batch
+    inputs, outputs = a.size(1), g.size(1)
+    longest = longest_gram(inputs, outputs)
+    first = torch.empty(segments + 1, dtype=torch.int64)
+    jobs = kernels.routed_jobs(starts.data_ptr(), segments, longest, inputs, outputs, first.data_ptr())
+    out, parts = compiled.doubles(segments), compiled.doubles(4 * jobs)
+    memory = compiled.scratch(threads * kernels.routed_scratch())
+    kernels.routed_norm(
+        compiled.matrix(a.unsqueeze(0)), compiled.matrix(g.unsqueeze(0)), starts.data_ptr(), segments, longest,
+        first.data_ptr(), ROUNDING_COMPILED, GRAM_TOLERANCE, UNDERFLOW, out.data_ptr(), parts.data_ptr(),
+        memory.data_ptr(), threads,
+    )  # fmt: skip
+    return out.view(experts, batch).sum(0).to(kind)
+
+
+def _built(function: Callable[..., Any]) -> Kernel:
+    """A kernel of `fastdp._C`, if that is not older than this operator."""
+
+    def load() -> Callable[..., Any] | str:
+        found = native()
+        if isinstance(found, str):
+            return found
+        old = "fastdp._C is older than this operator: run `python setup.py build_ext --inplace`"
+        return function if hasattr(found, "routed_norm") else old
+
+    return Kernel("C++", load)
+
+
+# ---------------------------------------------------------------------- operators
+
+_norm_sq_op = define(
+    "routed_norm_sq(Tensor a, Tensor g, Tensor ids, Tensor owner, SymInt experts, SymInt batch, *, "
+    "ScalarType? dtype=None) -> Tensor",
+    _norm_sq,
+    lambda a, g, ids, owner, experts, batch, *, dtype=None: a.new_empty(batch, dtype=norm_type(a, dtype)),
+    CPU=_built(_norm_sq_cpu),
+)
+_per_sample_op = define(
+    "routed_per_sample(Tensor a, Tensor g, Tensor ids, Tensor owner, SymInt experts, SymInt batch) -> Tensor",
+    _per_sample,
+    lambda a, g, ids, owner, experts, batch: a.new_empty(batch, experts, g.size(1), a.size(1), dtype=sum_type(a)),
+)
+_clipped_sum_op = define(
+    "routed_clipped_sum(Tensor a, Tensor g, Tensor ids, Tensor owner, Tensor c, SymInt experts) -> Tensor",
+    _clipped_sum,
+    lambda a, g, ids, owner, c, experts: a.new_empty(experts, g.size(1), a.size(1), dtype=sum_type(a)),
+)
+
+
+def routed_norm_sq(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int, *,
+                   dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    """Squared norm of each sample's gradient of a stack of matrices [E,O,I].
+
+    Args: a [S,I] inputs and g [S,O] output gradients of routed rows, in any order (fastest in that of (ids, owner));
+    ids int64 [S], the matrix of each row: rows with one outside [0, experts) have no gradient; owner int64 [S], the
+    sample of each row, in [0, batch); dtype of the result: float32 (float64 for float64 inputs) unless given.
+    Returns: [batch]. Raises ValueError on shapes.
+    """
+    return _norm_sq_op(a, g, ids, owner, experts, batch, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def routed_per_sample(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int) -> Tensor:
+    """The gradient of each sample, materialised: [B,E,O,I], float32 (float64 for float64 inputs).
+
+    Arguments and errors as of `routed_norm_sq`.
+    """
+    return _per_sample_op(a, g, ids, owner, experts, batch)  # type: ignore[no-any-return]
+
+
+def routed_clipped_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Tensor, experts: int) -> Tensor:
+    """sum_b c_b (gradient of sample b), [E,O,I] float32; rows of samples with c_b = 0 are not read as numbers.
+
+    Args: c [B] factors; the others as of `routed_norm_sq`. Raises ValueError on shapes.
+    """
+    return _clipped_sum_op(a, g, ids, owner, c, experts)  # type: ignore[no-any-return]
