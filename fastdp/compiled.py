@@ -18,6 +18,7 @@ from torch import nn
 
 from .capture import REGION, Pass
 from .errors import ParameterError
+from .stance import PLAINLY
 
 Found = tuple[Callable[..., Any], bool | None]  # backend, dynamic
 
@@ -100,8 +101,9 @@ class Switches:
                 return module._call_impl(*args, **kwargs)
             return self._run(path, module, backend, args, kwargs)
 
-        switch.__dict__.update(getattr(original, "__dict__", {}))  # torch sees through it where it compiles around it
-        return switch
+        found: Callable[..., Any] = torch.compiler.disable(switch)  # a compiled function may call the model
+        found.__dict__.update(getattr(original, "__dict__", {}))  # torch sees through it where it compiles around it
+        return found
 
     def _run(self, path: str, module: nn.Module, backend: Any, args: Any, kwargs: Any) -> Any:
         forward, done, out = self.forward, False, None
@@ -111,6 +113,8 @@ class Switches:
             with _entered(forward.active()):
                 out = self._region(module, backend)(module, args, kwargs)
             done = True
+        except _Interpreted:
+            backend.note(f"module '{path}' runs as it is, not compiled (torch.compile is switched off)")
         except Exception as problem:
             if not _cannot_compile(problem):
                 raise
@@ -132,10 +136,16 @@ class Switches:
         return self._regions[key]
 
 
+class _Interpreted(Exception):
+    """Torch runs what was to be compiled as plain Python: set_stance, TORCH_COMPILE_DISABLE. Nothing ran yet."""
+
+
 def _function_of_its_own() -> Callable[..., Any]:
     """Dynamo keeps what it compiled by code object: one for each class of modules."""
 
     def region(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise _Interpreted
         return module._call_impl(*args, **kwargs)
 
     region.__code__ = region.__code__.replace(co_name="region")
@@ -144,9 +154,8 @@ def _function_of_its_own() -> Callable[..., Any]:
 
 def _cannot_compile(problem: Exception) -> bool:
     """Whether torch refused to compile, before anything ran."""
-    if isinstance(problem, torch._dynamo.exc.TorchDynamoException):
-        return True
-    return type(problem) is RuntimeError and "found no compiled frames" in str(problem)
+    kinds = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+    return isinstance(problem, kinds)
 
 
 def _first_line(problem: Exception) -> str:
@@ -170,8 +179,12 @@ def _entered(recorder: Pass | None) -> Iterator[None]:
     try:
         for mode in reversed(others):
             torch.overrides._push_mode(mode)
+        if recorder is not None:
+            PLAINLY.end()
         yield
     finally:
+        if recorder is not None:
+            PLAINLY.begin()
         REGION.entered, REGION.recorder = before
         if recorder is not None and recorder.mode in stack:
             for _ in others:

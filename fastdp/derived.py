@@ -38,7 +38,8 @@ def mark_derived(
     parents: the parameters and derived tensors among the arguments, found before the call.
     """
     name = function_name(func)
-    results = [args[0]] if is_in_place(name) else list(tensors_in(out))
+    first = next(iter((*args, *kwargs.values())))  # torch.nn.init names its arguments
+    results = [first] if is_in_place(name) else list(tensors_in(out))
     results = [t for t in results if t.requires_grad and not recorder.is_tracked(t)]
     if not results:
         return ()

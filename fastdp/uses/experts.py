@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
@@ -19,7 +18,7 @@ from ..errors import SampleMixingError
 from ..layouts.calls import Call, bind
 from ..layouts.chosen import spread
 from ..layouts.layout import Layout, tag, tag_of
-from ..layouts.propagate import propagate
+from ..layouts.propagate import propagate, spellings
 from ..links import link_of
 from ..ops.common import accumulate
 from ..recorder import Recorder
@@ -127,7 +126,7 @@ def owners_of(layout: Layout, rows: Tensor) -> Tensor:
     return layout.owners(rows.device)
 
 
-@rule(F.grouped_mm, torch._grouped_mm)
+@rule(*spellings("grouped_mm", "_grouped_mm"))
 def capture_grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of data [S,I], in groups, times a stack of operands [E,I,O]."""
     x, stack, ends = bind(args, {**kwargs, "offs": kwargs.get("offs")}, "input", "mat2", "offs")
