@@ -58,7 +58,7 @@ class Switches:
         self.notes: list[str] = []
         self._backends: list[tuple[Found, Any]] = []
         self._regions: dict[tuple[int, type], Callable[..., Any]] = {}
-        self._plain: set[tuple[int, bool]] = set()  # modules that run as they are, in training and in eval mode
+        self._plain: dict[tuple[int, bool], str] = {}  # why modules run as they are, in training and in eval mode
         self._undo: list[tuple[nn.Module, str, Any]] = []
         inner: dict[int, str] = {}
         for path, module in forward.model.named_modules():
@@ -80,6 +80,11 @@ class Switches:
         for module, name, original in self._undo:
             setattr(module, name, original)
         self._undo = []
+
+    def report(self) -> list[str]:
+        """What was compiled so far, and what not and why: lines for `explain`."""
+        runners = [runner for _, backend in self._backends for runner in backend.runners if runner.paths]
+        return sorted({*[runner.report() for runner in runners], *self._plain.values()})
 
     def _backend(self, found: Found) -> Any:
         from .compiled_graph import Backend  # imports Dynamo
@@ -118,8 +123,9 @@ class Switches:
         except Exception as problem:
             if not _cannot_compile(problem):
                 raise
-            self._plain.add((id(module), module.training))
-            backend.note(f"module '{path}' runs as it is, not compiled ({_first_line(problem)})")
+            why = f"module '{path}' runs as it is, not compiled ({_first_line(problem)})"
+            self._plain[id(module), module.training] = why
+            backend.note(why)
         finally:
             forward.leave(path, module, out)
         if done:

@@ -174,6 +174,8 @@ class Interpretation(torch.fx.Interpreter):
             seen.data.add(n)
         if n.op == "placeholder":
             return
+        if n.target in ("item", "tolist"):
+            self.refuse(f"{n.target}(): a number that depends on values")
         inputs = [(m, self.env[m]) for m in n.all_input_nodes]
         if self._captures:
             try:

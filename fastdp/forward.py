@@ -79,6 +79,10 @@ class Forward:
         if self._switches is not None:
             self._switches.remove()
 
+    def compiled(self) -> list[str]:
+        """Lines on what torch.compile compiled; none without it."""
+        return [] if self._switches is None else self._switches.report()
+
     # ------------------------------------------------------------------ a module's forward
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:

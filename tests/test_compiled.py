@@ -32,6 +32,7 @@ from .compiled_models import (
     tokens,
     whole,
 )
+from .truth import norms_of, truth
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -121,6 +122,24 @@ def test_frozen_and_thawed() -> None:
         for m in (plain, model):
             m.blocks.requires_grad_(not frozen)
         assert_exact(engine, model, plain, batch())
+
+
+@pytest.mark.parametrize("way", [lambda model: model, whole("eager")])
+def test_tied_after_the_first_steps(way: Way) -> None:
+    """One parameter in two places counts once, in eager mode too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    model = copy.deepcopy(plain)
+    run = way(model)
+    engine = PerSampleGradients(run)
+    for step in range(4):
+        if step == 2:
+            for m in (plain, model):
+                m[2].weight = m[0].weight
+        x = rows()
+        exact = norms_of(truth(plain, x, losses))
+        losses(run, x).mean().backward()
+        torch.testing.assert_close(engine.norms().double(), exact, rtol=1e-5, atol=0)
 
 
 def test_autocast_outside_and_inside() -> None:

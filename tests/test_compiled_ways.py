@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fastdp
 from fastdp import PerSampleGradients
 from fastdp.errors import FastDPError, StepError
 
@@ -138,3 +139,30 @@ def test_compiled_losses() -> None:
     engine = PerSampleGradients(model)
     for _ in range(3):
         assert_exact(engine, model, plain, torch.randn(B, D), lambda m, x: losses(m, x) if m is plain else loss(m, x))
+
+
+def test_explain_tells_what_was_compiled_and_why_not() -> None:
+    class Picking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[torch.tensor([0, 1, 2]).sort().indices])
+
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(D, D), Picking(D, D), Broken(D, 2))
+    for layer in model:
+        layer.compile(backend="eager")
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=B)
+    for _ in range(2):
+        losses(model, torch.randn(B, D)).mean().backward()
+        optimizer.step()
+    lines = [line for line in optimizer.explain().splitlines() if line.startswith("torch.compile: ")]
+    assert len(lines) == 3
+    assert "module '0': compiled for 1 kind(s) of inputs" in lines[0]
+    assert "module '1': compiled for 0" in lines[1] and "__getitem__(): the place of the samples" in lines[1]
+    assert "module '2' runs as it is, not compiled (" in lines[2]
+    plain = PerSampleGradients(nn.Linear(D, 2))
+    plain.model(torch.randn(B, D)).sum().backward()
+    assert "torch.compile" not in plain.explain()
