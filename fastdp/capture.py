@@ -449,6 +449,7 @@ REGION = _Region()
 @torch.compiler.disable
 def _refuse_compilation() -> None:
     raise StepError(
-        "the model was compiled after the private optimizer was made, so its compiled code would run past fastdp. "
-        "Compile first, then make the optimizer (detach() the old one); or call the plain model."
+        "the model was compiled after the private optimizer was made, or is called by a compiled function (a training "
+        "step, a loss), so its compiled code would run past fastdp. Compile the model itself, and first, then make the "
+        "optimizer (detach() the old one); or call the plain model."
     )

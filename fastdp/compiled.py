@@ -18,6 +18,7 @@ from torch import nn
 
 from .capture import REGION, Pass
 from .errors import ParameterError
+from .stance import PLAINLY
 
 Found = tuple[Callable[..., Any], bool | None]  # backend, dynamic
 
@@ -57,7 +58,7 @@ class Switches:
         self.notes: list[str] = []
         self._backends: list[tuple[Found, Any]] = []
         self._regions: dict[tuple[int, type], Callable[..., Any]] = {}
-        self._plain: set[tuple[int, bool]] = set()  # modules that run as they are, in training and in eval mode
+        self._plain: dict[tuple[int, bool], str] = {}  # why modules run as they are, in training and in eval mode
         self._undo: list[tuple[nn.Module, str, Any]] = []
         inner: dict[int, str] = {}
         for path, module in forward.model.named_modules():
@@ -80,6 +81,11 @@ class Switches:
             setattr(module, name, original)
         self._undo = []
 
+    def report(self) -> list[str]:
+        """What was compiled so far, and what not and why: lines for `explain`."""
+        runners = [runner for _, backend in self._backends for runner in backend.runners if runner.paths]
+        return sorted({*[runner.report() for runner in runners], *self._plain.values()})
+
     def _backend(self, found: Found) -> Any:
         from .compiled_graph import Backend  # imports Dynamo
 
@@ -100,8 +106,9 @@ class Switches:
                 return module._call_impl(*args, **kwargs)
             return self._run(path, module, backend, args, kwargs)
 
-        switch.__dict__.update(getattr(original, "__dict__", {}))  # torch sees through it where it compiles around it
-        return switch
+        found: Callable[..., Any] = torch.compiler.disable(switch)  # a compiled function may call the model
+        found.__dict__.update(getattr(original, "__dict__", {}))  # torch sees through it where it compiles around it
+        return found
 
     def _run(self, path: str, module: nn.Module, backend: Any, args: Any, kwargs: Any) -> Any:
         forward, done, out = self.forward, False, None
@@ -111,11 +118,14 @@ class Switches:
             with _entered(forward.active()):
                 out = self._region(module, backend)(module, args, kwargs)
             done = True
+        except _Interpreted:
+            backend.note(f"module '{path}' runs as it is, not compiled (torch.compile is switched off)")
         except Exception as problem:
             if not _cannot_compile(problem):
                 raise
-            self._plain.add((id(module), module.training))
-            backend.note(f"module '{path}' runs as it is, not compiled ({_first_line(problem)})")
+            why = f"module '{path}' runs as it is, not compiled ({_first_line(problem)})"
+            self._plain[id(module), module.training] = why
+            backend.note(why)
         finally:
             forward.leave(path, module, out)
         if done:
@@ -132,10 +142,16 @@ class Switches:
         return self._regions[key]
 
 
+class _Interpreted(Exception):
+    """Torch runs what was to be compiled as plain Python: set_stance, TORCH_COMPILE_DISABLE. Nothing ran yet."""
+
+
 def _function_of_its_own() -> Callable[..., Any]:
     """Dynamo keeps what it compiled by code object: one for each class of modules."""
 
     def region(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise _Interpreted
         return module._call_impl(*args, **kwargs)
 
     region.__code__ = region.__code__.replace(co_name="region")
@@ -144,9 +160,8 @@ def _function_of_its_own() -> Callable[..., Any]:
 
 def _cannot_compile(problem: Exception) -> bool:
     """Whether torch refused to compile, before anything ran."""
-    if isinstance(problem, torch._dynamo.exc.TorchDynamoException):
-        return True
-    return type(problem) is RuntimeError and "found no compiled frames" in str(problem)
+    kinds = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+    return isinstance(problem, kinds)
 
 
 def _first_line(problem: Exception) -> str:
@@ -170,8 +185,12 @@ def _entered(recorder: Pass | None) -> Iterator[None]:
     try:
         for mode in reversed(others):
             torch.overrides._push_mode(mode)
+        if recorder is not None:
+            PLAINLY.end()
         yield
     finally:
+        if recorder is not None:
+            PLAINLY.begin()
         REGION.entered, REGION.recorder = before
         if recorder is not None and recorder.mode in stack:
             for _ in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,11 +29,14 @@ class Backend:
     def __init__(self, backend: Callable[..., Any], dynamic: bool | None, notes: list[str]) -> None:
         self.backend, self.dynamic, self.notes = backend, dynamic, notes
         self.__name__ = "fastdp"
+        self.runners: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         if has_inner_graph(module):
             raise InnerGraph("higher-order operators")
-        return GraphRunner(module, self)
+        runner = GraphRunner(module, self)
+        self.runners.add(runner)
+        return runner
 
     def note(self, text: str) -> None:
         """Say once why something is slower than it might be."""
@@ -48,6 +52,8 @@ class GraphRunner:
     def __init__(self, module: GraphModule, owner: Backend) -> None:
         self.module, self.owner = module, owner
         self.plans: dict[Any, Plan | None] = {}
+        self.reasons: dict[Any, str] = {}  # why a kind of inputs has no plan
+        self.paths: dict[str, None] = {}  # of the modules that it ran for
         self._bodies: dict[Any, tuple[Body, Callable[..., Any]]] = {}
         self._symbolic = any(
             isinstance(n.meta.get("example_value"), torch.SymInt) or n.type is torch.SymInt
@@ -59,6 +65,7 @@ class GraphRunner:
         recorder = REGION.recorder
         if recorder is None or not torch.is_grad_enabled():
             return self.module(*inputs)
+        self.paths[recorder.path] = None
         key = _kind(recorder, inputs)
         plan = self.plans.get(key)
         if plan is not None:
@@ -67,8 +74,7 @@ class GraphRunner:
             try:
                 return plan(recorder, inputs)
             except (torch._dynamo.exc.TorchDynamoException, RuntimeError, TypeError) as problem:
-                self.owner.note(f"a graph could not be compiled ({str(problem).splitlines()[0][:200]})")
-                self.plans[key] = None
+                self._without_plan(key, f"a graph could not be compiled ({str(problem).splitlines()[0][:200]})")
         learn = key is not None and key not in self.plans and recorder.batch > 0
         with recorder.mode:
             run = Interpretation(self.module, recorder)
@@ -84,6 +90,7 @@ class GraphRunner:
     def _learn(self, key: Any, run: Interpretation) -> None:
         if len(self.plans) >= PLANS:
             self.plans.clear()
+            self.reasons.clear()
         seen = run.seen
         try:
             if seen.problem:
@@ -98,8 +105,21 @@ class GraphRunner:
                 self._bodies[structure] = (body, compiled(body.module, self.owner.backend, dynamic))
             self.plans[key] = Plan(self.module, seen, *self._bodies[structure])
         except NotCompilable as problem:
-            self.owner.note(str(problem))
-            self.plans[key] = None
+            self._without_plan(key, str(problem))
+
+    def _without_plan(self, key: Any, reason: str) -> None:
+        self.plans[key], self.reasons[key] = None, reason
+        self.owner.note(reason)
+
+    def report(self) -> str:
+        """A line for `explain`: where it ran, for how many kinds of inputs by compiled code, and why not for others."""
+        first, *others = self.paths
+        compiled = sum(plan is not None for plan in self.plans.values())
+        where = f"module '{first}'" + (f" and {len(others)} more" if others else "")
+        line = f"{where}: compiled for {compiled} kind(s) of inputs"
+        if self.reasons:
+            line += f", interpreted for {len(self.reasons)} ({'; '.join(dict.fromkeys(self.reasons.values()))})"
+        return line
 
 
 def compiled(module: GraphModule, backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:

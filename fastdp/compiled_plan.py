@@ -86,6 +86,8 @@ class Body:
         self.module = self._build(module, seen)
 
     def _build(self, module: GraphModule, seen: Seen) -> GraphModule:
+        if torch.__version__ < "2.13" and any(is_state(n) and "autocast" in n.name for n in module.graph.nodes):
+            raise NotCompilable("autocast within a graph, which torch before 2.13 does not compile anew")
         graph = torch.fx.Graph()
         env: dict[Node, Node] = {}
         used = {m for n in module.graph.nodes if self._stays(n) for m in n.all_input_nodes}
@@ -233,7 +235,7 @@ class Run:
         self.plan, self.recorder = plan, recorder
         self.operands: list[list[Tensor]] = []
         self.where: list[list[int]] = []  # for each captured call, which of the kept tensors it saved
-        self.keeper: Any = None
+        self.keeper: Tensor | None = None  # a tensor: before torch 2.13 its node alone drops what it saved
 
     def keep(self, env: dict[Node, Any], found: Sequence[Tensor]) -> None:
         body, kept = self.plan.body, list(found)
@@ -252,8 +254,7 @@ class Run:
             if node in body.statistics:
                 mine += [body.statistics[node], body.statistics[node] + 1]
             self.where.append(mine)
-        token = self.recorder.token
-        self.keeper = _Keeper.apply(token, *kept).grad_fn  # type: ignore[no-untyped-call]
+        self.keeper = _Keeper.apply(self.recorder.token, *kept)  # type: ignore[no-untyped-call]
 
     def record(self, grads: Sequence[Tensor | None]) -> None:
         """Backward: the uses of all captured calls, last call first."""
@@ -262,7 +263,8 @@ class Run:
         if not reached:
             return
         self.recorder.begin_record(reached[-1][0].repeated.path)  # refuses a second backward
-        saved = self.keeper.saved_tensors
+        assert self.keeper is not None
+        saved = self.keeper.grad_fn.saved_tensors  # type: ignore[union-attr]
         self.keeper = None
         for captured, operands, where, grad in reversed(reached):
             assert grad is not None

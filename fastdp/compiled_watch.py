@@ -19,19 +19,21 @@ from torch.fx import Node
 
 from .capture import Pass
 from .compiled_calls import NotRepeatable, Repeated, template_of
-from .layouts.calls import tensors_in
+from .layouts.calls import Call, tensors_in
 from .layouts.layout import Layout, tag_of
 from .layouts.propagate import spellings
 from .layouts.trial import UNCHECKED, VIEWS
 
 # where the samples lie in the result follows from where they lie in the arguments, whatever numbers these hold
 _BY_ROWS = frozenset(
-    [F.scaled_dot_product_attention, F.cross_entropy, F.nll_loss, *spellings(*(
-        "mean sum amax amin all any argmax argmin gather view reshape flatten unflatten view_as reshape_as ravel "
+    spellings(*(
+        "mean sum amax amin all any argmax argmin view reshape flatten unflatten view_as reshape_as ravel "
         "expand expand_as broadcast_to repeat tile to cpu cuda type contiguous clone cat concat stack softmax "
         "log_softmax cumsum cumprod sort argsort"
-    ).split(), *VIEWS)]
+    ).split(), *VIEWS)
 )  # fmt: skip
+_GATHER = frozenset(spellings("gather"))
+_LOSSES = frozenset((F.cross_entropy, F.nll_loss))
 _FACTORIES = frozenset((torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace, torch.tensor))
 _FIXED_STAYS = VIEWS | frozenset(
     "view reshape expand flatten add sub mul floordiv getitem to le lt ge gt eq ne".split()
@@ -73,6 +75,9 @@ def is_state(node: Node) -> bool:
 
 def writes_to(node: Node) -> Node | None:
     """The node whose value this one changes, if any is known to be."""
+    out = node.kwargs.get("out")
+    if isinstance(out, Node):
+        return out
     if not node.args or not isinstance(node.args[0], Node):
         return None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -90,6 +95,7 @@ class Interpretation(torch.fx.Interpreter):
         self.recorder, self.seen = recorder, Seen()
         self._root = recorder.path if recorder.stack else ""
         self._captures: list[tuple[Tensor, ...]] = []
+        self._made: list[tuple[Any, Tensor]] = []  # captured calls' nodes; each lives as long as its result
         self._fixed: dict[int, Any] = {}  # constants made within the graph of numbers alone: equal in every run
 
     def refuse(self, why: str) -> None:
@@ -115,10 +121,9 @@ class Interpretation(torch.fx.Interpreter):
         ordered = all(layout is None or _by_shapes(layout) for layout in (*known, *results))
         unseen = any(recorder.is_data(t) and tag_of(t, recorder.batch) is None for t in tensors)
         by_rows = func in UNCHECKED or func in _BY_ROWS or self._takes_fixed_rows(func, args)
-        by_rows = by_rows or (func is F.embedding and layouts[0] is not None and len(known) == 1)
-        if any(layout.mixed for layout in known) or (
-            func is F.scaled_dot_product_attention and _packed(tensors[0], layouts[0])
-        ):
+        by_rows = by_rows or _keeps_rows(Call(func, args, kwargs, out, recorder.batch))
+        packed = func is F.scaled_dot_product_attention and _packed(tensors[0], layouts[0])
+        if packed or any(layout.mixed for layout in known):
             by_rows = False  # unless the results are mixed, a value said that they are not
         if not ordered or unseen or not (mixed or by_rows):
             self.refuse(f"{getattr(func, '__name__', func)}(): the place of the samples may depend on values")
@@ -172,6 +177,8 @@ class Interpretation(torch.fx.Interpreter):
             seen.data.add(n)
         if n.op == "placeholder":
             return
+        if n.target in ("item", "tolist"):
+            self.refuse(f"{n.target}(): a number that depends on values")
         inputs = [(m, self.env[m]) for m in n.all_input_nodes]
         if self._captures:
             try:
@@ -196,6 +203,7 @@ class Interpretation(torch.fx.Interpreter):
         if len(self._captures) != 1 or not isinstance(value, Tensor):
             raise NotRepeatable("several captured calls in one")
         made = value.grad_fn
+        self._made.append((made, value))
         call = getattr(made, "call", None)
         if call is None:
             raise NotRepeatable("a captured call whose result was changed")
@@ -229,11 +237,40 @@ class Interpretation(torch.fx.Interpreter):
         raise NotRepeatable("data made within the call")
 
     def _note_output(self, n: Node) -> None:
+        if self.recorder.unseen:
+            self.refuse(self.recorder.unseen)
+        try:
+            for made, _ in self._made:
+                made.saved_tensors  # noqa: B018
+        except RuntimeError:  # compiled code would write elsewhere, and what was saved would be the new numbers
+            self.refuse("data that a captured call saves is written to afterwards")
         for node in n.all_input_nodes:
             value = self.env.get(node)
             self.seen.layouts[node] = tag_of(value, self.recorder.batch) if isinstance(value, Tensor) else None
             if not isinstance(value, Tensor) and any(True for _ in tensors_in(_listed(value))):
                 self.refuse("the graph returns nested results")
+
+
+def _keeps_rows(call: Call) -> bool:
+    """Whether these arguments of a function, which others would make depend on values, leave the rows in their place.
+
+    Attention and losses: the samples lie in the dimensions before those that are combined, in masks and classes too.
+    """
+    known = call.inputs()
+    if call.func in _GATHER:
+        dim = call.argument(1, "dim")
+        return isinstance(dim, int) and all(layout.dim != dim % tensor.dim() for tensor, layout in known)
+    if call.func is F.scaled_dot_product_attention:
+        places = {layout.dim - tensor.dim() for tensor, layout in known}
+        return len(places) == 1 and max(places) < -2
+    if call.func in _LOSSES:
+        own = [call.argument(0, "input"), call.argument(1, "target")]
+        apart = all(layout.dim == 0 and any(tensor is t for t in own) for tensor, layout in known)
+        return apart and isinstance(own[0], Tensor) and own[0].dim() > 1
+    if call.func is F.embedding:  # ids of the samples, in a table of none
+        ids = call.argument(0, "input")
+        return len(known) == 1 and known[0][0] is ids
+    return False
 
 
 def _by_shapes(layout: Layout) -> bool:

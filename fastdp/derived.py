@@ -45,7 +45,8 @@ def mark_derived(
             f"{recorder.place(name)}: a hook on the gradient of {recorder.names_of(parents)}, or of a tensor made of "
             "it, would not see the gradients of samples. Remove it; to mask a weight, multiply it by the mask."
         )
-    results = [args[0]] if is_in_place(name) else list(tensors_in(out))
+    first = next(iter((*args, *kwargs.values())))  # torch.nn.init names its arguments
+    results = [first] if is_in_place(name) else list(tensors_in(out))
     results = [t for t in results if t.requires_grad and not recorder.is_tracked(t)]
     if not results:
         return ()

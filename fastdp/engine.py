@@ -146,4 +146,8 @@ class PerSampleGradients:
         device from the next backward on, as it is not measured unasked).
         """
         self.profile = self.profile or profile
-        return table(Plan(self._last()).rows(self.named_parameters()), profile)
+        return table(Plan(self._last()).rows(self.named_parameters()), profile, self.compiled())
+
+    def compiled(self) -> list[str]:
+        """What torch.compile compiled of the model and what not, and why: lines for `explain`; none without it."""
+        return self._forward.compiled()

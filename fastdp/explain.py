@@ -8,7 +8,7 @@ and a clipped sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -79,8 +79,11 @@ def _shape_and_units(shape: Shape | Segments | None, route: str, batch: int, ope
     return f"{family} B={b} T={t} I={i} O={o}", norm + 1
 
 
-def table(rows: list[PlanRow], profile: bool = False) -> str:
-    """The plan as aligned text; with `profile` also the measured time of each use."""
+def table(rows: list[PlanRow], profile: bool = False, compiled: Sequence[str] = ()) -> str:
+    """The plan as aligned text; with `profile` also the measured time of each use.
+
+    compiled: lines on what torch.compile compiled, put last.
+    """
     head = ["parameter", "function", "shape", "route", "units", "bytes", "predicted ms"] + ["measured ms"] * profile
     cells = [head]
     for r in rows:
@@ -94,7 +97,7 @@ def table(rows: list[PlanRow], profile: bool = False) -> str:
     last = f"{len(rows)} uses, {_bytes(sum(r.bytes for r in rows))} held until the end of backward"
     if profile:
         last += f", {sum(r.measured_ms or 0 for r in rows):.2f} ms measured"
-    return "\n".join([*lines, last])
+    return "\n".join([*lines, last, *[f"torch.compile: {line}" for line in compiled]])
 
 
 def _ms(value: float | None) -> str:

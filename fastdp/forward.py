@@ -20,6 +20,7 @@ from .memo import Memo
 from .planner import Planner
 from .reads import Reads
 from .replay import Block
+from .stance import PLAINLY
 
 
 class Batching:
@@ -69,8 +70,9 @@ class Forward:
         """Put hooks on every module."""
         for path, module in self.model.named_modules():
             hook = ModuleHook(self, path)
-            self._handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True))
-            self._handles.append(module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True))
+            before = module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True)
+            after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
+            self._handles += [_numbered(before, -1, first=True), _numbered(after, -2)]
         self._switches = Switches(self)
 
     def detach(self) -> None:
@@ -81,6 +83,10 @@ class Forward:
         self._handles = []
         if self._switches is not None:
             self._switches.remove()
+
+    def compiled(self) -> list[str]:
+        """Lines on what torch.compile compiled; none without it."""
+        return [] if self._switches is None else self._switches.report()
 
     # ------------------------------------------------------------------ a module's forward
 
@@ -124,6 +130,7 @@ class Forward:
         tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
         tag_packed((args, kwargs), self._batch)
         active.mode.__enter__()
+        PLAINLY.begin()
         return active
 
     def runs_again(self) -> bool:
@@ -189,6 +196,7 @@ class Forward:
             if isinstance(started, Block):
                 started.watch(nested_tensors(out))
             return None
+        PLAINLY.end()
         started.mode.__exit__(None, None, None)
         self._active = None
         if out is not None:
@@ -214,6 +222,7 @@ class Forward:
             return
         while self._active.mode in torch.overrides._get_current_function_mode_stack():
             torch.overrides._pop_mode()
+        PLAINLY.end()
         self._active, self._entered = None, []
 
 
@@ -232,6 +241,18 @@ def _refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
             "samples never become one before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
             "mask in the forward (torch.nn.utils.parametrize)."
         )
+
+
+def _numbered(handle: Any, number: int, first: bool = False) -> Any:
+    """The hook under a number that is the same in every module: compiled code asks for it, and modules share code."""
+    for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = ref()
+        if hooks is not None and handle.id in hooks:
+            hooks[number] = hooks.pop(handle.id)
+            if first:
+                hooks.move_to_end(number, last=False)
+    handle.id = number
+    return handle
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)

@@ -257,7 +257,7 @@ class Privacy:
         self.engine.profile = self.engine.profile or profile
         if self._plan is None:
             raise StepError("no plan yet: call loss.backward() first")
-        return table(self._plan.rows(self.engine.named_parameters()), profile)
+        return table(self._plan.rows(self.engine.named_parameters()), profile, self.engine.compiled())
 
     # ------------------------------------------------------------------ state
 

@@ -76,10 +76,14 @@ class Tracked:
     def named(self) -> dict[str, Tensor]:
         """The tracked parameters that require grad now, by name."""
         found: dict[str, Tensor] = {}
+        seen: set[int] = set()  # tied since: one parameter in two places counts once
         for module, name, full in self._slots:
             parameter = module._parameters.get(name)
-            if parameter is not None and parameter.requires_grad and (self._chosen is None or full in self._chosen):
+            if parameter is None or not parameter.requires_grad or id(parameter) in seen:
+                continue
+            if self._chosen is None or full in self._chosen:
                 found[full] = parameter
+                seen.add(id(parameter))
         return found
 
     def offsets(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .cases import Built, Net, P, shake, square
 
 D, HIDDEN = 8, 12
+grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)  # public since torch 2.10
 
 
 class Size(NamedTuple):
@@ -134,8 +135,8 @@ def _ends(ids, size):
 def grouped(m, x, chosen, weights, size):
     ids, order, rows = _sorted(x, chosen, size)
     ends = _ends(ids, size)
-    h = F.grouped_mm(rows, m.up.transpose(-2, -1), offs=ends).tanh()
-    y = F.grouped_mm(h, m.down.transpose(-2, -1), offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
+    h = grouped_mm(rows, m.up.transpose(-2, -1), offs=ends).tanh()
+    y = grouped_mm(h, m.down.transpose(-2, -1), offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=x.device)
     return y[back].view(*chosen.shape, D).sum(1)

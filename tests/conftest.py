@@ -9,3 +9,5 @@ os.environ["FASTDP_CALIBRATE"] = "0"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equal bits, whatever the stream
+
+from .compiled_models import fresh, ran  # noqa: F401  (fixtures)

@@ -11,7 +11,7 @@ from fastdp.errors import FastDPError, SampleMixingError
 from fastdp.uses.routed import Routed
 
 from .cases import Net, P, square
-from .cases_experts import CASES, EXPERTS, SINGLE, SIZES, build
+from .cases_experts import CASES, EXPERTS, SINGLE, SIZES, build, grouped_mm
 from .truth import compare
 
 
@@ -129,7 +129,7 @@ def _groups_by_count(m, x):
     """Rows in their own order, divided among the experts by how many want each."""
     ids = _scores(m, x).argmax(-1)
     ends = torch.bincount(ids, minlength=E).cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(m.a(x).view(-1, D), m.w, offs=ends).view(len(x), -1)
+    return grouped_mm(m.a(x).view(-1, D), m.w, offs=ends).view(len(x), -1)
 
 
 def _mask_by_others(m, x):

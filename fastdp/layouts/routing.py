@@ -103,7 +103,7 @@ def _one_hot(call: Call) -> Tags:
     return [(call.out, call.layout(call.args[0]))]
 
 
-@rule(F.grouped_mm, torch._grouped_mm)
+@rule(*spellings("grouped_mm", "_grouped_mm"))
 def _grouped_mm(call: Call) -> Tags:
     """Rows [S, I], each times the matrix of its group: rows stay where they are."""
     rows, matrices = call.args[:2]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError
 from ..layouts.calls import Call, bind
 from ..layouts.chosen import spread
 from ..layouts.layout import Layout, tag, tag_of
-from ..layouts.propagate import propagate
+from ..layouts.propagate import propagate, spellings
 from ..recorder import Recorder
 from .base import Captured, Operand, Rule, capture, rule, sample_layout
 from .routed import Routed, record_routed
@@ -43,7 +42,7 @@ def owners_of(layout: Layout, rows: Tensor) -> Tensor:
     return layout.owners(rows.device).to(rows.device)
 
 
-@rule(F.grouped_mm, torch._grouped_mm)
+@rule(*spellings("grouped_mm", "_grouped_mm"))
 def capture_grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of data [S,I], in groups, times a stack of operands [E,I,O]."""
     x, stack, ends = bind(args, {**kwargs, "offs": kwargs.get("offs")}, "input", "mat2", "offs")
