@@ -446,10 +446,14 @@ class _Region:
 REGION = _Region()
 
 
-@torch.compiler.disable
 def _refuse_compilation() -> None:
     raise StepError(
         "the model was compiled after the private optimizer was made, or is called by a compiled function (a training "
         "step, a loss), so its compiled code would run past fastdp. Compile the model itself, and first, then make the "
         "optimizer (detach() the old one); or call the plain model."
     )
+
+
+# what torch.compiler.disable does to a function, but for importing a compiler that takes seconds
+_refuse_compilation._torchdynamo_disable = True  # type: ignore[attr-defined]
+_refuse_compilation._torchdynamo_disable_msg = None  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 _LINK = "_fastdp_link"
 
@@ -45,6 +46,8 @@ def leaves_of(operand: Tensor) -> tuple[Tensor, ...]:
 
 def span_of(operand: Tensor, leaf: Tensor) -> tuple[int, int]:
     """The first and last element of the leaf that the operand is made of: a slice's own, else all."""
+    if is_lazy(leaf):
+        return (0, 0)
     link = link_of(operand)
     whole = (0, max(leaf.numel() - 1, 0))
     if link is None or not link.isometric or len(link.leaves) != 1 or not leaf.is_contiguous():

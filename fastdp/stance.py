@@ -6,11 +6,11 @@ Torch would trace the mode itself into their code. What Dynamo does is one setti
 
 from __future__ import annotations
 
+import sys
 import threading
+from typing import Any
 
-from torch._dynamo import eval_frame
-
-_FORCED = eval_frame.DynamoStance("force_eager")  # what torch.compiler.set_stance makes, at a tenth of its time
+_DYNAMO = "torch._dynamo.eval_frame"  # imported by torch.compile, as it takes seconds: without it nothing is compiled
 
 
 class _Plainly:
@@ -19,15 +19,15 @@ class _Plainly:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wanted = 0
-        self._users: eval_frame.DynamoStance | None = None
+        self._users: Any = None
 
     def begin(self) -> None:
         """From here on."""
         with self._lock:
             self._wanted += 1
-            if self._wanted == 1:
-                try:
-                    self._users = eval_frame._set_stance(_FORCED)
+            if self._wanted == 1 and (dynamo := sys.modules.get(_DYNAMO)) is not None:
+                try:  # what torch.compiler.set_stance does, at a tenth of its time
+                    self._users = dynamo._set_stance(dynamo.DynamoStance("force_eager"))
                 except RuntimeError:  # compiled code called the model: its hooks refuse that
                     self._users = None
 
@@ -36,7 +36,7 @@ class _Plainly:
         with self._lock:
             self._wanted -= 1
             if self._wanted == 0 and self._users is not None:
-                eval_frame._set_stance(self._users)
+                sys.modules[_DYNAMO]._set_stance(self._users)
                 self._users = None
 
 

@@ -87,8 +87,8 @@ def _generic(call: Call, data: Data) -> tuple[list[Tensor], list[Tensor]] | None
     for number, (tensor, _) in enumerate(data):
         value = tensor.detach()
         if value.is_floating_point() or value.is_complex():
-            random = torch.Generator(device=value.device).manual_seed(number)
-            value = torch.empty(value.shape, dtype=value.dtype, device=value.device).normal_(generator=random)
+            random = torch.Generator().manual_seed(number)  # the CPU's: some devices have none
+            value = torch.empty(value.shape, dtype=value.dtype).normal_(generator=random).to(value.device)
         values.append(value)
     found = _run_again(call, data, values)
     if found is None or any(t.is_floating_point() and not bool(t.isfinite().all()) for t in found):
