@@ -200,6 +200,9 @@ rule(F.normalize)(along(2, "dim"))
 
 @rule(F.scaled_dot_product_attention)
 def _attention(call: Call) -> Tags:
+    known = _apart_in_attention(call)
+    if known is not None:
+        return [(call.out, known)]
     if len(call.inputs()) > len([t for t in tensors_in(call.args[:3]) if call.layout(t) is not None]):
         return ask(call)  # a mask made of data
     query = call.layout(call.args[0])
@@ -212,6 +215,22 @@ def _attention(call: Call) -> Tags:
     if query is not None and query.owner is None and others == {query}:
         return [(call.out, query)]
     return ask(call)
+
+
+def _apart_in_attention(call: Call) -> Layout | None:
+    """The result's layout, where queries, keys, values and mask have the samples in one dimension before those that are
+    combined: whatever they hold, no sample meets another. None where that cannot be told from shapes."""
+    known = call.inputs()
+    places = {layout.dim - tensor.dim() for tensor, layout in known}
+    place, first = max(places), known[0][1]
+    grouped = bool(call.kwargs.get("enable_gqa")) and place == -3  # rows of keys then serve several of queries
+    if len(places) > 1 or place >= -2 or grouped or call.out.size(place) != first.rows:
+        return None
+    for tensor, layout in known:
+        plain = layout.owner is layout.order is None and layout.alone < 0 and not (layout.mixed or layout.places)
+        if not plain or layout.guessed or layout[2:4] != first[2:4] or tensor.size(place) != first.rows:
+            return None
+    return first._replace(dim=call.out.dim() + place)
 
 
 @rule(F.linear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..errors import SampleMixingError
+from ..layouts.calls import bind
 from ..recorder import Recorder
 from .base import rule, sample_layout
 from .generic import python_body
@@ -26,6 +30,30 @@ def capture_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwar
     body = python_body(func)
     assert body is not None
     return recorder.traced(body, *args, **kwargs)
+
+
+@rule(F.scaled_dot_product_attention)
+def capture_dot_product_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A mask made of parameters (biases of relative positions) is added to scores, so it is captured as that sum; the
+    rest takes the generic rule. It may drop out weights, which the generic rule cannot repeat for one sample."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    query, key, value, mask, dropout, causal, scale, grouped = bind(args, kwargs, *names)
+    if not isinstance(mask, Tensor) or not recorder.is_parameter(mask) or causal:
+        return NotImplemented
+
+    def body() -> Tensor:
+        keys, values = key, value
+        if grouped:
+            times = query.size(-3) // key.size(-3)
+            keys, values = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+        scores = (query * factor) @ keys.transpose(-2, -1) + mask
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+        nowhere = scores.amax(-1, keepdim=True) == -torch.inf  # rows that may look at nothing give zeros
+        weights = weights.masked_fill(nowhere, 0.0)
+        return (F.dropout(weights, dropout) if dropout else weights) @ values
+
+    return recorder.traced(body)
 
 
 # seen through also where no parameter of theirs is trained: their inner dimensions would hide attention from one
