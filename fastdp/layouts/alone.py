@@ -37,7 +37,7 @@ def of_one_sample(call: Call) -> Tags | None:
     ):
         found = call.layout(call.args[0]) if call.name in _CASTS else None
         return [(tensor, found) for tensor in tensors_in(call.out)]
-    owners = {_owner_of(layout) for _, layout in inputs}
+    owners = {owner_of(layout) for _, layout in inputs}
     first = call.layout(call.args[0]) if call.args else None
     picked_by_places = any(layout.places for tensor, layout in inputs if tensor is not call.args[0])
     whose = owners.pop() if len(owners) == 1 and not picked_by_places else -1
@@ -78,16 +78,17 @@ def _fills_the_batch(call: Call, sample: int) -> bool:
     return any(type(item) is int and item % size == sample and size == call.batch for item, size in sizes)
 
 
-def _owner_of(layout: Layout) -> int:
+def owner_of(layout: Layout) -> int:
     """The one sample of a tensor, or -1."""
     if layout.mixed or layout.alone >= 0:
         return -1 if layout.mixed else layout.alone
-    return int(layout.owner[0]) if layout.owner is not None and layout.order is None and is_one(layout.owner) else -1
+    whole = layout.order is None or is_one(layout.order)  # rows of several groups have an order of their own
+    return int(layout.owner[0]) if layout.owner is not None and whole and is_one(layout.owner) else -1
 
 
 def _is_sized(call: Call, inputs: list[tuple[Tensor, Layout]]) -> bool:
     """Whether a size of the result may be made by the data."""
-    if any(layout.sized for _, layout in inputs) or call.name in _SIZED_BY_DATA:
+    if any(layout.sized or layout.order is not None for _, layout in inputs) or call.name in _SIZED_BY_DATA:
         return True
     if call.name == "where":
         return len(call.args) == 1 and not call.kwargs

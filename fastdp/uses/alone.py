@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError
+from ..layouts.alone import owner_of
 from ..layouts.calls import function_name, is_in_place, tensors_in
 from ..layouts.layout import Layout, tag, tag_of
 from ..ops.common import accumulate
@@ -68,10 +69,10 @@ def one_sample_of(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     layouts = [layout for tensor in tensors_in((args, kwargs)) if (layout := tag_of(tensor, recorder.batch))]
     if recorder.batch <= 1 or all(layout.alone < 0 for layout in layouts):
         return None
-    found = {layout.alone for layout in layouts}
+    found = {owner_of(layout) for layout in layouts}
     bad = next((layout.mixed for layout in layouts if layout.mixed), "")
     name = function_name(func)
-    if len(found) > 1 or bad or any(layout.places for layout in layouts):
+    if len(found) > 1 or -1 in found or bad or any(layout.places for layout in layouts):
         why = bad or f"{recorder.place(name)} combines rows of different samples with a parameter"
         raise SampleMixingError(
             f"{recorder.place(name)}: its input depends on several samples: {why}. Per-sample gradients do not exist "
@@ -83,7 +84,10 @@ def one_sample_of(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
         if base is not None and tag_of(base, recorder.batch) != tag_of(args[0], recorder.batch):
             why = f"{recorder.place(name)} writes into a view of the batch"
             raise SampleMixingError(f"{why}, together with a parameter. Use torch.stack or torch.cat.", why)
-    sized, guessed = any(layout.sized for layout in layouts), any(layout.guessed for layout in layouts)
+    sized, guessed = (
+        any(layout.sized or layout.order is not None for layout in layouts),
+        any(layout.guessed for layout in layouts),
+    )
     return OneSample(recorder, Layout(recorder.batch, alone=found.pop(), sized=sized, guessed=guessed))
 
 

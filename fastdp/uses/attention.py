@@ -34,11 +34,11 @@ def capture_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwar
 
 @rule(F.scaled_dot_product_attention)
 def capture_dot_product_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A mask made of parameters (biases of relative positions) is added to scores, so it is captured as that sum; the
-    rest takes the generic rule. It may drop out weights, which the generic rule cannot repeat for one sample."""
+    """Seen through as the softmax that it is, where the mask is made of parameters (biases of relative positions), and
+    where weights are dropped out, which the generic rule could not repeat for one sample; else the generic rule."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, key, value, mask, dropout, causal, scale, grouped = bind(args, kwargs, *names)
-    if not isinstance(mask, Tensor) or not recorder.is_parameter(mask) or causal:
+    if not dropout and not (isinstance(mask, Tensor) and recorder.is_parameter(mask)):
         return NotImplemented
 
     def body() -> Tensor:
@@ -47,7 +47,11 @@ def capture_dot_product_attention(recorder: Recorder, func: Any, args: tuple[Any
             times = query.size(-3) // key.size(-3)
             keys, values = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
         factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        scores = (query * factor) @ keys.transpose(-2, -1) + mask
+        scores = (query * factor) @ keys.transpose(-2, -1)
+        if causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], device=scores.device).tril() == 0, -torch.inf)
+        elif mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
         nowhere = scores.amax(-1, keepdim=True) == -torch.inf  # rows that may look at nothing give zeros
         weights = weights.masked_fill(nowhere, 0.0)
