@@ -280,3 +280,30 @@ def test_uses_by_samples_are_one_use_by_the_batch():
         summed = torch.einsum("b,boi->oi", c.double(), truth)
         torch.testing.assert_close(use.clipped_sum(c).double(), summed, rtol=1e-5, atol=1e-6)
     assert torch.equal(torch.stack([u.norm_sq() for u in uses[1:2]])[0] > 0, torch.tensor([False, False, True, False]))
+
+
+def only_one_samples_tokens(m, x, reduce=False):
+    """An expert that tokens of sample 1 alone were routed to: rows by number, and rows of that sample as a whole."""
+    rows = m.a(x).flatten(0, 1)
+    hit = torch.where(x.flatten(0, 1)[:, 0] > 1)[0]
+    scale = (x * x).sum(-1).view(-1, 1)
+    if reduce:
+        return m.b(rows.index_add(0, hit, rows[hit] + rows[None, hit][0].roll(1, 0)).view(x.shape))
+    picked = m.b(rows[None, hit].reshape(-1, D)) * scale[hit, torch.zeros_like(hit), None]
+    return rows.index_add(0, hit, picked * m.scale).view(x.shape)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_rows_that_happen_to_be_of_one_sample(reduce):
+    torch.manual_seed(0)
+    parts = {"a": nn.Linear(D, D), "b": nn.Linear(D, D)} | ({} if reduce else {"scale": P(D)})
+    model, x = Net(lambda m, x: only_one_samples_tokens(m, x, reduce), **parts), torch.randn(3, 5, D)
+    x[..., 0] = torch.tensor([[0.0] * 5, [2, 0, 2, 2, 0], [0.0] * 5])
+    engine = fastdp.PerSampleGradients(model)
+    square(model, x).mean().backward()
+    found = engine.norms()
+    engine.detach()
+    for b in range(3):
+        grads = torch.autograd.grad(square(model, x[b : b + 1]).sum(), list(model.parameters()), allow_unused=True)
+        norm = sum(g.square().sum() for g in grads if g is not None).sqrt()
+        torch.testing.assert_close(found[b], norm, rtol=1e-4, atol=1e-6)
