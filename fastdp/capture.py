@@ -7,7 +7,6 @@ that combine the two go to a rule (`fastdp.uses`). A call without a rule takes t
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -15,11 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from .derived import mark_derived
-from .errors import SampleMixingError, StepError, UncapturedUseError
+from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.propagate import propagate
@@ -30,7 +28,7 @@ from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
 from .planner import Planner
 from .reads import Reads
 from .recorder import Recorder
-from .regions import Enters, watch_region
+from .regions import Enters, custom_function, watch_region
 from .uses.alone import one_sample_of
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
@@ -378,24 +376,6 @@ class _Poison(torch.autograd.Function):
         raise SampleMixingError(str(ctx.problem))
 
 
-def custom_function() -> str:
-    """The torch.autograd.Function in whose forward the caller stands, if its context shows it; for messages.
-
-    "" in a checkpointed region: it is computed again, and seen then.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
-        if isinstance(first, torch.autograd.function.FunctionCtx):
-            name = type(first).__name__.removesuffix("Backward")
-            if getattr(first, "_forward_cls", None) is CheckpointFunction:
-                return ""
-            return f"in the forward of {name}, a torch.autograd.Function: register_rule({name}) makes it seen"
-        frame = frame.f_back
-    return "without grad, as in the forward of a torch.autograd.Function (which fastdp.register_rule makes seen)"
-
-
 class _CaptureMode(TorchFunctionMode):
     def __init__(self, recorder: Pass) -> None:
         super().__init__()
@@ -407,53 +387,3 @@ class _CaptureMode(TorchFunctionMode):
             self.recorder.look_beneath(func, args, kwargs)
             return func(*args, **kwargs)
         return self.recorder.dispatch(func, args, kwargs)
-
-
-class ModuleHook:
-    """Enters and leaves a pass around a module's forward. Copies and pickles of a model do not carry it."""
-
-    def __init__(self, forward: Forward | None, path: str) -> None:
-        self.forward, self.path = forward, path
-
-    def __deepcopy__(self, memo: Any) -> ModuleHook:
-        return ModuleHook(None, self.path)
-
-    def __reduce__(self) -> Any:
-        return (ModuleHook, (None, self.path))
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
-            if not REGION.entered and self.forward is not None and torch.is_grad_enabled():
-                _refuse_compilation()
-            return
-        if self.forward is not None:
-            self.forward.enter(self.path, module, args, kwargs)
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        if torch.compiler.is_compiling() or self.forward is None:
-            return None
-        return self.forward.leave(self.path, module, out)
-
-
-class _Region:
-    """Whether compiled code runs that `fastdp.compiled` knows of, and the pass that it runs in."""
-
-    def __init__(self) -> None:
-        self.entered = False
-        self.recorder: Pass | None = None
-
-
-REGION = _Region()
-
-
-def _refuse_compilation() -> None:
-    raise StepError(
-        "the model was compiled after the private optimizer was made, or is called by a compiled function (a training "
-        "step, a loss), so its compiled code would run past fastdp. Compile the model itself, and first, then make the "
-        "optimizer (detach() the old one); or call the plain model."
-    )
-
-
-# what torch.compiler.disable does to a function, but for importing a compiler that takes seconds
-_refuse_compilation._torchdynamo_disable = True  # type: ignore[attr-defined]
-_refuse_compilation._torchdynamo_disable_msg = None  # type: ignore[attr-defined]

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture import REGION, Pass
+from .capture import Pass
 from .errors import ParameterError
+from .module_hooks import REGION
 from .stance import PLAINLY
 
 Found = tuple[Callable[..., Any], bool | None]  # backend, dynamic

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .capture import REGION, Pass
+from .capture import Pass
 from .compiled_plan import Body, NotCompilable, Plan
 from .compiled_watch import Interpretation, has_inner_graph
 from .layouts.layout import tag_of
+from .module_hooks import REGION
 
 PLANS = 256  # kinds of inputs whose plans one graph keeps
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from .arguments import batch_of, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from .backward import Backward
-from .capture import ModuleHook, Pass
+from .capture import Pass
 from .compiled import Switches
 from .errors import BatchLayoutError, ParameterError
 from .layouts.layout import Layout, tag_of
 from .memo import Memo
+from .module_hooks import ModuleHook
 from .planner import Planner
 from .reads import Reads
 from .replay import Block
