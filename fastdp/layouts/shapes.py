@@ -28,7 +28,10 @@ def _reshape(call: Call) -> Tags:
         return ask(call)
     if layout.mixed:
         return [(call.out, layout)]
-    if source.numel() == 0:
+    if source.numel() == 0:  # no numbers: only where the samples' places go
+        places = [dim for dim, size in enumerate(call.out.shape) if size == layout.rows]
+        if layout.rows and layout.alone < 0 and places:
+            return [(call.out, layout._replace(dim=layout.dim if layout.dim in places else places[0]))]
         return ask(call)
     keep_coordinates(source, call.out)
     found = reshaped(layout, source.shape, call.out.shape)

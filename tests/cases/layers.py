@@ -46,6 +46,9 @@ named("flattened_tokens", lambda: net(
 named("flattened_time_major", lambda: net(
     lambda m, x: m.a(x.transpose(0, 1).reshape(-1, D)).tanh().view(T, -1, 4).transpose(0, 1), torch.randn(B, T, D),
     a=nn.Linear(D, 4)))  # fmt: skip
+named("dimension_of_zero", lambda: net(
+    lambda m, x: torch.cat([m.a(x).view(len(x), T, 2, 3).transpose(1, 2), m.a(x)[..., 6:].view(len(x), 1, T, 0).expand(
+        -1, 2, -1, -1)], -1), torch.randn(B, T, D), a=nn.Linear(D, 6)))  # fmt: skip
 named("routed_rows", lambda: net(
     lambda m, x: torch.zeros(len(x), 4, dtype=x.dtype, device=x.device).index_add(
         0, torch.arange(len(x), device=x.device).flip(0), m.a(x.flip(0)[torch.arange(len(x))]).tanh()),
