@@ -38,9 +38,10 @@ class Reads:
             return
         self._warned = True
         warnings.warn(
-            f"Python reads what {what} ({line}): what it does with that number cannot be seen, and if it changes what "
-            "is computed of other samples, clipping does not bound them. fastdp.verify, on samples as different as "
-            "yours are (padded and not, short and long), finds that; where it finds nothing, there is no warning.",
+            f"Python reads a number made of several samples ({line}: {what}). Most often it only chooses a faster way "
+            "to the same result (is anything padded?), but fastdp cannot see what is done with it, and clipping does "
+            "not bound what it changes for other samples. Run fastdp.verify once, on samples as different as yours are "
+            "(padded and not, short and long): if it finds nothing, this warning goes.",
             BatchReadWarning,
             stacklevel=2,
         )
