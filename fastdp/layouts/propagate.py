@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .alone import of_one_sample
 from .calls import Call, tensors_in
+from .counted import counted
 from .guesses import with_guesses
 from .layout import ATTRIBUTE, RELAID, Layout, tag, tag_of
 from .memory import written_through
@@ -96,6 +97,9 @@ def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
         tags = begins(call)
         if tags is not None:
             return tags
+        numbers = counted(call)
+        if numbers is not None:
+            return [(call.out, numbers)]
     tags = of_one_sample(call) if any(layout.alone >= 0 for _, layout in inputs) else None
     if tags is None:
         rule = RULES.get(call.func)

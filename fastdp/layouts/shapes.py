@@ -8,6 +8,7 @@ from torch import Tensor
 from .alone import numbers_in
 from .calls import Call, tensors_in
 from .coordinates import keep_coordinates
+from .counted import note_groups, repeated
 from .layout import Layout, reshaped
 from .propagate import ask, combined, has_data_beside_first, rule, spellings
 from .trial import UNCHECKED, Tags
@@ -65,6 +66,10 @@ def _repeat_interleave(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     times, dim = call.argument(1, "repeats"), call.argument(2, "dim")
     dim = 0 if dim is None and source.dim() == 1 else dim
+    if layout is not None and layout.mixed and isinstance(times, Tensor):
+        by = call.layout(times)
+        if by is not None and not by.mixed and by.alone < 0 and by.order is None:
+            note_groups(call, times, by)
     if layout is None or layout.mixed or dim is None or times is None or dim % source.dim() != layout.dim:
         return ask(call)
     if isinstance(times, Tensor) or layout.owner is not None:
@@ -74,7 +79,7 @@ def _repeat_interleave(call: Call) -> Tags:
             return [(call.out, layout.taken(layout.dim, rows))]
         if by is None or by.mixed or not by.same_rows(layout, source.device):
             return [(call.out, combined(call, call.out, "repeats rows as often as other samples say"))]
-        return [(call.out, layout.taken(layout.dim, rows, torch.zeros_like(rows)))]
+        return [(call.out, repeated(layout, times, rows))]
     return [(call.out, layout._replace(inner=layout.inner * times))]
 
 

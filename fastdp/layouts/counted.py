@@ -1,0 +1,50 @@
+"""Numbers of rows within their own group: `arange(total) - repeat_interleave(starts, counts)`.
+
+The starts are sums over the groups before, so over other samples; the difference is 0, 1, 2 ... in every group, which
+its own count alone makes. It is told by value, where the groups are known.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .calls import Call
+from .layout import Layout
+
+_GROUPS = "_fastdp_groups"  # (group of each row, layout of these rows, version of the memory)
+
+
+def repeated(layout: Layout, times: Tensor, rows: Tensor) -> Layout:
+    """The layout of rows that were repeated as often as each sample's own data says, to the rows of these numbers.
+
+    Where all say the same, rows lie as in any batch of so many rows a sample; else their places depend on the samples
+    before, and constants must not meet them by place.
+    """
+    even = times.numel() > 0 and bool((times == times.flatten()[0]).all())
+    return layout.taken(layout.dim, rows, layout.order if even and layout.order is None else torch.zeros_like(rows))
+
+
+def note_groups(call: Call, times: Tensor, by: Layout) -> None:
+    """Note on numbers of several samples, repeated as often as each sample says, which group every row is of."""
+    if times.dim() != 1 or not isinstance(call.out, Tensor) or call.out.dim() != 1 or call.out.is_floating_point():
+        return
+    groups = torch.arange(by.rows, device=times.device).repeat_interleave(times)
+    if len(groups) == len(call.out):
+        call.out.__dict__[_GROUPS] = (groups, repeated(by, times, groups), call.out._version)
+
+
+def counted(call: Call) -> Layout | None:
+    """The layout of constants less repeated starts, where they number the rows of each group; None elsewhere."""
+    if call.name not in ("sub", "subtract", "__sub__") or len(call.args) != 2 or call.kwargs:
+        return None
+    numbers, starts = call.args
+    note = starts.__dict__.get(_GROUPS) if isinstance(starts, Tensor) else None
+    if note is None or note[2] != starts._version or not isinstance(numbers, Tensor):
+        return None
+    groups, layout, _ = note
+    if call.layout(numbers) is not None or call.out.shape != groups.shape:
+        return None
+    rows = torch.arange(len(groups), device=groups.device)
+    first = torch.searchsorted(groups, groups)  # groups come in order
+    return layout if torch.equal(call.out, (rows - first).to(call.out.dtype)) else None

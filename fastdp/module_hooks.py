@@ -1,0 +1,63 @@
+"""The hooks on a model's modules, and compiled code around them, which runs past hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import StepError
+
+if TYPE_CHECKING:
+    from .capture import Forward, Pass
+
+
+class ModuleHook:
+    """Enters and leaves a pass around a module's forward. Copies and pickles of a model do not carry it."""
+
+    def __init__(self, forward: Forward | None, path: str) -> None:
+        self.forward, self.path = forward, path
+
+    def __deepcopy__(self, memo: Any) -> ModuleHook:
+        return ModuleHook(None, self.path)
+
+    def __reduce__(self) -> Any:
+        return (ModuleHook, (None, self.path))
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
+            if not REGION.entered and self.forward is not None and torch.is_grad_enabled():
+                _refuse_compilation()
+            return
+        if self.forward is not None:
+            self.forward.enter(self.path, module, args, kwargs)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        if torch.compiler.is_compiling() or self.forward is None:
+            return None
+        return self.forward.leave(self.path, module, out)
+
+
+class _Region:
+    """Whether compiled code runs that `fastdp.compiled` knows of, and the pass that it runs in."""
+
+    def __init__(self) -> None:
+        self.entered = False
+        self.recorder: Pass | None = None
+
+
+REGION = _Region()
+
+
+def _refuse_compilation() -> None:
+    raise StepError(
+        "the model was compiled after the private optimizer was made, or is called by a compiled function (a training "
+        "step, a loss), so its compiled code would run past fastdp. Compile the model itself, and first, then make the "
+        "optimizer (detach() the old one); or call the plain model."
+    )
+
+
+# what torch.compiler.disable does to a function, but for importing a compiler that takes seconds
+_refuse_compilation._torchdynamo_disable = True  # type: ignore[attr-defined]
+_refuse_compilation._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
