@@ -9,7 +9,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .coverage_libraries import Case, Sizes, features, image, library_case, module, noisy_image
+from .coverage_library import features, image, library_case, module, noisy_image
+from .coverage_truth import Case, Sizes
 
 
 def vit_pytorch() -> Iterator[Case]:

@@ -18,6 +18,7 @@ ATTRIBUTE = "_fastdp_layout"
 INPUT = "_fastdp_input"  # on the model's arguments: their rows may be packed in ways that shapes do not tell
 RELAID = "_fastdp_relaid"  # version at which a tensor's memory got other rows: what its views said before is past
 _WHEN = "_fastdp_tagged_at"  # version at which a view was tagged
+NOBODY = -1  # owner of memory that no sample was written to
 
 
 class Layout(NamedTuple):
@@ -159,9 +160,58 @@ def _seen_through(view: Tensor, batch: int) -> Layout | None:
     known = None if base is None else base.__dict__.get(ATTRIBUTE)
     if base is None or known is None or known.batch != batch:
         return None
-    from .memory import of_view  # which builds on this module
-
     return of_view(view, base, known)
+
+
+def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout | None:
+    """The layout of a view of memory that became data after the view was made."""
+    if layout.mixed or layout.alone >= 0:
+        return layout
+    why = "reads memory in which the rows of the samples cannot be followed"
+    rows = None if layout.order is not None else owner_map(base, layout)
+    if rows is None:
+        return layout._replace(mixed=why)
+    offset = view.storage_offset() - base.storage_offset()
+    seen = rows.as_strided(view.shape, view.stride(), offset)
+    return layout_of_owners(seen, layout) or layout._replace(mixed=why)
+
+
+def owner_map(base: Tensor, layout: Layout | None) -> Tensor | None:
+    """Owner of each element of a tensor's memory, from its first to its last."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
+    memory = torch.full((extent,), NOBODY, device=base.device)
+    if layout is None:
+        return memory
+    if base.shape[layout.dim : layout.dim + 1] != (layout.rows,) or any(s == 0 for s in base.stride()):
+        return None
+    shape = [1] * base.dim()
+    shape[layout.dim] = layout.rows
+    memory.as_strided(base.shape, base.stride()).copy_(layout.owners(base.device).view(shape))
+    return memory
+
+
+def layout_of_owners(owners: Tensor, like: Layout) -> Layout | None:
+    """A layout from the owner of each element; what nobody owns may count as anyone's."""
+    batch = like.batch
+    plain = Layout(batch, places=like.places, guessed=like.guessed)
+    given = owners[owners != NOBODY]
+    if is_one(given) and bool((owners != NOBODY).all()):
+        return plain.of_sample(int(given[0]))
+    fitting = []
+    for dim in range(owners.dim()):
+        rows = owners.movedim(dim, 0).reshape(owners.size(dim), -1)
+        largest = rows.max(1).values
+        if not bool(((rows == largest[:, None]) | (rows == NOBODY)).all()):
+            continue
+        each = owners.size(dim) // batch
+        even = torch.arange(batch, device=owners.device).repeat_interleave(each)
+        if bool((largest != NOBODY).all()):
+            fitting.append(
+                plain._replace(dim=dim, owner=largest).taken(dim, torch.arange(len(largest), device=owners.device))
+            )
+        elif len(even) == len(largest) and bool(((largest == even) | (largest == NOBODY)).all()):
+            fitting.append(plain._replace(dim=dim, inner=each))
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def single(tensor: Tensor) -> Layout | None:
