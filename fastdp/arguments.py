@@ -41,14 +41,14 @@ def tag_inputs(
             layout = Layout(batch, dim)
         elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
-        elif _may_be_packed(tensor, batch, dim):
+        elif may_be_packed(tensor, batch, dim):
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch, guessed=True)
         tag(tensor, layout)
         tensor.__dict__[INPUT] = True
     tag_marked(batch)
 
 
-def _may_be_packed(tensor: Tensor, batch: int, dim: int) -> bool:
+def may_be_packed(tensor: Tensor, batch: int, dim: int) -> bool:
     """Whether an input may hold several rows of each sample: data, not a mask of T x T."""
     if dim != 0 or tensor.dim() < 2 or not tensor.is_floating_point() or tensor.requires_grad:
         return False

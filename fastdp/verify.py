@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .arguments import nested_tensors
+from .arguments import may_be_packed, nested_tensors
 from .engine import PerSampleGradients
 from .errors import BatchReadWarning, VerificationError
+from .marks import mark_of, mark_rows, samples_said
 from .reads import Reads
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -238,6 +239,8 @@ def _where_coupled(model: nn.Module, loss_fn: Loss, batch: Any, size: int) -> st
             second: list[tuple[str, list[Tensor]]] = []
             record = second
             loss_fn(model, _rows(batch, [0] * size, size))
+    except RuntimeError:  # a loss that needs gradients: what is coupled is known, only not where
+        return ""
     finally:
         for handle in handles:
             handle.remove()
@@ -257,7 +260,8 @@ def _size(batch: Any) -> int:
     tensors = [t for t in nested_tensors(batch) if t.dim()]
     if not tensors:
         raise ValueError("the batch holds no tensor with a batch dimension")
-    return tensors[0].size(0)
+    said = samples_said(tensors)
+    return next((t for t in tensors if mark_of(t) is None), tensors[0]).size(0) if said is None else said
 
 
 def _rows(batch: Any, rows: Iterable[int], size: int) -> Any:
@@ -266,7 +270,7 @@ def _rows(batch: Any, rows: Iterable[int], size: int) -> Any:
 
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value[index.to(value.device)] if value.dim() and value.size(0) == size else value
+            return _rows_of(value, index, size)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*[take(item) for item in value])
         if isinstance(value, tuple | list):
@@ -276,3 +280,19 @@ def _rows(batch: Any, rows: Iterable[int], size: int) -> Any:
         return value
 
     return take(batch)
+
+
+def _rows_of(tensor: Tensor, index: Tensor, size: int) -> Tensor:
+    """These samples' rows of a tensor: those marked as theirs, or their k consecutive ones; tables as they are."""
+    mark = mark_of(tensor)
+    if mark is not None and mark.owner is not None:
+        places = [(mark.owner == number).nonzero().flatten() for number in index.tolist()]
+        owner = torch.arange(len(index)).repeat_interleave(torch.tensor([len(rows) for rows in places]))
+        return mark_rows(tensor[torch.cat(places).to(tensor.device)], owner, len(index))
+    if mark is not None or not tensor.dim():
+        return tensor
+    if tensor.size(0) == size:
+        return tensor[index.to(tensor.device)]
+    if may_be_packed(tensor, size, 0):
+        return tensor.unflatten(0, (size, -1))[index.to(tensor.device)].flatten(0, 1)
+    return tensor

@@ -250,3 +250,21 @@ def test_the_documents_examples_run() -> None:
     for number, block in enumerate(blocks):
         exec(compile(block, f"docs/rows.md, block {number}", "exec"), scope)
     assert scope["norms"].shape == (2,) and scope["optimizer"].norms.shape == (3,)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_verify_takes_the_rows_of_packed_inputs(marked: bool) -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(D, D)
+
+        def forward(self, ids: Tensor, patches: Tensor) -> Tensor:
+            return self.inner(patches).view(len(ids), -1, D).sum(1) + ids[:, None]
+
+    batch = {"ids": torch.randn(3), "patches": torch.randn(12, D)}
+    if marked:
+        fastdp.mark_rows(batch["patches"], torch.arange(3).repeat_interleave(4))
+    assert fastdp.verify(Patches(), lambda m, b: m(**b).square().sum(1).mean(), batch).ok
+    with pytest.raises(fastdp.errors.VerificationError):
+        fastdp.verify(Patches(), lambda m, b: (m(**b) - m(**b).detach().mean(0)).square().sum(1).mean(), batch)
