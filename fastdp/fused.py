@@ -80,7 +80,7 @@ def _alike_in_device_and_age(
         own = state[p]
         if kind == "adam":
             if not own:
-                own["step"] = torch.tensor(0.0)
+                own["step"] = torch.tensor(0.0, dtype=torch.float32)
                 own["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 own["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             if own["step"].device.type != "cpu":  # of a state saved with fused=True: one look, once

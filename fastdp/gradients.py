@@ -136,6 +136,9 @@ class Gradients:
             for key, value in found.items():
                 if key in wanted:
                     total[key] = total[key] + value if key in total else value
+        for p in parameters:  # a float64 parameter may have been cast to float32 before its use
+            if p.dtype == torch.float64 and id(p) in total:
+                total[id(p)] = total[id(p)].double()
         return total
 
     def per_sample(self, parameter: Tensor, low: int = 0, high: int | None = None) -> Tensor:
@@ -317,7 +320,7 @@ def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
 
 def _memory(parameter: Tensor, uses: list[Use], kept: Tensor | None) -> Tensor:
     """Memory for the sum of slices: zero, unless they cover it."""
-    whole = torch.empty(parameter.shape) if kept is None else kept
+    whole = torch.empty(parameter.shape, dtype=torch.float32) if kept is None else kept
     return whole if sum(use.operand.numel() for use in uses) == parameter.numel() else whole.zero_()
 
 

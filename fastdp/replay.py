@@ -105,7 +105,7 @@ class Replayed(Use):
     def per_sample(self, low: int, high: int) -> Tensor:
         rows = []
         for b in range(low, high):  # one run of the block a sample: for tests and small models
-            one = torch.zeros(self.batch, device=self.operand.device)
+            one = torch.zeros(self.batch, device=self.operand.device, dtype=torch.float32)
             one[b] = 1.0
             rows.append(self.replay(self.block, one)[self.part])
         return torch.stack(rows)

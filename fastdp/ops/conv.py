@@ -115,7 +115,7 @@ def _compiled_per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     if not compiled.takes(x, g) or x.numel() == 0 or g.numel() == 0:
         return _reference_per_sample(x, g, geometry)
     kernels, threads, conv = compiled.module(), torch.get_num_threads(), _packed(x, g, geometry)
-    out = torch.empty((x.size(0), *geometry.weight))
+    out = torch.empty((x.size(0), *geometry.weight), dtype=torch.float32)
     memory = compiled.scratch(threads * conv.scratch(kernels.CONV_STORE))
     conv.per_sample(out.data_ptr(), memory.data_ptr(), threads)
     return out

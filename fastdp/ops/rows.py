@@ -76,7 +76,7 @@ def _compiled_weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     c = c.float().contiguous()
-    out = torch.empty(flat.size(1))
+    out = torch.empty(flat.size(1), dtype=torch.float32)
     compiled.module().weighted_sum(
         flat.data_ptr(), c.data_ptr(), flat.size(0), flat.size(1), flat.stride(0), out.data_ptr(),
         torch.get_num_threads(),

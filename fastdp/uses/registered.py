@@ -151,13 +151,15 @@ class _Registered(_Generic):
             return
         generator = torch.Generator().manual_seed(0)
         grads = [
-            torch.randn(t.shape, generator=generator).to(t.device, t.dtype) if t.is_floating_point() else None
+            torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t.device, t.dtype)
+            if t.is_floating_point()
+            else None
             for t in outs
         ]
         found = self._apply_rule(*self._cut(tuple(self.data), tuple(grads)))
         conclusive = True
         for b in {0, self.batch - 1}:
-            own = torch.zeros(self.batch)
+            own = torch.zeros(self.batch, dtype=torch.float32)
             own[b] = 1
             for n, truth in enumerate(self._by_autograd(grads, own)):
                 size = float(truth.norm())
@@ -180,7 +182,7 @@ class _Registered(_Generic):
         """The samples between the first and the last: their rows, weighed and added, equal autograd's."""
         if self.batch < 3:
             return
-        c = torch.rand(self.batch, generator=torch.Generator().manual_seed(1)) + 0.5
+        c = torch.rand(self.batch, generator=torch.Generator().manual_seed(1), dtype=torch.float32) + 0.5
         for n, truth in enumerate(self._by_autograd(grads, c)):
             rows = found[n].double().flatten(1) * c.to(found[n].device).unsqueeze(1)
             off, size = float((rows.sum(0) - truth.double().flatten()).norm()), float(rows.norm(dim=1).sum())
