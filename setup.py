@@ -13,7 +13,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
@@ -128,4 +128,5 @@ if wants_cuda():
     depends = [*found("csrc/*.h", "csrc/cuda/*.cuh"), "setup.py"]
     extensions += [Extension("fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=True)]
 os.chdir(ROOT)
-setup(ext_modules=extensions, cmdclass={"build_ext": OptionalBuild})
+packages = [*find_packages(include=["fastdp", "fastdp.*"], exclude=["fastdp.kernels*"]), "fastdp.kernels"]
+setup(packages=packages, ext_modules=extensions, cmdclass={"build_ext": OptionalBuild})

@@ -167,6 +167,22 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         self._attached().set_clipping(clipping, max_grad_norm, style, gamma)
 
+    def noise_state(self) -> dict[str, Any]:
+        """{"key", "step"}: what the noise of the coming steps is a function of, to take up a run exactly.
+
+        Whoever has the key can take the noise off every released step: keep it as secret as the data, apart from the
+        model's checkpoints, and delete it when the run is over.
+        """
+        noise = self._attached().noise
+        return {"key": noise.key, "step": noise.step}
+
+    def load_noise_state(self, state: dict[str, Any]) -> None:
+        """Draw the noise of the run that the state was taken of, from its step on.
+
+        Only to repeat the same steps on the same data: the same noise on two different sums shows their difference.
+        """
+        self._attached().noise.restore(state["key"], state["step"])
+
     def explain(self, profile: bool = False) -> str:
         """The plan of the last backward: per use, shape, route, units of work, bytes, predicted milliseconds.
 

@@ -51,23 +51,32 @@ def active_loaders() -> int:
 
 
 class PoissonSampler(Sampler[list[int]]):
-    """Lists of indices, one a physical batch; `finals` tells in order which of them end a logical batch."""
+    """Lists of indices, one a physical batch; `pending` tells in order which of them end a logical batch.
+
+    What is drawn is a function of (key, pass, step) alone, so that a run can be taken up at any step, whatever was
+    fetched ahead. Every iteration is a pass of its own: no two of them draw the same.
+    """
 
     def __init__(
         self, size: int, sample_rate: float, steps: int, max_physical_batch_size: int | None, seed: int | None
     ) -> None:
         self.size, self.sample_rate, self.steps = size, sample_rate, steps
         self.limit = max_physical_batch_size
-        self.generator = np.random.default_rng(secrets.randbits(256) if seed is None else seed)
+        self.key = secrets.randbits(256) if seed is None else seed
+        self.passes, self.first = 0, 0  # passes begun, and the step at which the next one begins
         self.pending: deque[tuple[int, bool]] = deque()  # of the pass begun last
+        self.running = (0, 0)  # of the pass begun last: its number, and its first step
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
         pending = self.pending = deque()  # a queue of its own for every pass
-        for _ in range(self.steps):
-            chosen = np.flatnonzero(self.generator.random(self.size) < self.sample_rate).tolist()
+        place, first = self.running = (self.passes, self.first)
+        self.passes, self.first = self.passes + 1, 0
+        for step in range(first, self.steps):
+            draw = np.random.default_rng(np.random.SeedSequence(self.key, spawn_key=(place, step)))
+            chosen = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
             limit = self.limit or max(len(chosen), 1)
             parts = [chosen[i : i + limit] for i in range(0, len(chosen), limit)] or [[]]
             for number, part in enumerate(parts):
@@ -115,6 +124,30 @@ class PoissonLoader:
     def __init__(self, loader: DataLoader[Any], sampler: PoissonSampler, expected_batch_size: float) -> None:
         self.loader, self.sampler = loader, sampler
         self.expected_batch_size = expected_batch_size
+        self._place = (0, 0)  # pass, and its logical batches handed out whole
+
+    def state_dict(self, *, secret: bool = False) -> dict[str, Any]:
+        """Where the loader stands: {"pass", "step"}: taken after a step() it is where the next one begins.
+
+        secret: also the key of the sampling, which must stay as secret as the data: with it, a loader that loads the
+        state hands out the very batches that this one would have.
+        """
+        place, step = self._place
+        state = {"pass": place, "step": step}
+        return {**state, "key": self.sampler.key} if secret else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration takes up the pass where the state was saved, and ends where that pass ends."""
+        try:
+            place, step, key = int(state["pass"]), int(state["step"]), int(state.get("key", self.sampler.key))
+        except (KeyError, TypeError, ValueError) as problem:
+            raise StepError(f"this is no state of a poisson_loader, or of another version: {problem!r}") from None
+        if place < 0 or not 0 <= step <= self.sampler.steps:
+            raise StepError(f"the state is of step {step}; a pass of this loader has {self.sampler.steps}")
+        if step == self.sampler.steps:
+            place, step = place + 1, 0
+        self.sampler.key, self.sampler.passes, self.sampler.first = key, place, step
+        self._place = (place, step)
 
     @property
     def dataset(self) -> Any:
@@ -137,12 +170,15 @@ class PoissonLoader:
         mine = next(_PASSES)
         batches = iter(self.loader)
         pending: deque[tuple[int, bool]] | None = None
-        logical, physical = next(_LOGICAL), 0
+        logical, physical, place, step = next(_LOGICAL), 0, 0, 0
         try:
             for batch in batches:
                 if pending is None:
                     pending = self.sampler.pending
+                    place, step = self.sampler.running
                 size, final = pending.popleft()
+                step += final
+                self._place = (place, step)
                 _ACTIVE.pop(mine, None)  # to the end: it advanced last
                 _ACTIVE[mine] = PhysicalBatch(
                     id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size

@@ -67,6 +67,13 @@ class Noise:
         self._key = secrets.token_bytes(32) if self.seed is None else key_of(self.seed)
         self._process = os.getpid()
 
+    def restore(self, key: bytes, step: int) -> None:
+        """Take up the stream of another source at a step. Raises ValueError on what is no key or step."""
+        words_of(key)
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MAX_STEP:
+            raise ValueError(f"step must be a whole number in [0, 2^48), not {step!r}")
+        self._key, self.step, self._process = bytes(key), step, os.getpid()
+
     @property
     def secure(self) -> bool:
         """Whether the key is secret."""

@@ -1,0 +1,62 @@
+"""Losses that cannot couple samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastdp
+from fastdp.losses import causal_lm_loss, classification_loss, token_loss
+
+
+def test_each_sample_is_the_mean_of_its_own_tokens():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    labels[0, 2:], labels[1, :] = -100, -100
+    alone = [
+        F.cross_entropy(logits[0, :2], labels[0, :2]), torch.tensor(0.0), F.cross_entropy(logits[2], labels[2])
+    ]  # fmt: skip
+    assert torch.allclose(token_loss(logits, labels, reduction="none"), torch.stack(alone))
+    assert torch.allclose(token_loss(logits, labels), torch.stack(alone).mean())
+    assert torch.allclose(token_loss(logits, labels, reduction="sum"), torch.stack(alone).sum())
+    shifted = F.cross_entropy(logits[2, :-1], labels[2, 1:])
+    assert torch.allclose(causal_lm_loss(logits, labels, reduction="none")[2], shifted)
+
+
+def test_verify_passes_them_and_not_the_mean_over_tokens():
+    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11))
+    ids = torch.randint(0, 11, (4, 8), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, 3:] = labels[1, 6:] = -100
+    assert fastdp.verify(model, lambda m, b: causal_lm_loss(m(b[0]), b[1]), (ids, labels)).ok
+    with pytest.raises(fastdp.errors.VerificationError):
+        fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()), (ids, labels))
+
+
+def test_classification_by_the_type_of_labels():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 3)
+    whole = torch.tensor([0, 2, 1, 1])
+    assert torch.allclose(classification_loss(logits, whole, label_smoothing=0.1),
+                          F.cross_entropy(logits, whole, label_smoothing=0.1))  # fmt: skip
+    several = (torch.rand(4, 3) > 0.5).float()
+    assert torch.allclose(classification_loss(logits, several), F.binary_cross_entropy_with_logits(logits, several))
+    assert torch.allclose(classification_loss(logits[:, :1], several[:, 0]), F.mse_loss(logits[:, 0], several[:, 0]))
+    half = classification_loss(logits.bfloat16(), whole)
+    assert half.dtype == torch.float32
+    empty = classification_loss(logits[:0].requires_grad_(), whole[:0])
+    assert float(empty) == 0 and empty.requires_grad
+
+
+@pytest.mark.parametrize("logits, labels", [((2, 3), (3,)), ((2, 3, 4), (2,)), ((2, 3), (2, 2))])
+def test_shapes_that_do_not_fit_are_refused(logits, labels):
+    kind = torch.float32 if len(labels) == 2 else torch.long
+    with pytest.raises(ValueError, match="not"):
+        classification_loss(torch.zeros(logits), torch.zeros(labels, dtype=kind))
+    for loss in (token_loss, causal_lm_loss):
+        with pytest.raises(ValueError, match="not"):
+            loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.long))
+    with pytest.raises(ValueError, match="reduction"):
+        classification_loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), reduction="max")

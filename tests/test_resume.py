@@ -1,0 +1,123 @@
+"""A run taken up where it was left: the same samples, the same noise, the same weights."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import fastdp
+from fastdp.errors import StepError
+
+from .test_optim import backward, data, model_of
+
+STEPS = 6
+
+
+def loader_of(seed=None, workers=0):
+    return fastdp.poisson_loader(
+        TensorDataset(data(40)), expected_batch_size=10, max_physical_batch_size=4, steps=STEPS, seed=seed,
+        num_workers=workers,
+    )  # fmt: skip
+
+
+def train(model, loader, optimizer, passes, keep=None):
+    """Weights after each step; and the state of everything after step `keep`."""
+    weights, kept = [], None
+    for _ in range(passes):
+        for (x,) in loader:
+            backward(model, x)
+            before = sum(n for _, _, n in optimizer.history)
+            optimizer.step()
+            optimizer.zero_grad()
+            if sum(n for _, _, n in optimizer.history) == before:
+                continue
+            weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+            if len(weights) == keep:
+                state = loader.state_dict(secret=True), optimizer.state_dict(), optimizer.noise_state()
+                kept = copy.deepcopy((model.state_dict(), *state))
+    return weights, kept
+
+
+def optimizer_of(model):
+    return fastdp.DPAdamW(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=0.5)
+
+
+@pytest.mark.parametrize("stop", [1, 4, STEPS, STEPS + 1])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_is_taken_up_exactly(stop, workers):
+    if workers and stop != 4:
+        pytest.skip("workers start slowly: one stop is enough")
+    model, loader = model_of(), loader_of(workers=workers)
+    optimizer = optimizer_of(model)
+    whole, (weights, place, state, noise) = train(model, loader, optimizer, 2, stop)
+    again, other = model_of(seed=7), loader_of(workers=workers)
+    again.load_state_dict(weights)
+    resumed = optimizer_of(again)
+    other.load_state_dict(place)
+    resumed.load_state_dict(state)
+    resumed.load_noise_state(noise)
+    rest, _ = train(again, other, resumed, 2 if stop < STEPS else 1)
+    assert resumed.history == [(1.0, 0.25, 2 * STEPS)]
+    assert len(rest) == 2 * STEPS - stop and all(torch.equal(a, b) for a, b in zip(whole[stop:], rest, strict=True))
+
+
+def test_it_is_the_run_that_would_have_been():
+    seeded = [fastdp.poisson_loader(TensorDataset(data(40)), sample_rate=0.3, steps=STEPS, seed=3) for _ in range(2)]
+    whole = [x for _ in range(2) for (x,) in seeded[0]]
+    part = []
+    for (x,) in seeded[1]:
+        part.append(x)
+        if len(part) == 4:
+            break
+    state = seeded[1].state_dict()
+    assert state == {"pass": 0, "step": 4}
+    other = fastdp.poisson_loader(TensorDataset(data(40)), sample_rate=0.3, steps=STEPS, seed=3)
+    other.load_state_dict(state)
+    part += [x for _ in range(2) for (x,) in other]
+    assert len(part) == len(whole) == 2 * STEPS
+    assert all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(part, whole, strict=True))
+
+
+def test_a_pass_that_was_left_is_not_drawn_again():
+    loader = fastdp.poisson_loader(TensorDataset(torch.arange(200)), sample_rate=0.5, steps=3, seed=1)
+    first, second = next(iter(loader))[0].tolist(), next(iter(loader))[0].tolist()
+    assert first != second
+    a, b = iter(loader), iter(loader)  # two at once
+    assert next(a)[0].tolist() != next(b)[0].tolist()
+
+
+def test_states_of_other_things_are_refused():
+    loader = loader_of()
+    with pytest.raises(StepError, match="no state"):
+        loader.load_state_dict({"step": 1})
+    with pytest.raises(StepError, match="step 7"):
+        loader.load_state_dict({"pass": 0, "step": STEPS + 1})
+    assert "key" not in loader.state_dict() and "key" in loader.state_dict(secret=True)
+    optimizer = optimizer_of(model_of())
+    for state in ({"key": b"short", "step": 0}, {"key": bytes(32), "step": -1}, {"key": bytes(32), "step": True}):
+        with pytest.raises(ValueError):
+            optimizer.load_noise_state(state)
+    assert optimizer.noise_state()["key"] not in str(optimizer.state_dict()).encode()
+
+
+def test_without_the_key_the_noise_is_new():
+    model = model_of()
+    optimizer = optimizer_of(model)
+    loader = loader_of(seed=2)
+    whole, (weights, place, state, noise) = train(model, loader, optimizer, 1, 2)
+    outcomes = []
+    for key in (False, False, True):
+        again, other = model_of(), loader_of(seed=2)
+        again.load_state_dict(weights)
+        resumed = optimizer_of(again)
+        other.load_state_dict(place)
+        resumed.load_state_dict(copy.deepcopy(state))
+        if key:
+            resumed.load_noise_state(noise)
+        outcomes.append(train(again, other, resumed, 1)[0][0])
+    assert torch.equal(outcomes[2], whole[2])
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(outcomes, 2))
