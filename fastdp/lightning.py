@@ -45,7 +45,7 @@ class _Stream:
     def __iter__(self) -> Iterator[Any]:
         leave(self._pass)
         _RUNNING.pop(self._pass, None)
-        self._fetched = fetched = deque()
+        fetched = self._fetched = deque[Callable[[], None]]()
         mine = self._pass = new_pass()
         _RUNNING[mine] = self
         wait(mine, self.loader)
