@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,9 +31,6 @@ def _callback_class() -> type:
     raise ImportError("fastdp.lightning needs Lightning: pip install lightning")
 
 
-_RUNNING: dict[int, _Stream] = {}  # by number of the pass
-
-
 class _Stream:
     """See `stream`."""
 
@@ -43,11 +41,10 @@ class _Stream:
         self._pass = -1
 
     def __iter__(self) -> Iterator[Any]:
-        leave(self._pass)
-        _RUNNING.pop(self._pass, None)
+        self.leave()
         fetched = self._fetched = deque[Callable[[], None]]()
         mine = self._pass = new_pass()
-        _RUNNING[mine] = self
+        weakref.finalize(self, leave, mine)
         wait(mine, self.loader)
         for batch, begin in self.loader.ahead(mine):
             fetched.append(begin)
@@ -60,7 +57,6 @@ class _Stream:
     def leave(self) -> None:
         """The pass is over."""
         leave(self._pass)
-        _RUNNING.pop(self._pass, None)
 
 
 def stream(loader: PoissonLoader) -> _Stream:
@@ -121,9 +117,8 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
         self._spend(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        running = [found for found in _RUNNING.values() if found is trainer.train_dataloader]
-        for found in running:
-            found.begin()
+        if isinstance(trainer.train_dataloader, _Stream):
+            trainer.train_dataloader.begin()
         if self.target_epsilon is not None and trainer.should_stop and not self._left(trainer):
             raise StepError(
                 f"the budget of epsilon {self.target_epsilon} is spent, and min_epochs or min_steps trains on: leave "
@@ -145,10 +140,12 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._leave(trainer)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._leave(trainer)
+
     def _leave(self, trainer: Any) -> None:
-        for found in list(_RUNNING.values()):
-            if found is trainer.train_dataloader:
-                found.leave()
+        if isinstance(trainer.train_dataloader, _Stream):
+            trainer.train_dataloader.leave()
 
     # ------------------------------------------------------------------ the budget
 

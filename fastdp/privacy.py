@@ -97,6 +97,7 @@ class Privacy:
         self._sums_of = -1  # the logical batch of the sums
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned = self.detached = False
+        self._born = sampling.now()
         self._rate: float | None = None
         self._expected: float | None = None
         self.discard()
@@ -132,12 +133,15 @@ class Privacy:
         """The batch in hand, of the loader that this optimizer trains on."""
         if self._loader is not None and (mine := sampling.current(self._loader)) is not None:
             return mine
-        if sampling.active_loaders() > 1:
+        # an iteration that stands still since before the optimizer was made is one that an exception left behind
+        if sampling.active_loaders() > 1 and sampling.active_loaders(self._born) != 1:
             raise StepError(
                 "several Poisson loaders are being iterated, and which of them this optimizer trains on is not known: "
                 "train a step on its loader before the others begin"
             )
         found = sampling.current()
+        if found is not None and found.size < 0 and found.moment < self._born:
+            return None  # fetched for another optimizer, and left
         if found is not None:
             self._loader = found.loader
         return found

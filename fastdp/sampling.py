@@ -30,15 +30,17 @@ class PhysicalBatch(NamedTuple):
     loader: int  # id of the loader
     logical: int
     physical: int
-    size: int
+    size: int  # -1: none is in hand yet
     final: bool  # the last of its logical batch
     sample_rate: float
     expected_batch_size: float
     taken: bool = False  # a private optimizer has stepped on it
     skipped: bool = False  # on the batch before it in this iteration, none has
+    moment: int = 0  # when it was handed out
 
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
+_MOMENTS = itertools.count()
 _ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advanced last at the end
 
 
@@ -55,9 +57,14 @@ def take(batch: PhysicalBatch) -> None:
             _ACTIVE[key] = active._replace(taken=True)
 
 
-def active_loaders() -> int:
-    """How many Poisson loaders are being iterated."""
-    return len({batch.loader for batch in _ACTIVE.values()})
+def active_loaders(since: int = -1) -> int:
+    """How many Poisson loaders are being iterated, and have handed out a batch since that moment."""
+    return len({batch.loader for batch in _ACTIVE.values() if batch.moment > since})
+
+
+def now() -> int:
+    """A moment, later than all before."""
+    return next(_MOMENTS)
 
 
 class PoissonSampler(Sampler[list[int]]):
@@ -203,7 +210,7 @@ class PoissonLoader:
     def _begin(self, mine: int, note: PhysicalBatch, place: tuple[int, int]) -> None:
         self._place = place
         before = _ACTIVE.pop(mine, None)  # to the end: it advanced last
-        _ACTIVE[mine] = note._replace(skipped=before is not None and not before.taken)
+        _ACTIVE[mine] = note._replace(skipped=before is not None and not before.taken, moment=now())
 
 
 _PASSES = itertools.count()
@@ -217,7 +224,7 @@ def new_pass() -> int:
 def wait(mine: int, loader: PoissonLoader) -> None:
     """Batches of this pass are fetched, and none may be trained on until it is said which is in hand."""
     nothing = PhysicalBatch(id(loader), -1, -1, -1, False, loader.sample_rate, loader.expected_batch_size)
-    _ACTIVE[mine] = nothing._replace(skipped=True, taken=True)
+    _ACTIVE[mine] = nothing._replace(skipped=True, taken=True, moment=now())
 
 
 def leave(mine: int) -> None:
