@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import fused
+from . import fused, loops
 from .clipping import ClippingFunction
 from .errors import ParameterError, StepError
 from .privacy import Privacy
@@ -36,17 +36,22 @@ class PrivateOptimizer(torch.optim.Optimizer):
     """
 
     _privacy: Privacy
+    _step_supports_amp_scaling = True  # makes a GradScaler come to step(), which refuses it
 
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Noise the clipped sum and update; with a closure, call it once before."""
         privacy = self._attached()
-        loss = None
+        self._refuse_scaler(privacy)
+        loss, early = None, privacy.pending()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not privacy.ready():
+            if early and len(privacy.pending()) > len(early) and privacy.pending()[0] == early[0]:
+                raise StepError(loops.BEFORE_CLOSURE)
+        self._stepped = privacy.ready()
+        if not self._stepped:
             return loss
         self._check_parameters(privacy)
         base = _base(self)
@@ -66,6 +71,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 privacy.finish()
         return loss
 
+    def _refuse_scaler(self, privacy: Privacy) -> None:
+        """A GradScaler leaves its scale on optimizers that say they can take it."""
+        marks = [self.__dict__.pop(name, self) is not self for name in ("grad_scale", "found_inf")]
+        if any(marks):
+            privacy.zero_grad()
+            raise StepError(loops.SCALED)
+
     def _check_parameters(self, privacy: Privacy) -> None:
         """The optimizer's parameters must still be the model's: another in the place of one would never be trained."""
         current = privacy.engine.present()
@@ -79,21 +91,24 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has taken."""
-        privacy = self.__dict__.get("_privacy")
+        privacy = self._privacy_or_none()
         if privacy is not None:
             privacy.zero_grad()
         super().zero_grad(set_to_none=True)  # zeros would look like a gradient of autograd
 
     def _attached(self) -> Privacy:
-        privacy = self.__dict__.get("_privacy")
-        if privacy is None:
+        privacy = self._privacy_or_none()
+        if privacy is None or privacy.detached:
             raise StepError("this optimizer was detached from its model: make a new one to train on")
-        return privacy  # type: ignore[no-any-return]
+        return privacy
 
     def _accounted(self) -> Privacy:
         """The run, also after detach."""
-        former = self.__dict__.get("_former")
-        return former if former is not None else self._attached()
+        return self._privacy_or_none() or self._attached()
+
+    def _privacy_or_none(self) -> Privacy | None:
+        """None while the optimizer is made. Also that of an optimizer which this one passes unknown names on to."""
+        return getattr(self, "_privacy", None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParameterError(
@@ -110,6 +125,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if norms is None:
             raise StepError("no norms yet: call loss.backward() first")
         return norms
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the last step() ended its logical batch, so was a noised one: a scheduler steps when it did."""
+        return bool(getattr(self, "_stepped", False))
 
     @property
     def noise_multiplier(self) -> float:
@@ -210,18 +230,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def detach(self) -> None:
         """Take the engine off the model, which is then exactly what it was (with the trained weights)."""
-        privacy = self.__dict__.pop("_privacy", None)
-        if privacy is not None:
+        privacy = self._privacy_or_none()
+        if privacy is not None:  # it stays: what was spent stays spent
             privacy.engine.detach()
             privacy.discard()
-            self.__dict__["_former"] = privacy  # what was spent stays spent
+            privacy.detached = True
 
     # ------------------------------------------------------------------ torch's own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also train these parameters of the model; flat and layerwise clipping include them from now on."""
-        privacy = self.__dict__.get("_privacy")
-        if privacy is None:
+        privacy = self._privacy_or_none()
+        if privacy is None or privacy.detached:
             super().add_param_group(param_group)
             return
         params = param_group["params"]
@@ -232,7 +252,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        privacy = self.__dict__.get("_privacy") or self.__dict__.get("_former")
+        privacy = self._privacy_or_none()
         if privacy is not None:
             state["fastdp"] = privacy.state_dict()
         return state
@@ -309,6 +329,11 @@ def privatize(
         raise ParameterError("LBFGS evaluates the gradient many times a step, each of which would cost privacy")
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
         raise ParameterError("privatize takes the optimizer, then the model")
+    if "param_groups" not in optimizer.__dict__:
+        raise ParameterError(
+            f"{type(optimizer).__name__} wraps another optimizer: make that one private, then wrap it (with "
+            "Accelerate before prepare())"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ParameterError("SparseAdam takes sparse gradients; noise makes every gradient dense. Use Adam")
     options = {**options, "noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm,

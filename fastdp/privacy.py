@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import sampling
+from . import loops, sampling
 from .accounting import Ledger, check_accountant
 from .buffers import Buffers, alias
 from .clipping import Clipping, ClippingFunction
@@ -78,6 +78,7 @@ class Privacy:
         self.noise_multiplier, self.accountant = float(noise_multiplier), check_accountant(accountant)
         self.expected_batch_size, self.sample_rate = expected_batch_size, sample_rate
         self.loss_reduction = loss_reduction
+        loops.check()
         self.noise, self.ledger = Noise(seed), Ledger()
         self.engine = PerSampleGradients(
             model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
@@ -95,6 +96,9 @@ class Privacy:
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
         self._sums_of = -1  # the logical batch of the sums
+        self._backwards = self._first = 0  # so far, and the number of the first that is pending
+        self._warned = self.detached = False
+        self._born = sampling.now()
         self._rate: float | None = None
         self._expected: float | None = None
         self.unit = Unit()
@@ -125,6 +129,8 @@ class Privacy:
         self._dropped = dropped if self._dropped is None else self._dropped + dropped
         for parameters, c in zip(members, factors, strict=True):
             _add(self._pending, gradients.clipped_sum(c, parameters, self._buffers))
+        self._backwards += 1
+        self._first = self._first if self._has_pending else self._backwards
         self._has_pending = True
         self._plan = Plan(gradients)
 
@@ -132,12 +138,16 @@ class Privacy:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
         if self._loader is not None and (mine := sampling.current(self._loader)) is not None:
             return mine
-        if sampling.active_loaders() > 1:
+        # an iteration that stands still since before the optimizer was made is one that an exception left behind
+        if sampling.active_loaders() > 1 and sampling.active_loaders(self._born) != 1:
             raise StepError(
                 "several Poisson loaders are being iterated, and which of them this optimizer trains on is not known: "
                 "train a step on its loader before the others begin"
             )
-        return sampling.current()
+        found = sampling.current()
+        if found is not None and found.size < 0 and found.moment < self._born:
+            return None  # fetched for another optimizer, and left
+        return found
 
     def _current(self) -> sampling.PhysicalBatch | None:
         found = self._in_hand()
@@ -146,22 +156,34 @@ class Privacy:
         return found
 
     def _check_batch(self, gradients: Gradients) -> None:
+        loops.check()
         current = self._current()
         if current is None:
+            if self._has_pending and not self._warned:
+                self._warned = True
+                warnings.warn(loops.ADDED, stacklevel=2)
             return
+        number = (current.logical, current.physical)
+        if self._has_pending and number != self._backward_of:
+            raise StepError(loops.UNSTEPPED)
+        self._check_skipped(current)
         if gradients.records != current.size or gradients.people != current.people:
             raise StepError(
                 f"the loader handed out {current.size} records, the model was given a batch of {gradients.records}"
                 f"{'' if gradients.records != current.size else ' of other persons'}. One record must be one row (or "
                 "rows_per_sample= of them), and the whole batch must pass."
             )
-        number = (current.logical, current.physical)
         if number in (self._backward_of, self._step_of):
             raise StepError(
                 "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses "
                 "and call backward once."
             )
         self._backward_of = number
+
+    def _check_skipped(self, current: sampling.PhysicalBatch) -> None:
+        """A batch that was fetched ahead would be taken for another, of another logical batch perhaps."""
+        if current.skipped:
+            raise StepError(loops.SKIPPED)
 
     def _check_groups(self, named: dict[str, Tensor]) -> None:
         known = {name for group in self.clipping.groups for name in group.parameters}
@@ -175,6 +197,10 @@ class Privacy:
                 "clipping group. Add them with add_param_group, or freeze them."
             )
 
+    def pending(self) -> range:
+        """Numbers of the backwards that no step has taken."""
+        return range(self._first, self._backwards + 1) if self._has_pending else range(0)
+
     @property
     def nonfinite_samples(self) -> int:
         """Samples dropped so far because their gradient was not finite."""
@@ -187,6 +213,7 @@ class Privacy:
         current = self._current()
         rate, expected = self.sample_rate, self.expected_batch_size
         if current is not None:
+            self._check_skipped(current)
             rate, expected = self._of_loader(current)
         empty = current is not None and current.size == 0
         if not self._has_pending and not empty:
@@ -209,6 +236,7 @@ class Privacy:
         self._rate, self._expected, self._sums_of = rate, expected, logical
         if current is not None:
             self._step_of = (current.logical, current.physical)
+            sampling.take(current)
         return current is None or current.final
 
     def _of_loader(self, current: sampling.PhysicalBatch) -> tuple[float, float]:

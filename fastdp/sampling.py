@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,14 +32,18 @@ class PhysicalBatch(NamedTuple):
     loader: int  # id of the loader
     logical: int
     physical: int
-    size: int  # records
+    size: int  # records; -1: none is in hand yet
     final: bool  # the last of its logical batch
     sample_rate: float
     expected_batch_size: float  # of samples: of groups, where records are grouped
     people: People | None = None  # whose the records are, where a sample is a group of them
+    taken: bool = False  # a private optimizer has stepped on it
+    skipped: bool = False  # on the batch before it in this iteration, none has
+    moment: int = 0  # when it was handed out
 
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
+_MOMENTS = itertools.count()
 _ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advanced last at the end
 
 
@@ -48,9 +53,21 @@ def current(loader: int | None = None) -> PhysicalBatch | None:
     return found[-1] if found else None
 
 
-def active_loaders() -> int:
-    """How many Poisson loaders are being iterated."""
-    return len({batch.loader for batch in _ACTIVE.values()})
+def take(batch: PhysicalBatch) -> None:
+    """An optimizer has stepped on this batch."""
+    for key, active in _ACTIVE.items():
+        if (active.logical, active.physical) == (batch.logical, batch.physical):
+            _ACTIVE[key] = active._replace(taken=True)
+
+
+def active_loaders(since: int = -1) -> int:
+    """How many Poisson loaders are being iterated, and have handed out a batch since that moment."""
+    return len({batch.loader for batch in _ACTIVE.values() if batch.moment > since})
+
+
+def now() -> int:
+    """A moment, later than all before."""
+    return next(_MOMENTS)
 
 
 class PoissonSampler(Sampler[list[int]]):
@@ -202,29 +219,54 @@ class PoissonLoader:
         return self.sampler.steps
 
     def __iter__(self) -> Iterator[Any]:
-        mine = next(_PASSES)
+        mine = new_pass()
+        try:
+            for batch, begin in self.ahead(mine):
+                begin()
+                yield batch
+        finally:
+            leave(mine)
+
+    def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
+        """Batches of a pass of that number, each with what is to be called before training on it, however late."""
         batches = iter(self.loader)
         pending: deque[tuple[int, bool, People | None]] | None = None
         logical, physical, place, step = next(_LOGICAL), 0, 0, 0
-        try:
-            for batch in batches:
-                if pending is None:
-                    pending = self.sampler.pending
-                    place, step = self.sampler.running
-                size, final, people = pending.popleft()
-                step += final
-                self._place = (place, step)
-                _ACTIVE.pop(mine, None)  # to the end: it advanced last
-                _ACTIVE[mine] = PhysicalBatch(
-                    id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people
-                )
-                yield batch
-                logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
-        finally:
-            _ACTIVE.pop(mine, None)
+        for batch in batches:
+            if pending is None:
+                pending = self.sampler.pending
+                place, step = self.sampler.running
+            size, final, people = pending.popleft()
+            step += final
+            note = PhysicalBatch(
+                id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people
+            )
+            yield batch, functools.partial(self._begin, mine, note, (place, step))
+            logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
+
+    def _begin(self, mine: int, note: PhysicalBatch, place: tuple[int, int]) -> None:
+        self._place = place
+        before = _ACTIVE.pop(mine, None)  # to the end: it advanced last
+        _ACTIVE[mine] = note._replace(skipped=before is not None and not before.taken, moment=now())
 
 
 _PASSES = itertools.count()
+
+
+def new_pass() -> int:
+    """The number of a pass that begins."""
+    return next(_PASSES)
+
+
+def wait(mine: int, loader: PoissonLoader) -> None:
+    """Batches of this pass are fetched, and none may be trained on until it is said which is in hand."""
+    nothing = PhysicalBatch(id(loader), -1, -1, -1, False, loader.sample_rate, loader.expected_batch_size)
+    _ACTIVE[mine] = nothing._replace(skipped=True, taken=True, moment=now())
+
+
+def leave(mine: int) -> None:
+    """The pass of that number is over, or was left."""
+    _ACTIVE.pop(mine, None)
 
 
 def poisson_loader(

@@ -1,0 +1,194 @@
+"""Lightning: physical batches, epsilon in the log, a budget. Without these the plain optimizer needs nothing of this.
+
+    loader = poisson_loader(data, expected_batch_size=256, max_physical_batch_size=32)
+    trainer = Trainer(callbacks=[DPCallback(delta=1e-5, target_epsilon=3.0)])
+    trainer.fit(module, stream(loader))
+
+`lightning` and `pytorch_lightning` both do; of both installed, the one imported first.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .accounting import epsilon_of
+from .errors import StepError
+from .optim import PrivateOptimizer
+from .sampling import PoissonLoader, leave, new_pass, wait
+
+
+def _callback_class() -> type:
+    names = ("lightning.pytorch", "pytorch_lightning")
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return __import__(name, fromlist=["Callback"]).Callback  # type: ignore[no-any-return]
+        except ImportError:
+            continue
+    raise ImportError("fastdp.lightning needs Lightning: pip install lightning")
+
+
+class _Stream:
+    """See `stream`."""
+
+    def __init__(self, loader: PoissonLoader) -> None:
+        self.loader = loader
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict  # Lightning keeps and calls
+        self._fetched: deque[Callable[[], None]] = deque()
+        self._pass = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.leave()
+        fetched = self._fetched = deque[Callable[[], None]]()
+        mine = self._pass = new_pass()
+        weakref.finalize(self, leave, mine)
+        wait(mine, self.loader)
+        for batch, begin in self.loader.ahead(mine):
+            fetched.append(begin)
+            yield batch
+
+    def begin(self) -> None:
+        """Training on the first of the fetched batches begins."""
+        self._fetched.popleft()()
+
+    def leave(self) -> None:
+        """The pass is over."""
+        leave(self._pass)
+
+
+def stream(loader: PoissonLoader) -> _Stream:
+    """A Poisson loader with physical batches, for `Trainer.fit`; needs `DPCallback`.
+
+    How many physical batches an epoch has is not known, so this has no length; Lightning then fetches one batch ahead,
+    and the callback says which is trained on. Its state is in the trainer's checkpoints.
+    """
+    if not isinstance(loader, PoissonLoader):
+        raise StepError(f"stream takes a fastdp.poisson_loader, not {type(loader).__name__}")
+    return _Stream(loader)
+
+
+class DPCallback(_callback_class()):  # type: ignore[misc]
+    """Logs "epsilon" and "noised_steps" at the end of each epoch, stops before a budget is exceeded, refuses what
+    Lightning would do to private gradients.
+
+    Args:
+        delta: of the epsilon that is logged; None: none is.
+        target_epsilon: training stops where one more step would spend more than this at delta.
+
+    Raises StepError at the begin of training where no optimizer is private, gradients would be clipped or accumulated
+    by Lightning, or physical batches come without `stream`.
+    """
+
+    def __init__(self, delta: float | None = None, target_epsilon: float | None = None) -> None:
+        super().__init__()
+        if target_epsilon is not None and delta is None:
+            raise ValueError("target_epsilon= needs delta=")
+        self.delta, self.target_epsilon = delta, target_epsilon
+        self._allowed: dict[int, tuple[Any, int]] = {}  # by optimizer: what it was asked of, and the answer
+
+    # ------------------------------------------------------------------ hooks of Lightning
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        optimizers = _private(trainer)
+        loaders = trainer.train_dataloader
+        problem = ""
+        if not optimizers:
+            problem = "configure_optimizers returned no private optimizer (fastdp.DPAdamW, privatize)"
+        elif trainer.gradient_clip_val:
+            problem = (
+                "gradient_clip_val= finds no gradients to clip: they are clipped sample by sample, and noised within "
+                "step(). Leave it out and set max_grad_norm= of the optimizer"
+            )
+        elif trainer.accumulate_grad_batches != 1:
+            problem = (
+                "accumulate_grad_batches= divides the losses, and so every sample's norm. Leave it 1 and give "
+                "poisson_loader max_physical_batch_size="
+            )
+        elif isinstance(loaders, PoissonLoader) and loaders.sampler.limit is not None:
+            problem = (
+                "the loader's length counts logical batches, so Lightning would end an epoch of physical ones too "
+                "soon: give fit() fastdp.lightning.stream(loader)"
+            )
+        if problem:
+            raise StepError(problem)
+        self._spend(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if isinstance(trainer.train_dataloader, _Stream):
+            trainer.train_dataloader.begin()
+        if self.target_epsilon is not None and trainer.should_stop and not self._left(trainer):
+            raise StepError(
+                f"the budget of epsilon {self.target_epsilon} is spent, and min_epochs or min_steps trains on: leave "
+                "them out"
+            )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._spend(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._leave(trainer)
+        optimizers = _private(trainer)
+        for number, optimizer in enumerate(optimizers):
+            suffix = f"_{number}" if len(optimizers) > 1 else ""
+            pl_module.log(f"noised_steps{suffix}", float(sum(n for _, _, n in optimizer.history)))
+            if self.delta is not None:
+                pl_module.log(f"epsilon{suffix}", optimizer.epsilon(self.delta), prog_bar=True)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._leave(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._leave(trainer)
+
+    def _leave(self, trainer: Any) -> None:
+        if isinstance(trainer.train_dataloader, _Stream):
+            trainer.train_dataloader.leave()
+
+    # ------------------------------------------------------------------ the budget
+
+    def _spend(self, trainer: Any) -> None:
+        if self.target_epsilon is not None and not self._left(trainer):
+            trainer.should_stop = True
+
+    def _left(self, trainer: Any) -> bool:
+        """Whether every private optimizer may make one more step."""
+        return all(self._may_step(optimizer, trainer.train_dataloader) for optimizer in _private(trainer))
+
+    def _may_step(self, optimizer: PrivateOptimizer, loader: Any) -> bool:
+        """The accountant is asked how many steps the budget allows once for each noise and rate, not at each step."""
+        privacy, history = optimizer._attached(), optimizer.history
+        source = loader.loader if isinstance(loader, _Stream) else loader
+        rate = source.sample_rate if isinstance(source, PoissonLoader) else privacy.sample_rate
+        if rate is None:
+            raise StepError("target_epsilon= needs the sample rate: train with fastdp.poisson_loader")
+        sigma, done = privacy.noise_multiplier, 0
+        if history and history[-1][:2] == (sigma, rate):
+            history, done = history[:-1], history[-1][2]
+        key = (history, sigma, rate)
+        if self._allowed.get(id(optimizer), (None, 0))[0] != key:
+            assert self.target_epsilon is not None and self.delta is not None
+            allowed = most_steps(history, sigma, rate, self.target_epsilon, self.delta, privacy.accountant)
+            self._allowed[id(optimizer)] = (key, allowed)
+        return done < self._allowed[id(optimizer)][1]
+
+
+def _private(trainer: Any) -> list[PrivateOptimizer]:
+    return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, PrivateOptimizer)]
+
+
+def most_steps(history: list[Any], sigma: float, rate: float, target: float, delta: float, accountant: str) -> int:
+    """How many steps of this noise multiplier and sample rate may follow the history, within the epsilon at delta."""
+
+    def fits(steps: int) -> bool:
+        return epsilon_of([*history, (sigma, rate, steps)], delta, accountant) <= target
+
+    low, high = 0, 1
+    while high < 10**8 and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,58 @@
+"""What loops of one's own or of a framework do that would silently change the guarantee, and how it is refused."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from .errors import StepError
+
+_PHYSICAL = (
+    "For batches larger than the memory give poisson_loader max_physical_batch_size= and call step() after each batch: "
+    "it steps when the logical batch is complete, and no loss is divided. So no accumulation of the framework: "
+    "Accelerate's gradient_accumulation_steps and Lightning's accumulate_grad_batches stay 1."
+)
+UNSTEPPED = (
+    "no step() was called since the backward on the loader's batch before this one: gradients of several batches, of "
+    f"several logical batches perhaps, would be taken for one. {_PHYSICAL}"
+)
+SKIPPED = (
+    "no step() was called on the loader's batch before this one. Either something fetches batches ahead (a prefetching "
+    "wrapper; Lightning, where the loader has no length), so that this is taken for another batch than it is: train on "
+    "each batch before the next is fetched, with Lightning through fastdp.lightning. Or the loop passed over a batch: "
+    "what is sampled must be stepped on, an empty batch too. To begin within a pass use the loader's load_state_dict()."
+)
+BEFORE_CLOSURE = (
+    "step(closure) after backwards that no step has taken: they would be added to the closure's, and what accumulates "
+    f"so (Lightning's accumulate_grad_batches) divides the losses, which are then clipped as if smaller. {_PHYSICAL}"
+)
+ADDED = (
+    "several backwards before a step(): their clipped sums are added. Divide no loss by their number (a sample's norm "
+    "would be that much too small beside max_grad_norm), give the expected_batch_size of them all, and let no sample "
+    "be in two of them, where it would count twice. fastdp.poisson_loader(max_physical_batch_size=) does all of it."
+)
+SCALED = (
+    "a GradScaler has scaled the loss: every sample's norm was too large by the scale, so the gradients are dropped. "
+    "fp16 with a scaler is not supported: use bfloat16, which needs none (autocast(dtype=torch.bfloat16), "
+    "mixed_precision='bf16', precision='bf16-mixed'), or GradScaler(enabled=False)."
+)
+
+
+def check() -> None:
+    """Raises StepError where several processes train together, or Accelerate divides losses."""
+    spread = torch.distributed
+    if spread.is_available() and spread.is_initialized() and spread.get_world_size() > 1:
+        raise StepError(
+            f"{spread.get_world_size()} processes train together: each would clip, noise and step on its own, and "
+            "their models would drift apart. Data-parallel training is not supported yet: start one process "
+            "(accelerate launch --num_processes 1; in Lightning devices=1)."
+        )
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)  # only if the loop has imported it
+    settings = getattr(state, "_shared_state", {}).get("plugin_kwargs", {})  # its parts are all of one process
+    count = settings.get("num_steps", 1)
+    if count != 1:
+        raise StepError(
+            f"Accelerator(gradient_accumulation_steps={count}) divides every loss by {count}, so every sample's norm "
+            f"would be {count} times too small beside max_grad_norm. {_PHYSICAL}"
+        )
