@@ -303,7 +303,7 @@ def test_what_is_said_twice_or_of_another_batch_is_refused() -> None:
 
 def test_a_forward_on_another_batch_of_as_many_records_is_refused() -> None:
     """Its persons are not those of the batch in hand, though the sizes agree."""
-    model, *_ = run()
+    model, optimizer, _ = run()
     loader = fastdp.poisson_loader(table([0, 0, 1, 2]), sample_rate=1.0, group_by=[0, 0, 1, 2],
                                    max_physical_batch_size=2, steps=1)  # fmt: skip
     kept = None
@@ -311,6 +311,8 @@ def test_a_forward_on_another_batch_of_as_many_records_is_refused() -> None:
         loss = model(records.float().unsqueeze(1)).square().mean()
         if kept is None:
             kept = loss
+            model(records.float().unsqueeze(1)).square().mean().backward()
+            optimizer.step()
             continue
         with pytest.raises(StepError, match="other persons"):
             kept.backward()

@@ -75,7 +75,7 @@ def test_a_bad_record_drops_its_person(keys: str) -> None:
     want, _ = private_sum(model, x[others], [keys[r] for r in others])
     x[bad, 0, 0] = math.nan
     found, optimizer = private_sum(model, x, list(keys))
-    assert optimizer._former.nonfinite_samples == 1
+    assert optimizer._accounted().nonfinite_samples == 1
     for name, total in found.items():
         torch.testing.assert_close(total, want[name], rtol=1e-5, atol=1e-7)
 
