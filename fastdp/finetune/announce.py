@@ -32,7 +32,9 @@ def make_plan(options: Namespace, units: int) -> Plan:
     steps = math.ceil(options.epochs * steps_per_epoch(rate))
     delta = options.delta if options.delta is not None else default_delta(units)
     if options.delta is not None and delta > 1 / units:
-        warnings.warn(f"--delta {delta:g} is above 1/n = {1 / units:.1g}: it allows to publish a whole record", stacklevel=1)
+        warnings.warn(
+            f"--delta {delta:g} is above 1/n = {1 / units:.1g}: it allows to publish a whole record", stacklevel=1
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -138,7 +140,9 @@ def privacy_lines(plan: Plan, options: Namespace, units: int) -> list[str]:
         f"{plan.sample_rate:.4g}), {options.epochs:g} epochs = {count(plan.steps)} steps",
     ]  # fmt: skip
     if plan.seed is not None:
-        lines.append(f"--seed {plan.seed}: NO GUARANTEE. Whoever knows the seed can take the noise off; for experiments")
+        lines.append(
+            f"--seed {plan.seed}: NO GUARANTEE. Whoever knows the seed can take the noise off; for experiments"
+        )
     if plan.accountant == "gdp":
         lines.append("gdp is an approximation, and no upper bound on epsilon: prv is")
     if units < 100:
