@@ -26,15 +26,11 @@ _CHECKPOINTS = 3  # two are kept, while a third is written
 
 
 def make_plan(options: Namespace, units: int) -> Plan:
-    """Sample rate, steps and noise of a budget. units: records, or persons. Raises FinetuneError where there is none."""
+    """Sample rate, steps and noise of a budget. units: records, or persons. Raises FinetuneError if there is none."""
     batch = options.batch_size or default_batch(units)
     rate = batch / units
     steps = math.ceil(options.epochs * steps_per_epoch(rate))
     delta = options.delta if options.delta is not None else default_delta(units)
-    if options.delta is not None and delta > 1 / units:
-        warnings.warn(
-            f"--delta {delta:g} is above 1/n = {1 / units:.1g}: it allows to publish a whole record", stacklevel=1
-        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -44,8 +40,8 @@ def make_plan(options: Namespace, units: int) -> Plan:
         raise FinetuneError(f"epsilon {options.epsilon:g} cannot be reached: {problem}") from None
     rate_of_learning = options.lr or (2e-3 if options.lora or options.train_only else 5e-4)
     return Plan(
-        noise_multiplier=noise, sample_rate=rate, expected_batch_size=batch, steps=steps, lr=rate_of_learning, delta=delta,
-        target_epsilon=options.epsilon, max_grad_norm=options.max_grad_norm, clipping=options.clipping,
+        noise_multiplier=noise, sample_rate=rate, expected_batch_size=batch, steps=steps, lr=rate_of_learning,
+        delta=delta, target_epsilon=options.epsilon, max_grad_norm=options.max_grad_norm, clipping=options.clipping,
         weight_decay=options.weight_decay, accountant=options.accountant, seed=options.seed,
         max_records_per_group=options.max_records_per_group if options.group_by else None,
         max_physical_batch_size=options.max_physical_batch_size, checkpoint_steps=options.checkpoint_every,
@@ -67,8 +63,8 @@ def check(job: Job) -> str:
     except FastDPError as problem:
         raise FinetuneError(f"this model cannot be trained privately as it is:\n{problem}") from None
     return (
-        f"fastdp.verify on {found.samples} records: exact (norms {found.norm_error:.0e}, sum {found.sum_error:.0e}, "
-        f"dependence of a record on others {found.coupling:.0e})"
+        f"fastdp.verify on {found.samples} records: exact, each one's gradient is its own (relative errors: norms "
+        f"{found.norm_error:.0e}, sum {found.sum_error:.0e}, influence of other records {found.coupling:.0e})"
     )
 
 
@@ -89,7 +85,9 @@ def routes(job: Job, rows: int) -> tuple[str, str]:
     lines = text.splitlines()
     at = lines[0].index("route"), lines[0].index("units")
     kinds = Counter(line[slice(*at)].strip() for line in lines[1:] if len(line) > at[1])
-    return ", ".join(f"{number} {kind}" for kind, number in kinds.most_common()) + f"; {lines[-1]}", text
+    uses, _, held = lines[-1].partition(", ")
+    ways = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    return f"{uses} of weights, their norms by {ways}; {held} of {rows} records", text
 
 
 def _some(job: Job, most: int) -> list[Any]:
@@ -132,9 +130,10 @@ def privacy_lines(plan: Plan, options: Namespace, units: int) -> list[str]:
     """The guarantee, the noise and the sampling."""
     unit = "person" if options.group_by else "record"
     spent = epsilon_of([(plan.noise_multiplier, plan.sample_rate, plan.steps)], plan.delta, plan.accountant)
+    whence = "1/(10 n), rounded down" if options.delta is None else "as given"
     lines = [
-        f"epsilon {spent:.3g} of {options.epsilon:g} at delta {plan.delta:g} ({'1/(10 n), rounded down' * (options.delta is None) or 'as given'}), "
-        f"for one {unit} added or removed; {plan.accountant.upper()} accountant",
+        f"epsilon {spent:.3g} at delta {plan.delta:g} ({whence}), for one {unit} added or removed, by the "
+        f"{plan.accountant.upper()} accountant",
         f"noise multiplier {plan.noise_multiplier:.3f}; clipping {plan.clipping}, norm {plan.max_grad_norm:g}",
         f"Poisson sampling: {plan.expected_batch_size:g} of {count(units)} {unit}s expected in a step (rate "
         f"{plan.sample_rate:.4g}), {options.epochs:g} epochs = {count(plan.steps)} steps",
@@ -145,6 +144,8 @@ def privacy_lines(plan: Plan, options: Namespace, units: int) -> list[str]:
         )
     if plan.accountant == "gdp":
         lines.append("gdp is an approximation, and no upper bound on epsilon: prv is")
+    if options.delta is not None and plan.delta > 1 / units:
+        lines.append(f"delta is above 1/n = {1 / units:.1g}: such a guarantee lets a whole {unit} be published")
     if units < 100:
         lines.append(f"{units} {unit}s are very few: at this noise expect to learn little or nothing")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,8 +17,8 @@ from .checkpoint import new_file
 from .job import Outcome, Plan
 
 NOT_COVERED = (
-    "The choice of hyperparameters (learning rate, epochs, length, which weights): if it was made by looking at runs on "
-    "the same data, each of those runs cost privacy of its own.",
+    "The choice of hyperparameters (learning rate, epochs, length, which weights): if it was made by looking at runs "
+    "on the same data, each of those runs cost privacy of its own.",
     "Loss curves and counts in metrics.csv, journal.jsonl, plots and TensorBoard: they are computed from private "
     "records without noise. Do not give them away with the model.",
     "The number of records, from which delta, batch size and steps follow where they were not given: taken as public.",
@@ -57,6 +58,12 @@ class Card:
     nonfinite: int
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
+
+    @property
+    def guess(self) -> float:
+        """Bound on the share of right guesses about membership: (e^epsilon + delta) / (1 + e^epsilon)."""
+        less = math.exp(-self.epsilon)
+        return min(1.0, (1 + self.delta * less) / (1 + less))
 
     @property
     def snippet(self) -> str:
@@ -104,8 +111,8 @@ class Card:
         libraries = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return (
             f"# Privacy card\n\n`{self.model}`, fine-tuned ({self.task}), {self.date}.\n\n{head}\n\n"
-            f"In words: with this model before them, nobody can tell much better than before whether any one {self.unit} "
-            "was in the training data at all.\n\n"
+            f"In words: someone who knows all the data but one {self.unit}, and sees the model, guesses whether that "
+            f"one was trained on rightly with a probability of at most {100 * self.guess:.4g} % (50 % is a coin).\n\n"
             f"| | |\n| --- | --- |\n{table}\n\n## Released\n\n{self.released}\n\n## Not covered\n\n{missing}\n\n"
             f"## To compute epsilon anew\n\n```python\n{self.snippet}```\n\n## Made with\n\n{libraries}\n"
         )
@@ -128,13 +135,13 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
         missing.insert(1, f"{whose} were not trained on, but the figures computed from them (accuracy, perplexity, "
                           "calibration) are released without noise.")  # fmt: skip
     if labels == "data":
-        missing.insert(1, "The set of labels was read off the data and stands in config.json: give --labels where their "
-                          "names are not public.")  # fmt: skip
+        missing.insert(1, "The set of labels was read off the data and stands in config.json: give --labels where "
+                          "their names are not public.")  # fmt: skip
     secret = "drawn by ChaCha20 from a secret key of the operating system, deleted when the run ended"
     return Card(
         model=model, task=task, epsilon=epsilon_of(list(history), plan.delta, plan.accountant), target_epsilon=target,
         delta=plan.delta, accountant=plan.accountant, neighbours=neighbours, unit=unit,
-        sampling=f"Poisson: each {unit} joins a step's batch independently, {plan.expected_batch_size:g} in expectation",
+        sampling=f"Poisson: each {unit} joins a step's batch independently, {plan.expected_batch_size:g} expected",
         sample_rate=plan.sample_rate, noise_multiplier=plan.noise_multiplier, history=history, steps=outcome.steps,
         lost_steps=outcome.lost_steps, clipping=plan.clipping, max_grad_norm=plan.max_grad_norm,
         noise=secret if plan.seed is None else f"noise and sampling were made repeatable by --seed {plan.seed}, and "
@@ -142,7 +149,8 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
         guaranteed=plan.seed is None, status={"finished": "finished", "interrupted": "interrupted before its last step",
         "budget": "ended early, as steps lost in crashes took part of the budget"}[outcome.status], trained=trained,
         released=("The adapters (and the new head) in `model/`" if adapters else "The weights in `model/`")
-        + " and every checkpoint on the way. `model/` is what to give away; see below for the rest of the folder.",
+        + ". The guarantee covers the weights after every step, so also those in `checkpoints/`. Give away `model/` "
+        "and this card, nothing else of the folder.",
         not_covered=missing, nonfinite=outcome.nonfinite, versions=versions(), date=datetime.date.today().isoformat(),
     )  # fmt: skip
 

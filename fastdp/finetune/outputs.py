@@ -59,7 +59,7 @@ def full_disk(folder: Path) -> Iterator[None]:
     """A full disk, or one that may not be written to, becomes a SaveError: the trained weights are in a checkpoint."""
     from safetensors import SafetensorError
 
-    again = "The trained weights are in its checkpoints: when there is space, the same command with --resume writes the rest"
+    again = "The trained weights are in its checkpoints: the same command with --resume writes what is missing"
     try:
         yield
     except SaveError as problem:

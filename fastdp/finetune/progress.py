@@ -24,7 +24,7 @@ class Progress:
 
     def __init__(self, folder: Path, epsilon: float, resume: bool, stream: TextIO | None = None) -> None:
         self.path, self.epsilon = folder / "metrics.csv", epsilon
-        self.stream = stream or sys.stderr
+        self.stream = stream or sys.stdout
         self.drawn = False
         self.rows: dict[int, dict[str, float]] = read_metrics(self.path) if resume else {}
         self.times: deque[float] = deque(maxlen=50)
