@@ -17,9 +17,10 @@ from ..accounting import epsilon_of, noise_multiplier_for, steps_per_epoch
 from ..errors import AccountingError, FastDPError
 from ..optim import privatize
 from ..verify import verify
+from .fit import Fit
 from .job import FinetuneError, Job, Plan
 from .options import default_batch, default_delta
-from .words import count, size
+from .words import count, duration, size
 
 CHECKED = 4  # records that verify compares with one-sample truth
 _CHECKPOINTS = 3  # two are kept, while a third is written
@@ -110,6 +111,27 @@ def disk_needed(model: nn.Module, adapters: bool) -> int:
     trained = sum(p.numel() * (p.element_size() + 8) for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not adapters)
     return _CHECKPOINTS * trained + whole + 4_000_000
+
+
+_LIMITS = {
+    "memory": "as many as fit",
+    "speed": "more at once would not be faster",
+    "batch": "the whole of any likely batch",
+    "time": "the most that was tried",
+    "given": "as given",
+}
+
+
+def memory_line(found: Fit) -> str:
+    """The physical batch size, why it is that, and what it takes."""
+    return f"{count(found.size)} records at once ({_LIMITS[found.limit]}): about {size(found.bytes)} beside the model"
+
+
+def time_line(found: Fit, records: float, steps: int) -> str:
+    """An estimate, evaluations left out. records: expected in a step."""
+    step = records * found.seconds_per_sample + found.seconds_per_step
+    each = f"{step:.1f} s" if step >= 1 else f"{1000 * step:.0f} ms"
+    return f"about {duration(steps * step)}: {each} a step, {count(steps)} steps (evaluations not counted)"
 
 
 def check_disk(out: Path, needed: int) -> str:

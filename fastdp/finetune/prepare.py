@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from argparse import Namespace
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ from torch import nn
 from . import announce
 from .encode import Collate, Encoded, encode, longest, loss_of, padding
 from .evaluation import Evaluation
+from .fit import fit
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer
 from .records import Data, load_data
 from .words import count, listed
 
 _EVALUATED_AT_ONCE = 32
-_ROWS = 32  # records of the backward whose plan is shown, where no physical batch size is known
 
 
 @dataclass
@@ -84,11 +85,17 @@ def _measure(ready: Prepared) -> None:
     """verify, the engine's plan, physical batch, time, memory, disk: into the sections, and the plan of the job."""
     job, options = ready.job, ready.options
     ready.sections.append(("check", [announce.check(job)]))
-    rows = options.max_physical_batch_size or _ROWS
-    short, ready.routes = announce.routes(job, min(rows, len(ready.train)))
-    ready.sections.append(("plan", [short]))
+    found = fit(job)
+    ready.plan = job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=found.size)
+    short, ready.routes = announce.routes(job, found.size)
+    records = ready.plan.expected_batch_size * len(ready.train) / ready.units  # in a step
     needed = announce.disk_needed(ready.model, bool(options.lora))
-    ready.sections.append(("disk", [announce.check_disk(options.out, needed)]))
+    ready.sections += [
+        ("plan", [short]),
+        ("memory", [announce.memory_line(found)]),
+        ("time", [announce.time_line(found, records, ready.plan.steps)]),
+        ("disk", [announce.check_disk(options.out, needed)]),
+    ]
 
 
 def _tokens_digest(encoded: Encoded) -> str:
