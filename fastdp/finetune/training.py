@@ -50,7 +50,7 @@ from .job import FREE, FinetuneError, Job, Outcome
 from .journal import Entry, Journal
 from .keys import Keys, delete, environment, generators_kept, weights_digest
 
-SHOWN = 50  # at so many points of the run epsilon is computed to be shown
+SHOWN = 20  # at so many points of the run epsilon is computed to be shown
 
 
 def run(job: Job, resume: bool = False) -> Outcome:
@@ -121,6 +121,7 @@ class _Loop:
     def run(self) -> Outcome:
         self._make()
         self._restore()
+        self._account()
         self.allowed = self._allowed()
         mode = self.model.training
         self.model.train()
@@ -275,10 +276,14 @@ class _Loop:
         """Noise, sampling and the accountant where the next step is."""
         assert self.keys is not None
         self.privacy.noise.restore(self.keys.noise, self.step)
+        self.batches = None
+        self._account()
+
+    def _account(self) -> None:
+        """The optimizer's accountant knows of every step in the journal but those that it will see again."""
         spent = self.journal.count - self.repeating
         rate, sigma = self.loader.sample_rate, self.plan.noise_multiplier
         self.privacy.ledger.history = [(sigma, rate, spent)] if spent else []
-        self.batches = None
 
     def _costs(self) -> dict[str, Any]:
         """What the planner chooses routes by: routes decide the last bits of the sums."""
