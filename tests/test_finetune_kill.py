@@ -1,8 +1,9 @@
 """Runs killed with SIGKILL and resumed: the same weights, every noised step in the journal, no noise on two sums.
 
-`python -m tests.test_finetune_kill --kills 200` for the long run. Every attempt is a process of its own, forked from one
-that has imported torch. It is killed from outside after a random time, or kills itself at a random one of its events:
-before and after each write (also half of it), sync, rename and deletion, between journal and noise, after the update.
+`python -m tests.test_finetune_kill --kills 200` for the long run. Every attempt is a process of its own, forked from
+one that has imported torch. It is killed from outside after a random time, or kills itself at a random one of its
+events: before and after each write (also half of it), sync, rename and deletion, between journal and noise, after the
+update.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def attempt(folder: Path, seed: int | None, fatal: tuple[str, int] | None = None
             result = {"weights": weights(job.model), "spent": spent, "events": dict(events.names),
                       "outcome": vars(outcome), "target": target}  # fmt: skip
             torch.save(result, folder / "result.pt")
-        except BaseException as problem:
+        except BaseException as problem:  # noqa: BLE001 (nothing may go on in a fork)
             print(f"{type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
             os._exit(3)
         os._exit(0)
