@@ -97,9 +97,9 @@ class Privacy:
         self._sums_of = -1  # the logical batch of the sums
         self._rate: float | None = None
         self._expected: float | None = None
+        self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
         self.unit = Unit()
         self.engine.whose.batch_in_hand = self._in_hand
-        self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
         self.discard()
 
     def discard(self) -> None:

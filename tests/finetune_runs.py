@@ -55,7 +55,7 @@ def loss(model, batch):
 
 def plan_of(**changes):
     known = {"noise_multiplier": 1.0, "sample_rate": 0.25, "expected_batch_size": RECORDS / 4, "steps": STEPS,
-             "lr": 0.05, "delta": 1e-3, "warmup_steps": 3, "max_physical_batch_size": 5, "accountant": "rdp",
+             "lr": 0.05, "delta": 1e-3, "warmup_steps": 3, "max_physical_batch_size": 5, "accountant": "gdp",
              "weight_decay": 0.01, "checkpoint_steps": 4, "checkpoint_seconds": None, "seed": 7}  # fmt: skip
     return Plan(**{**known, **changes})
 

@@ -41,7 +41,8 @@ def test_a_run_from_beginning_to_end(tmp_path, model, data, capsys):
     said = capsys.readouterr().out
     for words in ("BertForSequenceClassification", "parameters (100 %)", "held out to evaluate on", "2 labels",
                   "'neg', 'pos'", "noise multiplier", "Poisson sampling: 8 of", "fastdp.verify on 4 records: exact",
-                  "uses of weights", "records at once", "about", "needed for the model", "step 0: epsilon 0.00, accuracy",
+                  "uses of weights", "records at once", "about", "needed for the model",
+                  "step 0: epsilon 0.00, accuracy",
                   "done: epsilon", "privacy_card.md"):  # fmt: skip
         assert words in said, words
     assert trained(model, out)
@@ -137,7 +138,8 @@ def test_the_head_alone_and_parts_left_as_they_are(tmp_path, model, data, capsys
     dry = ("--task", "classify", "--dry-run", "--out", tmp_path / "no", *QUICK)
     assert command(model, data, "--freeze", "*embeddings*", *dry) == 0
     for words, problem in (
-        (("--freeze", "no.such"), "no parameter is named like 'no.such'"), (("--freeze", "*"), "nothing is left to train"),
+        (("--freeze", "no.such"), "no parameter is named like 'no.such'"),
+        (("--freeze", "*"), "nothing is left to train"),
         (("--lora-alpha", "2"), "go with --lora"), (("--lora", "2", "--train-only", "head"), "exclude each other"),
         (("--lora", "2", "--lora-target", "nothing"), "--lora-target nothing"),
     ):  # fmt: skip

@@ -147,7 +147,7 @@ def test_json_lines(tmp_path):
     with pytest.raises(FinetuneError) as found:
         load(path)
     for words in ("line 3: no label", "line 4: a JSON int", "line 5: 'label' is given more than once",
-                  "line 6: the text is of type int", "line 7: no JSON", "line 8: the text holds half a surrogate"):  # fmt: skip
+                  "line 6: the text is of type int", "line 7: no JSON", "line 8: half a surrogate"):  # fmt: skip
         assert words in str(found.value)
     data = load(path, "--skip-bad-rows", 6)
     assert data.train.texts == ["a\u2028b", "c"] and data.names == ["false", "true"]
@@ -177,8 +177,8 @@ def test_lines_of_text_and_packed_files(tmp_path):
         load(path, task="lm")
 
 
-@pytest.mark.parametrize("value, name", [(1, "1"), (1.0, "1"), ("1.0", "1"), (" a ", "a"), (True, "true"), ("True", "true"),
-                                         ("NA", "NA"), ("-2", "-2")])  # fmt: skip
+@pytest.mark.parametrize("value, name", [(1, "1"), (1.0, "1"), ("1.0", "1"), (" a ", "a"), (True, "true"),
+                                         ("True", "true"),                                          ("NA", "NA"), ("-2", "-2")])  # fmt: skip
 def test_one_class_one_name(value, name):
     assert class_name(value) == name
 

@@ -1,9 +1,9 @@
 """Files that are whole or not there, and checkpoints made of them.
 
-A checkpoint is two files: `step-00000120.pt` (torch.save of tensors and plain values) and `step-00000120.json` with its
-SHA-256, written last. Each is written under another name in the same folder, synced, and renamed; the folder is synced
-after. So at any moment a checkpoint is whole, or has no JSON file; and what does not fit its checksum is passed over for
-the one before. The last two are kept, and an older one is deleted only when a newer one is in place.
+A checkpoint is two files: `step-00000120.pt` (torch.save of tensors and plain values) and `step-00000120.json` with
+its SHA-256, written last. Each is written under another name in the same folder, synced, and renamed; the folder is
+synced after. So at any moment a checkpoint is whole, or has no JSON file; and what does not fit its checksum is passed
+over for the one before. The last two are kept, and an older one is deleted only when a newer one is in place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The journal: every noised step, written and synced before its noise is drawn.
 
-One line each, a checksum before it: first the plan, then what a generation of keys begins with, then its steps. Whatever
-happens to the process, nobody has seen a release that is not in the journal; so its count of steps is never too low. It
-may be too high by the step in hand, which either is repeated bit for bit or stays counted.
+One line each, a checksum before it: first the plan, then what a generation of keys begins with, then its steps.
+Whatever happens to the process, nobody has seen a release that is not in the journal; so its count of steps is never
+too low. It may be too high by the step in hand, which either is repeated bit for bit or stays counted.
 
 A last line without its end was never synced: its noise was not drawn, and it is cut off. A damaged line elsewhere is
 counted as a step.
@@ -148,8 +148,8 @@ class Journal:
         if names:
             changes = ", ".join(f"{name} {old.get(name)} -> {new.get(name)}" for name in names)
             raise FinetuneError(
-                f"the run in {self.path.parent} was begun with another plan ({changes}): resume with the options it was "
-                "begun with, or begin anew in another folder"
+                f"the run in {self.path.parent} was begun with another plan ({changes}): resume with the options it "
+                "was begun with, or begin anew in another folder"
             )
 
 

@@ -69,7 +69,8 @@ class Keys:
         for place, name in sorted((place, name) for name, place in release.offsets.items()):
             total = release.sums[name]
             found.update(repr((place, tuple(total.shape), total.dtype)).encode())
-            found.update(total.numpy() if total.device.type == "cpu" else _on_device(total, key, step))
+            bits: Any = total.numpy() if total.device.type == "cpu" else _on_device(total, key, step)
+            found.update(bits)
         return found.hexdigest()[:32]
 
     # ------------------------------------------------------------------ the file
@@ -164,7 +165,7 @@ def weights_digest(model: nn.Module) -> str:
         if not parameter.requires_grad:
             flat = parameter.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() >> 14)].cpu()
-            found.update(some.contiguous().view(torch.uint8).numpy())
+            found.update(some.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
