@@ -12,7 +12,8 @@ from fastdp.finetune import outputs, progress
 
 from .finetune_models import card_of, classifier, command, reviews
 
-STEPS = ("--epochs", 1, "--batch-size", 8, "--epsilon", 8, "--device", "cpu", "--accountant", "gdp", "--max-length", 16)
+STEPS = ("--epochs", 1, "--batch-size", 8, "--epsilon", 8, "--device", "cpu", "--accountant", "gdp",
+         "--max-physical-batch-size", 8)  # fmt: skip
 
 
 @pytest.fixture

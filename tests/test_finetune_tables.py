@@ -178,7 +178,7 @@ def test_lines_of_text_and_packed_files(tmp_path):
 
 
 @pytest.mark.parametrize("value, name", [(1, "1"), (1.0, "1"), ("1.0", "1"), (" a ", "a"), (True, "true"),
-                                         ("True", "true"),                                          ("NA", "NA"), ("-2", "-2")])  # fmt: skip
+                                         ("True", "true"), ("NA", "NA"), ("-2", "-2")])  # fmt: skip
 def test_one_class_one_name(value, name):
     assert class_name(value) == name
 

@@ -8,7 +8,6 @@ import warnings
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +50,11 @@ def make_plan(options: Namespace, units: int) -> Plan:
 
 
 def check(job: Job) -> str:
-    """fastdp.verify on the first records; a line to say. Raises FinetuneError where the model cannot be private."""
-    rows = _some(job, CHECKED)
-    if len(rows) < 2:
-        raise FinetuneError("fewer than two records: nothing can be compared")
-    batch = _on_device(job, job.collate(rows))
+    """fastdp.verify on a few records, short to long; a line to say. Raises FinetuneError."""
+    total = len(job.data)  # type: ignore[arg-type]
+    by_length = sorted(range(total), key=job.length) if job.length is not None else list(range(total))
+    spread = {by_length[k * (total - 1) // (CHECKED - 1)] for k in range(CHECKED)}  # short and long: padded and not
+    batch = _on_device(job, job.collate([job.data[i] for i in sorted(spread)]))
     params = [p for p in job.model.parameters() if p.requires_grad]
     try:
         with warnings.catch_warnings():
@@ -77,7 +76,7 @@ def routes(job: Job, rows: int) -> tuple[str, str]:
     training = model.training
     model.train()
     try:
-        job.loss(model, _on_device(job, job.collate(_some(job, rows)))).backward()
+        job.loss(model, _on_device(job, job.collate([job.data[i] for i in range(rows)]))).backward()
         text = optimizer.explain()
     finally:
         optimizer.zero_grad()
@@ -89,10 +88,6 @@ def routes(job: Job, rows: int) -> tuple[str, str]:
     uses, _, held = lines[-1].partition(", ")
     ways = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     return f"{uses} of weights, their norms by {ways}; {held} of {rows} records", text
-
-
-def _some(job: Job, most: int) -> list[Any]:
-    return [job.data[i] for i in range(min(most, len(job.data)))]  # type: ignore[arg-type]
 
 
 def _on_device(job: Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -158,7 +153,7 @@ def privacy_lines(plan: Plan, options: Namespace, units: int) -> list[str]:
         f"{plan.accountant.upper()} accountant",
         f"noise multiplier {plan.noise_multiplier:.3f}; clipping {plan.clipping}, norm {plan.max_grad_norm:g}",
         f"Poisson sampling: {plan.expected_batch_size:g} of {count(units)} {unit}s expected in a step (rate "
-        f"{plan.sample_rate:.4g}), {options.epochs:g} epochs = {count(plan.steps)} steps",
+        f"{plan.sample_rate:.4g}); epochs: {options.epochs:g}, steps: {count(plan.steps)}",
     ]  # fmt: skip
     if plan.seed is not None:
         lines.append(

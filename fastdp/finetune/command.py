@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import warnings
 from argparse import Namespace
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import FastDPError
+from ..errors import BatchReadWarning, FastDPError
 from . import announce
 from .card import make_card
 from .checkpoint import new_file
@@ -34,13 +35,14 @@ _FREE = ("resume", "dry_run", "out", "device", "max_physical_batch_size", "check
 def main(options: Namespace) -> int:
     """Run the command; returns the exit code. Problems that the user can solve are said in words, no traceback."""
     try:
-        return _main(options)
+        with warnings.catch_warnings():
+            return _main(options)
     except FastDPError as problem:
         print(f"\nfastdp finetune: {problem}", file=sys.stderr)
     except KeyboardInterrupt:
         print("\nfastdp finetune: interrupted", file=sys.stderr)
         if _is_begun(options.out) and not options.dry_run:
-            print(how_to_resume(options), file=sys.stderr)
+            print(how_to_resume(), file=sys.stderr)
         return 130
     except OSError as problem:
         if not problem.filename and problem.errno is None:
@@ -115,10 +117,10 @@ def _shown(value: Any) -> str:
     return "not given" if value is None else ",".join(value) if isinstance(value, list) else str(value)
 
 
-def how_to_resume(options: Namespace) -> str:
+def how_to_resume() -> str:
     """The command that goes on with the run."""
-    words = [f"'{word}'" if any(c in word for c in " *'\"$") else word for word in sys.argv[1:] if word != "--resume"]
-    return f"Go on with: python -m fastdp {' '.join(words)} --resume"
+    words = shlex.join(word for word in sys.argv[1:] if word != "--resume")
+    return f"Go on with: python -m fastdp {words} --resume"
 
 
 # ---------------------------------------------------------------------- the run
@@ -142,10 +144,10 @@ def train(ready: Prepared) -> int:
         with _warnings_said(progress):
             outcome = run(ready.job, options.resume)
     finally:
-        progress.close()
+        progress.pause()
     if outcome.status == "interrupted":
         print(f"\nInterrupted after step {outcome.steps} of {ready.plan.steps}, all of it saved; epsilon "
-              f"{outcome.epsilon:.3f} spent.\n{how_to_resume(options)}")  # fmt: skip
+              f"{outcome.epsilon:.3f} spent.\n{how_to_resume()}")  # fmt: skip
         return 130
     _finish(ready, progress, outcome)
     return 0
@@ -158,6 +160,7 @@ def _warnings_said(progress: Progress) -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", category=UserWarning, module=r"fastdp\.")
         warnings.filterwarnings("ignore", message=".*seed=.*")
+        warnings.simplefilter("ignore", BatchReadWarning)
         warnings.showwarning = lambda message, *where: progress.say(f"  warning: {message}")
         yield
 

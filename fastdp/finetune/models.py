@@ -77,6 +77,8 @@ def _sources(name: str) -> dict[str, Any]:
 
 def _read(what: str, name: str, kind: Any, **more: Any) -> Any:
     """kind.from_pretrained, its errors in few words."""
+    from safetensors import SafetensorError
+
     source = _sources(name)
     try:
         with quiet():
@@ -85,7 +87,7 @@ def _read(what: str, name: str, kind: Any, **more: Any) -> Any:
         raise FinetuneError(
             f"the {what} of {name} needs a package that is not installed: {first_line(problem)}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, SafetensorError) as problem:
         if Path(source["pretrained_model_name_or_path"]).exists():
             raise FinetuneError(f"the {what} in {name} cannot be read: {first_line(problem)}") from None
         offline = " (HF_HUB_OFFLINE is set: nothing is fetched)" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import warnings
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import BatchReadWarning
 from . import announce
 from .encode import Collate, Encoded, encode, longest, loss_of, padding
 from .evaluation import Evaluation
@@ -18,7 +20,7 @@ from .fit import fit
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer
 from .records import Data, load_data
-from .words import count, listed
+from .words import count, listed, many
 
 _EVALUATED_AT_ONCE = 32
 
@@ -45,8 +47,8 @@ def prepare(options: Namespace) -> Prepared:
     device = _device(options.device)
     # the first weights of a new head are no secret, and must be the same again when a killed run is taken up
     torch.manual_seed(options.seed or 0)
-    config = load_config(options.model)
-    data = load_data(options, known_labels(config) if options.task == "classify" else None)
+    known = known_labels(load_config(options.model)) if options.task == "classify" else None
+    data = load_data(options, known)
     tokenizer = load_tokenizer(options.model)
     words = padding(tokenizer)
     model, new, notes = load_model(options.model, options.task, data.names, options.dtype)
@@ -85,9 +87,10 @@ def _measure(ready: Prepared) -> None:
     """verify, the engine's plan, physical batch, time, memory, disk: into the sections, and the plan of the job."""
     job, options = ready.job, ready.options
     ready.sections.append(("check", [announce.check(job)]))
+    warnings.simplefilter("ignore", BatchReadWarning)  # the check has passed, on padded records and on others
     found = fit(job)
     ready.plan = job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=found.size)
-    short, ready.routes = announce.routes(job, found.size)
+    short, ready.routes = announce.routes(job, min(found.size, len(ready.train)))
     records = ready.plan.expected_batch_size * len(ready.train) / ready.units  # in a step
     needed = announce.disk_needed(ready.model, bool(options.lora))
     ready.sections += [
@@ -127,7 +130,7 @@ def _data_lines(options: Namespace, data: Data, train: Encoded, held_out: Encode
     lines = [f"{count(len(train))} records of {options.data} to train on, columns "
              + ", ".join(f"{what} {name!r}" for what, name in data.columns.items())]  # fmt: skip
     if held_out is not None and options.eval is None:
-        lines.append(f"{count(len(held_out))} others are held out to evaluate on, chosen by a hash of each one's text")
+        lines.append(f"{many(len(held_out), 'other')} held out to evaluate on, chosen by a hash of each one's text")
         if options.group_by:
             lines[-1] = lines[-1].replace("each one's text", "the person's key")
     elif held_out is not None:
@@ -139,7 +142,7 @@ def _data_lines(options: Namespace, data: Data, train: Encoded, held_out: Encode
         lines.append(f"{count(units)} persons by {options.group_by!r}: a person's records are clipped as one sample, "
                      f"at most {options.max_records_per_group} of them in a step")  # fmt: skip
     if train.cut:
-        lines.append(f"{count(train.cut)} records are longer than {most} tokens and are cut to that (--max-length); "
+        lines.append(f"{many(train.cut, 'record')} longer than {most} tokens and cut to that (--max-length); "
                      "one record stays one sample")  # fmt: skip
     short = sum(train.length(i) < 2 for i in range(len(train))) if options.task == "lm" else 0
     if short:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import sys
@@ -9,7 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, TextIO
 
-from .checkpoint import new_file
+from .checkpoint import SaveError, new_file
 from .evaluation import in_words
 from .words import duration
 
@@ -19,7 +20,7 @@ FIRST = ("step", "epsilon", "loss", "samples", "seconds")
 class Progress:
     """The `log` of a Job. Rows of metrics are kept by step, so that a step that is repeated stands once.
 
-    close() writes them for the last time. Nothing that is written here is needed to resume.
+    Nothing that is written here is needed to resume.
     """
 
     def __init__(self, folder: Path, epsilon: float, resume: bool, stream: TextIO | None = None) -> None:
@@ -36,7 +37,7 @@ class Progress:
         elif kind == "evaluate":
             self.evaluated(values)
         elif kind == "checkpoint":
-            self.write()
+            self.pause()
         elif kind == "note":
             self.say(str(values["text"]))
 
@@ -72,13 +73,19 @@ class Progress:
         step = int(values["step"])
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.rows.setdefault(step, {}).update(numbers)
-        if self.board is not None:
+        if self.board is None:
+            return
+        try:
             for name, value in numbers.items():
                 if name != "step":
                     self.board.add_scalar(name, value, step)
+        except OSError as problem:
+            self.board = None
+            self.say(f"  TensorBoard's file cannot be written ({problem.strerror}): the run goes on without it")
 
     def write(self) -> None:
-        """metrics.csv, as a whole."""
+        """metrics.csv, as a whole. Raises SaveError."""
+        self._clear()
         names = list(dict.fromkeys([*FIRST, *(name for row in self.rows.values() for name in row)]))
         text = io.StringIO()
         writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -88,11 +95,20 @@ class Progress:
         with new_file(self.path) as file:
             file.write(text.getvalue().encode())
 
+    def pause(self) -> None:
+        """Write what there is; where the disk refuses, say so, as the run does not need it."""
+        try:
+            self.write()
+        except SaveError as problem:
+            self.say(f"  {problem}. The run goes on")
+
     def close(self) -> None:
+        """Write for the last time. Raises SaveError."""
         self._clear()
-        if self.board is not None:
-            self.board.close()
         self.write()
+        if self.board is not None:
+            with contextlib.suppress(OSError):
+                self.board.close()
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:

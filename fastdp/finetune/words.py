@@ -24,6 +24,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def many(number: int, what: str) -> str:
+    """ "1 record is", "1,200 records are"."""
+    return f"{count(number)} {what}{' is' if number == 1 else 's are'}"
+
+
 def size(number: float) -> str:
     """Bytes in the largest unit of which there is one."""
     units = iter(("B", "KB", "MB", "GB"))
