@@ -191,7 +191,6 @@ class _Trial:
     def _drop(self) -> None:
         self.optimizer.zero_grad()
         self.optimizer._privacy.discard()
-        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -225,6 +224,7 @@ class _Trial:
         except RuntimeError as problem:
             if not out_of_memory(problem):
                 raise
+        gc.collect()  # the error's frames held the batch
         self._drop()
         return False
 
