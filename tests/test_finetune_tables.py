@@ -128,6 +128,8 @@ def test_columns(tmp_path):
         load(other, "--label-column", "a", "--text-column", "a")
     data = load(write(tmp_path / "c.csv", "id,Review,class\n1,a,x\n2,b,y\n"))  # usual names, in any case
     assert data.columns == {"text": "Review", "label": "class"}
+    data = load(write(tmp_path / "d.csv", "text,mood\na,x\nb,y\n"))  # or what is left
+    assert data.columns == {"text": "text", "label": "mood"}
 
 
 def test_a_file_without_a_header(tmp_path):
@@ -151,6 +153,8 @@ def test_json_lines(tmp_path):
         assert words in str(found.value)
     data = load(path, "--skip-bad-rows", 6)
     assert data.train.texts == ["a\u2028b", "c"] and data.names == ["false", "true"]
+    with pytest.raises(FinetuneError, match="are for CSV and TSV"):
+        load(path, "--columns", "text,label")
     listed = write(tmp_path / "b.json", json.dumps(rows[:2]))
     assert load(listed).train.labels == [1, 0]
 

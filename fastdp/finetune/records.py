@@ -81,7 +81,9 @@ def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Dat
     fraction = options.eval_fraction if options.eval_fraction is not None else (0.0 if options.eval else 0.1)
     data.train, data.held_out = _split(found, fraction)
     if options.eval is not None:
-        other = read_table(options.eval, options.format if options.eval.suffix == options.data.suffix else None, **how)
+        alike = options.eval.suffix == options.data.suffix
+        how = how if alike else {"encoding": options.encoding}
+        other = read_table(options.eval, options.format if alike else None, **how)
         rows, bad = _cells(other, _choose(other, options, data.columns))
         held_out, more = _records(rows, data.names)
         data.said += _said(refuse_bad(other, [*other.bad, *bad, *more], options.skip_bad_rows))
@@ -111,6 +113,11 @@ def _choose(table: Table, options: Namespace, as_before: Mapping[str, str] | Non
     group, pair = at("group", options.group_by), at("pair", options.pair_column)
     text, label = at("text", options.text_column), at("label", options.label_column)
     taken = {group, pair, text, label} - {None}
+    if text is None:  # a usual name first: what is left beside it may be the label
+        usual = [i for i, name in enumerate(table.columns) if name.lower() in _TEXTS and i not in taken]
+        if len(usual) == 1:
+            text = usual[0]
+            taken.add(text)
     if options.task == "classify" and label is None:
         label = _guess(table, _LABELS, taken, "--label-column")
         taken.add(label)

@@ -100,6 +100,8 @@ def read_table(
     """
     path = Path(path)
     raw, kind = _bytes_of(path), kind or kind_of(path)
+    if kind not in ("csv", "tsv") and (delimiter or quote or columns):
+        raise FinetuneError(f"--delimiter, --quote and --columns are for CSV and TSV files; {path} is read as {kind}")
     table = Table(path, kind, [], digest=hashlib.sha256(raw).hexdigest())
     if kind == "parquet":
         _parquet(table, raw)
