@@ -46,7 +46,9 @@ def test_what_it_says_depends_on_the_run(tmp_path):
     assert "set of labels" not in page and "Held-out" not in page
     page = card(group="user", max_records_per_group=3, evaluated="file", adapters=True).markdown()
     assert "'user'" in page and "at most 3 of them in a step" in page and "--eval" in page and "adapters" in page
-    assert "no upper bound" in card(accountant="gdp").markdown()
+    found = card(accountant="gdp")
+    assert "**NO PROVEN BOUND**" in found.markdown() and not found.guaranteed and card().guaranteed
+    assert "**NO GUARANTEE**" in card(accountant="gdp", seed=1).markdown()
     write_card(card(), tmp_path)
     kept = json.loads((tmp_path / "privacy_card.json").read_text())
     assert kept["epsilon"] == card().epsilon and kept["recompute"] in (tmp_path / "privacy_card.md").read_text()

@@ -51,6 +51,7 @@ class Card:
     max_grad_norm: float
     noise: str
     guaranteed: bool
+    repeatable: bool  # by a seed
     status: str
     trained: str
     released: str
@@ -82,6 +83,11 @@ class Card:
         """The page."""
         if self.guaranteed:
             head = f"**({self.epsilon:.4g}, {self.delta:g})-differential privacy**: {self.neighbours}."
+        elif not self.repeatable:  # by an accountant that gives no bound
+            head = (
+                f"**NO PROVEN BOUND**: about ({self.epsilon:.4g}, {self.delta:g})-differential privacy, "
+                f"{self.neighbours}, by the GDP accountant, whose approximation may say too little."
+            )
         else:
             head = (
                 f"**NO GUARANTEE**: {self.noise}. Without that, the same run would be ({self.epsilon:.4g}, "
@@ -146,7 +152,8 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
         lost_steps=outcome.lost_steps, clipping=plan.clipping, max_grad_norm=plan.max_grad_norm,
         noise=secret if plan.seed is None else f"noise and sampling were made repeatable by --seed {plan.seed}, and "
         "whoever knows it can take the noise off",
-        guaranteed=plan.seed is None, status={"finished": "finished", "interrupted": "interrupted before its last step",
+        guaranteed=plan.seed is None and plan.accountant != "gdp", repeatable=plan.seed is not None,
+        status={"finished": "finished", "interrupted": "interrupted before its last step",
         "budget": "ended early, as steps lost in crashes took part of the budget"}[outcome.status], trained=trained,
         released=("The adapters (and the new head) in `model/`" if adapters else "The weights in `model/`")
         + ". The guarantee covers the weights after every step, so also those in `checkpoints/`. Give away `model/` "

@@ -189,7 +189,7 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
     with new_file(options.out / "plan.txt") as file:
         file.write((announce.said(ready.sections) + "\n\n" + ready.routes + "\n").encode())
     head = f"epsilon {card.epsilon:.3f} at delta {card.delta:g} after {count(outcome.steps)} steps"
-    if not card.guaranteed:
+    if card.repeatable:
         head += " would be the guarantee without --seed; with it there is none"
     if outcome.status == "budget":
         head += (

@@ -151,6 +151,8 @@ def _data_lines(options: Namespace, data: Data, train: Encoded, held_out: Encode
             lines[-1] = lines[-1].replace("each one's text", "the person's key")
     elif held_out is not None:
         lines.append(f"{count(len(held_out))} records of {options.eval} to evaluate on")
+    else:
+        lines.append("no record is held out, so nothing is evaluated")
     if data.names is not None:
         whence = "as given" if data.public_labels else "found in the data, --labels states them"
         lines.append(f"{len(data.names)} labels ({whence}): {listed(data.names, 8)}")
