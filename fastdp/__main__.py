@@ -1,25 +1,40 @@
-"""python -m fastdp demo | info"""
+"""python -m fastdp demo | info | finetune"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from .finetune import options as finetune_options
 
-def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="python -m fastdp", description="Exact differentially private training.")
-    commands = parser.add_subparsers(dest="command", required=True)
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m fastdp", description="Exact differentially private training.")
+    commands = made.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train on scikit-learn's digits with privacy; downloads nothing")
     demo.add_argument(
         "--out", type=Path, default=Path("fastdp-demo"), help="folder of the plots (default: %(default)s)"
     )
     commands.add_parser("info", help="versions, backends and devices")
-    options = parser.parse_args()
+    finetune_options.add_options(
+        commands.add_parser("finetune", help="fine-tune a model on a file of texts, privately")
+    )
+    return made
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    options = parser().parse_args()
     if options.command == "demo":
         from .demo import main as run
 
         run(options.out)
+    elif options.command == "finetune":
+        from .finetune.command import main as finetune
+
+        sys.exit(finetune(options))
     else:
         from .info import report
 

@@ -143,7 +143,12 @@ def noise_multiplier_for(
         raise AccountingError("PRV accounting is exact to 0.01: for an epsilon below 0.05 use accountant='rdp'")
 
     def spent(sigma: float) -> float:
-        return epsilon_of([(sigma, sample_rate, steps)], delta, accountant)
+        try:
+            return epsilon_of([(sigma, sample_rate, steps)], delta, accountant)
+        except AccountingError:  # GDP has no number for so little noise: too much is spent
+            if accountant != "gdp":
+                raise
+            return math.inf
 
     low, high = 0.0, 1.0
     while spent(high) > target_epsilon:

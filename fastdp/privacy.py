@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,7 @@ class Privacy:
         self._born = sampling.now()
         self._rate: float | None = None
         self._expected: float | None = None
+        self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
         self.unit = Unit()
         self.engine.whose.batch_in_hand = self._in_hand
         self.discard()
@@ -277,7 +278,10 @@ class Privacy:
                 total = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
             sums[id(parameter)] = total.contiguous()
             places[id(parameter)] = offsets[name]
-        return Release(sums, places, self.noise, self.noise_multiplier * self.clipping.sensitivity, 1 / divisor)
+        release = Release(sums, places, self.noise, self.noise_multiplier * self.clipping.sensitivity, 1 / divisor)
+        if self.witness is not None:
+            self.witness(release)
+        return release
 
     def finish(self) -> None:
         """The noised step was made: count it."""

@@ -68,3 +68,8 @@ def test_papers_mnist_setting_under_gdp():
     from fastdp.accounting import epsilon_of
 
     assert epsilon_of([(1.1, 256 / 60000, 60 * 234)], 1e-5, "gdp") == pytest.approx(2.32, abs=0.03)
+
+
+def test_gdp_finds_noise_where_little_noise_has_no_number():
+    found = fastdp.noise_multiplier_for(target_epsilon=8, delta=0.007, sample_rate=2 / 13, steps=4, accountant="gdp")
+    assert 0.4 < found < 0.6

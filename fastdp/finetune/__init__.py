@@ -1,0 +1,1 @@
+"""Private fine-tuning from the command line: `python -m fastdp finetune`."""

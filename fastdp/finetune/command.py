@@ -1,0 +1,203 @@
+"""`python -m fastdp finetune`: data, model, plan, announcement, run, outputs.
+
+Exit codes: 0 done, 1 refused or failed with a reason, 130 interrupted (argparse ends with 2 on wrong flags).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import BatchReadWarning, FastDPError
+from . import announce
+from .card import make_card
+from .checkpoint import new_file
+from .job import FinetuneError, Outcome
+from .outputs import write_outputs
+from .prepare import Prepared, prepare
+from .progress import Progress
+from .words import count
+
+OPTIONS = "options.json"  # in --out: what the run was begun with
+# may differ when a run is resumed: they change neither the guarantee nor what is learnt
+_FREE = ("resume", "dry_run", "out", "device", "max_physical_batch_size", "checkpoint_every", "model", "data", "eval")
+
+
+def main(options: Namespace) -> int:
+    """Run the command; returns the exit code. Problems that the user can solve are said in words, no traceback."""
+    try:
+        with warnings.catch_warnings():
+            return _main(options)
+    except FastDPError as problem:
+        print(f"\nfastdp finetune: {problem}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\nfastdp finetune: interrupted", file=sys.stderr)
+        if _is_begun(options.out) and not options.dry_run:
+            print(how_to_resume(), file=sys.stderr)
+        return 130
+    except OSError as problem:
+        if not problem.filename and problem.errno is None:
+            raise
+        print(f"\nfastdp finetune: {problem.filename or 'a file'}: {problem.strerror}", file=sys.stderr)
+    except (torch.OutOfMemoryError, MemoryError) as problem:
+        print(
+            f"\nfastdp finetune: memory does not suffice ({(str(problem) or 'RAM').splitlines()[0]}): try a "
+            "smaller --max-length, --lora 8 or a smaller model",
+            file=sys.stderr,
+        )
+    if _is_begun(options.out) and not options.dry_run and options.resume:
+        print(f"What was saved in {options.out} is untouched.", file=sys.stderr)
+    return 1
+
+
+def _main(options: Namespace) -> int:
+    _check_out(options)
+    ready = prepare(options)
+    print(announce.said(ready.sections), flush=True)
+    if options.dry_run:
+        print("\n--dry-run: nothing was trained or written.")
+        return 0
+    return train(ready)
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def _is_begun(out: Path) -> bool:
+    return (out / "journal.jsonl").exists() or (out / OPTIONS).exists()
+
+
+def _stated(options: Namespace) -> dict[str, Any]:
+    """Options as they are kept in the folder and compared when the run is resumed."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
+            if name not in ("command", "resume", "dry_run", "out")}  # fmt: skip
+
+
+def _check_out(options: Namespace) -> None:
+    """--out is new, empty, or the run that --resume goes on with. Raises FinetuneError."""
+    out: Path = options.out
+    if out.exists() and not out.is_dir():
+        raise FinetuneError(f"--out {out} is a file: give a folder")
+    if not options.resume:
+        if _is_begun(out):
+            raise FinetuneError(
+                f"{out} holds a run already: go on with it by --resume, or give another --out. (A second run on the "
+                "same data spends a second budget.)"
+            )
+        if out.exists() and any(out.iterdir()):
+            raise FinetuneError(f"{out} is not empty: give another --out")
+        return
+    if not _is_begun(out):
+        raise FinetuneError(f"there is no run in {out} to resume: check --out, or leave --resume out")
+    try:
+        before = json.loads((out / OPTIONS).read_text())
+    except (OSError, ValueError):
+        return  # the journal compares the plan, and the keys' file the data
+    now = _stated(options)
+    changed = [name for name in now if name not in _FREE and before.get(name) != json.loads(json.dumps(now[name]))]
+    if changed:
+        lines = "\n".join(f"  --{name.replace('_', '-')}: was {_shown(before.get(name))}, now {_shown(now[name])}"
+                          for name in changed)  # fmt: skip
+        raise FinetuneError(
+            f"the run in {out} was begun with other options:\n{lines}\nResume it with the same ones, or begin "
+            "another run in another --out"
+        )
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else ",".join(value) if isinstance(value, list) else str(value)
+
+
+def how_to_resume() -> str:
+    """The command that goes on with the run."""
+    words = shlex.join(word for word in sys.argv[1:] if word != "--resume")
+    return f"Go on with: python -m fastdp {words} --resume"
+
+
+# ---------------------------------------------------------------------- the run
+
+
+def train(ready: Prepared) -> int:
+    """Run the job, write the outputs; the exit code."""
+    from .training import run
+
+    options = ready.options
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not (options.out / OPTIONS).exists():
+        with new_file(options.out / OPTIONS) as file:
+            file.write((json.dumps(_stated(options), indent=2) + "\n").encode())
+    progress = Progress(options.out, options.epsilon, options.resume)
+    ready.job.log = progress
+    print("\ntraining", flush=True)
+    if ready.evaluation is not None and not options.resume:
+        progress.evaluated({"step": 0, "epsilon": 0.0, **ready.evaluation(ready.model)})
+    try:
+        with _warnings_said(progress):
+            outcome = run(ready.job, options.resume)
+    finally:
+        progress.pause()
+    if outcome.status == "interrupted":
+        print(f"\nInterrupted after step {outcome.steps} of {ready.plan.steps}, all of it saved; epsilon "
+              f"{outcome.epsilon:.3f} spent.\n{how_to_resume()}")  # fmt: skip
+        return 130
+    _finish(ready, progress, outcome)
+    return 0
+
+
+@contextlib.contextmanager
+def _warnings_said(progress: Progress) -> Iterator[None]:
+    """fastdp's warnings as lines; other libraries' are left out, as is the one of --seed, which was said before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", category=UserWarning, module=r"fastdp\.")
+        warnings.filterwarnings("ignore", message=".*seed=.*")
+        warnings.simplefilter("ignore", BatchReadWarning)
+        warnings.showwarning = lambda message, *where: progress.say(f"  warning: {message}")
+        yield
+
+
+def _public_name(model: str) -> str:
+    """A hub's name; of a folder the last two parts, as a card is given away."""
+    return "/".join(Path(model).absolute().parts[-2:]) if Path(model).exists() else model
+
+
+def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
+    """Write the outputs and say where they are."""
+    options, data = ready.options, ready.data
+    trained, total = announce.trained_of(ready.model)
+    card = make_card(
+        model=_public_name(options.model), task=options.task, plan=ready.plan, outcome=outcome, target=options.epsilon,
+        trained=f"{count(trained)} of {count(total)} parameters", group=options.group_by,
+        evaluated="" if data.held_out is None else "file" if options.eval else "split",
+        labels="" if data.names is None else "given" if data.public_labels else "data", adapters=bool(options.lora),
+    )  # fmt: skip
+    found = None
+    if ready.evaluation is not None:
+        if ready.evaluation.last is None:  # the run was over before this process
+            ready.evaluation(ready.model)
+        found = ready.evaluation.last
+    lines = write_outputs(options.out, ready.model, ready.tokenizer, progress, card, options.task, found)
+    with new_file(options.out / "plan.txt") as file:
+        file.write((announce.said(ready.sections) + "\n\n" + ready.routes + "\n").encode())
+    head = f"epsilon {card.epsilon:.3f} at delta {card.delta:g} after {count(outcome.steps)} steps"
+    if card.repeatable:
+        head += " would be the guarantee without --seed; with it there is none"
+    if outcome.status == "budget":
+        head += (
+            f"; {count(ready.plan.steps - outcome.steps)} steps fewer than planned, as those lost had spent their share"
+        )
+    print(f"\ndone: {head}")
+    if outcome.nonfinite:
+        print(f"{count(outcome.nonfinite)} gradients of records were not finite and were left out")
+    print(f"written to {options.out}:")
+    for line in [*lines, "plan.txt          what was said above, and the route of every use of a weight"]:
+        print(f"  {line}")

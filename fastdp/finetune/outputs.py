@@ -1,0 +1,70 @@
+"""What a finished run leaves in --out: the model, metrics, plots, the privacy card."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .card import Card, write_card
+from .checkpoint import UNFINISHED, SaveError, in_words
+from .models import quiet
+from .plots import write_plots
+from .progress import Progress
+from .words import size
+
+
+def write_outputs(folder: Path, model: nn.Module, tokenizer: Any, progress: Progress, card: Card, task: str,
+                  found: Any) -> list[str]:  # fmt: skip
+    """Write everything; a line for each thing written. Raises SaveError where the disk refuses."""
+    with full_disk(folder):
+        lines = [f"model/            {save_model(folder / 'model', model, tokenizer)}, to give away with the card"]
+        write_card(card, folder)
+        lines.append("privacy_card.md   what is guaranteed, what is not, how to check it (and .json)")
+        progress.close()
+        lines.append(
+            "metrics.csv       every step: loss, epsilon, metrics" + " (and tensorboard/)" * bool(progress.board)
+        )
+        plots = write_plots(folder, progress.rows, task, found, progress.epsilon)
+        lines.append(f"{', '.join(plots)}")
+    return lines
+
+
+def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> str:
+    """save_pretrained of the model (its adapters, if it has any) and of the tokenizer, whole or not at all."""
+    unfinished = folder.with_name(folder.name + UNFINISHED)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    made: Any = model
+    try:
+        with quiet():
+            made.save_pretrained(str(unfinished))
+            tokenizer.save_pretrained(str(unfinished))
+        if folder.exists():
+            shutil.rmtree(folder)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    what = "adapters and tokenizer" if hasattr(made, "peft_config") else "weights and tokenizer"
+    return f"{what}, {size(total)}"
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """A full disk, or one that may not be written to, becomes a SaveError: the trained weights are in a checkpoint."""
+    from safetensors import SafetensorError
+
+    again = "The trained weights are in its checkpoints: the same command with --resume writes what is missing"
+    try:
+        yield
+    except SaveError as problem:
+        raise SaveError(f"{problem}. {again}") from problem
+    except (OSError, SafetensorError) as problem:
+        cause = problem if isinstance(problem, OSError) else OSError(
+            errno.ENOSPC if "os error 28" in str(problem) else errno.EIO, str(problem))  # fmt: skip
+        raise SaveError(f"{in_words(cause, folder)}. {again}") from problem

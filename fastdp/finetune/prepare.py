@@ -1,0 +1,168 @@
+"""Everything that can be found out before the first step: data, model, plan, what it will take."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import warnings
+from argparse import Namespace
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BatchReadWarning
+from . import announce
+from .encode import Collate, Encoded, encode, longest, loss_of, padding
+from .evaluation import Evaluation
+from .fit import Fit, fit
+from .job import FinetuneError, Job, Plan
+from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer
+from .records import Data, load_data
+from .words import count, listed, many
+
+_EVALUATED_AT_ONCE = 32
+
+
+@dataclass
+class Prepared:
+    """All that the run needs, and what was said of it."""
+
+    options: Namespace
+    data: Data
+    model: nn.Module
+    tokenizer: Any
+    train: Encoded
+    evaluation: Evaluation | None
+    plan: Plan
+    job: Job
+    units: int
+    sections: list[tuple[str, list[str]]]
+    routes: str = ""  # the engine's plan, as a table
+
+
+def prepare(options: Namespace) -> Prepared:
+    """Read, check and measure everything, change nothing on the disk."""
+    device = _device(options.device)
+    # the first weights of a new head are no secret, and must be the same again when a killed run is taken up
+    torch.manual_seed(options.seed or 0)
+    known = known_labels(load_config(options.model)) if options.task == "classify" else None
+    data = load_data(options, known)
+    tokenizer = load_tokenizer(options.model)
+    words = padding(tokenizer)
+    model, new, notes = load_model(options.model, options.task, data.names, options.dtype)
+    notes = notes + ([words] if words else [])
+    settings: Any = model.config
+    if options.task == "classify" and getattr(settings, "pad_token_id", None) is None:
+        settings.pad_token_id = tokenizer.pad_token_id
+    most = longest(model, tokenizer, options.task, options.max_length)
+    encoded = encode(data.train, tokenizer, model, options.task, most)
+    held_out = None if data.held_out is None else encode(data.held_out, tokenizer, model, options.task, most)
+    model, more = choose_trained(model, new, options)
+    model.to(device)
+    groups = data.train.groups
+    units = len(encoded) if groups is None else len(set(groups))
+    plan = announce.make_plan(options, units)
+    collate = Collate(int(tokenizer.pad_token_id))
+    evaluation = None if held_out is None else Evaluation(held_out, collate, options.task, _EVALUATED_AT_ONCE)
+    per_epoch = max(1, round(1 / plan.sample_rate))
+    job = Job(
+        model=model, loss=loss_of(model, options.task), data=encoded, collate=collate, plan=plan, folder=options.out,
+        evaluate=evaluation, evaluate_every=None if evaluation is None else per_epoch,
+        fingerprint={"data (training records)": data.train.digest, "tokens": _tokens_digest(encoded)},
+        group_by=groups, length=encoded.length,
+    )  # fmt: skip
+    sections = [
+        ("model", _model_lines(options, model, [*notes, *more])),
+        ("data", _data_lines(options, data, encoded, held_out, most, units)),
+        ("privacy", announce.privacy_lines(plan, options, units)),
+    ]
+    ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
+    _measure(ready)
+    return ready
+
+
+def _measure(ready: Prepared) -> None:
+    """verify, the engine's plan, physical batch, time, memory, disk: into the sections, and the plan of the job."""
+    job, options = ready.job, ready.options
+    ready.sections.append(("check", [announce.check(job)]))
+    warnings.simplefilter("ignore", BatchReadWarning)  # the check has passed, on padded records and on others
+    found = _with_persons(fit(job), ready)
+    ready.plan = job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=found.size)
+    short, ready.routes = announce.routes(job, min(found.size, len(ready.train)))
+    records = ready.plan.expected_batch_size * len(ready.train) / ready.units  # in a step
+    needed = announce.disk_needed(ready.model, bool(options.lora))
+    ready.sections += [
+        ("plan", [short]),
+        ("memory", [announce.memory_line(found)]),
+        ("time", [announce.time_line(found, records, ready.plan.steps)]),
+        ("disk", [announce.check_disk(options.out, needed)]),
+    ]
+
+
+def _with_persons(found: Fit, ready: Prepared) -> Fit:
+    """A physical batch holds all of a person's records. Raises FinetuneError where it cannot."""
+    if ready.data.train.groups is None:
+        return found
+    most = min(max(Counter(ready.data.train.groups).values()), ready.options.max_records_per_group)
+    if found.size >= most:
+        return found
+    if found.limit in ("speed", "time"):
+        return dataclasses.replace(found, size=most, bytes=found.bytes * most // found.size)
+    raise FinetuneError(
+        f"{found.size} records fit at once ({announce.LIMITS[found.limit]}), but a person's records in a step, up to "
+        f"{most}, must be in memory together: give --max-records-per-group {found.size} or fewer"
+    )
+
+
+def _tokens_digest(encoded: Encoded) -> str:
+    digest = hashlib.sha256(encoded.starts.numpy().tobytes())
+    digest.update(encoded.tokens.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        raise FinetuneError(f"--device {name}: {str(problem).splitlines()[0]}") from None
+    return device
+
+
+def _model_lines(options: Namespace, model: nn.Module, notes: list[str]) -> list[str]:
+    trained, total = announce.trained_of(model)
+    inner: Any = model
+    kind = type(inner.get_base_model() if hasattr(inner, "get_base_model") else inner).__name__
+    share = f"{100 * trained / total:.3g} %"
+    return [f"{kind} of {options.model}, in {options.dtype}",
+            f"trained: {count(trained)} of {count(total)} parameters ({share})", *notes]  # fmt: skip
+
+
+def _data_lines(options: Namespace, data: Data, train: Encoded, held_out: Encoded | None, most: int,
+                units: int) -> list[str]:  # fmt: skip
+    lines = [f"{count(len(train))} records of {options.data} to train on, columns "
+             + ", ".join(f"{what} {name!r}" for what, name in data.columns.items())]  # fmt: skip
+    if held_out is not None and options.eval is None:
+        lines.append(f"{many(len(held_out), 'other')} held out to evaluate on, chosen by a hash of each one's text")
+        if options.group_by:
+            lines[-1] = lines[-1].replace("each one's text", "the person's key")
+    elif held_out is not None:
+        lines.append(f"{count(len(held_out))} records of {options.eval} to evaluate on")
+    else:
+        lines.append("no record is held out, so nothing is evaluated")
+    if data.names is not None:
+        whence = "as given" if data.public_labels else "found in the data, --labels states them"
+        lines.append(f"{len(data.names)} labels ({whence}): {listed(data.names, 8)}")
+    if options.group_by:
+        lines.append(f"{count(units)} persons by {options.group_by!r}: a person's records are clipped as one sample, "
+                     f"at most {options.max_records_per_group} of them in a step")  # fmt: skip
+    if train.cut:
+        lines.append(f"{many(train.cut, 'record')} longer than {most} tokens and cut to that (--max-length); "
+                     "one record stays one sample")  # fmt: skip
+    short = sum(train.length(i) < 2 for i in range(len(train))) if options.task == "lm" else 0
+    if short:
+        lines.append(f"{count(short)} records have one token only, and nothing to predict")
+    return lines + data.said

@@ -1,0 +1,365 @@
+"""The loop of finetune: right steps, the budget, interruption, and resuming where a repetition is not possible."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fastdp.accounting import epsilon_of
+from fastdp.finetune import standing
+from fastdp.finetune.job import FinetuneError
+from fastdp.finetune.keys import Keys
+from fastdp.finetune.training import run, schedule
+from fastdp.sampling import PoissonSampler
+
+from .finetune_runs import RECORDS, STEPS, collate, job_of, loss, model_of, plan_of, records, weights
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(step, how=None):
+    """A log that ends the run after a step: abruptly, or `how` (a function)."""
+    events = []
+
+    def log(kind, values):
+        events.append((kind, values))
+        if kind == "step" and values["step"] == step:
+            if how is None:
+                raise Stopped
+            how()
+
+    log.events = events
+    return log
+
+
+def crash(folder, step, **changes):
+    with pytest.raises(Stopped):
+        run(job_of(folder, log=stop_at(step), **changes), resume=(folder / "journal.jsonl").exists())
+
+
+def resumed(folder, **changes):
+    """(weights, outcome, notes) of the run taken up and brought to its end."""
+    log = stop_at(None)
+    job = job_of(folder, log=log, **changes)
+    outcome = run(job, resume=True)
+    return weights(job.model), outcome, " ".join(v["text"] for kind, v in log.events if kind == "note")
+
+
+def whole(folder, **changes):
+    """Weights of an uninterrupted run."""
+    job = job_of(folder, **changes)
+    assert run(job).status == "finished"
+    return weights(job.model)
+
+
+def journalled(folder):
+    lines = [json.loads(line[9:]) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    return [(line["g"], line["step"]) for line in lines if "digest" in line]
+
+
+def target(steps=STEPS):
+    return epsilon_of([(1.0, 0.25, steps)], plan_of().delta, "gdp")
+
+
+# ---------------------------------------------------------------------- the steps
+
+
+def test_without_noise_it_is_one_sample_truth(tmp_path):
+    model, truth = model_of().eval(), model_of().double()
+    for m in (model, truth):
+        m.drop.p = 0.0
+    plan = {"noise_multiplier": 0.0, "clipping": "local", "max_grad_norm": 0.3}
+    outcome = run(job_of(tmp_path / "run", model, **plan))
+    assert outcome.status == "finished" and outcome.steps == STEPS and outcome.epsilon == float("inf")
+    assert not model.training
+    keys = Keys.new(0, 7)
+    draws = list(PoissonSampler(RECORDS, 0.25, STEPS, None, keys.sampling))
+    trained = [p for p in truth.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.05, weight_decay=0.01)
+    data = records()
+    for step, places in enumerate(draws):
+        total = [torch.zeros_like(p) for p in trained]
+        for place in places:
+            one = collate([data[place]])
+            one["mask"] = one["mask"].double()
+            gradient = torch.autograd.grad(loss(truth, one), trained)
+            norm = torch.sqrt(sum(g.square().sum() for g in gradient))
+            total = [t + g * min(1.0, 0.3 / float(norm)) for t, g in zip(total, gradient, strict=True)]
+        for p, t in zip(trained, total, strict=True):
+            p.grad = t / (RECORDS / 4)
+        optimizer.param_groups[0]["lr"] = 0.05 * schedule(step, 3, STEPS)
+        optimizer.step()
+    assert torch.allclose(weights(model).double(), weights(truth), rtol=1e-4, atol=2e-5)
+
+
+def test_the_plans_steps_are_made_and_fit_the_budget(tmp_path):
+    job = job_of(tmp_path / "run", target_epsilon=target(), evaluate=lambda m: {"x": float(m.training)},
+                 evaluate_every=5)  # fmt: skip
+    outcome = run(job)
+    assert outcome.status == "finished" and outcome.steps == STEPS == len(journalled(tmp_path / "run"))
+    assert outcome.epsilon == pytest.approx(target()) and outcome.lost_steps == 0
+    assert [row["step"] for row in outcome.history] == [5, 10, STEPS] and outcome.history[0]["x"] == 0.0
+    again = job_of(tmp_path / "run", target_epsilon=target())
+    assert run(again, resume=True).status == "finished" and torch.equal(weights(again.model), weights(job.model))
+    assert len(journalled(tmp_path / "run")) == STEPS and not (tmp_path / "run.secret.key").exists()
+
+
+def test_it_stops_before_the_step_that_would_exceed_the_budget(tmp_path):
+    outcome = run(job_of(tmp_path / "run", target_epsilon=target(8) + 1e-6))
+    assert outcome.status == "budget" and outcome.steps == 8 and outcome.epsilon <= target(8) + 1e-6
+
+
+def test_a_seed_repeats_and_its_absence_does_not(tmp_path):
+    a, b, c, d = (whole(tmp_path / name, seed=seed) for name, seed in zip("abcd", (1, 1, None, None), strict=True))
+    assert torch.equal(a, b) and not torch.equal(c, d) and not torch.equal(a, c)
+
+
+def test_samples_that_are_not_finite_are_reported(tmp_path):
+    def bad(model, batch):
+        each = nn.functional.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"], reduction="none")
+        return torch.where(batch["ids"][:, 0] == records()[0][0][0], each * float("nan"), each).mean()
+
+    log = stop_at(None)
+    job = job_of(tmp_path / "run", loss=bad, log=log)
+    outcome = run(job)
+    assert outcome.nonfinite > 0 and torch.isfinite(weights(job.model)).all()
+    assert [v["nonfinite"] for kind, v in log.events if kind == "step"][-1] == outcome.nonfinite
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_out_of_memory_the_batch_is_repeated_in_halves(tmp_path, how):
+    class Full(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise torch.OutOfMemoryError("planted")
+
+    def tight(model, batch):
+        out = model(batch["ids"], batch["mask"])
+        if len(out) > 2 and how == "forward":
+            raise torch.OutOfMemoryError("planted")
+        out = Full.apply(out) if len(out) > 2 else out
+        return nn.functional.cross_entropy(out, batch["labels"])
+
+    models = [model_of(), model_of()]
+    for model in models:
+        model.drop.p = 0.0
+    log = stop_at(None)
+    outcome = run(job_of(tmp_path / "a", models[0], loss=tight, log=log, max_physical_batch_size=None))
+    run(job_of(tmp_path / "b", models[1], max_physical_batch_size=2))
+    assert torch.allclose(weights(models[0]), weights(models[1]), rtol=1e-5, atol=1e-6)
+    assert outcome.steps == STEPS == len(journalled(tmp_path / "a"))
+    assert any("out of memory" in v.get("text", "") for _, v in log.events)
+    with pytest.raises(FinetuneError, match="single sample"):
+        run(job_of(tmp_path / "c", loss=lambda m, b: (_ for _ in ()).throw(torch.OutOfMemoryError("all"))))
+
+
+def test_people(tmp_path):
+    people = [i // 3 for i in range(RECORDS)]
+    plan = {"expected_batch_size": RECORDS / 12, "max_physical_batch_size": 6, "max_records_per_group": 2}
+    all_at_once = whole(tmp_path / "a", group_by=people, **plan)
+    crash(tmp_path / "b", 6, group_by=people, **plan)
+    found, outcome, _ = resumed(tmp_path / "b", group_by=people, **plan)
+    assert torch.equal(found, all_at_once) and outcome.lost_steps == 0 and outcome.steps == STEPS
+    with pytest.raises(FinetuneError, match="max_records_per_group"):
+        run(job_of(tmp_path / "c", group_by=people, **{**plan, "max_physical_batch_size": 1}))
+
+
+# ---------------------------------------------------------------------- interruption
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
+    former = signal.getsignal(signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        folder = tmp_path / str(number)
+        outcome = run(job_of(folder, log=stop_at(6, lambda n=number: os.kill(os.getpid(), n))))
+        assert outcome.status == "interrupted" and outcome.steps == 6 and outcome.lost_steps == 0
+        found, outcome, notes = resumed(folder)
+        assert outcome.status == "finished" and not notes and torch.equal(found, whole(tmp_path / f"whole{number}"))
+    assert signal.getsignal(signal.SIGINT) is former
+
+
+def test_the_second_ctrl_c_ends_it_at_once(tmp_path):
+    def twice():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            (lambda: None)()  # handlers run between instructions
+
+    with pytest.raises(KeyboardInterrupt):
+        run(job_of(tmp_path / "run", log=stop_at(6, twice)))
+    found, outcome, notes = resumed(tmp_path / "run")
+    assert "repeating 2 step(s)" in notes and outcome.lost_steps == 0
+    assert torch.equal(found, whole(tmp_path / "whole"))
+
+
+# ---------------------------------------------------------------------- repeating, or not
+
+
+def test_repeated_steps_are_said_to_be(tmp_path):
+    crash(tmp_path / "run", 7, seed=None)
+    log = stop_at(None)
+    run(job_of(tmp_path / "run", seed=None, log=log), resume=True)
+    steps = [(v["step"], v["replayed"]) for kind, v in log.events if kind == "step"]
+    assert steps == [(k, k <= 7) for k in range(5, STEPS + 1)]
+    assert len(journalled(tmp_path / "run")) == STEPS
+
+
+def test_without_the_keys_lost_steps_count(tmp_path):
+    budget = {"seed": None, "target_epsilon": target()}
+    crash(tmp_path / "run", 7, **budget)
+    (tmp_path / "run.secret.key").unlink()
+    _, outcome, notes = resumed(tmp_path / "run", **budget)
+    assert "keys are gone" in notes and "3 step(s)" in notes
+    assert outcome.status == "budget" and outcome.steps == STEPS - 3 and outcome.lost_steps == 3
+    assert outcome.epsilon <= target()
+    assert sorted(journalled(tmp_path / "run")) == [(0, k) for k in range(7)] + [(1, k) for k in range(4, STEPS - 3)]
+
+
+def test_without_a_budget_lost_steps_only_count(tmp_path):
+    crash(tmp_path / "run", 7, seed=None)
+    (tmp_path / "run.secret.key").unlink()
+    _, outcome, _ = resumed(tmp_path / "run", seed=None)
+    assert outcome.status == "finished" and outcome.steps == STEPS and outcome.lost_steps == 3
+    assert outcome.epsilon == pytest.approx(target(STEPS + 3))
+
+
+@pytest.mark.parametrize("name", ["threads", "torch", "device", "processor"])
+def test_in_another_environment_nothing_is_repeated(tmp_path, monkeypatch, name):
+    crash(tmp_path / "run", 7)
+    real = standing.environment
+    monkeypatch.setattr(standing, "environment", lambda model: {**real(model), name: "another"})
+    _, outcome, notes = resumed(tmp_path / "run")
+    assert f"{name} " in notes and "new keys" in notes and outcome.lost_steps == 3
+
+
+class Draws(list):
+    """(key, step, sums) of every noise drawn."""
+
+    def __init__(self, monkeypatch):
+        from fastdp import fused
+
+        real = fused.step
+
+        def step(kind, groups, state, sums, offsets, noise, std, scale):
+            whole = torch.cat([sums[k].flatten() for k in sorted(sums, key=offsets.__getitem__)])
+            self.append((noise.key, noise.step, whole.numpy().tobytes()))
+            real(kind, groups, state, sums, offsets, noise, std, scale)
+
+        monkeypatch.setattr(fused, "step", step)
+
+    def reused(self):
+        return [d for d in self if any(d[:2] == e[:2] and d[2] != e[2] for e in self)]
+
+
+def test_other_sums_never_get_the_same_noise(tmp_path, monkeypatch):
+    draws = Draws(monkeypatch)
+    crash(tmp_path / "run", 7)
+    wrong = lambda model, batch: loss(model, batch) * (1 + 1e-6)  # as by another order of summation
+    _, outcome, notes = resumed(tmp_path / "run", loss=wrong)
+    assert "could not be repeated" in notes and outcome.lost_steps == 3 and outcome.steps == STEPS
+    assert len(draws) == STEPS + 3 == len(journalled(tmp_path / "run")) and not draws.reused()
+    assert len({key for key, _, _ in draws}) == 2
+
+
+def test_new_noise_comes_with_new_samples(tmp_path, monkeypatch):
+    keys = [Keys.new(g, seed) for g, seed in ((0, 7), (1, 7), (0, None), (0, None))]
+    assert len({k.noise for k in keys}) == len({k.sampling for k in keys}) == len({k.other for k in keys}) == 4
+    drawn = []
+    real = np.random.SeedSequence
+    monkeypatch.setattr(np.random, "SeedSequence", lambda key, **kw: (drawn.append(key), real(key, **kw))[1])
+    crash(tmp_path / "run", 7, seed=None)
+    resumed(tmp_path / "run", seed=None)
+    assert len(set(drawn)) == 1  # repeated
+    crash(tmp_path / "other", 7, seed=None)
+    (tmp_path / "other.secret.key").unlink()
+    resumed(tmp_path / "other", seed=None)
+    assert len(set(drawn)) == 3
+
+
+def test_an_interrupted_run_goes_on_with_new_keys_elsewhere(tmp_path, monkeypatch):
+    """A copy of the folder and its keys, taken up on a machine that rounds otherwise, must not draw the same noise."""
+    draws = Draws(monkeypatch)
+    run(job_of(tmp_path / "run", log=stop_at(4, lambda: os.kill(os.getpid(), signal.SIGINT))))
+    real = standing.environment
+    monkeypatch.setattr(standing, "environment", lambda model: {**real(model), "processor": "another"})
+    _, outcome, _ = resumed(tmp_path / "run")
+    assert outcome.lost_steps == 0 and outcome.steps == STEPS and len({key for key, _, _ in draws}) == 2
+
+
+def test_keys_of_another_run_are_not_taken(tmp_path):
+    crash(tmp_path / "run", 3, seed=None)
+    kept = (tmp_path / "run.secret.key").read_bytes()
+    for path in sorted((tmp_path / "run").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    crash(tmp_path / "run", 3, seed=None)
+    assert json.loads((tmp_path / "run.secret.key").read_bytes())["keys"] != json.loads(kept)["keys"]
+    (tmp_path / "run.secret.key").write_bytes(kept)
+    assert resumed(tmp_path / "run", seed=None)[1].lost_steps == 3
+
+
+def test_the_keys_lie_apart(tmp_path):
+    crash(tmp_path / "run", 5, seed=None)
+    secret = tmp_path / "run.secret.key"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    keys = json.loads(secret.read_bytes())["keys"]
+    for path in (p for p in (tmp_path / "run").rglob("*") if p.is_file()):
+        content = path.read_bytes()
+        for name in ("noise", "other", "sampling"):
+            assert keys[name].encode() not in content and bytes.fromhex(keys[name].zfill(64)) not in content
+        assert b"fingerprint" not in content
+    with pytest.raises(FinetuneError, match="must not lie"):
+        run(job_of(tmp_path / "b", secret=tmp_path / "b" / "key"))
+    resumed(tmp_path / "run", seed=None)
+    assert not secret.exists()
+
+
+def test_what_must_not_change_is_refused(tmp_path):
+    crash(tmp_path / "run", 5)
+    for words, changes in {
+        "noise_multiplier 1.0 -> 1.5": {"noise_multiplier": 1.5},
+        "lr": {"lr": 0.1},
+        "another data": {"fingerprint": {"data": "b"}},
+        "another model": {"model": model_of(seed=3)},
+    }.items():
+        with pytest.raises(FinetuneError, match=words):
+            run(job_of(tmp_path / "run", **changes), resume=True)
+    with pytest.raises(FinetuneError, match="holds a run already"):
+        run(job_of(tmp_path / "run"))
+    with pytest.raises(FinetuneError, match="gives 12"):
+        run(job_of(tmp_path / "new", expected_batch_size=20.0))
+    found, outcome, _ = resumed(tmp_path / "run", checkpoint_steps=1)
+    assert outcome.lost_steps == 0 and torch.equal(found, whole(tmp_path / "whole"))
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    def another():
+        with pytest.raises(FinetuneError, match="another process"):
+            run(job_of(tmp_path / "run"), resume=True)
+
+    run(job_of(tmp_path / "run", log=stop_at(5, another)))
+
+
+def test_it_leaves_no_trace_in_the_process(tmp_path):
+    job = job_of(tmp_path / "run")
+    torch.manual_seed(3)
+    before, python = torch.get_rng_state(), np.random.get_state()[1].copy()
+    run(job)
+    assert torch.equal(before, torch.get_rng_state()) and (np.random.get_state()[1] == python).all()
+    assert not any(module._forward_pre_hooks for module in job.model.modules())
+    assert all(p.grad is None for p in job.model.parameters())
+
+
+def test_the_schedule_reaches_its_end():
+    assert schedule(0, 0, 5) == 1.0 and schedule(4, 0, 5) == pytest.approx(0.2)
+    assert schedule(0, 3, 2) == 0.5 and schedule(1, 3, 2) == 1.0
