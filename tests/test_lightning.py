@@ -17,9 +17,9 @@ from fastdp.errors import ParameterError, StepError
 from .by_hand import EXPECTED, RECORDS, Loop, R, network, records
 
 pytest.importorskip("lightning")
-from lightning import pytorch as lightning  # noqa: E402
+from lightning import pytorch as lightning
 
-from fastdp.lightning import DPCallback, most_steps, stream  # noqa: E402
+from fastdp.lightning import DPCallback, most_steps, stream
 
 Q, STEPS = EXPECTED / RECORDS, 4
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
