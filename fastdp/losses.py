@@ -28,8 +28,14 @@ def token_loss(
     if logits.dim() != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(f"logits [B, T, V] and labels [B, T], not {tuple(logits.shape)} and {tuple(labels.shape)}")
     wide = logits if logits.dtype == torch.float64 else logits.float()
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"labels are whole numbers, not {labels.dtype}")
     each = F.cross_entropy(
-        wide.transpose(1, 2), labels, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        wide.transpose(1, 2),
+        labels.long(),
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
     )  # [B, T]
     counts = (labels != ignore_index).sum(1).clamp(min=1)  # of a sample's own tokens
     return reduce(each.sum(1) / counts, reduction)
@@ -63,9 +69,14 @@ def classification_loss(
         raise ValueError(f"logits [B, C], not {tuple(logits.shape)}")
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if not labels.dtype.is_floating_point:
-        if labels.shape != logits.shape[:1]:
-            raise ValueError(f"labels [B] of logits {tuple(logits.shape)}, not {tuple(labels.shape)}")
-        return reduce(F.cross_entropy(wide, labels, reduction="none", label_smoothing=label_smoothing), reduction)
+        if labels.shape != logits.shape[:1] or labels.is_complex():
+            raise ValueError(f"labels [B] of logits {tuple(logits.shape)}, not {labels.dtype} {tuple(labels.shape)}")
+        if logits.shape[1] == 1:
+            raise ValueError("one class, whose cross-entropy is 0: two logits for two classes, or labels of floats")
+        each = F.cross_entropy(wide, labels.long(), reduction="none", label_smoothing=label_smoothing)
+        return reduce(each, reduction)
+    if label_smoothing:
+        raise ValueError("label_smoothing is of one answer of several: labels of floats have none")
     target = labels.reshape(-1, 1) if labels.dim() == 1 and logits.shape[1] == 1 else labels
     if target.shape != logits.shape:
         raise ValueError(f"labels like the logits {tuple(logits.shape)}, not {tuple(labels.shape)}")

@@ -219,6 +219,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Only to repeat the same steps on the same data: the same noise on two different sums shows their difference.
         """
+        if not isinstance(state, dict) or not {"key", "step"} <= state.keys():
+            raise StepError("this is no noise_state() of a fastdp optimizer")
         self._attached().noise.restore(state["key"], state["step"])
 
     def explain(self, profile: bool = False) -> str:

@@ -177,10 +177,12 @@ class PoissonLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration takes up the pass where the state was saved, and ends where that pass ends."""
         try:
-            place, step, key = int(state["pass"]), int(state["step"]), int(state.get("key", self.sampler.key))
-        except (KeyError, TypeError, ValueError) as problem:
+            place, step, key = state["pass"], state["step"], state.get("key", self.sampler.key)
+        except (AttributeError, KeyError, TypeError) as problem:
             raise StepError(f"this is no state of a poisson_loader, or of another version: {problem!r}") from None
-        if place < 0 or not 0 <= step <= self.sampler.steps:
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (place, step, key)):
+            raise StepError("this is no state of a poisson_loader: pass, step and key are whole numbers from 0 on")
+        if step > self.sampler.steps:
             raise StepError(f"the state is of step {step}; a pass of this loader has {self.sampler.steps}")
         if step == self.sampler.steps:
             place, step = place + 1, 0
@@ -219,13 +221,13 @@ class PoissonLoader:
         return self.sampler.steps
 
     def __iter__(self) -> Iterator[Any]:
-        mine = new_pass()
+        mine, active = new_pass(), _ACTIVE  # at the interpreter's end only names within are left
         try:
             for batch, begin in self.ahead(mine):
                 begin()
                 yield batch
         finally:
-            leave(mine)
+            active.pop(mine, None)
 
     def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
         """Batches of a pass of that number, each with what is to be called before training on it, however late."""

@@ -58,5 +58,23 @@ def test_shapes_that_do_not_fit_are_refused(logits, labels):
     for loss in (token_loss, causal_lm_loss):
         with pytest.raises(ValueError, match="not"):
             loss(torch.zeros(logits), torch.zeros(labels, dtype=torch.long))
+    for labels_of, options, match in (
+        (torch.ones(2, 3), {"label_smoothing": 0.1}, "label_smoothing"),
+        (torch.zeros(2, dtype=torch.complex64), {}, "complex"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            classification_loss(torch.zeros(2, 3), labels_of, **options)
+    with pytest.raises(ValueError, match="one class"):  # it would be 0, whatever the model says
+        classification_loss(torch.zeros(2, 1), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="whole numbers"):
+        token_loss(torch.zeros(2, 3, 4), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="reduction"):
         classification_loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), reduction="max")
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int32])
+def test_labels_of_every_whole_type(kind):
+    logits, labels = torch.randn(2, 3), torch.tensor([1, 0])
+    assert torch.equal(classification_loss(logits, labels.to(kind)), classification_loss(logits, labels))
+    tokens, ids = torch.randn(2, 2, 3), torch.tensor([[1, 0], [0, 1]])
+    assert torch.equal(token_loss(tokens, ids.to(kind)), token_loss(tokens, ids))

@@ -94,10 +94,17 @@ def test_states_of_other_things_are_refused():
     loader = loader_of()
     with pytest.raises(StepError, match="no state"):
         loader.load_state_dict({"step": 1})
+    for wrong in ({"pass": 0, "step": 1.7}, {"pass": True, "step": 0}, {"pass": 0, "step": "2"}, [1], None,
+                  {"pass": 0, "step": 0, "key": 1.9}, {"pass": 0, "step": 0, "key": -1}):  # fmt: skip
+        with pytest.raises(StepError, match="no state"):
+            loader.load_state_dict(wrong)
     with pytest.raises(StepError, match="step 7"):
         loader.load_state_dict({"pass": 0, "step": STEPS + 1})
     assert "key" not in loader.state_dict() and "key" in loader.state_dict(secret=True)
     optimizer = optimizer_of(model_of())
+    for wrong in ({"key": bytes(32)}, None):
+        with pytest.raises(StepError, match="noise_state"):
+            optimizer.load_noise_state(wrong)
     for state in ({"key": b"short", "step": 0}, {"key": bytes(32), "step": -1}, {"key": bytes(32), "step": True}):
         with pytest.raises(ValueError):
             optimizer.load_noise_state(state)

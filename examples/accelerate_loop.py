@@ -1,0 +1,102 @@
+"""A hand-written Accelerate loop, private: scikit-learn's digits to epsilon 3, with a checkpoint and its resumption.
+
+pip install accelerate scikit-learn
+python examples/accelerate_loop.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import fastdp
+
+DELTA, BATCH, AT_ONCE = 1e-4, 128, 48
+
+
+def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    """1,437 8x8 images to train on, and 360 with their labels to test."""
+    data = load_digits()
+    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return TensorDataset(x[train], y[train]), x[test], y[test]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
+        nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def prepared(epochs: int, epsilon: float, mixed_precision: str):
+    """Everything that a run needs; `private` is the optimizer itself, `optimizer` Accelerate's wrapper of it."""
+    accelerator = Accelerator(mixed_precision=mixed_precision)  # gradient_accumulation_steps stays 1
+    train, x, y = digits()
+    model = network()
+    fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), train[:8])  # raises where samples are coupled
+    loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE)
+    steps = epochs * loader.steps_per_epoch
+    sigma = fastdp.noise_multiplier_for(
+        target_epsilon=epsilon, delta=DELTA, sample_rate=loader.sample_rate, steps=steps
+    )  # fmt: skip
+    private = fastdp.DPAdamW(model, lr=5e-3, noise_multiplier=sigma, max_grad_norm=1.0, clipping="automatic")
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(private, steps)
+    model, optimizer, schedule = accelerator.prepare(model, private, schedule)
+    accelerator.register_for_checkpointing(loader)  # its place in the pass; prepare() has no use for it
+    return accelerator, model, optimizer, schedule, loader, private, x, y
+
+
+def train(accelerator, model, optimizer, schedule, loader, private) -> None:
+    model.train()
+    for batch in loader:
+        x, y = send_to_device(batch, accelerator.device)
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()  # after each physical batch: it updates where the logical one is complete
+        if private.stepped:
+            schedule.step()
+        optimizer.zero_grad()
+
+
+def accuracy(accelerator, model, x, y) -> float:
+    model.eval()
+    with torch.no_grad():
+        return float((model(x.to(accelerator.device)).argmax(1).cpu() == y).float().mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
+    parser.add_argument("--epsilon", type=float, default=3.0)
+    parser.add_argument("--mixed-precision", default="no", choices=["no", "bf16"])
+    options = parser.parse_args()
+    epochs = 3 if options.quick else 30
+    settings = (epochs, options.epsilon, options.mixed_precision)
+
+    accelerator, model, optimizer, schedule, loader, private, x, y = prepared(*settings)
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(epochs // 2):
+            train(accelerator, model, optimizer, schedule, loader, private)
+        accelerator.save_state(folder)
+        print(f"half way: accuracy {accuracy(accelerator, model, x, y):.3f}, epsilon {private.epsilon(DELTA):.2f}")
+
+        accelerator, model, optimizer, schedule, loader, private, x, y = prepared(*settings)  # another process, say
+        accelerator.load_state(folder)  # weights, moments, schedule, the loader's place and what was spent
+    for _ in range(epochs - epochs // 2):
+        train(accelerator, model, optimizer, schedule, loader, private)
+    print(f"accuracy {accuracy(accelerator, model, x, y):.3f}, epsilon {private.epsilon(DELTA):.2f} at delta {DELTA}")
+
+
+if __name__ == "__main__":
+    main()

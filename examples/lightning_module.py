@@ -1,0 +1,106 @@
+"""A LightningModule trained privately: scikit-learn's digits to epsilon 3, automatic or manual optimization.
+
+pip install lightning scikit-learn
+python examples/lightning_module.py [--quick] [--manual]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fastdp
+from fastdp.lightning import DPCallback, stream
+
+DELTA, BATCH, AT_ONCE = 1e-4, 128, 48
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """1,437 8x8 images to train on, 360 to validate."""
+    data = load_digits()
+    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test])
+
+
+class Digits(L.LightningModule):
+    def __init__(self, noise_multiplier: float, steps: int, manual: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
+            nn.Flatten(), nn.Linear(512, 10),
+        )  # fmt: skip
+        self.noise_multiplier, self.steps = noise_multiplier, steps
+        self.automatic_optimization = not manual
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)  # self(x), so that all between input and output is seen
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            self.manual_backward(loss)
+            optimizer.step()
+            if optimizer.stepped:
+                self.lr_schedulers().step()
+            optimizer.zero_grad()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean(), batch_size=len(batch[0]))
+
+    def configure_optimizers(self):
+        self.private = fastdp.DPAdamW(
+            self, lr=5e-3, noise_multiplier=self.noise_multiplier, max_grad_norm=1.0, clipping="automatic"
+        )
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.private, self.steps)
+        return {"optimizer": self.private, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler, metric):
+        if self.private.stepped:  # once a logical batch, not once a physical one
+            scheduler.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
+    parser.add_argument("--manual", action="store_true", help="manual optimization")
+    parser.add_argument("--epsilon", type=float, default=3.0)
+    parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
+    options = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    epochs = 3 if options.quick else 30
+    train, test = digits()
+    loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE)
+    steps = epochs * loader.steps_per_epoch
+    sigma = fastdp.noise_multiplier_for(
+        target_epsilon=options.epsilon, delta=DELTA, sample_rate=loader.sample_rate, steps=steps
+    )  # fmt: skip
+    module = Digits(sigma, steps, options.manual)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            max_epochs=epochs, accelerator="auto", devices=1, precision=options.precision, logger=False,
+            default_root_dir=folder, enable_model_summary=False, enable_progress_bar=False,
+            callbacks=[DPCallback(delta=DELTA, target_epsilon=options.epsilon)],
+        )  # fmt: skip
+        trainer.fit(module, stream(loader), DataLoader(test, batch_size=120))
+    seen = trainer.callback_metrics
+    print(f"accuracy {seen['accuracy']:.3f}, epsilon {seen['epsilon']:.2f} at delta {DELTA}, ", end="")
+    print(f"{int(seen['noised_steps'])} noised steps in {trainer.global_step} physical batches")
+
+
+if __name__ == "__main__":
+    main()
