@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from fastdp import costs
 from fastdp.accounting import epsilon_of
 from fastdp.finetune import standing
 from fastdp.finetune.job import FinetuneError
-from fastdp.finetune.keys import Keys
+from fastdp.finetune.keys import Keys, _on_device
 from fastdp.finetune.training import run, schedule
 from fastdp.sampling import PoissonSampler
 
@@ -262,6 +263,33 @@ class Draws(list):
         return [d for d in self if any(d[:2] == e[:2] and d[2] != e[2] for e in self)]
 
 
+def test_a_resumed_run_keeps_its_physical_batches(tmp_path):
+    run(job_of(tmp_path / "run", log=stop_at(6, lambda: os.kill(os.getpid(), signal.SIGINT))))
+    found, _, _ = resumed(tmp_path / "run", max_physical_batch_size=3)
+    assert torch.equal(found, whole(tmp_path / "whole"))
+    run(job_of(tmp_path / "other", log=stop_at(6, lambda: os.kill(os.getpid(), signal.SIGINT))))
+    found, outcome, _ = resumed(tmp_path / "other", max_physical_batch_size=3, keep_physical=False)
+    assert outcome.lost_steps == 0 and not torch.equal(found, whole(tmp_path / "again"))
+
+
+def test_a_resumed_run_takes_the_routes_it_took(tmp_path, monkeypatch):
+    crash(tmp_path / "run", 7)
+    monkeypatch.setattr(costs, "_KEPT", {})
+    monkeypatch.setattr(costs, "_measured", lambda *a: pytest.fail("measured anew: routes could be others"))
+    assert resumed(tmp_path / "run")[1].lost_steps == 0
+
+
+def test_the_digest_of_sums_on_a_device():
+    x = torch.randn(1000, 7)
+    for changed in (x.clone(), -x, x.roll(1, 0)):
+        changed[3, 3] += x[3, 3].abs() * 2e-7 if torch.equal(changed, x) else 0
+        assert _on_device(changed, b"key", 3) != _on_device(x, b"key", 3)
+    found = _on_device(x, b"key", 3)
+    assert len(found) == 16 and found == _on_device(x.clone(), b"key", 3)
+    assert found != _on_device(x, b"kez", 3) and found != _on_device(x, b"key", 4)
+    assert _on_device(x.double(), b"key", 3) == _on_device(x.double(), b"key", 3)
+
+
 def test_other_sums_never_get_the_same_noise(tmp_path, monkeypatch):
     draws = Draws(monkeypatch)
     crash(tmp_path / "run", 7)
@@ -297,15 +325,18 @@ def test_an_interrupted_run_goes_on_with_new_keys_elsewhere(tmp_path, monkeypatc
     assert outcome.lost_steps == 0 and outcome.steps == STEPS and len({key for key, _, _ in draws}) == 2
 
 
-def test_keys_of_another_run_are_not_taken(tmp_path):
-    crash(tmp_path / "run", 3, seed=None)
+def test_keys_of_another_run_are_not_taken(tmp_path, monkeypatch):
+    draws = Draws(monkeypatch)
+    crash(tmp_path / "run", 7, seed=None)
     kept = (tmp_path / "run.secret.key").read_bytes()
     for path in sorted((tmp_path / "run").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    crash(tmp_path / "run", 3, seed=None)
+    interrupt = stop_at(4, lambda: os.kill(os.getpid(), signal.SIGINT))
+    run(job_of(tmp_path / "run", seed=None, log=interrupt))
     assert json.loads((tmp_path / "run.secret.key").read_bytes())["keys"] != json.loads(kept)["keys"]
     (tmp_path / "run.secret.key").write_bytes(kept)
-    assert resumed(tmp_path / "run", seed=None)[1].lost_steps == 3
+    assert resumed(tmp_path / "run", seed=None)[1].lost_steps == 0
+    assert len({key for key, _, _ in draws}) == 3 and not draws.reused()
 
 
 def test_the_keys_lie_apart(tmp_path):
