@@ -71,11 +71,11 @@ Data = list[tuple[Tensor, Layout]]
 
 
 @functools.lru_cache(maxsize=64)
-def _changes(batch: int) -> list[list[bool]]:
-    """Sets of samples [batch], few: of any two samples there is a set that holds the first and not the second."""
+def _changes(batch: int) -> Tensor:
+    """Sets of samples [sets, batch], few: of any two samples there is a set that holds the first and not the second."""
     sets = next(k for k in range(2, 2 * batch + 2) if math.comb(k, k // 2) >= batch)
     codes = list(itertools.islice(itertools.combinations(range(sets), sets // 2), batch))
-    return [[number in code for code in codes] for number in range(sets)]
+    return torch.zeros(batch, sets, dtype=torch.bool).scatter_(1, torch.tensor(codes), True).T.contiguous()
 
 
 def _generic(call: Call, data: Data) -> tuple[list[Tensor], list[Tensor]] | None:
@@ -139,7 +139,7 @@ Change = Callable[[Tensor, Layout], Tensor]
 _WAYS: tuple[Change, ...] = (_other_numbers, _numbers_of_others)
 
 
-def _with_samples_changed(tensor: Tensor, layout: Layout, samples: list[bool], change: Change) -> Tensor:
+def _with_samples_changed(tensor: Tensor, layout: Layout, samples: Tensor, change: Change) -> Tensor:
     changed = tensor.detach().clone()
     if not changed.numel():
         return changed
@@ -148,17 +148,17 @@ def _with_samples_changed(tensor: Tensor, layout: Layout, samples: list[bool], c
     if changed.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return changed
     rows = changed.movedim(layout.dim, 0)
-    chosen = torch.tensor(samples, device=tensor.device)[layout.owners(tensor.device)]
+    chosen = samples.to(tensor.device)[layout.owners(tensor.device)]
     rows[chosen] = change(rows, layout)[chosen]
     return changed
 
 
-def _same_others(layout: Layout, before: Tensor, after: Tensor, changed: list[bool]) -> bool:
+def _same_others(layout: Layout, before: Tensor, after: Tensor, changed: Tensor) -> bool:
     if layout.alone >= 0:
-        return changed[layout.alone] or (before.shape == after.shape and _close(before.detach(), after))
+        return bool(changed[layout.alone]) or (before.shape == after.shape and _close(before.detach(), after))
     if before.shape != after.shape or before.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return False
-    keep = ~torch.tensor(changed, device=before.device)[layout.owners(before.device)]
+    keep = ~changed.to(before.device)[layout.owners(before.device)]
     return _close(before.detach().movedim(layout.dim, 0)[keep], after.movedim(layout.dim, 0)[keep])
 
 
