@@ -59,26 +59,8 @@ def test_a_run_from_beginning_to_end(tmp_path, model, data, capsys):
 
 def test_the_card_is_right_and_can_be_computed_anew(tmp_path, model, data):
     out = tmp_path / "out"
-    assert (
-        command(
-            model,
-            data,
-            "--task",
-            "classify",
-            "--out",
-            out,
-            "--delta",
-            1e-3,
-            "--labels",
-            "neg,pos",
-            *QUICK,
-            "--epsilon",
-            2,
-            "--accountant",
-            "rdp",
-        )  # fmt: skip
-        == 0
-    )
+    words = ("--task", "classify", "--out", out, "--delta", 1e-3, "--labels", "neg,pos", *QUICK, "--epsilon", 2)
+    assert command(model, data, *words) == 0
     card = card_of(out)
     journal = (out / "journal.jsonl").read_text()
     assert card["steps"] == journal.count('"digest"') == sum(n for _, _, n in card["history"])
@@ -145,6 +127,9 @@ def test_persons(tmp_path, model, capsys):
                    "--eval-fraction", 0, *QUICK) == 0  # fmt: skip
     assert "20 persons by 'user'" in capsys.readouterr().out
     card = card_of(out)
+    said = refused(capsys, model, data, "--task", "classify", "--out", tmp_path / "other", "--group-by", "user", *QUICK,
+                   "--max-physical-batch-size", 2)  # fmt: skip
+    assert "give --max-records-per-group 2 or fewer" in said
     assert card["unit"] == "person" and "at most 2" in card["neighbours"] and card["sample_rate"] == 8 / 20
 
 
@@ -170,6 +155,14 @@ def test_a_classifier_keeps_its_labels(tmp_path, data, capsys):
     assert command(model, data, "--task", "classify", "--out", out, *QUICK) == 0
     assert "New, not pre-trained" not in capsys.readouterr().out
     assert json.loads((out / "model" / "config.json").read_text())["id2label"] == {"0": "pos", "1": "neg"}
+
+
+def test_other_labels_get_a_new_head(tmp_path, capsys):
+    model, data = classifier(tmp_path / "known", labels=["pos", "neg"]), tmp_path / "three.csv"
+    data.write_text("text,label\n" + "".join(f"good {'plot ' * (i % 5)}film,{'abc'[i % 3]}\n" for i in range(30)))
+    assert command(model, data, "--task", "classify", "--out", tmp_path / "out", "--dry-run", *QUICK) == 0
+    said = capsys.readouterr().out
+    assert "New, not pre-trained: 'classifier.bias', 'classifier.weight'" in said and "3 labels" in said
 
 
 # ---------------------------------------------------------------------- refusals
@@ -213,7 +206,7 @@ def test_budgets_that_cannot_be(tmp_path, model, data, capsys):
         with pytest.raises(SystemExit) as found:
             command(*rest, 1, *words)
         assert found.value.code == 2
-    assert command(*rest, 8, "--delta", 0.4, "--epochs", 0.5, "--dry-run") == 0
+    assert command(*rest, 8, "--delta", 0.1, "--epochs", 0.5, "--dry-run", *QUICK[-4:-1], "rdp") == 0
     assert "delta is above 1/n" in capsys.readouterr().out
 
 
@@ -233,7 +226,7 @@ def test_a_full_disk_before_the_run(tmp_path, model, data, capsys, monkeypatch):
     usage = command_module.announce.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(command_module.announce.shutil, "disk_usage", lambda folder: usage)
     said = refused(capsys, model, data, "--task", "classify", "--out", tmp_path / "a" / "b", *QUICK)
-    assert "1000 B are free" in said and not (tmp_path / "a").exists()
+    assert "1.0 KB are free" in said and not (tmp_path / "a").exists()
 
 
 def test_a_missing_package_is_named(tmp_path, model, data, capsys, monkeypatch):

@@ -147,7 +147,7 @@ def test_json_lines(tmp_path):
     with pytest.raises(FinetuneError) as found:
         load(path)
     for words in ("line 3: no label", "line 4: a JSON int", "line 5: 'label' is given more than once",
-                  "line 6: the text is of type int", "line 7: no JSON", "line 8: half a surrogate"):  # fmt: skip
+                  "line 6: the text is of type int", "line 7: no JSON", "line 8: the text holds half"):  # fmt: skip
         assert words in str(found.value)
     data = load(path, "--skip-bad-rows", 6)
     assert data.train.texts == ["a\u2028b", "c"] and data.names == ["false", "true"]

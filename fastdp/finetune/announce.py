@@ -108,7 +108,7 @@ def disk_needed(model: nn.Module, adapters: bool) -> int:
     return _CHECKPOINTS * trained + whole + 4_000_000
 
 
-_LIMITS = {
+LIMITS = {
     "memory": "as many as fit",
     "speed": "more at once would not be faster",
     "batch": "the whole of any likely batch",
@@ -119,7 +119,7 @@ _LIMITS = {
 
 def memory_line(found: Fit) -> str:
     """The physical batch size, why it is that, and what it takes."""
-    return f"{count(found.size)} records at once ({_LIMITS[found.limit]}): about {size(found.bytes)} beside the model"
+    return f"{count(found.size)} records at once ({LIMITS[found.limit]}): about {size(found.bytes)} beside the model"
 
 
 def time_line(found: Fit, records: float, steps: int) -> str:

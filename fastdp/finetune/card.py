@@ -126,7 +126,7 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
     history = [(plan.noise_multiplier, plan.sample_rate, count)] if count else []
     unit = "person" if group else "record"
     neighbours = (
-        f"one person (all records of one value of {group!r}, of which at most {plan.max_records_per_group} are used) "
+        f"one person (all records of one value of {group!r}, at most {plan.max_records_per_group} of them in a step) "
         "added or removed" if group else "one record added or removed"
     )  # fmt: skip
     missing = list(NOT_COVERED)

@@ -23,7 +23,7 @@ def write_outputs(folder: Path, model: nn.Module, tokenizer: Any, progress: Prog
                   found: Any) -> list[str]:  # fmt: skip
     """Write everything; a line for each thing written. Raises SaveError where the disk refuses."""
     with full_disk(folder):
-        lines = [f"model/            {save_model(folder / 'model', model, tokenizer)}: the only thing to give away"]
+        lines = [f"model/            {save_model(folder / 'model', model, tokenizer)}, to give away with the card"]
         write_card(card, folder)
         lines.append("privacy_card.md   what is guaranteed, what is not, how to check it (and .json)")
         progress.close()

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import warnings
 from argparse import Namespace
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..errors import BatchReadWarning
 from . import announce
 from .encode import Collate, Encoded, encode, longest, loss_of, padding
 from .evaluation import Evaluation
-from .fit import fit
+from .fit import Fit, fit
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer
 from .records import Data, load_data
@@ -88,7 +89,7 @@ def _measure(ready: Prepared) -> None:
     job, options = ready.job, ready.options
     ready.sections.append(("check", [announce.check(job)]))
     warnings.simplefilter("ignore", BatchReadWarning)  # the check has passed, on padded records and on others
-    found = fit(job)
+    found = _with_persons(fit(job), ready)
     job.keep_physical = found.limit != "given"
     ready.plan = job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=found.size)
     short, ready.routes = announce.routes(job, min(found.size, len(ready.train)))
@@ -100,6 +101,21 @@ def _measure(ready: Prepared) -> None:
         ("time", [announce.time_line(found, records, ready.plan.steps)]),
         ("disk", [announce.check_disk(options.out, needed)]),
     ]
+
+
+def _with_persons(found: Fit, ready: Prepared) -> Fit:
+    """A physical batch holds all of a person's records. Raises FinetuneError where it cannot."""
+    if ready.data.train.groups is None:
+        return found
+    most = min(max(Counter(ready.data.train.groups).values()), ready.options.max_records_per_group)
+    if found.size >= most:
+        return found
+    if found.limit in ("speed", "time"):
+        return dataclasses.replace(found, size=most, bytes=found.bytes * most // found.size)
+    raise FinetuneError(
+        f"{found.size} records fit at once ({announce.LIMITS[found.limit]}), but a person's records in a step, up to "
+        f"{most}, must be in memory together: give --max-records-per-group {found.size} or fewer"
+    )
 
 
 def _tokens_digest(encoded: Encoded) -> str:

@@ -29,7 +29,8 @@ class Progress:
         self.drawn = False
         self.rows: dict[int, dict[str, float]] = read_metrics(self.path) if resume else {}
         self.times: deque[float] = deque(maxlen=50)
-        self.board = _board(folder / "tensorboard")
+        self.board: Any = None
+        self.begin_board = True  # at the first figure: a run that is refused leaves the folder as it was
 
     def __call__(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "step":
@@ -73,6 +74,8 @@ class Progress:
         step = int(values["step"])
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.rows.setdefault(step, {}).update(numbers)
+        if self.begin_board:
+            self.board, self.begin_board = _board(self.path.parent / "tensorboard"), False
         if self.board is None:
             return
         try:
