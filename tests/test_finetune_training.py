@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastdp import costs
+from fastdp import costs, fused
 from fastdp.accounting import epsilon_of
 from fastdp.finetune import standing
 from fastdp.finetune.job import FinetuneError
@@ -146,18 +146,22 @@ def test_out_of_memory_the_batch_is_repeated_in_halves(tmp_path, how, recwarn):
         def backward(ctx, g):
             raise torch.OutOfMemoryError("planted")
 
+    calls = []
+
     def tight(model, batch):
         out = model(batch["ids"], batch["mask"])
-        if len(out) > 2 and how == "forward":
+        calls.append(len(out))
+        full = len(out) > 2 and len(calls) > 1  # in the midst of a logical batch, which has sums by then
+        if full and how == "forward":
             raise torch.OutOfMemoryError("planted")
-        out = Full.apply(out) if len(out) > 2 else out
+        out = Full.apply(out) if full else out
         return nn.functional.cross_entropy(out, batch["labels"])
 
     models = [model_of(), model_of()]
     for model in models:
         model.drop.p = 0.0
     log = stop_at(None)
-    outcome = run(job_of(tmp_path / "a", models[0], loss=tight, log=log, max_physical_batch_size=None))
+    outcome = run(job_of(tmp_path / "a", models[0], loss=tight, log=log))
     run(job_of(tmp_path / "b", models[1], max_physical_batch_size=2))
     assert torch.allclose(weights(models[0]), weights(models[1]), rtol=1e-5, atol=1e-6)
     assert outcome.steps == STEPS == len(journalled(tmp_path / "a"))
@@ -245,12 +249,28 @@ def test_in_another_environment_nothing_is_repeated(tmp_path, monkeypatch, name)
     assert f"{name} " in notes and "new keys" in notes and outcome.lost_steps == 3
 
 
+def test_a_step_is_on_the_disk_before_its_noise(tmp_path, monkeypatch):
+    events, known, sync, update = [], [], os.fsync, fused.step
+
+    def step(kind, groups, state, sums, offsets, noise, std, scale):
+        known.append((events[-1], len(journalled(tmp_path / "run")), noise.step))
+        update(kind, groups, state, sums, offsets, noise, std, scale)
+
+    def synced(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}") if os.path.exists("/proc/self/fd") else "journal")
+        sync(descriptor)
+
+    monkeypatch.setattr(fused, "step", step)
+    monkeypatch.setattr(os, "fsync", synced)
+    run(job_of(tmp_path / "run"))
+    assert [(count, step) for _, count, step in known] == [(k + 1, k) for k in range(STEPS)]
+    assert all("journal" in last for last, _, _ in known)
+
+
 class Draws(list):
     """(key, step, sums) of every noise drawn."""
 
     def __init__(self, monkeypatch):
-        from fastdp import fused
-
         real = fused.step
 
         def step(kind, groups, state, sums, offsets, noise, std, scale):
@@ -274,10 +294,15 @@ def test_a_resumed_run_keeps_its_physical_batches(tmp_path):
 
 
 def test_a_resumed_run_takes_the_routes_it_took(tmp_path, monkeypatch):
-    crash(tmp_path / "run", 7)
     monkeypatch.setattr(costs, "_KEPT", {})
-    monkeypatch.setattr(costs, "_measured", lambda *a: pytest.fail("measured anew: routes could be others"))
+    crash(tmp_path / "run", 7)
+    costs._KEPT.clear()
+    costs.constants.cache_clear()
+    monkeypatch.setitem(costs.DEFAULTS, "cpu", {job: [2 * x for x in k] for job, k in costs.DEFAULT.items()})
+    assert costs.constants(torch.device("cpu"), False) != costs.DEFAULT  # what would be measured now
     assert resumed(tmp_path / "run")[1].lost_steps == 0
+    assert costs.constants(torch.device("cpu"), False) == costs.DEFAULT  # what the run began with
+    costs.constants.cache_clear()
 
 
 def test_the_digest_of_sums_on_a_device():
