@@ -234,15 +234,14 @@ _KEPT: dict[tuple[str, bool], Constants] = {}
 def keep(device: torch.device, short: bool, known: Constants) -> None:
     """Take these from now on: a run that is taken up must take the routes it took, whatever would be measured now."""
     _KEPT[str(device), short] = known
-
-
-def constants(device: torch.device, short: bool) -> Constants:
-    """The constants of a device; short: for 16-bit inputs. Measured at the first call, then read from the cache."""
-    return _KEPT.get((str(device), short)) or _measured(device, short)
+    constants.cache_clear()
 
 
 @functools.cache
-def _measured(device: torch.device, short: bool) -> Constants:
+def constants(device: torch.device, short: bool) -> Constants:
+    """The constants of a device; short: for 16-bit inputs. Measured at the first call, then read from the cache."""
+    if (str(device), short) in _KEPT:
+        return _KEPT[str(device), short]
     if os.environ.get("FASTDP_CALIBRATE", "1") == "0" or device.type not in ("cpu", "cuda"):
         return DEFAULTS.get(device.type, DEFAULT)
     path = _path(device, short)

@@ -130,6 +130,23 @@ def attempt(folder: Path, seed: int | None, fatal: tuple[str, int] | None = None
     return os.WIFEXITED(status)
 
 
+def journalled(folder: Path) -> list[tuple[int, int]]:
+    """(generation, step) of the whole lines of the journal."""
+    path = folder / "run" / "journal.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [(entry["g"], entry["step"]) for entry in (json.loads(line[9:]) for line in lines) if "digest" in entry]
+
+
+def drawn(folder: Path) -> dict[tuple[str, int], set[str]]:
+    """Digests of the sums that noise was drawn for, by key and step."""
+    found = collections.defaultdict(set)
+    path = folder / "noise.log"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        key, step, sums = json.loads(line)
+        found[key, step].add(sums)
+    return found
+
+
 def finished(folder: Path) -> dict:
     return torch.load(folder / "result.pt", weights_only=False)
 
@@ -141,18 +158,13 @@ class Figures(collections.Counter):
 def check(folder: Path, figures: Figures, reference=None) -> None:
     """A run came to its end: compare weights, journal, accountant and the log of noise."""
     result = finished(folder)
-    lines = (folder / "run" / "journal.jsonl").read_text().splitlines()
-    entries = [json.loads(line[9:]) for line in lines]
-    journal = {(e["g"], e["step"]) for e in entries if "digest" in e}
-    drawn = collections.defaultdict(set)
-    for line in (folder / "noise.log").read_text().splitlines():
-        key, step, sums = json.loads(line)
-        drawn[key, step].add(sums)
+    entries, noised = journalled(folder), drawn(folder)
+    journal = set(entries)
     figures["runs"] += 1
-    figures["reused"] += sum(len(sums) > 1 for sums in drawn.values())
-    figures["unaccounted"] += max(0, len(drawn) - len(journal))
+    figures["reused"] += sum(len(sums) > 1 for sums in noised.values())
+    figures["unaccounted"] += max(0, len(noised) - len(journal))
     figures["unaccounted"] += abs(sum(n for _, _, n in result["spent"]) - len(journal))
-    figures["doubled"] += len(entries) - len(journal) - sum("digest" not in e for e in entries)
+    figures["doubled"] += len(entries) - len(journal)
     figures["over budget"] += result["outcome"]["epsilon"] > result["target"]
     if reference is not None:
         figures["differing"] += not torch.equal(result["weights"], reference["weights"])
@@ -176,6 +188,7 @@ def killed(folder: Path, seed: int | None, chance: random.Random, figures: Figur
         if attempt(folder, seed, **where):
             return
         figures["kills"] += 1
+        figures["unaccounted"] += max(0, len(drawn(folder)) - len(journalled(folder)))
 
 
 def seeded_run(root: Path, chance: random.Random, figures: Figures, reference: dict) -> None:

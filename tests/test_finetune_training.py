@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from fastdp import costs, fused
 from fastdp.accounting import epsilon_of
 from fastdp.finetune import standing
 from fastdp.finetune.job import FinetuneError
-from fastdp.finetune.keys import Keys
+from fastdp.finetune.keys import Keys, _on_device
 from fastdp.finetune.training import run, schedule
 from fastdp.sampling import PoissonSampler
 
@@ -135,7 +136,7 @@ def test_samples_that_are_not_finite_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["forward", "backward"])
-def test_out_of_memory_the_batch_is_repeated_in_halves(tmp_path, how):
+def test_out_of_memory_the_batch_is_repeated_in_halves(tmp_path, how, recwarn):
     class Full(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -145,21 +146,26 @@ def test_out_of_memory_the_batch_is_repeated_in_halves(tmp_path, how):
         def backward(ctx, g):
             raise torch.OutOfMemoryError("planted")
 
+    calls = []
+
     def tight(model, batch):
         out = model(batch["ids"], batch["mask"])
-        if len(out) > 2 and how == "forward":
+        calls.append(len(out))
+        full = len(out) > 2 and len(calls) > 1  # in the midst of a logical batch, which has sums by then
+        if full and how == "forward":
             raise torch.OutOfMemoryError("planted")
-        out = Full.apply(out) if len(out) > 2 else out
+        out = Full.apply(out) if full else out
         return nn.functional.cross_entropy(out, batch["labels"])
 
     models = [model_of(), model_of()]
     for model in models:
         model.drop.p = 0.0
     log = stop_at(None)
-    outcome = run(job_of(tmp_path / "a", models[0], loss=tight, log=log, max_physical_batch_size=None))
+    outcome = run(job_of(tmp_path / "a", models[0], loss=tight, log=log))
     run(job_of(tmp_path / "b", models[1], max_physical_batch_size=2))
     assert torch.allclose(weights(models[0]), weights(models[1]), rtol=1e-5, atol=1e-6)
     assert outcome.steps == STEPS == len(journalled(tmp_path / "a"))
+    assert not any("left before its last" in str(w.message) for w in recwarn)
     assert any("out of memory" in v.get("text", "") for _, v in log.events)
     with pytest.raises(FinetuneError, match="single sample"):
         run(job_of(tmp_path / "c", loss=lambda m, b: (_ for _ in ()).throw(torch.OutOfMemoryError("all"))))
@@ -243,12 +249,28 @@ def test_in_another_environment_nothing_is_repeated(tmp_path, monkeypatch, name)
     assert f"{name} " in notes and "new keys" in notes and outcome.lost_steps == 3
 
 
+def test_a_step_is_on_the_disk_before_its_noise(tmp_path, monkeypatch):
+    events, known, sync, update = [], [], os.fsync, fused.step
+
+    def step(kind, groups, state, sums, offsets, noise, std, scale):
+        known.append((events[-1], len(journalled(tmp_path / "run")), noise.step))
+        update(kind, groups, state, sums, offsets, noise, std, scale)
+
+    def synced(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}") if os.path.exists("/proc/self/fd") else "journal")
+        sync(descriptor)
+
+    monkeypatch.setattr(fused, "step", step)
+    monkeypatch.setattr(os, "fsync", synced)
+    run(job_of(tmp_path / "run"))
+    assert [(count, step) for _, count, step in known] == [(k + 1, k) for k in range(STEPS)]
+    assert all("journal" in last for last, _, _ in known)
+
+
 class Draws(list):
     """(key, step, sums) of every noise drawn."""
 
     def __init__(self, monkeypatch):
-        from fastdp import fused
-
         real = fused.step
 
         def step(kind, groups, state, sums, offsets, noise, std, scale):
@@ -260,6 +282,38 @@ class Draws(list):
 
     def reused(self):
         return [d for d in self if any(d[:2] == e[:2] and d[2] != e[2] for e in self)]
+
+
+def test_a_resumed_run_keeps_its_physical_batches(tmp_path):
+    run(job_of(tmp_path / "run", log=stop_at(6, lambda: os.kill(os.getpid(), signal.SIGINT))))
+    found, _, _ = resumed(tmp_path / "run", max_physical_batch_size=3)
+    assert torch.equal(found, whole(tmp_path / "whole"))
+    run(job_of(tmp_path / "other", log=stop_at(6, lambda: os.kill(os.getpid(), signal.SIGINT))))
+    found, outcome, _ = resumed(tmp_path / "other", max_physical_batch_size=3, keep_physical=False)
+    assert outcome.lost_steps == 0 and not torch.equal(found, whole(tmp_path / "again"))
+
+
+def test_a_resumed_run_takes_the_routes_it_took(tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "_KEPT", {})
+    crash(tmp_path / "run", 7)
+    costs._KEPT.clear()
+    costs.constants.cache_clear()
+    monkeypatch.setitem(costs.DEFAULTS, "cpu", {job: [2 * x for x in k] for job, k in costs.DEFAULT.items()})
+    assert costs.constants(torch.device("cpu"), False) != costs.DEFAULT  # what would be measured now
+    assert resumed(tmp_path / "run")[1].lost_steps == 0
+    assert costs.constants(torch.device("cpu"), False) == costs.DEFAULT  # what the run began with
+    costs.constants.cache_clear()
+
+
+def test_the_digest_of_sums_on_a_device():
+    x = torch.randn(1000, 7)
+    for changed in (x.clone(), -x, x.roll(1, 0)):
+        changed[3, 3] += x[3, 3].abs() * 2e-7 if torch.equal(changed, x) else 0
+        assert _on_device(changed, b"key", 3) != _on_device(x, b"key", 3)
+    found = _on_device(x, b"key", 3)
+    assert len(found) == 16 and found == _on_device(x.clone(), b"key", 3)
+    assert found != _on_device(x, b"kez", 3) and found != _on_device(x, b"key", 4)
+    assert _on_device(x.double(), b"key", 3) == _on_device(x.double(), b"key", 3)
 
 
 def test_other_sums_never_get_the_same_noise(tmp_path, monkeypatch):
@@ -297,15 +351,18 @@ def test_an_interrupted_run_goes_on_with_new_keys_elsewhere(tmp_path, monkeypatc
     assert outcome.lost_steps == 0 and outcome.steps == STEPS and len({key for key, _, _ in draws}) == 2
 
 
-def test_keys_of_another_run_are_not_taken(tmp_path):
-    crash(tmp_path / "run", 3, seed=None)
+def test_keys_of_another_run_are_not_taken(tmp_path, monkeypatch):
+    draws = Draws(monkeypatch)
+    crash(tmp_path / "run", 7, seed=None)
     kept = (tmp_path / "run.secret.key").read_bytes()
     for path in sorted((tmp_path / "run").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    crash(tmp_path / "run", 3, seed=None)
+    interrupt = stop_at(4, lambda: os.kill(os.getpid(), signal.SIGINT))
+    run(job_of(tmp_path / "run", seed=None, log=interrupt))
     assert json.loads((tmp_path / "run.secret.key").read_bytes())["keys"] != json.loads(kept)["keys"]
     (tmp_path / "run.secret.key").write_bytes(kept)
-    assert resumed(tmp_path / "run", seed=None)[1].lost_steps == 3
+    assert resumed(tmp_path / "run", seed=None)[1].lost_steps == 0
+    assert len({key for key, _, _ in draws}) == 3 and not draws.reused()
 
 
 def test_the_keys_lie_apart(tmp_path):

@@ -81,6 +81,8 @@ def new_file(path: Path, mode: int = 0o644) -> Iterator[Any]:
 
 def sync_folder(folder: Path) -> None:
     """Renames and new names in a folder reach the disk."""
+    if os.name == "nt":  # where folders cannot be opened
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -88,6 +88,8 @@ class Job:
     fingerprint: what must be the same when a run is resumed (the data's digest, the model's name, columns): JSON. It is
         kept with the secret only, as a digest of data can tell whether a record is in it.
     group_by: a key for every record of `data` (a person): the records of one form one sample.
+    keep_physical: a resumed run keeps the physical batch size it had, whatever the plan now says, so that it is the run
+        that would have been; False where the user chose another.
     length: index -> a number that grows with the memory of the record (tokens); to find the physical batch size.
     """
 
@@ -105,6 +107,7 @@ class Job:
     secret: Path | None = None
     group_by: Sequence[Hashable] | None = None
     length: Callable[[int], int] | None = None
+    keep_physical: bool = True
 
 
 @dataclasses.dataclass

@@ -49,6 +49,15 @@ class Journal:
         self.environments: dict[int, dict[str, Any]] = {}
         self.damaged = 0
         self.run = ""  # a name that no other run has
+        self._folder = self._lock(path.parent)
+        try:
+            self._open(plan)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open(self, plan: dict[str, Any]) -> None:
+        path = self.path
         if not path.exists():
             with new_file(path) as file:
                 file.write(_line({"version": VERSION, "run": secrets.token_hex(16), "plan": plan}))
@@ -57,7 +66,6 @@ class Journal:
         except OSError as problem:
             raise SaveError(in_words(problem, path)) from problem
         try:
-            self._lock()
             self._read(plan)
         except BaseException:
             os.close(self._file)
@@ -90,6 +98,7 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._file)
+        self._unlock()
 
     # ------------------------------------------------------------------
 
@@ -105,15 +114,28 @@ class Journal:
                 "resume"
             ) from problem
 
-    def _lock(self) -> None:
+    def _lock(self, folder: Path) -> int | None:
+        """Nobody else trains in the folder while this is open (where the system has such locks)."""
         if fcntl is None:
-            return
+            return None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except OSError as problem:
+            raise SaveError(in_words(problem, folder)) from problem
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            if problem.errno not in (errno.EAGAIN, errno.EACCES):  # a network folder without locks
+                return descriptor
+            os.close(descriptor)
             raise FinetuneError(
-                f"another process is training in {self.path.parent}: wait for it, or stop it, or take another folder"
+                f"another process is training in {folder}: wait for it, or stop it, or take another folder"
             ) from None
+        return descriptor
+
+    def _unlock(self) -> None:
+        if self._folder is not None:
+            os.close(self._folder)
 
     def _read(self, plan: dict[str, Any]) -> None:
         content = self.path.read_bytes()

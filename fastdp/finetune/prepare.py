@@ -90,6 +90,7 @@ def _measure(ready: Prepared) -> None:
     ready.sections.append(("check", [announce.check(job)]))
     warnings.simplefilter("ignore", BatchReadWarning)  # the check has passed, on padded records and on others
     found = _with_persons(fit(job), ready)
+    job.keep_physical = found.limit != "given"
     ready.plan = job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=found.size)
     short, ready.routes = announce.routes(job, min(found.size, len(ready.train)))
     records = ready.plan.expected_batch_size * len(ready.train) / ready.units  # in a step

@@ -29,7 +29,7 @@ class Standing:
 
     def __init__(self, job: Job, folder: Path, journal: Path) -> None:
         self.job, self.plan, self.model = job, job.plan, job.model
-        self.secret = job.secret or folder.with_name(folder.name + ".secret.key")
+        self.secret = job.secret or folder.resolve().with_name(folder.resolve().name + ".secret.key")
         if self.secret.resolve().is_relative_to(folder.resolve()):
             raise FinetuneError(f"the keys in {self.secret} must not lie in the run's folder, which may be given away")
         try:
@@ -125,6 +125,8 @@ class Standing:
             )
         if found is not None:
             self._load(*found)
+        if self.job.keep_physical and self.journal.steps:  # dropout and rounding depend on it
+            self.physical = list(self.journal.steps.values())[-1].physical
         kept, generation = Keys.load(self.secret, self.journal.run), self.journal.generation
         if kept is not None:
             self._compare(kept[1])
