@@ -13,10 +13,12 @@ from .gradients import Gradients, check_unwritten
 from .layouts.layout import Layout
 from .links import leaves_of
 from .ops.common import exactly
+from .people import People
 from .planner import Planner
 from .replay import Replays
 from .tracked import Tracked
 from .uses.base import Use
+from .whose import Whose
 
 
 class _Tape:
@@ -26,6 +28,7 @@ class _Tape:
         self.number, self.uses = number, list[Use]()
         self.versions: list[int] = []  # of the uses, when they were recorded
         self.batch: int | None = None
+        self.people: People | None = None
         self.failed = False
         self.recomputed = False  # went through forwards that reentrant checkpointing repeated
 
@@ -41,6 +44,7 @@ class Backward:
         self, tracked: Tracked, planner: Planner, mean: bool, on_end: Callable[[Gradients], None] | None = None
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
+        self.whose = Whose()
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
         self.replays = Replays(self)
@@ -135,10 +139,16 @@ class Backward:
                 f"one backward through forwards of {tape.batch} and of {recorder.batch} samples. Call backward for "
                 "each forward, or give the model batches of one size."
             )
+        elif recorder.people is not None and recorder.people.problem:
+            problem = StepError(recorder.people.problem)
+        elif tape.batch is not None and tape.people != recorder.people:
+            problem = StepError(
+                "one backward through forwards of batches of different persons: call backward for each of them"
+            )
         if problem is not None:
             tape.failed = True
             raise problem
-        recorder.backward_id, tape.batch = tape.number, recorder.batch
+        recorder.backward_id, tape.batch, tape.people = tape.number, recorder.batch, recorder.people
         return True
 
     def _repeats(self, recorder: Pass, tape: _Tape) -> bool:
@@ -179,8 +189,9 @@ class Backward:
             return  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.mean else 1.0
         device = tape.uses[0].operand.device if tape.uses else self.tracked.tensors()[0].device
+        self.whose.use(tape.people)
         with torch.no_grad(), exactly():
-            gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile)
+            gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
             if self.on_end is not None:
                 self.on_end(gradients)
             else:

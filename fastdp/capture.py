@@ -25,6 +25,7 @@ from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
 from .memo import CONSTANT, Memo, inquires
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
+from .people import People
 from .planner import Planner
 from .reads import Reads
 from .recorder import Recorder
@@ -33,6 +34,7 @@ from .uses.alone import one_sample_of
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
 from .uses.experts import PRODUCTS, gathered_of
+from .uses.folded import folded
 from .uses.generic import capture_generic
 
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
@@ -88,8 +90,11 @@ class Forward(Enters, Protocol):
 class Pass:
     """One outermost forward of the model (or of one of its modules)."""
 
-    def __init__(self, forward: Forward, batch: int, tracked: dict[int, str], count: bool = True) -> None:
+    def __init__(
+        self, forward: Forward, batch: int, tracked: dict[int, str], count: bool = True, people: People | None = None
+    ) -> None:
         self.count = count  # uses of parameters: not again where a forward is recomputed
+        self.people = people  # whose the samples are, where a person has several
         self.backward, self.batch, self.tracked = forward.backward, batch, tracked
         self.memo, self.planner, self.token = forward.memo, forward.planner, forward.token
         self.forward, self.token_node = forward, forward.token_node
@@ -128,8 +133,11 @@ class Pass:
     def begin_record(self, path: str) -> bool:
         return self.backward.begin_record(self, path)
 
+    def folded(self, use: Use) -> Use:
+        return use if self.people is None else folded(use, self.people)
+
     def record(self, use: Use) -> None:
-        self.backward.record(use)
+        self.backward.record(self.folded(use))
 
     def is_tracked(self, tensor: Tensor) -> bool:
         return id(tensor) in self.tracked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from . import uses as _rules  # noqa: F401  (registers the rules)
 from .backward import Backward
 from .errors import ParameterError, StepError
-from .explain import Plan, table
+from .explain import Plan
 from .forward import Batching, Forward, check_unattached
 from .gradients import Gradients
 from .ops.common import exactly, sum_type
 from .planner import Planner
 from .tracked import Tracked
+from .whose import Whose
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -35,7 +37,8 @@ class PerSampleGradients:
             `fastdp.planner`); None: what is fastest.
         on_backward: called with the `Gradients` at the end of every backward; they are then not kept.
 
-    After a backward: `norms()`, `clipped_sum(factors)`, `materialize()`. `detach()` restores the model.
+    After a backward: `norms()`, `clipped_sum(factors)`, `materialize()`. `detach()` restores the model. Where several
+    records are one sample (a person's), `group_by(keys)` before the forward says so.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> engine = PerSampleGradients(model)
@@ -101,6 +104,20 @@ class PerSampleGradients:
     # ------------------------------------------------------------------ results
 
     @property
+    def whose(self) -> Whose:
+        """Whose the records of a batch are."""
+        return self._backward.whose
+
+    def group_by(self, keys: Any) -> None:
+        """Say whose the records of the coming batch are: those of one key are one sample, whose gradient is their sum.
+
+        keys: a number or string for each record (a tensor or sequence); None: from now on samples are records again.
+        Samples are numbered in the order in which their keys first appear. To be said of every batch;
+        `fastdp.poisson_loader(group_by=)` does so itself. Raises ValueError where a key is missing.
+        """
+        self.whose.say(keys)
+
+    @property
     def profile(self) -> bool:
         """Whether the time of each use is measured on a device too."""
         return self._backward.profile
@@ -146,7 +163,7 @@ class PerSampleGradients:
         device from the next backward on, as it is not measured unasked).
         """
         self.profile = self.profile or profile
-        return table(Plan(self._last()).rows(self.named_parameters()), profile, self.compiled())
+        return Plan(self._last()).table(self.named_parameters(), profile, self.compiled())
 
     def compiled(self) -> list[str]:
         """What torch.compile compiled of the model and what not, and why: lines for `explain`; none without it."""

@@ -35,6 +35,7 @@ class Plan:
     """What a backward did, without its data: uses are described when asked for."""
 
     def __init__(self, gradients: Gradients) -> None:
+        self._people = gradients.people
         self._uses = [
             (
                 use.operand,
@@ -66,6 +67,11 @@ class Plan:
             route = route + (" + cross terms" if shared else "")
             rows.append(PlanRow(owners, function, text, route, units, held, predicted, measured))
         return rows
+
+    def table(self, named: Mapping[str, Tensor], profile: bool, compiled: Sequence[str]) -> str:
+        """The rows as text; what a sample is, where it is not a record."""
+        text = table(self.rows(named), profile, compiled)
+        return text if self._people is None else f"{text}\n{self._people}"
 
 
 def _shape_and_units(shape: Shape | Segments | None, route: str, batch: int, operand: Tensor) -> tuple[str, float]:

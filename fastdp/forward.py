@@ -18,6 +18,7 @@ from .errors import BatchLayoutError, ParameterError
 from .layouts.layout import Layout, tag_of
 from .memo import Memo
 from .module_hooks import ModuleHook
+from .people import People
 from .planner import Planner
 from .reads import Reads
 from .replay import Block
@@ -57,6 +58,7 @@ class Forward:
         self._entered: list[Pass | Block | None] = []
         self._active: Pass | None = None
         self._batch = 0
+        self._people: People | None = None
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
         self._switches: Switches | None = None
@@ -116,6 +118,7 @@ class Forward:
         recomputing = self.runs_again()
         if not recomputing or not path:
             self._batch = self.batching.samples(args, kwargs)
+            self._people = backward.whose.of_batch(self._batch)
         if not recomputing:
             if not path:
                 backward.tracked.check_complete()
@@ -125,7 +128,7 @@ class Forward:
         tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
-        active = Pass(self, self._batch, tracked, count=not recomputing or not path)
+        active = Pass(self, self._batch, tracked, not recomputing or not path, self._people)
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
@@ -146,7 +149,7 @@ class Forward:
             return
         self._batch = batch
         tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
-        active = self._active = Pass(self, batch, tracked, count=False)
+        active = self._active = Pass(self, batch, tracked, False, self._people)
         active.stack.append(path)
         tag_inputs(values, batch, self.batching.dim, layouts, self.batching.folded)
         try:

@@ -22,6 +22,7 @@ from .errors import StepError
 from .links import leaves_of, link_of
 from .ops.common import accumulate, chunks
 from .ops.rows import square_sum
+from .people import People
 from .planner import Planner
 from .uses.alone import whole_batch
 from .uses.base import Direct, Use
@@ -34,7 +35,8 @@ from .uses.routed import Routed
 class Gradients:
     """The per-sample gradients of one backward, as uses; in units of one sample's own loss.
 
-    scale: what the recorded gradients are multiplied by (the batch size under a mean loss).
+    batch: the number of records, which are the samples unless `people` says that some are of one person.
+    scale: what the recorded gradients are multiplied by (the number of records under a mean loss).
     profile: measure the time of each use (on the CPU it is always measured).
     """
 
@@ -46,8 +48,11 @@ class Gradients:
         device: torch.device,
         planner: Planner,
         profile: bool = False,
+        people: People | None = None,
     ) -> None:
-        self.batch, self.scale, self.device = batch, scale, device
+        self.records, self.people = batch, people
+        self.batch = batch if people is None else people.count
+        self.scale, self.device = scale, device
         self.uses = _joined(_padded([_settled(use) for use in whole_batch(uses)]))
         self._of: dict[int, list[Use]] = {}
         for use in self.uses:

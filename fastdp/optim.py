@@ -143,7 +143,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return list(self._accounted().ledger.history)
 
     def epsilon(self, delta: float) -> float:
-        """epsilon at delta of the steps so far, by the accountant; warns where a seed voids the guarantee."""
+        """epsilon at delta of the steps so far, by the accountant; warns where a seed voids the guarantee.
+
+        It is of one `unit` added or removed: of a person with all of its records, where records are grouped.
+        """
         privacy = self._accounted()
         if not privacy.noise.secure:
             warnings.warn(
@@ -166,6 +169,21 @@ class PrivateOptimizer(torch.optim.Optimizer):
         The accounting does not change: noise follows the new sensitivity.
         """
         self._attached().set_clipping(clipping, max_grad_norm, style, gamma)
+
+    def group_by(self, keys: Any) -> None:
+        """Say whose the records of the coming batch are: a person's are clipped as one sample, whose gradient is the
+        sum of theirs.
+
+        keys: a number or string for each record; None: samples are records again. To be said of every batch, before
+        the forward; all records of a person must be in one batch. sample_rate and expected_batch_size are then those
+        of persons. Where a loader tells (`fastdp.poisson_loader(group_by=)`), leave it out.
+        """
+        self._attached().engine.group_by(keys)
+
+    @property
+    def unit(self) -> str:
+        """What a sample is, one of which the epsilon is of: "record", or "group" of records (a person's)."""
+        return "group" if self._accounted().unit.grouped else "record"
 
     def noise_state(self) -> dict[str, Any]:
         """{"key", "step"}: what the noise of the coming steps is a function of, to take up a run exactly.

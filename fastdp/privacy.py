@@ -15,10 +15,11 @@ from .buffers import Buffers, alias
 from .clipping import Clipping, ClippingFunction
 from .engine import PerSampleGradients
 from .errors import AccountingError, StepError
-from .explain import Plan, table
+from .explain import Plan
 from .gradients import Gradients
 from .ops.clip import GAMMA
 from .ops.noise import Noise
+from .whose import Unit
 
 
 class Release(NamedTuple):
@@ -96,6 +97,8 @@ class Privacy:
         self._sums_of = -1  # the logical batch of the sums
         self._rate: float | None = None
         self._expected: float | None = None
+        self.unit = Unit()
+        self.engine.whose.batch_in_hand = self._in_hand
         self.discard()
 
     def discard(self) -> None:
@@ -103,11 +106,13 @@ class Privacy:
         self._pending: dict[int, Tensor] = {}  # of backwards since the last call of step
         self._sums: dict[int, Tensor] = {}  # of the logical batch's steps so far
         self._has_pending = self._has_sums = False
+        self.unit.forget()
 
     # ------------------------------------------------------------------ backward
 
     def _clip(self, gradients: Gradients) -> None:
-        self._check_batch(gradients.batch)
+        self.unit.take(gradients.people, begun=self._has_pending or self._has_sums or bool(self.ledger.history))
+        self._check_batch(gradients)
         named = self.engine.named_parameters()
         self._check_groups(named)
         members = [[named[name] for name in group.parameters if name in named] for group in self.clipping.groups]
@@ -123,8 +128,8 @@ class Privacy:
         self._has_pending = True
         self._plan = Plan(gradients)
 
-    def _current(self) -> sampling.PhysicalBatch | None:
-        """The batch in hand, of the loader that this optimizer trains on."""
+    def _in_hand(self) -> sampling.PhysicalBatch | None:
+        """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
         if self._loader is not None and (mine := sampling.current(self._loader)) is not None:
             return mine
         if sampling.active_loaders() > 1:
@@ -132,19 +137,23 @@ class Privacy:
                 "several Poisson loaders are being iterated, and which of them this optimizer trains on is not known: "
                 "train a step on its loader before the others begin"
             )
-        found = sampling.current()
+        return sampling.current()
+
+    def _current(self) -> sampling.PhysicalBatch | None:
+        found = self._in_hand()
         if found is not None:
             self._loader = found.loader
         return found
 
-    def _check_batch(self, batch: int) -> None:
+    def _check_batch(self, gradients: Gradients) -> None:
         current = self._current()
         if current is None:
             return
-        if batch != current.size:
+        if gradients.records != current.size or gradients.people != current.people:
             raise StepError(
-                f"the loader handed out {current.size} samples, the model was given a batch of {batch}. One sample "
-                "must be one row (or rows_per_sample= of them), and the whole batch must pass."
+                f"the loader handed out {current.size} records, the model was given a batch of {gradients.records}"
+                f"{'' if gradients.records != current.size else ' of other persons'}. One record must be one row (or "
+                "rows_per_sample= of them), and the whole batch must pass."
             )
         number = (current.logical, current.physical)
         if number in (self._backward_of, self._step_of):
@@ -196,6 +205,7 @@ class Privacy:
             self._sums, self._has_sums = {}, False
         _add(self._sums, self._pending)
         self._pending, self._has_pending, self._has_sums = {}, False, True
+        self.unit.forget()
         self._rate, self._expected, self._sums_of = rate, expected, logical
         if current is not None:
             self._step_of = (current.logical, current.physical)
@@ -220,6 +230,7 @@ class Privacy:
     def zero_grad(self) -> None:
         """Drop the gradients of backwards that no step has taken."""
         self._pending, self._has_pending = {}, False
+        self.unit.forget()
 
     def release(self) -> Release:
         """The clipped sums of every tracked parameter, and the noise that must be added to them, once.
@@ -257,7 +268,7 @@ class Privacy:
         self.engine.profile = self.engine.profile or profile
         if self._plan is None:
             raise StepError("no plan yet: call loss.backward() first")
-        return table(self._plan.rows(self.engine.named_parameters()), profile, self.engine.compiled())
+        return self._plan.table(self.engine.named_parameters(), profile, self.engine.compiled())
 
     # ------------------------------------------------------------------ state
 
@@ -301,6 +312,7 @@ class Privacy:
             "max_grad_norm": clipping.max_grad_norm,
             "gamma": clipping.gamma,
             "dropped": self.nonfinite_samples,
+            "grouped": self.unit.grouped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -317,7 +329,7 @@ class Privacy:
             named = self.engine.named_parameters()
             self.clipping = Clipping(named, kind or old.clipping, float(norm), style or old.style, float(gamma))
         self.ledger.history, self.noise_multiplier, self.noise.step = history, noise_multiplier, step
-        self._dropped = torch.tensor(dropped)
+        self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
         self.discard()
 
 

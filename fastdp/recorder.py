@@ -37,6 +37,9 @@ class Recorder(Protocol):
     def begin_record(self, path: str) -> bool:
         """A captured call's backward begins. Returns whether the gradients of parameters are asked for."""
 
+    def folded(self, use: Any) -> Any:
+        """A use by records as one by persons, where records are of persons: to plan its storage by."""
+
     def record(self, use: Any) -> None:
         """Keep a use until the end of backward."""
 

@@ -1,4 +1,4 @@
-"""Poisson sampling: every record joins a batch independently, with the accounted probability.
+"""Poisson sampling: every record (or person) joins a batch independently, with the accounted probability.
 
 A logical batch (one step) is cut into physical ones that fit the memory. The loader notes which of them it
 handed out last, so that the optimizer knows when a logical batch is complete; see `current`.
@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from .accounting import steps_per_epoch
 from .errors import StepError
+from .grouping import Grouping
+from .people import People
 
 
 class PhysicalBatch(NamedTuple):
@@ -29,10 +31,11 @@ class PhysicalBatch(NamedTuple):
     loader: int  # id of the loader
     logical: int
     physical: int
-    size: int
+    size: int  # records
     final: bool  # the last of its logical batch
     sample_rate: float
-    expected_batch_size: float
+    expected_batch_size: float  # of samples: of groups, where records are grouped
+    people: People | None = None  # whose the records are, where a sample is a group of them
 
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
@@ -58,13 +61,20 @@ class PoissonSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, size: int, sample_rate: float, steps: int, max_physical_batch_size: int | None, seed: int | None
+        self,
+        size: int,
+        sample_rate: float,
+        steps: int,
+        max_physical_batch_size: int | None,
+        seed: int | None,
+        grouping: Grouping | None = None,
     ) -> None:
-        self.size, self.sample_rate, self.steps = size, sample_rate, steps
+        self.size, self.sample_rate, self.steps = size, sample_rate, steps  # size: of samples
+        self.grouping = grouping
         self.limit = max_physical_batch_size
         self.key = secrets.randbits(256) if seed is None else seed
         self.passes, self.first = 0, 0  # passes begun, and the step at which the next one begins
-        self.pending: deque[tuple[int, bool]] = deque()  # of the pass begun last
+        self.pending: deque[tuple[int, bool, People | None]] = deque()  # of the pass begun last
         self.running = (0, 0)  # of the pass begun last: its number, and its first step
 
     def __len__(self) -> int:
@@ -77,11 +87,22 @@ class PoissonSampler(Sampler[list[int]]):
         for step in range(first, self.steps):
             draw = np.random.default_rng(np.random.SeedSequence(self.key, spawn_key=(place, step)))
             chosen = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
-            limit = self.limit or max(len(chosen), 1)
-            parts = [chosen[i : i + limit] for i in range(0, len(chosen), limit)] or [[]]
-            for number, part in enumerate(parts):
-                pending.append((len(part), number == len(parts) - 1))
+            for part, final, people in self._parts(chosen, draw):
+                pending.append((len(part), final, people))
                 yield part
+
+    def _parts(self, chosen: list[int], draw: np.random.Generator) -> Iterator[tuple[list[int], bool, People | None]]:
+        """The records of a physical batch each, whether it is the last, and whose the records are."""
+        if self.grouping is not None:
+            groups = list(self.grouping.parts(chosen, draw, self.limit))
+            for number, group in enumerate(groups):
+                people = People.of_counts([len(records) for records in group])
+                yield [r for records in group for r in records], number == len(groups) - 1, people
+            return
+        limit = self.limit or max(len(chosen), 1)
+        parts = [chosen[i : i + limit] for i in range(0, len(chosen), limit)] or [[]]
+        for number, part in enumerate(parts):
+            yield part, number == len(parts) - 1, None
 
 
 class _CollateWithEmpty:
@@ -162,6 +183,20 @@ class PoissonLoader:
         """Logical batches in one pass over the loader."""
         return self.sampler.steps
 
+    @property
+    def grouping(self) -> Grouping | None:
+        """Whose the records are, where a sample is a group of them."""
+        return self.sampler.grouping
+
+    def __repr__(self) -> str:
+        kind, of = "records", ""
+        if self.grouping is not None:
+            kind, of = "groups", f" of {len(self.dataset)} records (at most {self.grouping.most} each a step)"
+        return (
+            f"<poisson_loader: each of {self.sampler.size} {kind}{of} with probability {self.sample_rate:.6g} in each "
+            f"of {self.sampler.steps} steps; epsilon is of one of the {kind} added or removed>"
+        )
+
     def __len__(self) -> int:
         """Logical batches; with max_physical_batch_size the loop body may run more often."""
         return self.sampler.steps
@@ -169,19 +204,19 @@ class PoissonLoader:
     def __iter__(self) -> Iterator[Any]:
         mine = next(_PASSES)
         batches = iter(self.loader)
-        pending: deque[tuple[int, bool]] | None = None
+        pending: deque[tuple[int, bool, People | None]] | None = None
         logical, physical, place, step = next(_LOGICAL), 0, 0, 0
         try:
             for batch in batches:
                 if pending is None:
                     pending = self.sampler.pending
                     place, step = self.sampler.running
-                size, final = pending.popleft()
+                size, final, people = pending.popleft()
                 step += final
                 self._place = (place, step)
                 _ACTIVE.pop(mine, None)  # to the end: it advanced last
                 _ACTIVE[mine] = PhysicalBatch(
-                    id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size
+                    id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people
                 )
                 yield batch
                 logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
@@ -200,6 +235,8 @@ def poisson_loader(
     max_physical_batch_size: int | None = None,
     steps: int | None = None,
     seed: int | None = None,
+    group_by: Any = None,
+    max_records_per_group: int | None = None,
     **loader_options: Any,
 ) -> PoissonLoader:
     """A loader that samples every record independently with probability sample_rate at each step.
@@ -212,12 +249,18 @@ def poisson_loader(
             accumulates until the last. An empty sample is handed out as a batch with no rows.
         steps: logical batches in a pass (default: ceil(1 / sample_rate), each record once in expectation).
         seed: for reproducible experiments; default: from the operating system. Sampling must be secret.
+        group_by: whose the records are, for privacy of persons with several: a column's name, a key for each record,
+            or a function from a record to its key. Persons are then sampled, with all of their records, and clipped
+            as one sample each; sample_rate and expected_batch_size are of persons, max_physical_batch_size counts
+            records. See docs/people.md.
+        max_records_per_group: at each step so many records of a person at most, drawn anew.
         loader_options: of torch's DataLoader, for a dataset.
 
     Raises ValueError or StepError on data that cannot be sampled or sizes that make no sense.
     """
     options = dict(loader_options)
     dataset: Any = data
+    of_loader = False  # whether the DataLoader's batch size is taken
     if isinstance(data, DataLoader):
         dataset = data.dataset
         if type(data.sampler) not in (SequentialSampler, RandomSampler) or not getattr(data, "in_order", True):
@@ -231,22 +274,25 @@ def poisson_loader(
         if sample_rate is None and expected_batch_size is None:
             if data.batch_size is None:
                 raise ValueError("the DataLoader has no batch_size: give expected_batch_size= or sample_rate=")
-            expected_batch_size = min(data.batch_size, len(dataset))
+            expected_batch_size, of_loader = data.batch_size, True
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise StepError(
             "Poisson sampling needs a dataset with a length and access by index; an iterable one cannot be sampled. "
             "Load it into a map-style dataset (a list will do)."
         )
-    size = len(dataset)
+    grouping = None if group_by is None else Grouping.of(dataset, group_by)
+    size = len(dataset) if grouping is None else grouping.groups
     if size == 0:
         raise ValueError("the dataset is empty")
     if (sample_rate is None) == (expected_batch_size is None):
         raise ValueError("give either sample_rate= or expected_batch_size=")
     if sample_rate is None:
         assert expected_batch_size is not None
+        expected_batch_size = min(expected_batch_size, size) if of_loader else expected_batch_size
         if not 0 < expected_batch_size <= size:
             raise ValueError(
-                f"expected_batch_size must lie in (0, {size}], the size of the data; got {expected_batch_size}"
+                f"expected_batch_size must lie in (0, {size}], the size of the data"
+                f"{'' if grouping is None else ' in groups'}; got {expected_batch_size}"
             )
         sample_rate = expected_batch_size / size
         steps = steps if steps is not None else steps_per_epoch(sample_rate)
@@ -255,12 +301,17 @@ def poisson_loader(
         expected_batch_size = sample_rate * size
         if abs(expected_batch_size - round(expected_batch_size)) < 1e-9 * size:
             expected_batch_size = round(expected_batch_size)
-    for name, value in (("max_physical_batch_size", max_physical_batch_size), ("steps", steps)):
+    for name, value in (("max_physical_batch_size", max_physical_batch_size), ("steps", steps),
+                        ("max_records_per_group", max_records_per_group)):  # fmt: skip
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
     if options.get("in_order") is False:
         raise ValueError("in_order=False would mix up physical batches")
-    sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed)
+    if max_records_per_group is not None and grouping is None:
+        raise ValueError("max_records_per_group= needs group_by=, which says whose the records are")
+    if grouping is not None:
+        grouping.limit_to(max_records_per_group, max_physical_batch_size)
+    sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed, grouping)
     collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
     loader: DataLoader[Any] = DataLoader(
         dataset, batch_sampler=sampler, collate_fn=_CollateWithEmpty(collate, dataset), **options

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from .arguments import may_be_packed, nested_tensors
 from .engine import PerSampleGradients
 from .errors import BatchReadWarning, VerificationError
 from .marks import mark_of, mark_rows, samples_said
+from .people import numbers_of
 from .reads import Reads
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -61,6 +62,7 @@ def verify(
     loss_reduction: str = "mean",
     tolerance: float | None = None,
     samples: int = 8,
+    group_by: Any = None,
     raise_on_failure: bool = True,
     **options: Any,
 ) -> VerifyReport:
@@ -74,6 +76,7 @@ def verify(
         loss_reduction: "mean" or "sum", as of the optimizer.
         tolerance: largest relative error (default 1e-4; 5e-2 for 16-bit models).
         samples: at most this many samples of the batch are used.
+        group_by: a key for each record of the batch, where all records of one key are one sample (a person).
         options: batch_first, batch_size of PerSampleGradients.
 
     Dropout is off while it runs. Returns a report; raises VerificationError naming the module or the loss
@@ -81,9 +84,12 @@ def verify(
     own errors where it refuses the model.
     """
     size = _size(batch)
-    batch = _rows(batch, range(min(size, samples)), size)
-    size = min(size, samples)
-    if size < 2:
+    numbers = list(range(size)) if group_by is None else numbers_of(group_by)[0]
+    if len(numbers) != size:
+        raise ValueError(f"group_by gives {len(numbers)} keys for a batch of {size} records")
+    kept = [record for record, number in enumerate(numbers) if number < samples]
+    batch = Records(_rows(batch, kept, size), [numbers[record] for record in kept], group_by is not None)
+    if batch.samples < 2:
         raise ValueError("verify needs a batch of at least two samples")
     if tolerance is None:
         half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
@@ -94,7 +100,7 @@ def verify(
     try:
         for module, _ in states:
             module.eval()
-        report = _verify(model, loss_fn, batch, size, params, loss_reduction, tolerance, options)
+        report = _verify(model, loss_fn, batch, params, loss_reduction, tolerance, options)
     finally:
         for module, training in states:
             module.train(training)
@@ -108,8 +114,28 @@ def verify(
     return report
 
 
-def _verify(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: Iterable[Tensor] | None,
-            loss_reduction: str, tolerance: float, options: dict[str, Any]) -> VerifyReport:  # fmt: skip
+class Records(NamedTuple):
+    """A batch, and the number of the sample that each of its records belongs to."""
+
+    batch: Any
+    numbers: list[int]
+    grouped: bool
+
+    @property
+    def samples(self) -> int:
+        return max(self.numbers, default=-1) + 1
+
+    def of(self, samples: Iterable[int]) -> Records:
+        """The batch made of these samples."""
+        own = [[record for record, number in enumerate(self.numbers) if number == sample] for sample in samples]
+        numbers = [number for number, records in enumerate(own) for _ in records]
+        return Records(_rows(self.batch, [r for records in own for r in records], len(self.numbers)), numbers,
+                       self.grouped)  # fmt: skip
+
+
+def _verify(model: nn.Module, loss_fn: Loss, batch: Records, params: Iterable[Tensor] | None, loss_reduction: str,
+            tolerance: float, options: dict[str, Any]) -> VerifyReport:  # fmt: skip
+    size = batch.samples
     chosen = None if params is None else list(params)
     reads: list[Reads] = []
     ours = _by_engine(model, loss_fn, batch, chosen, loss_reduction, options, reads)
@@ -117,7 +143,7 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: Iter
     named = {name: p for name, p in model.named_parameters() if name in ours}
     alone = {name: [] for name in names}  # type: dict[str, list[Tensor]]
     for i in range(size):
-        found = _plain(model, loss_fn, _rows(batch, [i], size), named, loss_reduction)
+        found = _plain(model, loss_fn, batch.of([i]), named, loss_reduction)
         for name in names:
             alone[name].append(found[name])
     truth = {name: torch.stack(rows) for name, rows in alone.items()}
@@ -128,11 +154,11 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: Iter
     sum_error = _relative(_weighted(ours, factors), _weighted(truth, factors))
     whole = norms.mean().clamp(min=floor)
     parameters = {name: float((ours[name] - truth[name]).reshape(size, -1).norm(dim=1).max() / whole) for name in names}
-    coupling = _coupling(model, loss_fn, batch, size, chosen, loss_reduction, options, ours, norms, floor)
+    coupling = _coupling(model, loss_fn, batch, chosen, loss_reduction, options, ours, norms, floor)
     report = VerifyReport(size, norm_error, sum_error, coupling, tolerance, parameters)
     worst = max(parameters, key=lambda name: parameters[name])
     if not max(coupling, norm_error, sum_error) <= tolerance:
-        where = _where_coupled(model, loss_fn, batch, size)
+        where = _where_coupled(model, loss_fn, batch.batch, len(batch.numbers))
         if where or coupling > tolerance:
             report.problem = (
                 f"a sample's gradient depends on other samples, {where or 'in the loss'}: clipping does not bound it. "
@@ -159,13 +185,14 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: Iter
 # --------------------------------------------------------------------------- gradients
 
 
-def _by_engine(model: nn.Module, loss_fn: Loss, batch: Any, params: list[Tensor] | None, reduction: str,
+def _by_engine(model: nn.Module, loss_fn: Loss, batch: Records, params: list[Tensor] | None, reduction: str,
                options: dict[str, Any], reads: list[Reads] | None = None) -> dict[str, Tensor]:  # fmt: skip
     engine = PerSampleGradients(model, params, loss_reduction=reduction, **options)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BatchReadWarning)  # what is read is about to be judged
-            loss = _reduced(loss_fn(model, batch), reduction)
+            engine.group_by(batch.numbers if batch.grouped else None)
+            loss = _reduced(loss_fn(model, batch.batch), reduction)
         loss.backward()  # type: ignore[no-untyped-call]
         if reads is not None:
             reads.append(engine._forward.reads)
@@ -174,9 +201,12 @@ def _by_engine(model: nn.Module, loss_fn: Loss, batch: Any, params: list[Tensor]
         engine.detach()
 
 
-def _plain(model: nn.Module, loss_fn: Loss, batch: Any, named: dict[str, nn.Parameter],
+def _plain(model: nn.Module, loss_fn: Loss, batch: Records, named: dict[str, nn.Parameter],
            reduction: str) -> dict[str, Tensor]:  # fmt: skip
-    loss = _reduced(loss_fn(model, batch), reduction)
+    """The gradient of a batch of one sample: the sum over its records."""
+    loss = _reduced(loss_fn(model, batch.batch), reduction)
+    if reduction == "mean":
+        loss = loss * len(batch.numbers)
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {
         name: torch.zeros_like(p).double() if g is None else g.double()
@@ -211,12 +241,12 @@ def _relative(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 # --------------------------------------------------------------------------- dependence
 
 
-def _coupling(model: nn.Module, loss_fn: Loss, batch: Any, size: int, params: list[Tensor] | None, reduction: str,
+def _coupling(model: nn.Module, loss_fn: Loss, batch: Records, params: list[Tensor] | None, reduction: str,
               options: dict[str, Any], ours: dict[str, Tensor], norms: Tensor, floor: float) -> float:  # fmt: skip
     """Largest change of a sample's gradient when all others are replaced by copies of it."""
-    worst = 0.0
+    worst, size = 0.0, batch.samples
     for i in {0, size - 1}:
-        other = _by_engine(model, loss_fn, _rows(batch, [i] * size, size), params, reduction, options)
+        other = _by_engine(model, loss_fn, batch.of([i] * size), params, reduction, options)
         moved = sum(float((other[name][i] - g[i]).square().sum()) for name, g in ours.items()) ** 0.5
         worst = max(worst, moved / max(float(norms[i]), floor))
     return worst

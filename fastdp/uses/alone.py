@@ -49,6 +49,9 @@ class OneSample:
     def guess_layout(self, tensor: Tensor) -> Layout | None:
         return Layout(1)
 
+    def folded(self, use: Any) -> Any:
+        return use  # what is one sample's is one person's
+
     def record(self, use: Any) -> None:
         self.recorder.record(Alone(use, self.sample, self.recorder.batch))
 

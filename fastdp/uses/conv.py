@@ -101,13 +101,11 @@ class _Conv(Captured):
         recorder = self.recorder
         if self.learns_weight:
             x = cut(saved[0], self.layout)
-            shape = shape_of(x, g, self.geometry)
-            replaced = x.nbytes + g.nbytes
-            if recorder.planner.materialises(shape, replaced, x.device, is_short(x)):
-                rows = conv_ops.per_sample(x, g, self.geometry)
-                recorder.record(Direct(self.weight.tensor, rows, self.name, shape))
-            else:
-                recorder.record(Conv(self.weight.tensor, x, g, self.geometry, self.name))
+            use: Use = recorder.folded(Conv(self.weight.tensor, x, g, self.geometry, self.name))
+            assert use.shape is not None
+            if recorder.planner.materialises(use.shape, x.nbytes + g.nbytes, x.device, is_short(x)):
+                use = Direct(self.weight.tensor, use.per_sample(0, use.batch), self.name, use.shape)
+            recorder.record(use)
         if self.bias is not None and self.learns_bias:
             over = [d for d in range(1, g.dim()) if d != 2]
             recorder.record(Direct(self.bias.tensor, accumulate(g).sum(over), self.name))

@@ -55,11 +55,11 @@ class Matmul(Use):
 
 def use_of_product(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:
     """The use of an operand [O,I] by a [B,T,I] with output gradient g [B,T,O], stored as the planner says."""
-    use = Matmul(operand, a, g, name)
-    replaced = a.nbytes + g.nbytes
-    if not recorder.planner.materialises(use.shape, replaced, a.device, is_short(a)):
+    use: Use = recorder.folded(Matmul(operand, a, g, name))
+    shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
+    if not recorder.planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
         return use
-    return Direct(operand, ops.linear_per_sample(a, g), name, use.shape)
+    return Direct(operand, use.per_sample(0, use.batch), name, shape)
 
 
 def in_any_order(layout: Layout, data: Tensor) -> bool:

@@ -111,11 +111,11 @@ def use_of_rows(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, layou
     """
     owner = owners_below(layout, g)
     a, g = rows_of(a, layout), rows_of(g, layout)
-    use = Routed(operand, a, g, torch.zeros_like(owner), owner, recorder.batch, name)
-    shape = Shape("linear", recorder.batch, -(-a.size(0) // recorder.batch), a.size(1), g.size(1))
+    use: Use = recorder.folded(Routed(operand, a, g, torch.zeros_like(owner), owner, recorder.batch, name))
+    shape = Shape("linear", use.batch, -(-a.size(0) // use.batch), a.size(1), g.size(1))
     if not recorder.planner.materialises(shape, a.nbytes + g.nbytes, a.device, use.short):
         return use
-    return Direct(operand, use.per_sample(0, recorder.batch), name, shape)
+    return Direct(operand, use.per_sample(0, use.batch), name, shape)
 
 
 def row_sum(g: Tensor, layout: Layout) -> Tensor:
