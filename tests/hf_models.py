@@ -29,8 +29,17 @@ def gpt2(seed=0, dropout=0.0):
     torch.manual_seed(seed)
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=1, n_head=2, resid_pdrop=dropout,
-            embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+            vocab_size=VOCABULARY,
+            n_positions=32,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
         )  # fmt: skip
     )
 

@@ -8,6 +8,9 @@ import math
 import pytest
 import torch
 
+from fastdp.accounting import epsilon_of
+from fastdp.errors import AccountingError, ParameterError, StepError, VerificationError
+
 from .hf_models import (
     Collate,
     DPTrainer,
@@ -21,9 +24,6 @@ from .hf_models import (
     truth_of_step,
     weights,
 )
-
-from fastdp.accounting import epsilon_of  # noqa: E402
-from fastdp.errors import AccountingError, ParameterError, StepError, VerificationError  # noqa: E402
 
 
 def with_lora(model):
@@ -135,9 +135,9 @@ def test_accumulation_is_one_batch(tmp_path):
 def test_noised_steps_are_what_is_counted(tmp_path):
     """Steps, epochs, schedule, logs and checkpoints; epsilon as logged is epsilon computed anew."""
     trainer = trainer_of(
-        tmp_path, bert(num_labels=3), texts(40), private(target_epsilon=4.0, noise_multiplier=None), optim="adamw_torch",
+        tmp_path, bert(num_labels=3), texts(40), private(target_epsilon=4.0, noise_multiplier=None),
         gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=2, logging_strategy="steps", logging_steps=5,
-        lr_scheduler_type="linear", save_strategy="steps", save_steps=5,
+        lr_scheduler_type="linear", save_strategy="steps", save_steps=5, optim="adamw_torch",
     )  # fmt: skip
     trainer.train()
     (sigma, rate, steps), *others = trainer.history
@@ -174,7 +174,7 @@ def test_the_model_comes_back_as_it_was(tmp_path):
 def test_evaluation_is_the_ordinary_one(tmp_path):
     """In the middle of training too; predictions alike."""
     data, model = texts(16), bert(num_labels=3)
-    metrics = lambda prediction: {"mean": float(prediction.predictions.mean())}  # noqa: E731
+    metrics = lambda prediction: {"mean": float(prediction.predictions.mean())}
     ours = trainer_of(tmp_path, model, data, private(noise_multiplier=1.0), eval_strategy="steps", eval_steps=2,
                       more={"eval_dataset": data, "compute_metrics": metrics})  # fmt: skip
     ours.train()

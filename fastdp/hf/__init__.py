@@ -1,4 +1,4 @@
-"""Private training with Hugging Face's Trainer: `DPTrainer` and `PrivacyArguments`. Needs `pip install 'fastdp[hf]'`."""
+"""Private training with Hugging Face's Trainer. Needs `pip install 'fastdp[hf]'`."""
 
 from __future__ import annotations
 

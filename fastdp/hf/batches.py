@@ -7,15 +7,19 @@ loop's own counting (steps, epochs, schedule, logs, checkpoints) is in noised st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from transformers.trainer_utils import seed_worker
 
 from .. import sampling
 from ..errors import StepError
-from ..sampling import PoissonLoader
+from ..sampling import PoissonLoader, poisson_loader
+from .options import PrivacyArguments
 
 
 class Ticket(dict[str, Any]):
@@ -90,3 +94,60 @@ def check_dataset(dataset: Any) -> None:
             "train_dataset is iterable only: Poisson sampling needs a length and access by index. Load it into a "
             "map-style dataset (datasets.Dataset, or a list)"
         )
+
+
+def make_source(data: Any, collate: Any, keys: list[Any] | None, args: Any, privacy: PrivacyArguments) -> Source:
+    """The Poisson loader of a run. keys: the group of each record, where samples are groups of them.
+
+    The sample rate is per_device_train_batch_size * gradient_accumulation_steps / n, unless given. Raises ValueError
+    where that is more than 1.
+    """
+    rate, samples = privacy.sample_rate, len(data) if keys is None else len(set(keys))
+    if rate is None:
+        expected = args.train_batch_size * args.gradient_accumulation_steps
+        rate = expected / max(samples, 1)
+        if rate > 1:
+            raise ValueError(
+                f"per_device_train_batch_size x gradient_accumulation_steps = {expected} is more than there are "
+                f"samples ({samples})"
+            )
+    generator = torch.Generator()
+    grouped: dict[str, Any] = (
+        {} if keys is None else {"group_by": keys, "max_records_per_group": privacy.max_records_per_group}
+    )
+    loader = poisson_loader(
+        data, sample_rate=rate, max_physical_batch_size=args.train_batch_size, seed=privacy.noise_seed,
+        collate_fn=collate, generator=generator, num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory, persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        worker_init_fn=functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0), **grouped,
+    )  # fmt: skip
+    return Source(loader, generator, args.seed)
+
+
+def column(data: Any, name: str) -> list[Any]:
+    """The values of a column of the training data, one a record. Raises ValueError where there is none."""
+    names = getattr(data, "column_names", None)
+    if names is not None:
+        if name not in names:
+            raise ValueError(f"group_by: the training data has no column {name!r}, but {', '.join(names)}")
+        return list(data.with_format(None)[name])
+    try:
+        return [data[index][name] for index in range(len(data))]
+    except (KeyError, TypeError, IndexError):
+        raise ValueError(f"group_by: the records of the training data have no {name!r}") from None
+
+
+def varied(examples: list[Any], collate: Any) -> list[Any]:
+    """Up to four of the examples, the largest and the smallest among them when collated alone."""
+    sizes = []
+    for example in examples:
+        alone = collate([example])
+        tensors = [v for v in alone.values() if isinstance(v, Tensor)] if hasattr(alone, "values") else []
+        if not tensors:
+            raise StepError("the collator must return a dict of tensors, samples first")
+        sizes.append(sum(t.numel() for t in tensors))
+    order = sorted(range(len(examples)), key=lambda index: sizes[index])
+    chosen = dict.fromkeys([order[0], order[-1], order[len(order) // 2], *order])
+    return [examples[index] for index in list(chosen)[:4]]

@@ -198,7 +198,5 @@ def reduced(loss: Tensor, size: int) -> Tensor:
     if loss.dim() == 0:
         return loss
     if loss.shape != (size,):
-        raise StepError(
-            f"the loss has shape {tuple(loss.shape)}: it must be one loss a sample [{size}], or their mean"
-        )
+        raise StepError(f"the loss has shape {tuple(loss.shape)}: it must be one loss a sample [{size}], or their mean")
     return loss.sum() / max(size, 1)

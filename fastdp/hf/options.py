@@ -24,7 +24,8 @@ class PrivacyArguments:
         default=None, metadata={"help": "delta of (epsilon, delta); default 1 / (2 n) of n records (or groups)."}
     )
     per_sample_max_grad_norm: float = field(
-        default=1.0, metadata={"help": "Clipping norm of every sample's gradient (not TrainingArguments.max_grad_norm)."}
+        default=1.0,
+        metadata={"help": "Clipping norm of every sample's gradient (not TrainingArguments.max_grad_norm)."},
     )
     clipping: str = field(default="local", metadata={"help": "local, global or automatic (or a function, in Python)."})
     style: str = field(default="flat", metadata={"help": "flat or layerwise."})
@@ -38,6 +39,9 @@ class PrivacyArguments:
     )
     group_by: str | None = field(
         default=None, metadata={"help": "Column whose equal values form one sample: protects people, not records."}
+    )
+    max_records_per_group: int | None = field(
+        default=None, metadata={"help": "With group_by: at most so many records of a group in a step."}
     )
     memory_budget: int | None = field(default=None, metadata={"help": "Bytes to hold in backward for norms and sums."})
     verify: bool = field(
@@ -65,6 +69,8 @@ class PrivacyArguments:
             raise ValueError("noise_multiplier=0 has no epsilon: leave target_epsilon out")
         if self.delta is not None and not 0 < self.delta < 1:
             raise ValueError(f"delta must lie in (0, 1), not {self.delta!r}")
+        if self.max_records_per_group is not None and self.group_by is None:
+            raise ValueError("max_records_per_group needs group_by")
         if self.log_clipped_share and self.style != "flat":
             raise ValueError("log_clipped_share needs style='flat'")
         check_accountant(self.accountant)

@@ -1,4 +1,4 @@
-"""What a DPTrainer's run spends: the account, the plan within a budget, privacy.json, and what a checkpoint has spent."""
+"""What a DPTrainer's run spends: the account, the plan within a budget, and what a checkpoint has spent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..accounting import epsilon_of
 from ..errors import AccountingError
 from ..optim import PrivateOptimizer
 from . import ledger
-from .batches import Source
+from .batches import Source, column
 from .options import PrivacyArguments
 
 logger = transformers.utils.logging.get_logger("transformers.fastdp")
@@ -54,9 +54,15 @@ class Spending:
         return epsilon_of(self.history, self.delta() if delta is None else delta, self.privacy.accountant)
 
     def _records(self) -> int:
+        """Samples in the training data: records, or groups of them."""
         if self._source is not None:
             return int(self._source.loader.sampler.size)
-        return len(self.train_dataset)  # type: ignore[arg-type]
+        keys = self._group_keys()
+        return len(self.train_dataset) if keys is None else len(set(keys))
+
+    def _group_keys(self) -> list[Any] | None:
+        """The key of each record, where samples are groups of them."""
+        return None if self.privacy.group_by is None else column(self.train_dataset, self.privacy.group_by)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial spends privacy of its own, and so does the choice among them."""

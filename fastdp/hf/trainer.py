@@ -9,27 +9,23 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import datasets as hf_datasets
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint
 
-from ..accounting import epsilon_of, noise_multiplier_for
+from ..accounting import noise_multiplier_for
 from ..errors import AccountingError, ParameterError, StepError
 from ..optim import PrivateOptimizer, privatize
-from ..sampling import PoissonLoader, poisson_loader
 from . import arguments, ledger
-from .batches import Source, Ticket, check_dataset, tickets
+from .batches import Ticket, check_dataset, make_source, tickets, varied
 from .checks import check_model, check_padding, evaluating
 from .losses import Head, find_head, reduced, size_of, without_labels
 from .options import PrivacyArguments
-
-logger = transformers.utils.logging.get_logger("transformers.fastdp")
-ACCOUNTING_SHARE, ACCOUNTING_FREE = 0.05, 30.0  # of the time, and seconds, at most for epsilon in the logs
+from .spending import Spending, Watch, logger
 
 
-class DPTrainer(transformers.Trainer):
+class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` that trains with differential privacy.
 
     Args: those of Trainer, and privacy, a `PrivacyArguments`. Batches are Poisson samples of train_dataset, cut into
@@ -43,6 +39,9 @@ class DPTrainer(transformers.Trainer):
     Not covered: logged losses, metrics, and what is chosen by them.
     """
 
+    model: Any
+    optimizer: Any
+
     def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
         given = inspect.signature(transformers.Trainer.__init__).bind(self, *positional, **named).arguments
         if not isinstance(privacy, PrivacyArguments):
@@ -51,26 +50,19 @@ class DPTrainer(transformers.Trainer):
             arguments.check(given["args"])
         if given.get("train_dataset") is not None:
             check_dataset(given["train_dataset"])
-        self.privacy = privacy
-        self._private: PrivateOptimizer | None = None  # while it trains
-        self._source: Source | None = None
+        self._begin_account(privacy)
         self._head: Head | None = None
-        self._learning = False  # inside the loss of a training step, or of a check of it
         self._training = False
-        self._history: ledger.History = []  # of everything this trainer and its checkpoint have spent
-        self._place: dict[str, Any] = {}
-        self._allowed: int | None = None  # noised steps in all before the budget is spent
-        self._resumed: ledger.Spent | None = None
-        self._loss_sum: tuple[Tensor, int] | None = None
-        self._clipped: tuple[Tensor, int] | None = None
-        self._accounting = [0.0, 0.0]  # when training began, and seconds spent on epsilon since
+        self._learning = False  # inside the loss of a training step, or of a check of it
+        self._complete = False  # the logical batch of the step in hand has been taken whole
+        self._loss_sum: tuple[Tensor, int] | None = None  # of that batch, and its records
         super().__init__(*positional, **named)
         arguments.check(self.args)
         if self.is_model_parallel:
             raise ParameterError("the model is spread over several devices, which is not supported: load it on one")
         if self.args.max_grad_norm:
             logger.info("TrainingArguments.max_grad_norm is off: gradients are clipped by sample, before the noise")
-        self.add_callback(_Watch(self))
+        self.add_callback(Watch(self))
 
     # ------------------------------------------------------------------ the run
 
@@ -88,7 +80,7 @@ class DPTrainer(transformers.Trainer):
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"no checkpoint in {self.args.output_dir}")
-        self._resumed = self._spent_before(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._resumed = self._spent_before(str(resume_from_checkpoint)) if resume_from_checkpoint else None
         self._forget_optimizer()
         if self.privacy.noise_seed is not None:
             warnings.warn("noise_seed is for experiments: it voids the guarantee of the epsilon stated", stacklevel=2)
@@ -120,39 +112,17 @@ class DPTrainer(transformers.Trainer):
         """Tickets of the Poisson loader, which is made here; see `fastdp.hf.batches`."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
-        self._source = self._make_source()
+        data, collate = self.train_dataset, self.data_collator
+        if hasattr(data, "remove_columns"):
+            data = self._remove_unused_columns(data, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        self._source = make_source(data, collate, self._group_keys(), self.args, self.privacy)
         return tickets(self._source.loader.steps_per_epoch, self.args.gradient_accumulation_steps)
 
     def num_examples(self, dataloader: Any) -> int:
         """Records of the training data, or those of another loader."""
         return self._records() if self._training and self._source is not None else super().num_examples(dataloader)
-
-    def _make_source(self) -> Source:
-        args, data, collate = self.args, self.train_dataset, self.data_collator
-        extra: dict[str, Any] = {}
-        if self.privacy.group_by is not None:
-            extra["group_by"] = _column(data, self.privacy.group_by)
-        if isinstance(data, hf_datasets.Dataset):
-            data = self._remove_unused_columns(data, description="training")
-        else:
-            collate = self._get_collator_with_removed_columns(collate, description="training")
-        rate = self.privacy.sample_rate
-        if rate is None:
-            rate = args.train_batch_size * args.gradient_accumulation_steps / self._records()
-            if rate > 1:
-                raise ValueError(
-                    f"per_device_train_batch_size x gradient_accumulation_steps = {rate * self._records():g} is more "
-                    f"than there are samples ({self._records()})"
-                )
-        generator = torch.Generator()
-        loader = poisson_loader(
-            data, sample_rate=rate, max_physical_batch_size=args.train_batch_size, seed=self.privacy.noise_seed,
-            collate_fn=collate, generator=generator, num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory, persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context, **extra,
-        )  # fmt: skip
-        return Source(loader, generator, args.seed)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
         """The tickets of one step; what the batches hold is not counted, as nothing may be divided by it."""
@@ -221,9 +191,9 @@ class DPTrainer(transformers.Trainer):
     def _examine(self) -> None:
         """Find the head, and verify the model and the loss on a few records."""
         assert self._source is not None
-        inner: PoissonLoader = self._source.loader
+        inner = self._source.loader
         collate, data = inner.loader.collate_fn.collate, inner.dataset  # type: ignore[union-attr]
-        examples = _varied([data[index] for index in range(min(16, len(data)))], collate)
+        examples = varied([data[index] for index in range(min(16, len(data)))], collate)
         half = self.args.bf16 or any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
         with evaluating(self.model):
             batch = self._prepare_inputs(collate(examples))
@@ -242,9 +212,7 @@ class DPTrainer(transformers.Trainer):
                 logger.warning(open_question)
             if not self.privacy.verify or len(examples) < 2:
                 return
-            report = check_model(
-                self.model, self._step_loss, batch, {}, 5e-2 if half else None
-            )
+            report = check_model(self.model, self._step_loss, batch, {}, 5e-2 if half else None)
             logger.info(str(report))
 
     def _head_needed(self) -> bool:
@@ -305,8 +273,6 @@ class DPTrainer(transformers.Trainer):
         self._loss_sum, self._complete = None, False
         return total / max(size, 1)
 
-    _complete = False  # the logical batch of the step in hand has been taken whole
-
     def _physical_batch(self, model: nn.Module, private: PrivateOptimizer, ticket: Ticket) -> None:
         assert self._source is not None
         raw, current = self._source.next()
@@ -333,7 +299,7 @@ class DPTrainer(transformers.Trainer):
         if self.privacy.log_clipped_share and isinstance(private.norms, Tensor):
             clipped = (private.norms > self.privacy.per_sample_max_grad_norm).sum()
             before, seen = self._clipped or (torch.zeros_like(clipped), 0)
-            self._clipped = before + clipped, seen + size
+            self._clipped = before + clipped, seen + len(private.norms)
 
     def _attached(self) -> PrivateOptimizer:
         if self._private is None:
