@@ -188,7 +188,7 @@ def _own_loss(model: nn.Module, alone: dict[str, Any], name: str, remedy: str) -
         raise StepError(
             f"{name} adds an auxiliary loss of its routers, which balances the experts over the whole batch: a "
             "sample's gradient then depends on the others. Set model.config.output_router_logits = False (training "
-            "without it), or freeze the routers."
+            "without it)."
         )
     return own.detach().reshape(())
 

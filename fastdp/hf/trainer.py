@@ -53,6 +53,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         self._begin_account(privacy)
         self._head: Head | None = None
         self._training = False
+        self._trained: Any = None  # the model, or its compiled form
         self._learning = False  # inside the loss of a training step, or of a check of it
         self._complete = False  # the logical batch of the step in hand has been taken whole
         self._loss_sum: tuple[Tensor, int] | None = None  # of that batch, and its records
@@ -62,7 +63,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
             raise ParameterError("the model is spread over several devices, which is not supported: load it on one")
         if self.args.max_grad_norm:
             logger.info("TrainingArguments.max_grad_norm is off: gradients are clipped by sample, before the noise")
-        self.add_callback(Watch(self))
+        self.callback_handler.callbacks.insert(0, Watch(self))  # a step is noted before anyone is shown it
 
     # ------------------------------------------------------------------ the run
 
@@ -142,6 +143,15 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
             self._make_private(num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """As Trainer's; what torch_compile makes of the model is made here, where it can be kept for the engine."""
+        wrapped = super()._wrap_model(model, training, dataloader)
+        if self._training and training:
+            if self.args.torch_compile:
+                wrapped = self.accelerator.prepare_model(wrapped)
+            self._trained = wrapped
+        return wrapped
+
     def _make_private(self, steps: int) -> None:
         plain = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(plain, torch.optim.Optimizer):
@@ -163,8 +173,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
                 target_epsilon=self.privacy.target_epsilon, delta=self.delta(), steps=steps,
                 sample_rate=self._source.loader.sample_rate, accountant=self.privacy.accountant,
             )  # fmt: skip
-        model = next((m for m in reversed(self.accelerator._models) if _unwrapped(m) is self.model), self.model)
-        self._private = privatize(plain, model, noise_multiplier=noise, **self.privacy.engine_options())
+        self._private = privatize(plain, self._trained, noise_multiplier=noise, **self.privacy.engine_options())
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -341,7 +350,3 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         if self.history:
             ledger.write(self.args.output_dir, self._spent(), self.epsilon())
         return super()._finalize_training(trial, num_train_samples, start_time)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)  # of torch.compile
