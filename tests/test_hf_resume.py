@@ -31,9 +31,11 @@ class StopAt(transformers.TrainerCallback):
 
 def run(folder, model, privacy, stop=None, **options):
     """10 records a step of 50, 5 steps an epoch, a checkpoint every second."""
-    options = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2,
-               "optim": "adamw_torch", "lr_scheduler_type": "linear", "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2,
-               "logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.01, **options}  # fmt: skip
+    options = {
+        "max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch",
+        "lr_scheduler_type": "linear", "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2,
+        "logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.01, **options,
+    }  # fmt: skip
     trainer = trainer_of(folder, model, texts(50, "next"), privacy, **options)
     if stop is not None:
         trainer.add_callback(StopAt(stop))
