@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,11 @@ def test_the_table_is_complete():
     assert set(arguments.FIELDS) == installed
     assert {field.status for field in arguments.FIELDS.values()} == {"supported", "refused", "no effect"}
     assert all(field.why for field in arguments.FIELDS.values() if field.status != "supported")
+
+
+def test_the_table_in_the_documentation():
+    page = Path(__file__).parent.parent / "docs" / "huggingface.md"
+    assert arguments.table() in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -118,8 +118,8 @@ def make_source(data: Any, collate: Any, keys: list[Any] | None, args: Any, priv
     loader = poisson_loader(
         data, sample_rate=rate, max_physical_batch_size=args.train_batch_size, seed=privacy.noise_seed,
         collate_fn=collate, generator=generator, num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu", persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
+        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+        persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,
         worker_init_fn=functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0), **grouped,
     )  # fmt: skip

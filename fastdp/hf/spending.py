@@ -38,6 +38,7 @@ class Spending:
         self._allowed: int | None = None  # noised steps in all before the budget is spent
         self._resumed: ledger.Spent | None = None
         self._clipped: tuple[Tensor, int] | None = None
+        self._computed: tuple[tuple[Any, float], float] | None = None  # the last epsilon, and of what
         self._accounting = [0.0, 0.0]  # when training began, and seconds spent on epsilon since
 
     @property
@@ -51,7 +52,10 @@ class Spending:
 
     def epsilon(self, delta: float | None = None) -> float:
         """epsilon at delta (default: the run's) of all steps so far."""
-        return epsilon_of(self.history, self.delta() if delta is None else delta, self.privacy.accountant)
+        asked = (tuple(self.history), self.delta() if delta is None else delta)
+        if self._computed is None or self._computed[0] != asked:  # logs and checkpoints ask for the same
+            self._computed = asked, epsilon_of(list(asked[0]), asked[1], self.privacy.accountant)
+        return self._computed[1]
 
     def _records(self) -> int:
         """Samples in the training data: records, or groups of them."""

@@ -278,8 +278,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         zero = torch.zeros((), device=self.args.device)
         if not inputs.last:
             return zero
-        total, size = self._loss_sum or (zero, 0)
-        self._loss_sum, self._complete = None, False
+        (total, size), self._loss_sum, self._complete = self._loss_sum or (zero, 0), None, False
         return total / max(size, 1)
 
     def _physical_batch(self, model: nn.Module, private: PrivateOptimizer, ticket: Ticket) -> None:
@@ -296,9 +295,8 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
                 transformers.trainer.clear_device_cache()
             self.accelerator.backward(loss)
             self._note(loss.detach(), current.size, private)
-        if current.final:
-            self._complete = True
-        else:
+        self._complete = current.final
+        if not current.final:
             private.step()  # accumulates
             private.zero_grad()
 
@@ -311,9 +309,9 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
             self._clipped = before + clipped, seen + len(private.norms)
 
     def _attached(self) -> PrivateOptimizer:
-        if self._private is None:
-            raise StepError("DPTrainer trains by train(): its step needs the private optimizer made there")
-        return self._private
+        if self._private is not None:
+            return self._private
+        raise StepError("DPTrainer trains by train(): its step needs the private optimizer made there")
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Of a ticket: those of its batches."""
