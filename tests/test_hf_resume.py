@@ -64,6 +64,29 @@ def test_taken_up_bit_for_bit(checkpoint, tmp_path):
     assert logs[0] == logs[1]
 
 
+def test_adapters_are_taken_up(tmp_path):
+    """Of PEFT: the adapters alone are in the checkpoint."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(seed):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+        return peft.get_peft_model(gpt2(), config)
+
+    privacy = private(noise_multiplier=1.0, noise_seed=3)
+    options = dict(max_steps=3, save_steps=2)
+    whole = run(tmp_path / "whole", adapted(1), privacy, **options)
+    whole.train()
+    begun = run(tmp_path / "part", adapted(1), privacy, stop=3, **options)
+    with pytest.raises(KeyboardInterrupt):
+        begun.train()
+    again = run(tmp_path / "part", adapted(2), privacy, **options)
+    again.train(resume_from_checkpoint=True)
+    assert (tmp_path / "part" / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    ours, theirs = weights(again.model), weights(whole.model)
+    assert all(torch.equal(ours[name], p) for name, p in theirs.items())
+
+
 def test_without_a_seed_lost_steps_stay_counted(tmp_path):
     """Stopped after step 5, taken up at 4: the fifth has been seen, perhaps, and is another one now."""
     part = run(tmp_path, gpt2(), private(noise_multiplier=1.0), stop=5)

@@ -312,6 +312,8 @@ def test_parameters_that_would_not_be_trained(tmp_path):
     model.bert.requires_grad_(False)
     trainer.train()
     assert trainer.history == [(0.0, pytest.approx(1 / 3), 2)]
+    with pytest.raises(ParameterError, match="tied to the first training"):
+        trainer.train()
 
 
 def test_what_a_trainer_needs(tmp_path):

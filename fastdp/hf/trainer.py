@@ -58,6 +58,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         self._complete = False  # the logical batch of the step in hand has been taken whole
         self._loss_sum: tuple[Tensor, int] | None = None  # of that batch, and its records
         super().__init__(*positional, **named)
+        self._given = self.optimizer is not None
         arguments.check(self.args)
         if self.is_model_parallel:
             raise ParameterError("the model is spread over several devices, which is not supported: load it on one")
@@ -85,7 +86,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         self._forget_optimizer()
         if self.privacy.noise_seed is not None:
             warnings.warn("noise_seed is for experiments: it voids the guarantee of the epsilon stated", stacklevel=2)
-        self._training = True
+        self._training, self._complete, self._loss_sum = True, False, None
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
@@ -95,6 +96,8 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
     def _forget_optimizer(self) -> None:
         """A second training makes a new optimizer: that of the first is tied to its run."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        if isinstance(inner, PrivateOptimizer) and self._given:
+            raise ParameterError("optimizers= was tied to the first training: set trainer.optimizer to a new one")
         if isinstance(inner, PrivateOptimizer):
             self.optimizer, self.lr_scheduler = None, None
 
@@ -206,7 +209,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         half = self.args.bf16 or any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
         with evaluating(self.model):
             batch = self._prepare_inputs(collate(examples))
-            if self._head_needed():
+            if self.compute_loss_func is None and type(self).compute_loss is DPTrainer.compute_loss:
                 with torch.no_grad():
                     self._head = find_head(self.model, batch, 3e-2 if half else 1e-3)
                 if self.args.label_smoothing_factor and not self._head.smooths:
@@ -223,10 +226,6 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
                 return
             report = check_model(self.model, self._step_loss, batch, {}, 5e-2 if half else None)
             logger.info(str(report))
-
-    def _head_needed(self) -> bool:
-        """Not where the loss is the user's: a function, or compute_loss of a subclass."""
-        return self.compute_loss_func is None and type(self).compute_loss is DPTrainer.compute_loss
 
     # ------------------------------------------------------------------ the step
 
