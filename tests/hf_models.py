@@ -109,20 +109,31 @@ def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def truth_of_step(model, records, expected, lr, norm=1.0, loss=None):
-    """The weights after one step of SGD at noise 0: every record alone in float64 by the model's own loss, clipped."""
+def gradients(model, records, loss=None):
+    """Of every record alone in float64, by the model's own loss: (its norm, {name: gradient})."""
     model = copy.deepcopy(model).double().eval()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    total = {name: torch.zeros_like(p) for name, p in named.items()}
     for record in records:
         batch = Collate()([record])
         value = model(**batch).loss if loss is None else loss(model, batch)
         found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
         found = [torch.zeros_like(p) if g is None else g for p, g in zip(named.values(), found, strict=True)]
         size = torch.stack([g.square().sum() for g in found]).sum().sqrt()
-        for name, g in zip(named, found, strict=True):
-            total[name] += g * min(1.0, norm / float(size))
-    return {name: (p - lr * total[name] / expected).detach() for name, p in named.items()}
+        yield float(size), dict(zip(named, found, strict=True))
+
+
+def middle_norm(model, records):
+    """A clipping norm that half of the records exceed: with all of them clipped, their weights would not show."""
+    return sorted(size for size, _ in gradients(model, records))[len(records) // 2]
+
+
+def truth_of_step(model, records, expected, lr, norm=1.0, loss=None):
+    """The weights after one step of SGD at noise 0, each record clipped."""
+    found = {name: p.detach().double().clone() for name, p in model.named_parameters() if p.requires_grad}
+    for size, grads in gradients(model, records, loss):
+        for name, g in grads.items():
+            found[name] -= lr / expected * min(1.0, norm / size) * g
+    return found
 
 
 def error(found, truth, before):

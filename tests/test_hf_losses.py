@@ -10,7 +10,19 @@ import torch
 from fastdp.errors import StepError
 from fastdp.hf.losses import find_head, rows, size_of
 
-from .hf_models import Collate, bert, error, gpt2, private, texts, trainer_of, transformers, truth_of_step, weights
+from .hf_models import (
+    Collate,
+    bert,
+    error,
+    gpt2,
+    middle_norm,
+    private,
+    texts,
+    trainer_of,
+    transformers,
+    truth_of_step,
+    weights,
+)
 
 SMALL = dict(vocab_size=40, d_model=16, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
 
@@ -77,10 +89,10 @@ def test_the_head_is_told_by_its_loss(make, kind, name):
 @pytest.mark.parametrize("make", [t5, bart, llama])
 def test_a_step_of_other_models(make, tmp_path):
     model, records = make().double(), texts(8, "next")
-    truth, before = truth_of_step(model, records, 8, 0.1), weights(model)
-    trainer_of(
-        tmp_path, model, records, private(verify=make is bart), gradient_accumulation_steps=2, max_steps=1
-    ).train()
+    norm, before = middle_norm(model, records), weights(model)
+    truth = truth_of_step(model, records, 8, 0.1, norm)
+    privacy = private(verify=make is bart, per_sample_max_grad_norm=norm)
+    trainer_of(tmp_path, model, records, privacy, gradient_accumulation_steps=2, max_steps=1).train()
     assert error(weights(model), truth, before) < 1e-5
 
 

@@ -17,6 +17,7 @@ from .hf_models import (
     bert,
     error,
     gpt2,
+    middle_norm,
     private,
     texts,
     trainer_of,
@@ -75,7 +76,7 @@ CASES = {
 def test_a_step_is_the_sum_of_clipped_samples(case, tmp_path):
     make, labels = CASES[case]
     model, records = make().double(), texts(12, labels)
-    before, lr, norm = weights(model), 0.1, 0.5
+    before, lr, norm = weights(model), 0.1, middle_norm(model, records)
     truth = truth_of_step(model, records, 12, lr, norm)
     trainer = trainer_of(
         tmp_path, model, records, private(per_sample_max_grad_norm=norm), gradient_accumulation_steps=3, max_steps=1
@@ -294,8 +295,10 @@ def test_label_smoothing(tmp_path):
         smoother = transformers.trainer_pt_utils.LabelSmoother(epsilon=0.2)
         return smoother(outputs, batch["labels"], shift_labels=True)
 
-    truth, before = truth_of_step(model, records, 12, 0.1, loss=smooth), weights(model)
-    trainer = trainer_of(tmp_path, model, records, private(sample_rate=1.0), max_steps=1, label_smoothing_factor=0.2)
+    norm, before = middle_norm(model, records), weights(model)
+    truth = truth_of_step(model, records, 12, 0.1, norm, loss=smooth)
+    privacy = private(sample_rate=1.0, per_sample_max_grad_norm=norm)
+    trainer = trainer_of(tmp_path, model, records, privacy, max_steps=1, label_smoothing_factor=0.2)
     trainer.train()
     assert error(weights(model), truth, before) < 1e-5
     numbers = trainer_of(tmp_path, bert(num_labels=1), texts(12, "number"), label_smoothing_factor=0.2)
