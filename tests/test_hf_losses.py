@@ -93,7 +93,7 @@ def test_a_step_of_other_models(make, tmp_path):
     truth = truth_of_step(model, records, 8, 0.1, norm)
     privacy = private(verify=make is bart, per_sample_max_grad_norm=norm)
     trainer_of(tmp_path, model, records, privacy, gradient_accumulation_steps=2, max_steps=1).train()
-    assert error(weights(model), truth, before) < 1e-5
+    assert error(weights(model), truth, before) < 1e-4
 
 
 def test_pictures(tmp_path):
@@ -170,7 +170,7 @@ def test_persons(tmp_path):
     assert trainer.delta() == 1 / 8
     trainer.train()
     truth = {name: before[name] - 0.1 * g / 4 for name, g in zip(before, total, strict=True)}
-    assert error(weights(model), truth, before) < 1e-5
+    assert error(weights(model), truth, before) < 1e-4
     with pytest.raises(ValueError, match="no 'person'"):
         trainer_of(tmp_path, gpt2(), records, private(group_by="person")).train()
 

@@ -83,7 +83,7 @@ def test_a_step_is_the_sum_of_clipped_samples(case, tmp_path):
     )
     trainer.train()
     found = weights(trainer.model)
-    assert error(found, truth, before) < 1e-5
+    assert error(found, truth, before) < 1e-4  # factors are shrunk by the rounding of float32 norms
     for name, p in trainer.model.named_parameters():
         assert torch.equal(found[name], before[name]) != p.requires_grad, name  # all that trains, and only that
     assert trainer.history == [(0.0, 1.0, 1)] and trainer.state.global_step == 1
@@ -261,7 +261,7 @@ def test_the_users_own_loss(tmp_path):
         )  # fmt: skip
         if function is good:
             trainer.train()
-            assert error(weights(model), truth, before) < 1e-5
+            assert error(weights(model), truth, before) < 1e-4
         else:
             with pytest.raises(VerificationError, match="depends on other samples"):
                 trainer.train()
@@ -300,7 +300,7 @@ def test_label_smoothing(tmp_path):
     privacy = private(sample_rate=1.0, per_sample_max_grad_norm=norm)
     trainer = trainer_of(tmp_path, model, records, privacy, max_steps=1, label_smoothing_factor=0.2)
     trainer.train()
-    assert error(weights(model), truth, before) < 1e-5
+    assert error(weights(model), truth, before) < 1e-4
     numbers = trainer_of(tmp_path, bert(num_labels=1), texts(12, "number"), label_smoothing_factor=0.2)
     with pytest.raises(StepError, match="label_smoothing_factor"):
         numbers.train()
