@@ -1,0 +1,254 @@
+"""Every field of TrainingArguments: what `DPTrainer` does with it. Made for transformers 5; a test holds it complete.
+
+`check` is what the trainer enforces; the table of docs/huggingface.md is printed by `python -m fastdp.hf.arguments`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..errors import FastDPError
+
+
+class ArgumentError(FastDPError, ValueError):
+    """A field of TrainingArguments has a value that private training refuses."""
+
+
+class Field(NamedTuple):
+    """What becomes of a field.
+
+    status: "supported" (part of training, and works), "no effect" (neither on training steps nor on privacy), or
+    "refused" (for the values that `accepts` says no to; `example` is one of them). why: a remark, or the reason.
+    """
+
+    status: str
+    why: str = ""
+    accepts: Callable[[Any], bool] = lambda value: True
+    example: Any = None
+
+
+def _off(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+def _supported(why: str = "") -> Field:
+    return Field("supported", why)
+
+
+def _refused(why: str, example: Any, accepts: Callable[[Any], bool] = _off) -> Field:
+    return Field("refused", why, accepts, example)
+
+
+_SCRIPT, _EVAL = "read by scripts only", "evaluation is the ordinary trainer's"
+_TRACK, _HUB = "reporting", "the hub gets the model and privacy.json, never a key"
+_ONE = "one process trains"
+_LOADER = "passed to the loader"
+
+OPTIMIZERS = {
+    "adamw_torch": "",
+    "adamw_torch_fused": "",
+    "sgd": "",
+    "adagrad": "",
+    "rmsprop": "",
+    "adafactor": "its relative step sizes follow the noisy weights and gradients",
+}
+
+FIELDS: dict[str, Field] = {
+    "output_dir": _supported("privacy.json is kept there: what has been spent"),
+    "per_device_train_batch_size": _supported("the largest physical batch; with accumulation, the expected batch size"),
+    "num_train_epochs": _supported("an epoch is ceil(1 / sample rate) noised steps"),
+    "max_steps": _supported("noised steps"),
+    "learning_rate": _supported(),
+    "lr_scheduler_type": _supported(
+        "counts noised steps; reduce_lr_on_plateau and greedy follow a metric, which the guarantee does not cover"
+    ),
+    "lr_scheduler_kwargs": _supported(),
+    "warmup_steps": _supported("noised steps"),
+    "optim": _refused(
+        "private: " + ", ".join(OPTIMIZERS) + ". Others need a package, or take gradients apart before they are "
+        "clipped; any torch optimizer goes in as optimizers=(optimizer, None)",
+        "lomo",
+        lambda value: str(getattr(value, "value", value)) in OPTIMIZERS,
+    ),
+    "optim_args": _supported(),
+    "weight_decay": _supported(),
+    "adam_beta1": _supported(),
+    "adam_beta2": _supported(),
+    "adam_epsilon": _supported(),
+    "optim_target_modules": _refused("for GaLore and APOLLO, which are refused", ["attn"]),
+    "gradient_accumulation_steps": _supported("multiplies the expected batch size; one noise, one step for all"),
+    "average_tokens_across_devices": Field("no effect", "every sample's loss is a mean over its own tokens"),
+    "max_grad_norm": _refused(
+        "clips the summed gradient after the noise. It is off here; leave the default, or set 0. The clipping norm of "
+        "samples is PrivacyArguments.per_sample_max_grad_norm",
+        0.5,
+        lambda value: value in (0, 1.0, None),
+    ),
+    "label_smoothing_factor": _supported("within each sample; refused for regression, several labels and answers"),
+    "bf16": _supported("autocast"),
+    "fp16": _refused("the gradient scaler skips steps by what the data's gradients are; use bf16", True),
+    "bf16_full_eval": Field("no effect", _EVAL),
+    "fp16_full_eval": Field("no effect", _EVAL),
+    "tf32": _supported("norms and sums keep float32's accuracy"),
+    "activation_checkpointing": _supported(),
+    "activation_checkpointing_kwargs": _refused(
+        "offload moves saved tensors in a way that private training has not been tried with",
+        {"offload": True},
+        lambda value: not isinstance(value, dict) or not value.get("offload"),
+    ),
+    "gradient_checkpointing": _supported("reentrant or not"),
+    "gradient_checkpointing_kwargs": _refused(
+        "offload moves saved tensors in a way that private training has not been tried with",
+        {"offload": True},
+        lambda value: not isinstance(value, dict) or not value.get("offload"),
+    ),
+    "torch_compile": _supported("the model is compiled before it is made private"),
+    "torch_compile_backend": _supported(),
+    "torch_compile_mode": _supported(),
+    "use_liger_kernel": _refused("its fused loss is a mean over the batch's tokens", True),
+    "liger_kernel_config": Field("no effect", "use_liger_kernel is refused"),
+    "use_cache": _supported(),
+    "neftune_noise_alpha": _refused(
+        "its noise is scaled by the length to which the batch is padded, so a sample's gradient depends on the others",
+        5.0,
+    ),
+    "torch_empty_cache_steps": _supported(),
+    "auto_find_batch_size": _refused(
+        "it begins the run anew after steps that were noised and seen; choose per_device_train_batch_size (it does not "
+        "change the result: raise gradient_accumulation_steps instead)",
+        True,
+    ),
+    "logging_strategy": _supported("the logged loss is a plain mean over private data: not covered by the guarantee"),
+    "logging_steps": _supported("noised steps"),
+    "logging_first_step": _supported(),
+    "log_on_each_node": Field("no effect", _ONE),
+    "logging_nan_inf_filter": Field("no effect", "only on what is logged; samples without a finite gradient count 0"),
+    "include_num_input_tokens_seen": _supported("not covered by the guarantee"),
+    "log_level": Field("no effect", _TRACK),
+    "log_level_replica": Field("no effect", _TRACK),
+    "disable_tqdm": Field("no effect", _TRACK),
+    "report_to": Field("no effect", _TRACK),
+    "run_name": Field("no effect", _TRACK),
+    "project": Field("no effect", _TRACK),
+    "trackio_space_id": Field("no effect", _TRACK),
+    "trackio_bucket_id": Field("no effect", _TRACK),
+    "trackio_static_space_id": Field("no effect", _TRACK),
+    "eval_strategy": Field("no effect", _EVAL),
+    "eval_steps": Field("no effect", _EVAL + "; noised steps"),
+    "eval_delay": Field("no effect", _EVAL),
+    "per_device_eval_batch_size": Field("no effect", _EVAL),
+    "prediction_loss_only": Field("no effect", _EVAL),
+    "eval_on_start": Field("no effect", _EVAL),
+    "eval_do_concat_batches": Field("no effect", _EVAL),
+    "eval_use_gather_object": Field("no effect", _EVAL),
+    "eval_accumulation_steps": Field("no effect", _EVAL),
+    "include_for_metrics": Field("no effect", _EVAL),
+    "batch_eval_metrics": Field("no effect", _EVAL),
+    "save_only_model": _supported("such a checkpoint cannot be resumed from"),
+    "save_strategy": _supported("every checkpoint holds the accountant and no key"),
+    "save_steps": _supported("noised steps"),
+    "save_on_each_node": Field("no effect", _ONE),
+    "save_total_limit": _supported(),
+    "enable_jit_checkpoint": _supported(),
+    "push_to_hub": _supported(_HUB),
+    "hub_token": Field("no effect", _HUB),
+    "hub_private_repo": Field("no effect", _HUB),
+    "hub_model_id": Field("no effect", _HUB),
+    "hub_strategy": Field("no effect", _HUB),
+    "hub_always_push": Field("no effect", _HUB),
+    "hub_revision": Field("no effect", _HUB),
+    "load_best_model_at_end": _supported("the choice is covered only if the evaluation data is public"),
+    "metric_for_best_model": _supported("the choice is covered only if the evaluation data is public"),
+    "greater_is_better": _supported(),
+    "ignore_data_skip": Field("no effect", "the loader takes up its place by itself"),
+    "restore_callback_states_from_checkpoint": Field("no effect", "callbacks"),
+    "full_determinism": _supported(),
+    "seed": _supported("dropout and new weights; never noise or sampling, which are secret"),
+    "data_seed": _refused(
+        "sampling must be secret; for experiments PrivacyArguments.noise_seed repeats sampling and noise", 3
+    ),
+    "use_cpu": _supported(),
+    "accelerator_config": Field("no effect", "the training loader is not Accelerate's"),
+    "parallelism_config": _refused("training over several devices is not supported yet", object()),
+    "dataloader_drop_last": Field("no effect", "Poisson batches have no last one that is smaller"),
+    "dataloader_num_workers": _supported(_LOADER),
+    "dataloader_pin_memory": _supported(_LOADER),
+    "dataloader_persistent_workers": _supported(_LOADER),
+    "dataloader_prefetch_factor": _supported(_LOADER),
+    "dataloader_multiprocessing_context": _supported(_LOADER),
+    "dataloader_in_order": _refused("physical batches would be mixed up", False, lambda value: value is not False),
+    "remove_unused_columns": _supported(),
+    "label_names": _supported("for evaluation; training takes labels, or start_positions and end_positions"),
+    "train_sampling_strategy": _refused(
+        "Poisson sampling takes its place: batches of like lengths, or in order, have no accountant",
+        "group_by_length",
+        lambda value: value == "random",
+    ),
+    "length_column_name": Field("no effect", "for grouping by length, which is refused"),
+    "ddp_find_unused_parameters": Field("no effect", _ONE),
+    "ddp_bucket_cap_mb": Field("no effect", _ONE),
+    "ddp_broadcast_buffers": Field("no effect", _ONE),
+    "ddp_static_graph": Field("no effect", _ONE),
+    "ddp_backend": Field("no effect", _ONE),
+    "ddp_timeout": Field("no effect", _ONE),
+    "fsdp": _refused("training over several devices is not supported yet", "full_shard"),
+    "fsdp_config": Field("no effect", "fsdp is refused"),
+    "deepspeed": _refused("its engine averages gradients and steps by itself", {"zero_optimization": {"stage": 2}}),
+    "debug": _refused("hooks for underflow read every activation; not tried", ["underflow_overflow"]),
+    "skip_memory_metrics": Field("no effect", _TRACK),
+    "do_train": Field("no effect", _SCRIPT),
+    "do_eval": Field("no effect", _SCRIPT),
+    "do_predict": Field("no effect", _SCRIPT),
+    "resume_from_checkpoint": Field("no effect", _SCRIPT + "; trainer.train(resume_from_checkpoint=...) resumes"),
+    "local_rank": Field("no effect", "a world of more than one process is refused"),
+}
+
+
+def check(args: Any) -> None:
+    """Raises ArgumentError, naming the field, its value and the reason, where private training refuses it.
+
+    A field that the table does not know (of a newer transformers, or a subclass) may only have its default.
+    """
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name, None)
+        known = FIELDS.get(field.name)
+        if known is None:
+            if value != _default(field):
+                raise ArgumentError(
+                    f"{type(args).__name__}.{field.name}={value!r}: fastdp.hf does not know this field, so it does not "
+                    "know what it means for privacy; leave its default"
+                )
+        elif not known.accepts(value):
+            raise ArgumentError(f"{type(args).__name__}.{field.name}={_short(value)} is refused: {known.why}")
+    world = getattr(args, "world_size", 1)
+    if world > 1 or getattr(args, "n_gpu", 0) > 1:
+        raise ArgumentError(
+            f"{world} processes and {args.n_gpu} GPUs: gradients of several devices would be added up before they are "
+            "private. Start one process, and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _short(value: Any) -> str:
+    text = repr(getattr(value, "value", value))
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def table() -> str:
+    """The fields as a table in Markdown, those refused first."""
+    order = ("refused", "supported", "no effect")
+    lines = ["| field | | remark |", "| --- | --- | --- |"]
+    for status in order:
+        lines += [f"| `{name}` | {status} | {f.why} |" for name, f in FIELDS.items() if f.status == status]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,98 @@
+"""What is looked at before the first step: the kind of the head, padding, and `fastdp.verify`, on a few records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StepError
+from ..verify import VerifyReport, verify
+from .losses import rows
+
+Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # -> a scalar
+VERIFIED_ELEMENTS = 40_000_000  # parameters' elements that are compared, times samples: some GB in float64
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode, so that dropout (also of functions) is off; every module's mode comes back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def check_padding(
+    model: nn.Module, loss: Loss, collate: Callable[[list[Any]], Any], prepare: Callable[[Any], Any],
+    examples: list[Any], tolerance: float,
+) -> str:  # fmt: skip
+    """Whether a sample's gradient is the same collated alone and with others, which may be longer.
+
+    What padding does to a sample no per-sample gradient shows: the rows of one batch are padded alike. Returns what
+    could not be checked, or "". Raises StepError where the gradient changes by more than the tolerance, relatively.
+    """
+    together = collate(examples)
+    if not isinstance(together, Mapping) or _differ(together, collate(examples)):
+        return "the collator draws at random, so what padding does to a sample was not checked"
+    for number, example in enumerate(examples):
+        mine = prepare(rows(together, number, number + 1))
+        alone = prepare(collate([example]))
+        if not _differ(mine, alone):
+            continue
+        change = _change(_gradient(model, loss, mine), _gradient(model, loss, alone))
+        if change > tolerance:
+            raise StepError(
+                f"a sample's gradient depends on how far its batch is padded (it changes by {change:.1%}): the longest "
+                "sample of a batch would change what all others contribute. Give the model an attention_mask, or pad "
+                "every sample to one length (padding='max_length')."
+            )
+    return ""
+
+
+def _gradient(model: nn.Module, loss: Loss, batch: Mapping[str, Any]) -> list[Tensor]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss(model, batch), trained, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
+
+
+def _change(one: list[Tensor], other: list[Tensor]) -> float:
+    """Relative; 0 where a number is not finite, of which training says more."""
+    moved = sum(float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True)) ** 0.5
+    size = sum(float(b.double().square().sum()) for b in other) ** 0.5
+    return moved / max(size, 1e-12) if moved < float("inf") and size < float("inf") else 0.0
+
+
+def check_model(
+    model: nn.Module, loss: Loss, batch: Mapping[str, Any], options: dict[str, Any], tolerance: float | None
+) -> VerifyReport:
+    """`fastdp.verify` in eval mode; of large models a part of the parameters."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    total = sum(p.numel() for p in trainable)
+    samples = max(2, min(4, VERIFIED_ELEMENTS // max(total, 1)))
+    chosen: list[nn.Parameter] | None = None
+    if samples * total > VERIFIED_ELEMENTS:
+        chosen, room = [], VERIFIED_ELEMENTS // samples
+        for parameter in sorted(trainable, key=lambda p: p.numel()):
+            if parameter.numel() > room and chosen:
+                break
+            chosen.append(parameter)
+            room -= parameter.numel()
+    return verify(model, loss, batch, params=chosen, samples=samples, tolerance=tolerance, **options)
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two batches hold different tensors."""
+    if set(one) != set(other):
+        return True
+    pairs = [(one[key], other[key]) for key in one]
+    return any(
+        isinstance(a, Tensor) and (not isinstance(b, Tensor) or a.shape != b.shape or not torch.equal(a, b))
+        for a, b in pairs
+    )

@@ -1,0 +1,80 @@
+"""privacy.json: what a run has spent, beside its model and in each of its checkpoints. It holds no key."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..accounting import epsilon_of
+from ..errors import AccountingError
+
+NAME = "privacy.json"
+History = list[tuple[float, float | None, int]]  # (noise multiplier, sample rate, steps)
+
+
+class Spent(NamedTuple):
+    """What privacy.json says: the noised steps, where the loader stands, and what the run was told."""
+
+    history: History
+    loader: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        return sum(steps for _, _, steps in self.history)
+
+
+def write(folder: str | Path, spent: Spent, epsilon: float | None) -> None:
+    """Write it whole or not at all. epsilon None: not computed at this moment."""
+    content = {
+        "format": 1,
+        "epsilon": None if epsilon is None or math.isinf(epsilon) else round(epsilon, 6),
+        **spent.options,
+        "steps": spent.steps,
+        "history": [list(run) for run in spent.history],
+        "loader": {name: spent.loader[name] for name in ("pass", "step") if name in spent.loader},
+    }
+    path = Path(folder) / NAME
+    partial = path.with_name(f".{NAME}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+
+
+def read(folder: str | Path) -> Spent | None:
+    """The file of a folder, or None where there is none. Raises AccountingError on a broken one."""
+    path = Path(folder) / NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        history = [(float(s), None if q is None else float(q), int(n)) for s, q, n in content["history"]]
+        loader = {name: int(content["loader"][name]) for name in ("pass", "step") if name in content["loader"]}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as problem:
+        raise AccountingError(f"{path} cannot be read, so what was spent is not known: {problem!r}") from None
+    known = ("format", "epsilon", "steps", "history", "loader")
+    return Spent(history, loader, {name: value for name, value in content.items() if name not in known})
+
+
+def steps_within(
+    target: float, history: History, noise_multiplier: float, sample_rate: float, planned: int, delta: float, kind: str
+) -> int:
+    """How many of the planned steps may follow this history before epsilon exceeds the target."""
+
+    def fits(steps: int) -> bool:
+        return epsilon_of([*history, (noise_multiplier, sample_rate, steps)], delta, kind) <= target
+
+    if planned <= 0 or fits(planned):
+        return max(planned, 0)
+    low, high = 0, planned  # low fits (or is nothing), high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,174 @@
+"""What a DPTrainer's run spends: the account, the plan within a budget, and what a checkpoint has spent."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers.trainer_utils import SaveStrategy
+
+from ..accounting import epsilon_of
+from ..errors import AccountingError
+from ..optim import PrivateOptimizer
+from . import ledger
+from .batches import Source, column
+from .options import PrivacyArguments
+
+logger = transformers.utils.logging.get_logger("transformers.fastdp")
+ACCOUNTING_SHARE, ACCOUNTING_FREE = 0.05, 30.0  # of the time, and seconds, at most for epsilon in the logs
+
+
+class Spending:
+    """The part of `DPTrainer` that keeps the account."""
+
+    args: Any
+    state: Any
+    train_dataset: Any
+    privacy: PrivacyArguments
+
+    def _begin_account(self, privacy: PrivacyArguments) -> None:
+        self.privacy = privacy
+        self._private: PrivateOptimizer | None = None  # while it trains
+        self._source: Source | None = None
+        self._history: ledger.History = []  # of everything this trainer and its checkpoint have spent
+        self._place: dict[str, Any] = {}
+        self._allowed: int | None = None  # noised steps in all before the budget is spent
+        self._resumed: ledger.Spent | None = None
+        self._clipped: tuple[Tensor, int] | None = None
+        self._computed: tuple[tuple[Any, float], float] | None = None  # the last epsilon, and of what
+        self._accounting = [0.0, 0.0]  # when training began, and seconds spent on epsilon since
+
+    @property
+    def history(self) -> ledger.History:
+        """(noise multiplier, sample rate, steps) of every noised step, those of the resumed checkpoint included."""
+        return list(self._private.history) if self._private is not None else list(self._history)
+
+    def delta(self) -> float:
+        """delta of the guarantee: 1 / (2 n) of n records or groups, unless given."""
+        return self.privacy.delta_for(self._records())
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """epsilon at delta (default: the run's) of all steps so far."""
+        asked = (tuple(self.history), self.delta() if delta is None else delta)
+        if self._computed is None or self._computed[0] != asked:  # logs and checkpoints ask for the same
+            self._computed = asked, epsilon_of(list(asked[0]), asked[1], self.privacy.accountant)
+        return self._computed[1]
+
+    def _records(self) -> int:
+        """Samples in the training data: records, or groups of them."""
+        if self._source is not None:
+            return int(self._source.loader.sampler.size)
+        keys = self._group_keys()
+        return len(self.train_dataset) if keys is None else len(set(keys))
+
+    def _group_keys(self) -> list[Any] | None:
+        """The key of each record, where samples are groups of them."""
+        return None if self.privacy.group_by is None else column(self.train_dataset, self.privacy.group_by)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial spends privacy of its own, and so does the choice among them."""
+        raise AccountingError(
+            "hyperparameter_search trains on the private data once a trial, and chooses by what it saw: the epsilon of "
+            "one trial would not hold. Search on public data, or train each with a DPTrainer and add their epsilons"
+        )
+
+    def _spent_before(self, checkpoint: str) -> ledger.Spent:
+        """What a checkpoint has spent; with the steps that its run made after it, unless those will be repeated."""
+        spent = ledger.read(checkpoint)
+        if spent is None or not (Path(checkpoint) / "optimizer.pt").is_file():
+            raise AccountingError(
+                f"{checkpoint} has no {ledger.NAME} and optimizer.pt, so what it has spent and where it stood is not "
+                "known: it was saved by another trainer, or with save_only_model=True"
+            )
+        for name in ("max_grad_norm", "clipping", "style", "noise_seed"):
+            mine = self._options()[name]
+            if name in spent.options and spent.options[name] != mine:
+                raise AccountingError(f"the checkpoint's run had {name}={spent.options[name]!r}, this one has {mine!r}")
+        after = ledger.read(Path(checkpoint).parent)
+        repeated = self.privacy.noise_seed is not None  # the very same steps will be made again
+        if after is None:
+            logger.warning(f"no {ledger.NAME} beside {checkpoint}: steps made after it, if any, are not counted")
+        elif after.steps > spent.steps and self.privacy.count_lost_steps and not repeated:
+            logger.warning(f"{after.steps - spent.steps} steps made after {checkpoint} are lost, and stay counted")
+            return spent._replace(history=after.history)
+        return spent
+
+    def _plan(self, max_steps: int) -> None:
+        """How many steps the budget allows; raises AccountingError where it allows none."""
+        assert self._private is not None and self._source is not None
+        target, history = self.privacy.target_epsilon, self.history
+        if target is None:
+            return
+        done = sum(steps for _, _, steps in history)
+        allowed = ledger.steps_within(
+            target, history, self._private.noise_multiplier, self._source.loader.sample_rate,
+            max_steps - self.state.global_step, self.delta(), self.privacy.accountant,
+        )  # fmt: skip
+        if allowed == 0 and self.state.global_step < max_steps:
+            raise AccountingError(
+                f"the budget is spent: {done} steps have taken epsilon {self.epsilon():.3f} of {target} at delta "
+                f"{self.delta():.3g}. A larger target_epsilon, or new data, allows more"
+            )
+        if self.state.global_step + allowed < max_steps:
+            logger.warning(f"the budget allows {allowed} more steps of {max_steps - self.state.global_step}")
+        self._allowed = done + allowed
+
+    def after_step(self) -> bool:
+        """Note the step that was made; True where the budget allows no further one."""
+        if self._private is None or self._source is None:
+            return False
+        self._place = self._source.loader.state_dict()
+        ledger.write(self.args.output_dir, self._spent(), None)
+        return self._allowed is not None and sum(steps for _, _, steps in self.history) >= self._allowed
+
+    def _options(self) -> dict[str, Any]:
+        named = self.privacy.engine_options()
+        clipping = named["clipping"]
+        return {
+            "max_grad_norm": named["max_grad_norm"],
+            "clipping": clipping if isinstance(clipping, str) else getattr(clipping, "__name__", "function"),
+            "style": named["style"],
+            "noise_seed": named["seed"],
+        }
+
+    def _spent(self) -> ledger.Spent:
+        told = {
+            "delta": self.delta(), "accountant": self.privacy.accountant,
+            "neighbours": "one sample added or removed" if self.privacy.group_by is None
+            else f"all records of one value of {self.privacy.group_by!r} added or removed",
+            "sampling": "Poisson", "sample_rate": None if self._source is None else self._source.loader.sample_rate,
+            **self._options(), "nonfinite_samples": None if self._private is None else self._private.nonfinite_samples,
+        }  # fmt: skip
+        return ledger.Spent(self.history, self._place, told)
+
+    def _privacy_logs(self, final: bool) -> dict[str, float]:
+        found: dict[str, float] = {}
+        began, spent = self._accounting
+        now = time.monotonic()
+        if final or spent <= max(ACCOUNTING_FREE, ACCOUNTING_SHARE * (now - began)):
+            found["epsilon"] = self.epsilon()
+            self._accounting[1] += time.monotonic() - now
+        if self._private is not None:
+            found["noise_multiplier"] = self._private.noise_multiplier
+            if self._private.nonfinite_samples:
+                found["nonfinite_samples"] = self._private.nonfinite_samples
+        if self._clipped is not None:
+            clipped, seen = self._clipped
+            found["clipped_share_not_private"] = float(clipped) / max(seen, 1)
+            self._clipped = None
+        return found
+
+
+class Watch(transformers.TrainerCallback):
+    """After every noised step: note it in privacy.json, and stop where the budget is spent."""
+
+    def __init__(self, trainer: Spending) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer.after_step() and not control.should_training_stop:
+            control.should_training_stop = True
+            control.should_save = control.should_save or args.save_strategy == SaveStrategy.STEPS

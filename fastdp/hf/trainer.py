@@ -1,0 +1,349 @@
+"""`DPTrainer`: Hugging Face's Trainer, every step of which is private."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..accounting import noise_multiplier_for
+from ..errors import AccountingError, ParameterError, StepError
+from ..optim import PrivateOptimizer, privatize
+from . import arguments, ledger
+from .batches import Ticket, check_dataset, make_source, tickets, varied
+from .checks import check_model, check_padding, evaluating
+from .losses import Head, find_head, reduced, size_of, without_labels
+from .options import PrivacyArguments
+from .spending import Spending, Watch, logger
+
+
+class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` that trains with differential privacy.
+
+    Args: those of Trainer, and privacy, a `PrivacyArguments`. Batches are Poisson samples of train_dataset, cut into
+    physical ones of per_device_train_batch_size; the loss is the mean of the samples' own losses; every step's
+    gradient is clipped by sample and noised. Evaluation and prediction are Trainer's own.
+
+    `epsilon()` says what was spent. Raises ArgumentError (a field of TrainingArguments that is refused),
+    VerificationError, StepError and the engine's other errors, before the first step where it can.
+
+    The guarantee: adding or removing one record of train_dataset (with group_by: one group), for the trained weights.
+    Not covered: logged losses, metrics, and what is chosen by them.
+    """
+
+    model: Any
+    optimizer: Any
+
+    def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
+        given = inspect.signature(transformers.Trainer.__init__).bind(self, *positional, **named).arguments
+        if not isinstance(privacy, PrivacyArguments):
+            raise TypeError("DPTrainer needs privacy=PrivacyArguments(target_epsilon=...) or (noise_multiplier=...)")
+        if given.get("args") is not None:
+            arguments.check(given["args"])
+        if given.get("train_dataset") is not None:
+            check_dataset(given["train_dataset"])
+        self._begin_account(privacy)
+        self._head: Head | None = None
+        self._training = False
+        self._trained: Any = None  # the model, or its compiled form
+        self._learning = False  # inside the loss of a training step, or of a check of it
+        self._complete = False  # the logical batch of the step in hand has been taken whole
+        self._loss_sum: tuple[Tensor, int] | None = None  # of that batch, and its records
+        super().__init__(*positional, **named)
+        self._given = self.optimizer is not None
+        arguments.check(self.args)
+        if self.is_model_parallel:
+            raise ParameterError("the model is spread over several devices, which is not supported: load it on one")
+        if self.args.max_grad_norm:
+            logger.info("TrainingArguments.max_grad_norm is off: gradients are clipped by sample, before the noise")
+        self.callback_handler.callbacks.insert(0, Watch(self))  # a step is noted before anyone is shown it
+
+    # ------------------------------------------------------------------ the run
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        """Trainer.train. A checkpoint to resume from must be one of a DPTrainer; see docs/huggingface.md."""
+        if trial is not None:
+            self.hyperparameter_search()
+        arguments.check(self.args)
+        if self.train_dataset is not None:
+            check_dataset(self.train_dataset)
+            self.delta()
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"no checkpoint in {self.args.output_dir}")
+        self._resumed = self._spent_before(str(resume_from_checkpoint)) if resume_from_checkpoint else None
+        self._forget_optimizer()
+        if self.privacy.noise_seed is not None:
+            warnings.warn("noise_seed is for experiments: it voids the guarantee of the epsilon stated", stacklevel=2)
+        self._training, self._complete, self._loss_sum = True, False, None
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            self._leave()
+            self._training = self.is_in_train = False
+
+    def _forget_optimizer(self) -> None:
+        """A second training makes a new optimizer: that of the first is tied to its run."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        if isinstance(inner, PrivateOptimizer) and self._given:
+            raise ParameterError("optimizers= was tied to the first training: set trainer.optimizer to a new one")
+        if isinstance(inner, PrivateOptimizer):
+            self.optimizer, self.lr_scheduler = None, None
+
+    def _leave(self) -> None:
+        """Take the engine off the model; what was spent is kept."""
+        if self._source is not None:
+            self._source.close()
+        if self._private is not None:
+            self._history = self.history
+            self._private.detach()
+            self._private = None
+
+    # ------------------------------------------------------------------ data
+
+    def get_train_dataloader(self) -> Any:
+        """Tickets of the Poisson loader, which is made here; see `fastdp.hf.batches`."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        data, collate = self.train_dataset, self.data_collator
+        if hasattr(data, "remove_columns"):
+            data = self._remove_unused_columns(data, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        self._source = make_source(data, collate, self._group_keys(), self.args, self.privacy)
+        return tickets(self._source.loader.steps_per_epoch, self.args.gradient_accumulation_steps)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Records of the training data, or those of another loader."""
+        return self._records() if self._training and self._source is not None else super().num_examples(dataloader)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
+        """The tickets of one step; what the batches hold is not counted, as nothing may be divided by it."""
+        found, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return found, None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        if batch_samples and isinstance(batch_samples[0], Ticket):
+            return None
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    # ------------------------------------------------------------------ making it private
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The trainer's last call before the optimizer is used: it is made private here, then scheduled."""
+        if self._training and self._private is None:
+            self._make_private(num_training_steps)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """As Trainer's; what torch_compile makes of the model is made here, where it can be kept for the engine."""
+        wrapped = super()._wrap_model(model, training, dataloader)
+        if self._training and training:
+            if self.args.torch_compile:
+                wrapped = self.accelerator.prepare_model(wrapped)
+            self._trained = wrapped
+        return wrapped
+
+    def _make_private(self, steps: int) -> None:
+        plain = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(plain, torch.optim.Optimizer):
+            raise ParameterError(f"{type(plain).__name__} is no torch.optim.Optimizer")
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        held = {id(p) for group in plain.param_groups for p in group["params"]}
+        left = [name for name, p in named.items() if id(p) not in held]
+        if left:
+            raise ParameterError(
+                f"{left[:5]} ({len(left)} parameters) require grad but are not the optimizer's, so they would not be "
+                "trained: add them to it, or freeze them (requires_grad_(False))"
+            )
+        self._examine()
+        assert self._source is not None
+        noise = self.privacy.noise_multiplier
+        if noise is None:
+            assert self.privacy.target_epsilon is not None
+            noise = noise_multiplier_for(
+                target_epsilon=self.privacy.target_epsilon, delta=self.delta(), steps=steps,
+                sample_rate=self._source.loader.sample_rate, accountant=self.privacy.accountant,
+            )  # fmt: skip
+        self._private = privatize(plain, self._trained, noise_multiplier=noise, **self.privacy.engine_options())
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        private, source = self._private, self._source
+        assert private is not None and source is not None
+        run = private._privacy
+        chosen = self.privacy.noise_multiplier
+        if self._resumed is not None:
+            if chosen is not None and private.noise_multiplier != chosen:
+                raise AccountingError(
+                    f"the checkpoint's run had noise_multiplier={private.noise_multiplier}, this one has {chosen}"
+                )
+            run.ledger.history = copy.copy(self._resumed.history)
+            source.loader.load_state_dict(self._resumed.loader)
+        else:
+            run.ledger.history = copy.copy(self._history)  # of an earlier training of the same model
+        self._place = source.loader.state_dict()
+        self._plan(max_steps)
+        self._accounting = [time.monotonic(), 0.0]
+        return prepared
+
+    # ------------------------------------------------------------------ checks before the first step
+
+    def _examine(self) -> None:
+        """Find the head, and verify the model and the loss on a few records."""
+        assert self._source is not None
+        inner = self._source.loader
+        collate, data = inner.loader.collate_fn.collate, inner.dataset  # type: ignore[union-attr]
+        examples = varied([data[index] for index in range(min(16, len(data)))], collate)
+        half = self.args.bf16 or any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
+        with evaluating(self.model):
+            batch = self._prepare_inputs(collate(examples))
+            if self.compute_loss_func is None and type(self).compute_loss is DPTrainer.compute_loss:
+                with torch.no_grad():
+                    self._head = find_head(self.model, batch, 3e-2 if half else 1e-3)
+                if self.args.label_smoothing_factor and not self._head.smooths:
+                    raise StepError(
+                        f"label_smoothing_factor={self.args.label_smoothing_factor} has no meaning for the head of "
+                        f"{type(self.model).__name__} ({self._head.name}); leave it 0"
+                    )
+            open_question = check_padding(
+                self.model, self._step_loss, collate, self._prepare_inputs, examples, 5e-2 if half else 1e-3
+            )
+            if open_question:
+                logger.warning(open_question)
+            if not self.privacy.verify or len(examples) < 2:
+                return
+            report = check_model(self.model, self._step_loss, batch, {}, 5e-2 if half else None)
+            logger.info(str(report))
+
+    # ------------------------------------------------------------------ the step
+
+    def _step_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The loss that is trained on: the mean over the samples' own."""
+        size = size_of(inputs)
+        self._learning = True
+        try:
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, dict(inputs))
+        finally:
+            self._learning = False
+        return reduced(loss[0] if isinstance(loss, tuple) else loss, size)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """In training: one loss a sample, [B], or what compute_loss_func makes. In evaluation: Trainer's own."""
+        if not self._learning:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        given, labels = without_labels(self.model, inputs)
+        outputs = model(**given)
+        if self.compute_loss_func is not None:
+            target = labels.get("labels", labels or None)
+            loss = self.compute_loss_func(outputs, target, num_items_in_batch=None)
+        else:
+            assert self._head is not None
+            found = self._head.losses(outputs, labels, self.args.label_smoothing_factor)
+            if found is None:
+                raise StepError(f"the batch is not like the first ones: {self._head.name} no longer fits its labels")
+            loss = found
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of the physical batches that a ticket is good for; returns the loss to be logged.
+
+        The loss is that of the logical batch, returned with its last ticket; 0 with the others.
+        """
+        if not isinstance(inputs, Ticket):
+            raise StepError("DPTrainer's training step takes tickets of its own loader, not batches")
+        private = self._attached()
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        while not self._complete:
+            self._physical_batch(model, private, inputs)
+            if not inputs.last:
+                break
+        zero = torch.zeros((), device=self.args.device)
+        if not inputs.last:
+            return zero
+        (total, size), self._loss_sum, self._complete = self._loss_sum or (zero, 0), None, False
+        return total / max(size, 1)
+
+    def _physical_batch(self, model: nn.Module, private: PrivateOptimizer, ticket: Ticket) -> None:
+        assert self._source is not None
+        raw, current = self._source.next()
+        if current.size:
+            batch = self._prepare_inputs(raw)
+            loss = self._step_loss(model, batch)
+            ticket.flops += int(super().floating_point_ops(batch))
+            super()._track_num_input_tokens(batch)
+            del batch
+            every = self.args.torch_empty_cache_steps
+            if every is not None and self.state.global_step % every == 0:
+                transformers.trainer.clear_device_cache()
+            self.accelerator.backward(loss)
+            self._note(loss.detach(), current.size, private)
+        self._complete = current.final
+        if not current.final:
+            private.step()  # accumulates
+            private.zero_grad()
+
+    def _note(self, loss: Tensor, size: int, private: PrivateOptimizer) -> None:
+        total, count = self._loss_sum or (torch.zeros((), device=loss.device), 0)
+        self._loss_sum = total + loss.float() * size, count + size
+        if self.privacy.log_clipped_share and isinstance(private.norms, Tensor):
+            clipped = (private.norms > self.privacy.per_sample_max_grad_norm).sum()
+            before, seen = self._clipped or (torch.zeros_like(clipped), 0)
+            self._clipped = before + clipped, seen + len(private.norms)
+
+    def _attached(self) -> PrivateOptimizer:
+        if self._private is not None:
+            return self._private
+        raise StepError("DPTrainer trains by train(): its step needs the private optimizer made there")
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of a ticket: those of its batches."""
+        return inputs.flops if isinstance(inputs, Ticket) else int(super().floating_point_ops(inputs))
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if not isinstance(inputs, Ticket):
+            super()._track_num_input_tokens(inputs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        return None  # gradients are clipped by sample
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        return None
+
+    # ------------------------------------------------------------------ logs, checkpoints, the end
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer.log; with a training loss, epsilon so far (left out while computing it would take too long)."""
+        if self._training and ("loss" in logs or "train_loss" in logs):
+            logs.update(self._privacy_logs(final="train_loss" in logs))
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The model, and privacy.json beside it."""
+        super()._save(output_dir, state_dict)
+        if self.history:
+            folder = output_dir if output_dir is not None else self.args.output_dir
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            ledger.write(folder, self._spent(), self.epsilon())
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        self._leave()
+        if self.history:
+            ledger.write(self.args.output_dir, self._spent(), self.epsilon())
+        return super()._finalize_training(trial, num_train_samples, start_time)
