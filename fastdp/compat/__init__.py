@@ -1,1 +1,1 @@
-"""Names of other libraries, on fastdp's engine."""
+"""Other libraries' interfaces on fastdp's engine."""

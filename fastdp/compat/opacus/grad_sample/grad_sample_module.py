@@ -107,6 +107,7 @@ def _keeps_statistics(module: nn.Module) -> bool:
 class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
     """The user's module with `.grad_sample` on its parameters; arguments of `GradSampleHooks`.
 
+    >>> import torch
     >>> model = GradSampleModule(nn.Linear(3, 2))
     >>> model(torch.ones(5, 3)).square().sum(1).mean().backward()
     >>> model.weight.grad_sample.shape

@@ -12,7 +12,7 @@ from .grad_sample_module_fast_gradient_clipping import (
 )
 
 _WHY = (
-    "grad_sample_mode 'ghost_tp' is not supported: fastdp does not train tensor-parallel models yet. Use 'ghost' in one "
+    "grad_sample_mode 'ghost_tp' is not supported: fastdp does not train such models yet. Use 'ghost' in one "
     "process; its memory is that of ordinary training."
 )
 

@@ -45,10 +45,10 @@ class AbstractGradSampleHooks(ABC):
         for p in self._module.parameters():
             del p.grad_sample  # type: ignore[attr-defined]
 
-    def forbid_grad_accumulation(self) -> None:
+    def forbid_grad_accumulation(self) -> None:  # noqa: B027
         """A second backward before the gradients of the first are taken and cleared becomes a ValueError."""
 
-    def allow_grad_accumulation(self) -> None:
+    def allow_grad_accumulation(self) -> None:  # noqa: B027
         """Backwards may add up before a step."""
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""opacus.utils."""
+"""Helpers by the names and paths of opacus.utils."""
