@@ -1,0 +1,1 @@
+"""Names of other libraries, on fastdp's engine."""
