@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+import sys
+from typing import Any
 
 import torch
 
 from .data_loader import DPDataLoader
 
-try:
-    from lightning.pytorch import LightningDataModule
-except ImportError:
-    try:
-        from pytorch_lightning import LightningDataModule
-    except ImportError:
-        raise ImportError("DPLightningDataModule needs Lightning: pip install lightning") from None
-if TYPE_CHECKING:
-    LightningDataModule = Any
+
+def _data_module() -> Any:
+    """Lightning's class, of that of its two packages which the script has imported, if any."""
+    packages = ("lightning.pytorch", "pytorch_lightning")
+    for package in sorted(packages, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(package).LightningDataModule
+        except ImportError:
+            continue
+    raise ImportError("DPLightningDataModule needs Lightning: pip install lightning")
+
+
+LightningDataModule: Any = _data_module()
 
 __all__ = ["DPLightningDataModule"]
 

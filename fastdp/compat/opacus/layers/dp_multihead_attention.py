@@ -18,6 +18,8 @@ class DPMultiheadAttention(theirs.DPMultiheadAttention):  # type: ignore[misc]
     as many samples as positions.
     """
 
+    batch_first: bool
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """query, key, value [B, T, E] if batch_first, else [T, B, E]; -> output of query's shape, weights [B, T, S]."""
         if not self.batch_first:

@@ -42,7 +42,7 @@ __all__ = [
 def compute_opacus_grad_sample(
     x: Any, module: nn.Module, batch_first: bool = True, loss_reduction: str = "mean", grad_sample_mode: str = "hooks"
 ) -> dict[str, Tensor]:
-    """{name: per-sample gradient [B, *shape]} of a copy of the module under an L1 loss against zeros, by this engine."""
+    """{name: per-sample gradient [B, *shape]} of a copy of the module, under an L1 loss against zeros, by fastdp."""
     torch.manual_seed(0)
     wrapped: Any = wrap_model(
         model=clone_module(module),
