@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
+
+from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +154,7 @@ class DPDataLoader(DataLoader[Any]):
             )
         else:
             kind = SecureUniformSampler if isinstance(generator, SecureGenerator) else UniformWithReplacementSampler
-            steps = round(1 / sample_rate) if abs(1 / sample_rate - round(1 / sample_rate)) < 1e-9 else None
-            sampler = kind(num_samples=len(data), sample_rate=sample_rate, generator=generator, steps=steps)
+            sampler = kind(num_samples=len(data), sample_rate=sample_rate, generator=generator)
         if drop_last:
             logger.warning("Ignoring drop_last as it is not compatible with DPDataLoader.")
         first = _fields(data[0])

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from typing import IO, Any, BinaryIO
 
 import torch
-from opacus.accountants import create_accountant
-from opacus.accountants.utils import get_noise_multiplier
-from opacus.validators.module_validator import ModuleValidator
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from .accountants import create_accountant
+from .accountants.utils import get_noise_multiplier
 from .data_loader import DPDataLoader, SecureGenerator, switch_generator
 from .distributed import DifferentiallyPrivateDistributedDataParallel, check_alone
 from .grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from .validators import ModuleValidator
 
 Path = str | os.PathLike[str] | BinaryIO | IO[bytes]
 GHOST = ("ghost", "ghost_fsdp", "ghost_tp")
