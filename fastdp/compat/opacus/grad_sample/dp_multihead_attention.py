@@ -1,0 +1,9 @@
+"""Per-sample gradients of one layer as Opacus computes them: its own functions, for who calls them. fastdp's engine does not."""
+
+from opacus.grad_sample.dp_multihead_attention import (
+    compute_sequence_bias_grad_sample,
+)
+
+__all__ = [
+    "compute_sequence_bias_grad_sample",
+]

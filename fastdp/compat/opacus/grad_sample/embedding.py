@@ -1,0 +1,13 @@
+"""Per-sample gradients of one layer as Opacus computes them: its own functions, for who calls them. fastdp's engine does not."""
+
+from opacus.grad_sample.embedding import (
+    compute_embedding_grad_sample,
+    compute_embedding_norm_sample,
+    compute_embeddingbag_gradsampler,
+)
+
+__all__ = [
+    "compute_embedding_grad_sample",
+    "compute_embedding_norm_sample",
+    "compute_embeddingbag_gradsampler",
+]

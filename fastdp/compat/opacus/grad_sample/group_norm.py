@@ -1,0 +1,9 @@
+"""Per-sample gradients of one layer as Opacus computes them: its own functions, for who calls them. fastdp's engine does not."""
+
+from opacus.grad_sample.group_norm import (
+    compute_group_norm_grad_sample,
+)
+
+__all__ = [
+    "compute_group_norm_grad_sample",
+]

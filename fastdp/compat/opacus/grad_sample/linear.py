@@ -1,0 +1,11 @@
+"""Per-sample gradients of one layer as Opacus computes them: its own functions, for who calls them. fastdp's engine does not."""
+
+from opacus.grad_sample.linear import (
+    compute_linear_grad_sample,
+    compute_linear_norm_sample,
+)
+
+__all__ = [
+    "compute_linear_grad_sample",
+    "compute_linear_norm_sample",
+]
