@@ -1,4 +1,4 @@
-"""Per-sample gradients of one layer as Opacus computes them: its own functions, for who calls them. fastdp's engine does not."""
+"""Per-sample gradients of one layer by Opacus's own functions, for who calls them: fastdp does not."""
 
 from opacus.grad_sample.dp_multihead_attention import (
     compute_sequence_bias_grad_sample,
