@@ -55,6 +55,9 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, force_functorch=force_functorch
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_clipped": Clipped()}
+
     @property
     def trainable_parameters(self) -> list[Tensor]:
         return [p for p in self._module.parameters() if p.requires_grad]
@@ -62,7 +65,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     # ------------------------------------------------------------------ backward
 
     def _on_backward(self, gradients: Gradients) -> None:
-        if not self.hooks_enabled:
+        if not self._counts():
             return
         if self._clipped.backwards and not self.grad_accumulation_allowed:
             self._refuse_accumulation()

@@ -179,7 +179,7 @@ class DPOptimizer(Optimizer):
         if held is None:
             raise ValueError(
                 "Per sample gradient is not initialized. Not updated in backward pass? (step() needs a backward since "
-                "zero_grad(), of the module that the parameters belong to)"
+                "zero_grad(), through the module that the parameters belong to, in training mode)"
             )
         if isinstance(held, list):
             return held
@@ -231,10 +231,8 @@ class DPOptimizer(Optimizer):
     def _add(self, sums: dict[int, Tensor]) -> None:
         for p in self.params:
             total = sums[id(p)]
-            if p.summed_grad is not None:  # type: ignore[attr-defined]
-                p.summed_grad += total  # type: ignore[attr-defined]
-            else:
-                p.summed_grad = total  # type: ignore[attr-defined]
+            before = getattr(p, "summed_grad", None)  # absent where the parameter was frozen at first
+            p.summed_grad = total if before is None else before.add_(total)  # type: ignore[attr-defined]
 
     def _after_clipping(self, bound: float) -> None:
         self._bound = max(float(bound), self._bound or 0.0)
@@ -305,7 +303,9 @@ class DPOptimizer(Optimizer):
         if self._is_last_step_skipped:
             return
         self._bound = None
-        held = {id(p): p.summed_grad for p in self.params if p.summed_grad is not None}  # type: ignore[attr-defined]
+        held = {  # as other tensors, without the mark of what is used
+            id(p): total.detach() for p in self.params if (total := getattr(p, "summed_grad", None)) is not None
+        }
         for p in self.params:
             p.summed_grad = None  # type: ignore[attr-defined]
         self._buffers.give(held)

@@ -76,7 +76,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
 
     def _sums_are_used(self) -> bool:
         """Whether a step has used `p.summed_grad`."""
-        return any(samples.is_processed(p.summed_grad) for p in self.params)  # type: ignore[attr-defined]
+        return any(samples.is_processed(getattr(p, "summed_grad", None)) for p in self.params)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Drop the sums that no step has taken; after a step that was no part of one, also `p.summed_grad`."""
