@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("opacus.data_loader")  # the name that users know
 
 
 class SecureGenerator(torch.Generator):

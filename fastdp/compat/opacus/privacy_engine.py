@@ -213,7 +213,7 @@ class PrivacyEngine:
         known = {id(p) for p in module.parameters()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("Module parameters are different than optimizer Parameters")
-        distributed = _is_distributed(module)
+        distributed, given = _is_distributed(module), module
         module = self._prepare_model(
             module,
             batch_first=batch_first,
@@ -223,8 +223,51 @@ class PrivacyEngine:
             wrap_model=wrap_model,
         )
         hooks: Any = module
+        try:
+            return self._with_module(
+                hooks,
+                optimizer,
+                criterion,
+                data_loader,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                batch_first=batch_first,
+                loss_reduction=loss_reduction,
+                poisson_sampling=poisson_sampling,
+                clipping=clipping,
+                noise_generator=noise_generator,
+                grad_sample_mode=grad_sample_mode,
+                rand_on_empty=rand_on_empty,
+                distributed=distributed,
+                **kwargs,
+            )
+        except Exception:
+            if hooks is not given:  # leave the user's module as it was
+                hooks.cleanup()
+            raise
+
+    def _with_module(
+        self,
+        module: Any,
+        optimizer: optim.Optimizer,
+        criterion: Any,
+        data_loader: DataLoader[Any],
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        batch_first: bool,
+        loss_reduction: str,
+        poisson_sampling: bool,
+        clipping: str,
+        noise_generator: Any,
+        grad_sample_mode: str,
+        rand_on_empty: bool,
+        distributed: bool,
+        **kwargs: Any,
+    ) -> Any:
+        """What `make_private` returns, once the module has its hooks."""
         if poisson_sampling:
-            hooks.forbid_grad_accumulation()
+            module.forbid_grad_accumulation()
         data_loader = self._prepare_data_loader(
             data_loader,
             distributed=distributed,

@@ -129,6 +129,3 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
             force_functorch=force_functorch,
         )  # fmt: skip
         self.grad_accumulation_hook = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module(*args, **kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....buffers import Buffers
 from ....gradients import Gradients
 from ....ops.clip import clip_factors
 from . import samples
@@ -51,9 +52,13 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         self.on_norms: Callable[[Tensor], None] | None = None
         self._per_sample_gradient_norms: Tensor | None = None
         self._clipped = Clipped()
+        self.sums_memory = Buffers()  # memory of the sums
         super().__init__(
             m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, force_functorch=force_functorch
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_clipped": Clipped(), "sums_memory": Buffers()}
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -62,7 +67,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     # ------------------------------------------------------------------ backward
 
     def _on_backward(self, gradients: Gradients) -> None:
-        if not self.hooks_enabled:
+        if not self._counts():
             return
         if self._clipped.backwards and not self.grad_accumulation_allowed:
             self._refuse_accumulation()
@@ -73,7 +78,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             if self.on_norms is not None:
                 self.on_norms(self.per_sample_gradient_norms)
             bound = float(self.max_grad_norm)
-            sums = gradients.clipped_sum(clip_factors(norm_sq, bound), parameters)
+            sums = gradients.clipped_sum(clip_factors(norm_sq, bound), parameters, self.sums_memory)
             self._keep(parameters, sums, bound)
 
     def _keep(self, parameters: list[Tensor], sums: dict[int, Tensor], bound: float) -> None:

@@ -66,13 +66,17 @@ class AbstractGradSampleHooks(ABC):
 
 
 class _Handle:
-    """Stands in `autograd_grad_sample_hooks` for all hooks of an engine."""
+    """Stands in `autograd_grad_sample_hooks` for all hooks of an engine, which copies of a module do not have."""
 
-    def __init__(self, engine: PerSampleGradients) -> None:
-        self._engine = engine
+    def __init__(self, engine: PerSampleGradients | None = None) -> None:
+        self.engine = engine
 
     def remove(self) -> None:
-        self._engine.detach()
+        if self.engine is not None:
+            self.engine.detach()
+
+    def __reduce__(self) -> Any:
+        return _Handle, ()
 
 
 class EngineHooks(AbstractGradSampleHooks):
@@ -91,7 +95,10 @@ class EngineHooks(AbstractGradSampleHooks):
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
     ) -> None:
         """Attach the engine. Raises ValueError where the module has hooks already."""
-        if hasattr(self._module, "autograd_grad_sample_hooks"):
+        if any(
+            getattr(handle, "engine", handle) is not None
+            for handle in self._module.__dict__.get("autograd_grad_sample_hooks", ())
+        ):
             raise ValueError("Trying to add hooks twice to the same model: call remove_hooks() or cleanup() first")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction = {loss_reduction}. Only 'sum' and 'mean' losses are supported")
@@ -137,6 +144,15 @@ class EngineHooks(AbstractGradSampleHooks):
             self._attach()
         self.hooks_enabled = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry no engine; they attach one when they are called."""
+        return {**self.__dict__, "_engine": None, "autograd_grad_sample_hooks": [_Handle()]}
+
+    def ready(self) -> None:
+        """A forward begins: attach the engine where there is none (a copy, parameters unfrozen since)."""
+        if self.hooks_enabled and self._engine is None:
+            self._attach()
+
     def forbid_grad_accumulation(self) -> None:
         self.grad_accumulation_allowed = False
 
@@ -153,9 +169,13 @@ class EngineHooks(AbstractGradSampleHooks):
         if self._engine is not None:
             self._engine.note_grads()
 
+    def _counts(self) -> bool:
+        """Whether a backward is one of training: of a module in eval mode (an attack's, say) it is not."""
+        return self.hooks_enabled and self._module.training
+
     def _on_backward(self, gradients: Gradients) -> None:
         """The end of a backward: its gradients wait on the parameters."""
-        if not self.hooks_enabled:
+        if not self._counts():
             return
         parameters = self._trained()
         record = samples.Record(gradients, parameters)
@@ -184,6 +204,8 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         self.grad_accumulation_hook = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, EngineHooks):
+            self.ready()
         return self._module(*args, **kwargs)
 
     def __getattr__(self, item: str) -> Any:

@@ -20,4 +20,4 @@ class GradSampleModuleExpandedWeights(EngineHooks, AbstractGradSampleModule):
         self.grad_accumulation_hook = None
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._module(x, *args, **kwargs)
+        return super().forward(x, *args, **kwargs)

@@ -98,7 +98,7 @@ class DPOptimizer(Optimizer):
         self._is_last_step_skipped = False
         self._noise: StepNoise | None = None
         self._bound: float | None = None  # the largest clipping norm of the sums at hand
-        self._buffers = Buffers()
+        self._buffers, self._noised = Buffers(), Buffers()  # memory of the sums, and of the noisy ones
         for p in self.params:
             p.summed_grad = None  # type: ignore[attr-defined]
 
@@ -179,7 +179,7 @@ class DPOptimizer(Optimizer):
         if held is None:
             raise ValueError(
                 "Per sample gradient is not initialized. Not updated in backward pass? (step() needs a backward since "
-                "zero_grad(), of the module that the parameters belong to)"
+                "zero_grad(), through the module that the parameters belong to, in training mode)"
             )
         if isinstance(held, list):
             return held
@@ -231,10 +231,8 @@ class DPOptimizer(Optimizer):
     def _add(self, sums: dict[int, Tensor]) -> None:
         for p in self.params:
             total = sums[id(p)]
-            if p.summed_grad is not None:  # type: ignore[attr-defined]
-                p.summed_grad += total  # type: ignore[attr-defined]
-            else:
-                p.summed_grad = total  # type: ignore[attr-defined]
+            before = getattr(p, "summed_grad", None)  # absent where the parameter was frozen at first
+            p.summed_grad = total if before is None else before.add_(total)  # type: ignore[attr-defined]
 
     def _after_clipping(self, bound: float) -> None:
         self._bound = max(float(bound), self._bound or 0.0)
@@ -266,17 +264,29 @@ class DPOptimizer(Optimizer):
 
     def _noise_into_grad(self, std: float) -> None:
         std = float(std)
+        made: dict[int, Tensor] = {}
         if std:
             self._next_noise()
         for p in self.params:
             total = p.summed_grad  # type: ignore[attr-defined]
             _check_processed_flag(total)
-            noisy = _into_grad(p, total)
+            noisy = self._copy(p, total)
             if std:
                 assert self._noise is not None
                 self._noise.add_(noisy, std)
             p.grad = noisy.view_as(p).to(p.dtype)
+            made[id(p)] = noisy
             _mark_as_processed(total)
+        self._noised.give(made)
+
+    def _copy(self, p: nn.Parameter, total: Tensor) -> Tensor:
+        """A contiguous copy of the sum, in `.grad`'s memory where that is of its kind, or in that of a step before."""
+        grad = p.grad
+        if grad is None or grad.layout != torch.strided or not grad.is_contiguous() or not _alike(grad, total):
+            grad = self._noised.take(p)
+        if grad is None or not _alike(grad, total):
+            return total.detach().clone(memory_format=torch.contiguous_format)
+        return grad.copy_(total)
 
     def _next_noise(self) -> StepNoise:
         if self._noise is None or self._noise.secure != self.secure_mode:
@@ -302,13 +312,22 @@ class DPOptimizer(Optimizer):
         self._note_grads()
 
     def _clear_sums(self) -> None:
-        if self._is_last_step_skipped:
-            return
+        if not self._is_last_step_skipped:
+            self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        """Forget `p.summed_grad`; its memory serves the next step."""
         self._bound = None
-        held = {id(p): p.summed_grad for p in self.params if p.summed_grad is not None}  # type: ignore[attr-defined]
+        held = {  # as other tensors, without the mark of what is used
+            id(p): total.detach() for p in self.params if (total := getattr(p, "summed_grad", None)) is not None
+        }
         for p in self.params:
             p.summed_grad = None  # type: ignore[attr-defined]
-        self._buffers.give(held)
+        self._memory().give(held)
+
+    def _memory(self) -> Buffers:
+        """Of the clipped sums."""
+        return self._buffers
 
     def _note_grads(self) -> None:
         """`.grad` was zeroed, maybe between forward and backward: the engine must not take it for autograd's."""
@@ -390,11 +409,7 @@ def _by_record(parts: list[tuple[nn.Parameter, Any]]) -> list[tuple[samples.Reco
     return list(found.values())
 
 
-def _into_grad(p: nn.Parameter, total: Tensor) -> Tensor:
-    """A contiguous copy of the sum, in `.grad`'s memory where that is of its kind."""
-    grad = p.grad
-    if grad is not None and grad.layout == torch.strided and (grad.dtype, grad.shape) == (total.dtype, total.shape):
-        same = grad.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
-        if not same and grad.is_contiguous() and grad.device == total.device:
-            return grad.copy_(total)
-    return total.detach().clone(memory_format=torch.contiguous_format)
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Of one type, shape and device, in memory apart."""
+    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device) and not same

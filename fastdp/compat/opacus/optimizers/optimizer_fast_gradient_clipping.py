@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....buffers import Buffers
 from ....errors import StepError
 from ..grad_sample import samples
 from ..grad_sample.grad_sample_module_fast_gradient_clipping import Clipped, GradSampleHooksFastGradientClipping
@@ -66,17 +67,21 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 )
             raise ValueError("Per sample gradient is not initialized. Not updated in backward pass?")
         if self._sums_are_used():  # nobody called zero_grad
-            self._bound = None
-            for p in self.params:
-                p.summed_grad = None  # type: ignore[attr-defined]
+            self._drop_sums()
         taken = owner.take_clipped()
         self._backwards_taken = taken.backwards
         self._bound = max(taken.bound, self._bound or 0.0)
         self._add({id(p): _of(p, taken) for p in self.params})
+        for p in self.params:
+            p.grad = None  # the same memory: zeroing it would zero the sum
+
+    def _memory(self) -> Buffers:
+        owner = self._owner()
+        return self._buffers if owner is None else owner.sums_memory
 
     def _sums_are_used(self) -> bool:
         """Whether a step has used `p.summed_grad`."""
-        return any(samples.is_processed(p.summed_grad) for p in self.params)  # type: ignore[attr-defined]
+        return any(samples.is_processed(getattr(p, "summed_grad", None)) for p in self.params)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Drop the sums that no step has taken; after a step that was no part of one, also `p.summed_grad`."""
