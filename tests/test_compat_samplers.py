@@ -35,15 +35,35 @@ def test_records_join_independently_at_the_rate():
 
 
 def test_small_rates_are_exact():
-    """Float32 numbers have steps of 2^-24: at rate 1e-7 every record joins with 1.19e-7 under Opacus's sampler."""
+    """Float32 numbers are multiples of 2^-24: at rate 1e-7 a record joins with 1.19e-7 under Opacus's sampler."""
     rate, n, steps = 1e-7, 10_000_000, 60
     mine = sum(
         map(len, UniformWithReplacementSampler(num_samples=n, sample_rate=rate, generator=seeded(), steps=steps))
     )
     expected = n * steps * rate  # 60
     assert abs(mine - expected) < 4 * math.sqrt(expected)
-    draws = torch.rand(4_000_000, generator=seeded(), dtype=torch.float64)
-    assert (draws * 2**24 % 1 != 0).any()  # finer than Opacus's
+
+
+def test_the_share_of_a_tie(monkeypatch):
+    """All numbers in the cell that the rate lies in: 0.7 of the records join; under Opacus's sampler all do."""
+    rate = 16.7 / 2**24
+    real = torch.rand
+
+    def rand(*args, **options):
+        found = real(*args, **options)
+        return found.fill_(16 / 2**24) if found.dtype == torch.float32 else found
+
+    monkeypatch.setattr(torch, "rand", rand)
+    options = {"num_samples": 100_000, "sample_rate": rate, "steps": 1}
+    mine = len(next(iter(UniformWithReplacementSampler(**options, generator=seeded()))))
+    assert abs(mine / 1e5 - 0.7) < 0.01
+    assert len(next(iter(theirs.UniformWithReplacementSampler(**options)))) == 100_000
+
+
+def test_the_batches_of_opacus_under_the_same_seed():
+    options = {"num_samples": 50, "sample_rate": 0.2, "steps": 30}
+    mine = list(UniformWithReplacementSampler(**options, generator=seeded(4)))
+    assert mine == list(theirs.UniformWithReplacementSampler(**options, generator=seeded(4)))
 
 
 def test_batches_of_an_epoch():

@@ -11,7 +11,7 @@ from torch import nn
 from .errors import ShouldReplaceModuleError, UnsupportableModuleError, UnsupportedModuleError
 from .utils import register_module_fixer, register_module_validator
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("opacus.validators.batch_norm")
 
 BATCHNORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]
 _INSTANCE = {nn.BatchNorm1d: nn.InstanceNorm1d, nn.BatchNorm2d: nn.InstanceNorm2d, nn.BatchNorm3d: nn.InstanceNorm3d}

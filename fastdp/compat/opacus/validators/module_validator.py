@@ -15,7 +15,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from ..utils.module_utils import clone_module, trainable_modules
 from .errors import IllegalModuleConfigurationError, UnsupportedModuleError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("opacus.validators.module_validator")  # the name that scripts set up
 
 
 class ModuleValidator:
