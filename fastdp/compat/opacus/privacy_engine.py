@@ -9,15 +9,14 @@ from typing import IO, Any, BinaryIO
 
 import torch
 from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from .accountants import create_accountant
 from .accountants.utils import get_noise_multiplier
 from .data_loader import DPDataLoader, SecureGenerator, switch_generator
-from .distributed import DifferentiallyPrivateDistributedDataParallel, check_alone
 from .grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class
+from .preparation import expected_batch_size_of, is_distributed, or_as_it_was, sample_rate_of
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .validators import ModuleValidator
 
@@ -213,7 +212,7 @@ class PrivacyEngine:
         known = {id(p) for p in module.parameters()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("Module parameters are different than optimizer Parameters")
-        distributed, given = _is_distributed(module), module
+        distributed, given = is_distributed(module), module
         module = self._prepare_model(
             module,
             batch_first=batch_first,
@@ -223,78 +222,36 @@ class PrivacyEngine:
             wrap_model=wrap_model,
         )
         hooks: Any = module
-        try:
-            return self._with_module(
-                hooks,
-                optimizer,
-                criterion,
+        with or_as_it_was(hooks, given):
+            if poisson_sampling:
+                hooks.forbid_grad_accumulation()
+            data_loader = self._prepare_data_loader(
                 data_loader,
+                distributed=distributed,
+                poisson_sampling=poisson_sampling,
+                batch_first=batch_first,
+                rand_on_empty=rand_on_empty,
+            )
+            sample_rate = sample_rate_of(data_loader)
+            made = self._prepare_optimizer(
+                optimizer=optimizer,
                 noise_multiplier=noise_multiplier,
                 max_grad_norm=max_grad_norm,
-                batch_first=batch_first,
+                expected_batch_size=expected_batch_size_of(data_loader, sample_rate),
                 loss_reduction=loss_reduction,
-                poisson_sampling=poisson_sampling,
-                clipping=clipping,
                 noise_generator=noise_generator,
-                grad_sample_mode=grad_sample_mode,
-                rand_on_empty=rand_on_empty,
                 distributed=distributed,
+                clipping=clipping,
+                grad_sample_mode=grad_sample_mode,
                 **kwargs,
             )
-        except Exception:
-            if hooks is not given:  # leave the user's module as it was
-                hooks.cleanup()
-            raise
-
-    def _with_module(
-        self,
-        module: Any,
-        optimizer: optim.Optimizer,
-        criterion: Any,
-        data_loader: DataLoader[Any],
-        *,
-        noise_multiplier: float,
-        max_grad_norm: float | list[float],
-        batch_first: bool,
-        loss_reduction: str,
-        poisson_sampling: bool,
-        clipping: str,
-        noise_generator: Any,
-        grad_sample_mode: str,
-        rand_on_empty: bool,
-        distributed: bool,
-        **kwargs: Any,
-    ) -> Any:
-        """What `make_private` returns, once the module has its hooks."""
-        if poisson_sampling:
-            module.forbid_grad_accumulation()
-        data_loader = self._prepare_data_loader(
-            data_loader,
-            distributed=distributed,
-            poisson_sampling=poisson_sampling,
-            batch_first=batch_first,
-            rand_on_empty=rand_on_empty,
-        )
-        sample_rate = _sample_rate(data_loader)
-        made = self._prepare_optimizer(
-            optimizer=optimizer,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            expected_batch_size=_expected_batch_size(data_loader, sample_rate),
-            loss_reduction=loss_reduction,
-            noise_generator=noise_generator,
-            distributed=distributed,
-            clipping=clipping,
-            grad_sample_mode=grad_sample_mode,
-            **kwargs,
-        )
-        made.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
-        if grad_sample_mode not in GHOST:
-            return module, made, data_loader
-        criterion = self._prepare_criterion(
-            module=module, optimizer=made, criterion=criterion, loss_reduction=loss_reduction, **kwargs
-        )
-        return module, made, criterion, data_loader
+            made.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+            if grad_sample_mode not in GHOST:
+                return module, made, data_loader
+            criterion = self._prepare_criterion(
+                module=module, optimizer=made, criterion=criterion, loss_reduction=loss_reduction, **kwargs
+            )
+            return module, made, criterion, data_loader
 
     def make_private_with_epsilon(
         self,
@@ -408,30 +365,6 @@ class PrivacyEngine:
             if part is not None and saved:
                 part.load_state_dict(saved)
         return checkpoint
-
-
-def _is_distributed(module: Any) -> bool:
-    """Whether the module trains in a process group. Raises NotImplementedError where that is not supported."""
-    plain = module._module if isinstance(module, AbstractGradSampleModule) else module
-    if isinstance(plain, DistributedDataParallel) or hasattr(plain, "set_requires_gradient_sync"):  # or FSDP's
-        raise NotImplementedError(
-            f"{type(plain).__name__}: data-parallel and sharded training is not supported yet. Give the plain module, "
-            "in one process."
-        )
-    if isinstance(plain, DifferentiallyPrivateDistributedDataParallel):
-        check_alone()
-        return True
-    return False
-
-
-def _sample_rate(data_loader: DataLoader[Any]) -> float:
-    """The rate that the loader samples at, which is what is accounted for; 1 / len of one that does not sample."""
-    return data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else 1 / len(data_loader)
-
-
-def _expected_batch_size(data_loader: Any, sample_rate: float) -> int:
-    """len(dataset) * rate, rounded down but for the rounding of floating point; at least 1."""
-    return max(1, int(len(data_loader.dataset) * sample_rate * (1 + 1e-12)))
 
 
 __all__ = ["AbstractGradSampleHooks", "PrivacyEngine"]

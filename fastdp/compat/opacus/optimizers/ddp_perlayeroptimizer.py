@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from ....ops.clip import clip_factors
 from ..grad_sample import samples
 from .ddpoptimizer import DistributedDPOptimizer
-from .optimizer import _norm_sq, _sums
 from .perlayeroptimizer import DPPerLayerOptimizer
+from .sums import norm_sq, sums
 
 
 def _clip_and_accumulate_parameter(p: nn.Parameter, max_grad_norm: float) -> None:
@@ -19,7 +19,7 @@ def _clip_and_accumulate_parameter(p: nn.Parameter, max_grad_norm: float) -> Non
     held: Any = p
     part = [(p, samples.peek(p))]
     with samples.outside():
-        total = _sums(part, clip_factors(_norm_sq(part), float(max_grad_norm)), None)[id(p)]
+        total = sums(part, clip_factors(norm_sq(part), float(max_grad_norm)), None)[id(p)]
     held.summed_grad = total if held.summed_grad is None else held.summed_grad + total
 
 

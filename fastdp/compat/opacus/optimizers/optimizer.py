@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ....buffers import Buffers
 from ....ops.clip import clip_factors
-from ....ops.rows import square_sum, weighted_sum
 from ..grad_sample import samples
 from ..grad_sample.samples import Pending
 from .noise import StepNoise
+from .sums import norm_sq, sums
 from .utils import params
 
 logger = logging.getLogger(__name__)
@@ -209,12 +209,12 @@ class DPOptimizer(Optimizer):
         """Clip the samples that wait, and add their sums to `p.summed_grad`."""
         for parts in self._backwards():
             with samples.outside():
-                self._add(_sums(parts, self._clip_factors(_norm_sq(parts)), self._buffers))
+                self._add(sums(parts, self._clip_factors(norm_sq(parts)), self._buffers))
         self._after_clipping(self.max_grad_norm)
 
-    def _clip_factors(self, norm_sq: Tensor) -> Tensor:
+    def _clip_factors(self, squares: Tensor) -> Tensor:
         """Factors [B] of samples with these squared norms."""
-        return clip_factors(norm_sq, float(self.max_grad_norm))
+        return clip_factors(squares, float(self.max_grad_norm))
 
     def _backwards(self) -> Iterator[list[tuple[nn.Parameter, Any]]]:
         """(parameter, Pending or Tensor) of all parameters, for each backward that waits. Checks first."""
@@ -228,9 +228,9 @@ class DPOptimizer(Optimizer):
         for number in range(max(counts, default=0)):
             yield [(p, entries[id(p)][number]) for p in self.params]
 
-    def _add(self, sums: dict[int, Tensor]) -> None:
+    def _add(self, found: dict[int, Tensor]) -> None:
         for p in self.params:
-            total = sums[id(p)]
+            total = found[id(p)]
             before = getattr(p, "summed_grad", None)  # absent where the parameter was frozen at first
             p.summed_grad = total if before is None else before.add_(total)  # type: ignore[attr-defined]
 
@@ -359,54 +359,6 @@ class DPOptimizer(Optimizer):
             found = self.original_optimizer.step()
             return loss if found is None else found
         return loss
-
-
-def _norm_sq(parts: list[tuple[nn.Parameter, Any]]) -> Tensor:
-    """Squared norms [B] of one backward's samples, all parameters together."""
-    total: Tensor | None = None
-    for record, parameters in _by_record(parts):
-        record.check(parameters)
-        total = _plus(total, record.gradients.norm_sq(parameters))
-    for _, entry in parts:
-        if isinstance(entry, Tensor):
-            total = _plus(total, square_sum(entry.detach()))
-    assert total is not None
-    return total
-
-
-def _plus(total: Tensor | None, more: Tensor) -> Tensor:
-    if total is None:
-        return more
-    if total.shape != more.shape:
-        raise ValueError(f"grad_sample of {total.numel()} samples on some parameters and of {more.numel()} on others")
-    return total + more.to(total.device)
-
-
-def _sums(parts: list[tuple[nn.Parameter, Any]], factors: Tensor, buffers: Buffers | None) -> dict[int, Tensor]:
-    """sum_b factors_b gradient_b by id of the parameter, float32 or better."""
-    found: dict[int, Tensor] = {}
-    for record, parameters in _by_record(parts):
-        record.check(parameters)
-        sums = record.gradients.clipped_sum(factors, parameters, buffers)
-        for p in parameters:
-            total = sums.get(id(p))
-            if total is None:
-                total = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-            found[id(p)] = total
-    for p, entry in parts:
-        if isinstance(entry, Tensor):
-            rows = entry.detach()
-            kind = torch.promote_types(torch.promote_types(rows.dtype, p.dtype), torch.float32)
-            found[id(p)] = weighted_sum(rows.to(kind), factors.to(rows.device)).reshape(p.shape)
-    return found
-
-
-def _by_record(parts: list[tuple[nn.Parameter, Any]]) -> list[tuple[samples.Record, list[Tensor]]]:
-    found: dict[int, tuple[samples.Record, list[Tensor]]] = {}
-    for p, entry in parts:
-        if isinstance(entry, Pending):
-            found.setdefault(id(entry.record), (entry.record, []))[1].append(p)
-    return list(found.values())
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

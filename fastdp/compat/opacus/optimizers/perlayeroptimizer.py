@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from ....ops.clip import clip_factors
 from ..grad_sample import samples
-from .optimizer import DPOptimizer, _norm_sq, _sums
+from .optimizer import DPOptimizer
+from .sums import norm_sq, sums
 from .utils import params
 
 
@@ -51,7 +52,7 @@ class DPPerLayerOptimizer(DPOptimizer):
             with samples.outside():
                 found = {}
                 for part, bound in zip(parts, self.max_grad_norms, strict=True):
-                    factors = clip_factors(_norm_sq([part]), float(bound))
-                    found.update(_sums([part], factors, None))
+                    factors = clip_factors(norm_sq([part]), float(bound))
+                    found.update(sums([part], factors, None))
                 self._add(found)
         self._after_clipping(math.hypot(*self.max_grad_norms))
