@@ -98,9 +98,6 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self.accumulate()
         if self._check_skip_next_step():
             self._is_last_step_skipped = True
-            for p in self.params:  # it is the memory of `summed_grad`, which zero_grad() must not zero
-                p.grad = None
-            self._note_grads()
             return False
         self.add_noise()
         self.scale_grad()
