@@ -5,6 +5,8 @@
 True
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import errors, ops
 from .accounting import noise_multiplier_for
 from .compatible import CompatibilityReport, make_compatible
@@ -15,6 +17,9 @@ from .rules import RuleCall, register_rule
 from .sampling import poisson_loader
 from .verify import VerifyReport, verify
 
+if TYPE_CHECKING:
+    from .compat.opacus import PrivacyEngine
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -24,6 +29,7 @@ __all__ = [
     "DPRMSprop",
     "DPSGD",
     "PerSampleGradients",
+    "PrivacyEngine",
     "PrivateOptimizer",
     "RuleCall",
     "VerifyReport",
@@ -37,3 +43,11 @@ __all__ = [
     "register_rule",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PrivacyEngine":  # of fastdp.compat.opacus, which takes Opacus's accountants: imported when asked for
+        from .compat.opacus import PrivacyEngine
+
+        return PrivacyEngine
+    raise AttributeError(f"module 'fastdp' has no attribute {name!r}")

@@ -63,6 +63,10 @@ class Backward:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
         self._open_forwards += 1
         self._tape = None
+        self.note_grads()
+
+    def note_grads(self) -> None:
+        """What stands in `.grad` now did not come of the backwards to follow."""
         leaves = [p for p in self.tracked.tensors() if p.is_leaf]  # of others .grad warns
         self._grads_before = {id(p): (p.grad, p.grad._version) for p in leaves if p.grad is not None}
 

@@ -101,6 +101,10 @@ class PerSampleGradients:
         """Where each parameter begins among all the model's elements, frozen ones counted."""
         return self._tracked.offsets()
 
+    def note_grads(self) -> None:
+        """Say, between a forward and its backward, that `.grad` was written by other hands than autograd's (zeroed)."""
+        self._backward.note_grads()
+
     # ------------------------------------------------------------------ results
 
     @property

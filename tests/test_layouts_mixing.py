@@ -74,6 +74,7 @@ def ids(x):
 
 
 MIXING = {
+    "softmax_by_default": lambda m, x: F.softmax(m.a(x)[:, None]),  # of three dimensions: the first
     "rows_before": lambda m, x: F.pad(m.a(x), (0, 0, -1, 1)) + m.a(x),
     "renorm_in_place": lambda m, x: m.a(x).clone().renorm_(2, 1, 0.5),
     "addmm_in_place": lambda m, x: m.a(x).addmm_(x, x),
@@ -171,6 +172,7 @@ SEPARATE = {
     "own_state": other_states(lambda h: h[None]),
     "cholesky": lambda m, x: torch.linalg.cholesky((h := m.a(x))[:, :, None] * h[:, None] + torch.eye(B)),
     "triangle": lambda m, x: m.a(x).unsqueeze(1).expand(B, B, B).tril(),
+    "softmax_by_default": lambda m, x: F.softmax(m.a(x)),  # of two dimensions: the second
 }
 
 

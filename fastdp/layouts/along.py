@@ -157,6 +157,8 @@ def along(position: int, name: str) -> Rule:
     def function(call: Call) -> Tags:
         source, layout = call.args[0], call.layout(call.args[0])
         dims = call.argument(position, name, -1 if name == "dim" else None)
+        if dims is None and call.name in ("softmax", "log_softmax", "softmin"):
+            dims = 0 if source.dim() in (0, 1, 3) else 1  # what torch takes where none is given
         dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
         if layout is not None and layout.dim in [dim % source.dim() for dim in dims if source.dim()]:
             why = "works along the batch dimension"

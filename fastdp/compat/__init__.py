@@ -1,0 +1,1 @@
+"""Other libraries' interfaces on fastdp's engine."""

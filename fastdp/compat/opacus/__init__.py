@@ -1,0 +1,18 @@
+"""Opacus 1.6.0's names on fastdp's engine: a script moves by `from fastdp.compat.opacus import PrivacyEngine`.
+
+Modules lie where Opacus's lie; signatures, defaults, warnings and errors are its own. Where results differ, those of
+Opacus were wrong: docs/opacus.md says where.
+"""
+
+from . import utils
+from .grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from .privacy_engine import PrivacyEngine
+from .version import __version__
+
+__all__ = [
+    "GradSampleModule",
+    "GradSampleModuleFastGradientClipping",
+    "PrivacyEngine",
+    "__version__",
+    "utils",
+]

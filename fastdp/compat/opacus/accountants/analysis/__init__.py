@@ -1,0 +1,1 @@
+"""The mathematics of the accountants: Opacus's own."""

@@ -1,0 +1,131 @@
+"""grad_sample_mode "hooks" and "functorch"."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .gsm_base import AbstractGradSampleModule, EngineHooks
+
+
+def create_or_accumulate_grad_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
+    """Add [b, *shape] to the first b rows of `param._current_grad_sample`, [max_batch_len, *shape], made if absent."""
+    if not param.requires_grad:
+        return
+    held: Any = param
+    if not hasattr(param, "_current_grad_sample"):
+        held._current_grad_sample = grad_sample.new_zeros(max_batch_len, *grad_sample.shape[1:])
+    held._current_grad_sample[: grad_sample.shape[0]] += grad_sample
+
+
+def promote_current_grad_sample(p: nn.Parameter) -> None:
+    """Make `p._current_grad_sample` the parameter's `grad_sample`, or append it to those of backwards before."""
+    if not p.requires_grad:
+        return
+    held: Any = p
+    new, before = held._current_grad_sample, held.grad_sample
+    if before is None:
+        held.grad_sample = new
+    else:
+        held.grad_sample = [*before, new] if isinstance(before, list) else [before, new]
+    del held._current_grad_sample
+
+
+class GradSampleHooks(EngineHooks):
+    """Attached to a model that stays as it is (wrap_model=False); `cleanup()` leaves it.
+
+    strict: raise NotImplementedError for trainable layers with buffers, which are not private.
+    force_functorch: accepted; the engine has one way for all layers.
+    GRAD_SAMPLERS holds what `register_grad_sampler` was given. These functions are not called: the engine sees which
+    torch functions a layer calls and is exact for those, and refuses by name what it cannot see.
+    """
+
+    GRAD_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = {}
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        self.validate(module=m, strict=strict)
+        self._warn_of_samplers(m)
+        self.force_functorch = force_functorch
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+
+    @classmethod
+    def _warn_of_samplers(cls, m: nn.Module) -> None:
+        given = sorted({type(module).__name__ for module in m.modules() if type(module) in cls.GRAD_SAMPLERS})
+        if given:
+            warnings.warn(
+                f"the functions registered by register_grad_sampler for {', '.join(given)} are not called: per-sample "
+                "gradients are those of the torch functions that the layer calls. If the registered ones are meant "
+                "to differ from autograd's, write p.grad_sample between backward and step.",
+                stacklevel=4,
+            )
+
+    def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
+        """Modules that hold trainable parameters themselves."""
+        return (m for m in module.modules() if any(p.requires_grad for p in m.parameters(recurse=False)))
+
+    @classmethod
+    def is_supported(cls, module: nn.Module) -> bool:
+        """Deprecated: True."""
+        warnings.warn(
+            f"{cls.__name__}.is_supported is deprecated: layers need not be known.", DeprecationWarning, stacklevel=2
+        )
+        return True
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
+        """Errors for trainable layers that keep statistics of the data, raised together if strict."""
+        errors = [
+            NotImplementedError(
+                f"'{name}' ({type(m).__name__}) is trainable and keeps buffers of its own "
+                f"({', '.join(key for key, _ in m.named_buffers(recurse=False))}): what is written there is not private"
+            )
+            for name, m in module.named_modules()
+            if any(p.requires_grad for p in m.parameters(recurse=False)) and _keeps_statistics(m)
+        ]
+        if strict and errors:
+            raise NotImplementedError(errors)
+        return errors
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Whether a layer's own buffers are written to in training; constant tables are no harm."""
+    statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    return statistics and any(True for _ in module.buffers(recurse=False))
+
+
+class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
+    """The user's module with `.grad_sample` on its parameters; arguments of `GradSampleHooks`.
+
+    >>> import torch
+    >>> model = GradSampleModule(nn.Linear(3, 2))
+    >>> model(torch.ones(5, 3)).square().sum(1).mean().backward()
+    >>> model.weight.grad_sample.shape
+    torch.Size([5, 2, 3])
+    """
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        GradSampleHooks.__init__(
+            self, m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict,
+            force_functorch=force_functorch,
+        )  # fmt: skip
+        self.grad_accumulation_hook = None

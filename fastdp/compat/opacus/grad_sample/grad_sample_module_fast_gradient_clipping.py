@@ -1,0 +1,159 @@
+"""grad_sample_mode "ghost": gradients of samples are clipped at the end of every backward and never stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....buffers import Buffers
+from ....gradients import Gradients
+from ....ops.clip import clip_factors
+from . import samples
+from .grad_sample_module import GradSampleHooks
+from .gsm_base import AbstractGradSampleModule
+
+
+class Clipped:
+    """Sums of clipped gradients of the backwards that no step has taken."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Tensor] = {}  # by id of the parameter, float32 or better
+        self.bound = 0.0  # the largest clipping norm among them
+        self.backwards = 0
+        self.shown: dict[int, tuple[Tensor, int]] = {}  # what stands in .grad, and its version
+
+
+class GradSampleHooksFastGradientClipping(GradSampleHooks):
+    """Attached to a model; after any loss's `backward()`, `.grad` is the sum of the clipped gradients of its samples.
+
+    max_grad_norm: the clipping norm of all trainable parameters together; the optimizer's, once there is one.
+    use_ghost_clipping: accepted; the engine chooses the way to each norm by time.
+    on_norms: called with the norms [B] of a backward before its samples are clipped; it may set `max_grad_norm`.
+    """
+
+    NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = {}
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1,
+        use_ghost_clipping: bool = True,
+    ) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.use_ghost_clipping = use_ghost_clipping
+        self.on_norms: Callable[[Tensor], None] | None = None
+        self._per_sample_gradient_norms: Tensor | None = None
+        self._clipped = Clipped()
+        self.sums_memory = Buffers()  # memory of the sums
+        super().__init__(
+            m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, force_functorch=force_functorch
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_clipped": Clipped(), "sums_memory": Buffers()}
+
+    @property
+    def trainable_parameters(self) -> list[Tensor]:
+        return [p for p in self._module.parameters() if p.requires_grad]
+
+    # ------------------------------------------------------------------ backward
+
+    def _on_backward(self, gradients: Gradients) -> None:
+        if not self._counts():
+            return
+        if self._clipped.backwards and not self.grad_accumulation_allowed:
+            self._refuse_accumulation()
+        parameters = self._trained()
+        with samples.outside():
+            norm_sq = gradients.norm_sq(parameters)
+            self.per_sample_gradient_norms = norm_sq.sqrt().float()
+            if self.on_norms is not None:
+                self.on_norms(self.per_sample_gradient_norms)
+            bound = float(self.max_grad_norm)
+            sums = gradients.clipped_sum(clip_factors(norm_sq, bound), parameters, self.sums_memory)
+            self._keep(parameters, sums, bound)
+
+    def _keep(self, parameters: list[Tensor], sums: dict[int, Tensor], bound: float) -> None:
+        kept = self._clipped
+        kept.backwards += 1
+        kept.bound = max(kept.bound, bound)
+        for p in parameters:
+            new = sums.get(id(p))
+            before = kept.sums.get(id(p))
+            if new is None:  # not used: its gradients are zero
+                if before is not None:
+                    continue
+                new = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+            total = new if before is None else before.add_(new)
+            kept.sums[id(p)] = total
+            p.grad = total.detach().to(p.dtype)
+            kept.shown[id(p)] = (p.grad, p.grad._version)
+        self.note_grads()
+
+    def take_clipped(self) -> Clipped:
+        """The sums since the last call; they are then not kept here."""
+        taken, self._clipped = self._clipped, Clipped()
+        return taken
+
+    def backwards(self) -> int:
+        """Backwards that no step has taken."""
+        return self._clipped.backwards
+
+    def drop_clipped(self) -> None:
+        """Forget the sums since the last step."""
+        self._clipped = Clipped()
+
+    def set_grad_sample_to_none(self) -> None:
+        self.drop_clipped()
+        super().set_grad_sample_to_none()
+
+    # ------------------------------------------------------------------ norms
+
+    @property
+    def per_sample_gradient_norms(self) -> Tensor:
+        """Norms [B] of the last backward. They are not private: for debugging."""
+        if self._per_sample_gradient_norms is None:
+            raise AttributeError("per_sample_gradient_norms is not set: run a forward and a backward first")
+        return self._per_sample_gradient_norms
+
+    @per_sample_gradient_norms.setter
+    def per_sample_gradient_norms(self, value: Tensor | None) -> None:
+        self._per_sample_gradient_norms = value
+
+    def get_norm_sample(self) -> Tensor:
+        """Norms [B] of the last backward."""
+        return self.per_sample_gradient_norms
+
+    def get_clipping_coef(self) -> Tensor:
+        """Factors [B] that the samples of the last backward were clipped by."""
+        return clip_factors(self.get_norm_sample().double().square(), float(self.max_grad_norm))
+
+
+class GradSampleModuleFastGradientClipping(GradSampleHooksFastGradientClipping, AbstractGradSampleModule):
+    """The user's module, wrapped; arguments of `GradSampleHooksFastGradientClipping`."""
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1,
+        use_ghost_clipping: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)
+        GradSampleHooksFastGradientClipping.__init__(
+            self, m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict,
+            force_functorch=force_functorch, max_grad_norm=max_grad_norm, use_ghost_clipping=use_ghost_clipping,
+        )  # fmt: skip
+        self.grad_accumulation_hook = None

@@ -1,0 +1,27 @@
+"""grad_sample_mode "ghost_fsdp", which is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .grad_sample_module_fast_gradient_clipping import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
+
+_WHY = (
+    "grad_sample_mode 'ghost_fsdp' is not supported: fastdp does not train sharded models yet. Use 'ghost' in one "
+    "process; its memory is that of ordinary training."
+)
+
+
+class GradSampleHooksFastGradientClippingFSDP(GradSampleHooksFastGradientClipping):
+    def __init__(self, m: nn.Module, **kwargs: Any) -> None:
+        raise NotImplementedError(_WHY)
+
+
+class GradSampleModuleFastGradientClippingFSDP(GradSampleModuleFastGradientClipping):
+    def __init__(self, m: nn.Module, **kwargs: Any) -> None:
+        raise NotImplementedError(_WHY)

@@ -1,0 +1,60 @@
+"""Where the noise of a step comes from."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....ops.noise import Noise
+
+DRAWS = 4  # in secure mode the noise is half the sum of so many
+
+
+class StepNoise:
+    """Gaussian noise of ChaCha20, one key for the elements of one step.
+
+    secure: the key is the operating system's, and no draw can be repeated; the noise is half the sum of four draws,
+    against attacks on the gaps between floating-point numbers (Holohan & Braghin 2021, arXiv 2107.10138, section 5.1).
+    Otherwise each step's key is drawn from the generator, or from torch's own: torch.manual_seed repeats a run, and
+    whoever knows the seed can take the noise off.
+    """
+
+    def __init__(self, generator: Any, secure: bool) -> None:
+        self.secure = secure
+        self.source = Noise(None if secure else 0)
+        self.offset = 0
+        if not secure:
+            self.source.restore(_key(generator), 0)
+
+    def again(self, generator: Any) -> None:
+        """The next step begins."""
+        self.offset = 0
+        if self.secure:
+            self.source.step += DRAWS
+        else:
+            self.source.restore(_key(generator), 0)
+
+    def add_(self, total: Tensor, std: float) -> Tensor:
+        """total += std * N(0, 1), in place; total contiguous, float32 or float64."""
+        if std == 0:
+            return total
+        if self.secure:
+            part, first = torch.zeros_like(total), self.source.step
+            for draw in range(DRAWS):
+                self.source.step = first + draw
+                self.source.add_scaled_(part, std / 2, 1.0, self.offset)
+            self.source.step = first
+            total.add_(part)
+        else:
+            self.source.add_scaled_(total, std, 1.0, self.offset)
+        self.offset += total.numel()
+        return total
+
+
+def _key(generator: Any) -> bytes:
+    device = getattr(generator, "device", "cpu")
+    words = torch.randint(0, 1 << 32, (8,), dtype=torch.int64, generator=generator, device=device)
+    return struct.pack("<8I", *words.tolist())

@@ -1,0 +1,1 @@
+"""Helpers by the names and paths of opacus.utils."""

@@ -1,0 +1,120 @@
+"""Physical batches: large logical batches cut into pieces that fit the memory, one noised step for all pieces."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from opacus.utils import batch_memory_manager as theirs
+from torch.utils.data import DataLoader, Sampler
+
+__all__ = ["BatchMemoryManager", "BatchSplittingSampler", "wrap_data_loader"]
+
+
+class BatchSplittingSampler(theirs.BatchSplittingSampler):  # type: ignore[misc]
+    """The lists of another sampler in parts of at most max_batch_size, of about equal size.
+
+    Iterated by itself it tells the optimizer of every part whether to step, when the part is drawn, as Opacus's does.
+
+    Args: sampler (of lists of indices); max_batch_size; optimizer: with `signal_skip_step`.
+    """
+
+    def __init__(self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: Any) -> None:
+        if max_batch_size < 1:
+            raise ValueError(f"the physical batch size must be at least 1, not {max_batch_size!r}")
+        super().__init__(sampler=sampler, max_batch_size=max_batch_size, optimizer=optimizer)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for part, _, last in self.parts():
+            self.optimizer.signal_skip_step(do_skip=not last)
+            yield part
+
+    def parts(self) -> Iterator[tuple[list[int], bool, bool]]:
+        """(indices, first of its logical batch, last of it)."""
+        for indices in self.sampler:
+            chosen = [int(i) for i in indices]
+            pieces = max(1, math.ceil(len(chosen) / self.max_batch_size))
+            bounds = [-(-len(chosen) * n // pieces) for n in range(pieces + 1)]
+            for n in range(pieces):
+                yield chosen[bounds[n] : bounds[n + 1]], n == 0, n == pieces - 1
+
+
+class _Noting(BatchSplittingSampler):
+    """Notes what each part is, for the loader to tell when it hands the part out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.pending: deque[tuple[bool, bool]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        pending = self.pending = deque()  # a queue of its own for every pass
+        for part, first, last in self.parts():
+            pending.append((first, last))
+            yield part
+
+
+class _SplitLoader(DataLoader[Any]):
+    """Tells the optimizer what batch it has in hand when it gets it.
+
+    Opacus tells when indices are drawn, ahead of time where workers fetch: after a loop that was left early, or a batch
+    without a step, the signals no longer belong to the batches.
+    """
+
+    optimizer: Any
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        pending: deque[tuple[bool, bool]] | None = None
+        for batch in super().__iter__():
+            if pending is None:
+                pending = self.batch_sampler.pending  # type: ignore[union-attr]
+            first, last = pending.popleft()
+            _announce(self.optimizer, first, last)
+            yield batch
+
+
+def _announce(optimizer: Any, first: bool, last: bool) -> None:
+    optimizer._step_skip_queue.clear()
+    if first and optimizer._is_last_step_skipped:
+        warnings.warn(
+            "a logical batch was left before its last physical batch: its gradients are dropped", stacklevel=3
+        )
+        optimizer._is_last_step_skipped = False
+        optimizer.zero_grad()
+    optimizer.signal_skip_step(do_skip=not last)
+
+
+def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: Any) -> DataLoader[Any]:
+    """A loader of the same data in physical batches of at most max_batch_size."""
+    loader = _SplitLoader(
+        data_loader.dataset,
+        batch_sampler=_Noting(sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer),
+        num_workers=data_loader.num_workers,
+        collate_fn=data_loader.collate_fn,
+        pin_memory=data_loader.pin_memory,
+        timeout=data_loader.timeout,
+        worker_init_fn=data_loader.worker_init_fn,
+        multiprocessing_context=data_loader.multiprocessing_context,
+        generator=data_loader.generator,
+        prefetch_factor=data_loader.prefetch_factor,
+        persistent_workers=data_loader.persistent_workers,
+    )
+    loader.optimizer = optimizer
+    return loader
+
+
+class BatchMemoryManager(theirs.BatchMemoryManager):  # type: ignore[misc]
+    """with BatchMemoryManager(data_loader=..., max_physical_batch_size=..., optimizer=...) as loader: ...
+
+    The loop body runs once for every physical batch; `optimizer.step()` accumulates until the last one of a logical
+    batch and `optimizer.zero_grad()` keeps what was accumulated. An empty logical batch is one empty physical batch.
+    """
+
+    def __enter__(self) -> DataLoader[Any]:
+        return wrap_data_loader(
+            data_loader=self.data_loader,
+            max_batch_size=self.max_physical_batch_size,
+            optimizer=self.optimizer,
+        )

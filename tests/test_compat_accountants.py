@@ -1,0 +1,115 @@
+"""fastdp.compat.opacus.accountants: Opacus's numbers wherever it has one, an answer where it has none."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import opacus.accountants as theirs
+import pytest
+from opacus.accountants.utils import get_noise_multiplier as their_noise
+
+from fastdp.compat.opacus import accountants as ours
+from fastdp.compat.opacus.accountants import registry
+from fastdp.compat.opacus.accountants.utils import get_noise_multiplier, whole
+from fastdp.compat.opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from fastdp.errors import AccountingError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("name", ["prv", "rdp", "gdp"])
+def test_the_same_epsilon_as_opacus(name):
+    mine, other = ours.create_accountant(name), theirs.create_accountant(name)
+    for _ in range(30):
+        mine.step(noise_multiplier=1.1, sample_rate=0.02)
+        other.step(noise_multiplier=1.1, sample_rate=0.02)
+    assert mine.get_epsilon(delta=1e-5) == other.get_epsilon(delta=1e-5) > 0
+    assert mine.history == other.history and len(mine) == len(other) and mine.mechanism() == name
+    assert isinstance(mine, theirs.IAccountant)
+    again = ours.create_accountant(name)
+    again.load_state_dict(other.state_dict())
+    assert again.get_epsilon(delta=1e-5) == mine.get_epsilon(delta=1e-5)
+    with pytest.raises(ValueError):
+        again.load_state_dict({})
+
+
+@pytest.mark.parametrize("name", ["prv", "rdp", "gdp"])
+def test_an_answer_before_the_first_step_and_without_noise(name):
+    mine = ours.create_accountant(name)
+    assert mine.get_epsilon(delta=1e-5) == 0
+    mine.step(noise_multiplier=0.0, sample_rate=0.1)
+    assert mine.get_epsilon(delta=1e-5) == math.inf
+
+
+def test_prv_of_huge_epsilons_is_a_bound_not_a_crash():
+    """The Gaussian mechanism's epsilon is known: 969.6 at sigma 0.025 (Opacus raises RuntimeError)."""
+    other = theirs.create_accountant("prv")
+    other.history = [(0.025, 1.0, 1)]
+    with pytest.raises(RuntimeError):
+        other.get_epsilon(delta=1e-5)
+    mine = ours.create_accountant("prv")
+    mine.history = list(other.history)
+    with pytest.warns(UserWarning, match="RDP"):
+        assert 969.6 < mine.get_epsilon(delta=1e-5) < 1.1 * 969.6
+    mine.history = [(1e-3, 1e-3, 1)]  # Opacus asks for gigabytes
+    assert 1e5 < mine.get_epsilon(delta=1e-5) < 1e6
+
+
+def test_gdp_says_where_it_has_no_answer():
+    mine = ours.create_accountant("gdp")
+    mine.history = [(0.025, 1.0, 1)]
+    with pytest.raises(AccountingError, match="prv"):
+        mine.get_epsilon(delta=1e-5)
+    mine.history = [(1.0, 0.1, 1)]
+    with pytest.raises(ValueError):  # as Opacus's
+        mine.step(noise_multiplier=2.0, sample_rate=0.1)
+
+
+def test_the_registry_is_of_its_own(monkeypatch):
+    monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
+
+    class Mine(ours.RDPAccountant):
+        pass
+
+    with pytest.raises(ValueError, match="already"):
+        ours.register_accountant("rdp", Mine)
+    ours.register_accountant("rdp", Mine, force=True)
+    assert isinstance(ours.create_accountant("rdp"), Mine)
+    assert not isinstance(theirs.create_accountant("rdp"), Mine)
+    with pytest.raises(ValueError, match="mine"):
+        ours.create_accountant("mine")
+
+
+@pytest.mark.parametrize(
+    "target, rate, epochs, name", [(3.0, 0.01, 5, "rdp"), (1.0, 0.05, 2, "prv"), (8.0, 0.3, 3, "rdp")]
+)
+def test_the_same_noise_as_opacus(target, rate, epochs, name):
+    asked = {"target_epsilon": target, "target_delta": 1e-5, "sample_rate": rate, "epochs": epochs, "accountant": name}
+    assert get_noise_multiplier(**asked) == their_noise(**asked)
+
+
+def test_epochs_cost_what_the_loader_makes_of_them():
+    """3 epochs at rate 1/75: Opacus reckons with 224 steps, and its own loader makes 225."""
+    rate, epochs = 1 / 75, 3
+    assert int(epochs / rate) == 224 and whole(epochs / rate) == 225
+    steps = epochs * len(UniformWithReplacementSampler(num_samples=750, sample_rate=rate))
+    assert steps == 225
+    sigma = get_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=rate, epochs=epochs)
+    spent = ours.RDPAccountant()
+    spent.history = [(sigma, rate, steps)]
+    assert spent.get_epsilon(delta=1e-5) <= 2.0
+    for n in range(1, 3000):
+        assert whole(1 / (1 / n)) == n and whole(7 / (1 / n)) == 7 * n
+    assert whole(3.34) == 3 and whole(0.999) == 0
+
+
+def test_arguments_of_the_search_are_checked():
+    asked = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1}
+    with pytest.raises(ValueError, match="steps= or epochs="):
+        get_noise_multiplier(**asked)
+    with pytest.raises(ValueError, match="steps= or epochs="):
+        get_noise_multiplier(**asked, steps=1, epochs=1)
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="budget"):
+        warnings.simplefilter("ignore")
+        get_noise_multiplier(target_epsilon=1e-9, target_delta=1e-12, sample_rate=1.0, steps=10**9)
