@@ -26,12 +26,13 @@ from fastdp.sampling import current
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # examples run from a checkout, where benchmarks/ is
 
-from benchmarks.timing import Row, append, versions  # noqa: E402
+from benchmarks.timing import Row, append, versions
 
 ENGINES = ("fastdp", "opacus-hooks", "opacus-ghost", "none")
 COLUMNS = (
     "task", "model", "method", "engine", "setting", "epsilon_target", "epsilon", "delta", "noise_multiplier",
-    "sample_rate", "batch_size", "records", "steps", "epochs", "lr", "clipping", "max_grad_norm", "trainable",
+    "sample_rate", "batch_size", "records", "steps", "epochs", "lr", "head_lr", "clipping", "max_grad_norm",
+    "trainable",
     "accuracy_dev", "accuracy", "perplexity_before", "perplexity", "nll", "ece", "seconds", "peak_mib", "note", "seed",
     "device", "threads", "torch", "transformers", "peft", "opacus", "fastdp", "commit", "date",
 )  # fmt: skip
@@ -44,6 +45,7 @@ class Defaults(NamedTuple):
     lr: float
     epochs: float
     batch_size: int
+    head_lr: float | None = None
 
 
 def parser(description: str, methods: Sequence[str]) -> argparse.ArgumentParser:
@@ -60,12 +62,14 @@ def parser(description: str, methods: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--batch-size", type=int, help="expected size of a logical batch")
     made.add_argument("--physical-batch-size", type=int, default=64)
     made.add_argument("--lr", type=float)
+    made.add_argument("--head-lr", type=float, help="learning rate of the new head, where more than it is trained")
     made.add_argument("--epochs", type=float)
     made.add_argument("--records", type=int, help="train on this many records only")
     made.add_argument("--seed", type=int, default=0,
                       help="of new weights and of the order of data without privacy; private sampling and noise are "
                            "drawn from the operating system, always")  # fmt: skip
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--cache", type=Path, help="keep the features of a frozen body in this file (--method head)")
     made.add_argument("--quick", action="store_true", help="a small part of the data: two minutes on two CPU cores")
     made.add_argument("--out", type=Path, help="append a row of results to this CSV file")
     made.add_argument("--note", default="", help="a remark for the row")
@@ -105,6 +109,14 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def groups_of(model: nn.Module, options: Any) -> list[dict[str, Any]]:
+    """The optimizer's groups: the new head learns faster than what is pre-trained."""
+    head = {id(p) for p in getattr(model, "head", nn.Identity()).parameters()}
+    parts = [p for p in trainable(model) if id(p) in head], [p for p in trainable(model) if id(p) not in head]
+    rates = options.head_lr or options.lr, options.lr
+    return [{"params": part, "lr": lr, "peak": lr} for part, lr in zip(parts, rates, strict=True) if part]
+
+
 def move(batch: Any, device: str) -> Any:
     """Tensors of a tuple, list or dict to the device."""
     if isinstance(batch, Tensor):
@@ -128,13 +140,14 @@ class Engine(NamedTuple):
 
 def engine_of(model: nn.Module, loader: Any, sigma: float, options: Any) -> Engine:
     """The chosen engine on a model."""
+    groups = groups_of(model, options)
     if options.engine == "fastdp":
         ours = fastdp.DPAdamW(
-            model, lr=options.lr, weight_decay=0.0, noise_multiplier=sigma, clipping=options.clipping,
+            model, params=groups, weight_decay=0.0, noise_multiplier=sigma, clipping=options.clipping,
             max_grad_norm=options.max_grad_norm,
         )  # fmt: skip
         return Engine(model, ours, lambda losses: mean(losses).backward(), lambda: ours.epsilon(options.delta))
-    inner = torch.optim.AdamW(trainable(model), lr=options.lr, weight_decay=0.0, fused=True)
+    inner = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     if options.engine == "none":
         return Engine(model, inner, lambda losses: (losses.sum() / options.batch_size).backward(), lambda: math.inf)
     return _opacus(model, inner, loader, sigma, options)
@@ -214,7 +227,7 @@ def train(
     start, done = time.perf_counter(), 0
     while done < steps:
         for batch in loader:
-            _schedule(engine.optimizer, options.lr, done, steps)
+            _schedule(engine.optimizer, done, steps)
             each = losses(engine.model, move(batch, options.device))
             engine.backward(each)
             watch.add(each.detach())
@@ -236,17 +249,18 @@ def train(
         "epsilon": f"{spent:.3f}", "delta": options.delta if private else "-",
         "noise_multiplier": f"{sigma:.4f}" if private else "-", "sample_rate": f"{loader.sample_rate:.6f}",
         "batch_size": options.batch_size, "records": len(data), "steps": steps,
-        "epochs": f"{steps / loader.steps_per_epoch:.2f}", "lr": options.lr,
+        "epochs": f"{steps / loader.steps_per_epoch:.2f}", "lr": options.lr, "head_lr": options.head_lr or options.lr,
         "clipping": options.clipping if private else "-", "max_grad_norm": options.max_grad_norm if private else "-",
-        "trainable": count, "seconds": f"{time.perf_counter() - start:.0f}", "peak_mib": f"{peak_mib(options.device):.0f}",
+        "trainable": count, "seconds": f"{time.perf_counter() - start:.0f}",
+        "peak_mib": f"{peak_mib(options.device):.0f}",
     }  # fmt: skip
 
 
-def _schedule(optimizer: torch.optim.Optimizer, lr: float, done: int, steps: int) -> None:
+def _schedule(optimizer: torch.optim.Optimizer, done: int, steps: int) -> None:
     """Warm-up over a twentieth of the steps, then linearly towards 0. By logical steps, which schedulers don't know."""
     warm = max(1, steps // 20)
     for group in optimizer.param_groups:
-        group["lr"] = lr * min((done + 1) / warm, (steps - done) / max(steps - warm, 1), 1.0)
+        group["lr"] = group["peak"] * min((done + 1) / warm, (steps - done) / max(steps - warm, 1), 1.0)
 
 
 class Watch:
@@ -272,12 +286,32 @@ class Watch:
               f"{spent:.0f} s", flush=True)  # fmt: skip
 
 
-def logits_of(model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Tensor],
-              device: str) -> Tensor:  # fmt: skip
-    """Logits of all batches, in evaluation mode."""
-    model.eval()
+def logits_of(model: nn.Module, batches: Iterable[Any], device: str) -> Tensor:
+    """model(batch) of all batches, in evaluation mode."""
+    model.to(device).eval()
     with torch.no_grad():
-        return torch.cat([forward(model, move(batch, device)).float().cpu() for batch in batches])
+        return torch.cat([model(move(batch, device)).float().cpu() for batch in batches])
+
+
+def frozen(model: nn.Module, features: Callable[[Any], Tensor], parts: Sequence[Iterable[Any]],
+           labels: Sequence[Tensor], options: Any) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
+    """(features, labels) of each part's batches: of a frozen body they are the same in every step.
+
+    With --cache, those of an earlier run are taken if they are of as many records.
+    """
+    cache: Path | None = options.cache
+    if cache is not None and cache.exists():
+        kept = torch.load(cache, weights_only=True)
+        if [len(y) for _, y in kept] == [len(y) for y in labels]:
+            return [(x, y) for x, y in kept]
+    print(f"features of {sum(map(len, labels)):,} records", flush=True)
+    model.to(options.device).eval()
+    with torch.no_grad():
+        found = [torch.cat([features(move(batch, options.device)).cpu() for batch in part]) for part in parts]
+    kept = list(zip(found, labels, strict=True))
+    if cache is not None:
+        torch.save([list(pair) for pair in kept], cache)
+    return kept
 
 
 def peak_mib(device: str) -> float:
