@@ -57,10 +57,10 @@ def parser(description: str, methods: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--engine", default="fastdp", choices=ENGINES, help="what makes it private; none: nothing")
     made.add_argument("--epsilon", type=float, default=3.0)
     made.add_argument("--delta", type=float, default=1e-5)
-    made.add_argument("--clipping", default="automatic", choices=("automatic", "local", "global"))
+    made.add_argument("--clipping", default="local", choices=("local", "automatic", "global"))
     made.add_argument("--max-grad-norm", type=float, default=1.0)
     made.add_argument("--batch-size", type=int, help="expected size of a logical batch")
-    made.add_argument("--physical-batch-size", type=int, default=64)
+    made.add_argument("--physical-batch-size", type=int, help="default: 64; 4096 for a head on kept features")
     made.add_argument("--lr", type=float)
     made.add_argument("--head-lr", type=float, help="learning rate of the new head, where more than it is trained")
     made.add_argument("--epochs", type=float)
@@ -86,6 +86,8 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None, defaul
     for name, value in defaults(options.method, options.engine != "none")._asdict().items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if options.physical_batch_size is None:
+        options.physical_batch_size = 4096 if options.method == "head" else 64
     return options
 
 
@@ -181,7 +183,7 @@ def _opacus(model: nn.Module, inner: torch.optim.Optimizer, loader: Any, sigma: 
         else:
             losses.mean().backward()
 
-    return Engine(wrapped, optimizer, backward, lambda: accountant.get_epsilon(options.delta))
+    return Engine(wrapped, optimizer, backward, lambda: accountant.get_epsilon(options.delta) if sigma else math.inf)
 
 
 def mean(losses: Tensor) -> Tensor:
