@@ -64,6 +64,22 @@ def tiny_words(where: str | None, seed: int, rank: int) -> tuple[nn.Module, Toke
     return shakespeare.with_lora(LlamaForCausalLM(config), rank), Tokenizer()
 
 
+_known: dict[str, float] = {}
+
+
+@pytest.fixture(autouse=True)
+def noise_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a noise multiplier takes a second, and the runs here ask for the same few."""
+    search = common.fastdp.noise_multiplier_for
+
+    def known(**arguments: Any) -> float:
+        if str(arguments) not in _known:
+            _known[str(arguments)] = search(**arguments)
+        return _known[str(arguments)]
+
+    monkeypatch.setattr(common.fastdp, "noise_multiplier_for", known)
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A folder with tiny files of all three data sets."""
