@@ -46,6 +46,7 @@ SHOWN = ("model", "contender", "ratio", "floor", "step_ms", "p20_ms", "p80_ms", 
 COLUMNS = (*SHOWN, "batch_size", "dtype", "device", "threads", "torch", "triton", "opacus", "fastdp", "commit",
            "date")  # fmt: skip
 OUT = "out of memory"
+MAIN = "benchmarks.training"  # what a fresh process runs to measure memory; of another benchmark with its own models
 
 
 class Place(NamedTuple):
@@ -202,7 +203,7 @@ def peaks_mib(model: str, names: list[str], place: Place = CPU, small: bool = Fa
 
 
 def peak_mib(model: str, name: str, place: Place, small: bool) -> float | None:
-    command = [sys.executable, "-m", "benchmarks.training", "--memory-of", model, name]
+    command = [sys.executable, "-m", MAIN, "--memory-of", model, name]
     command += ["--device", place.device.type, "--dtype", str(place.dtype)[6:], *["--small"] * small]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -35,6 +35,7 @@ class VerifyReport:
     tolerance: float
     parameters: dict[str, float] = field(default_factory=dict)
     problem: str = ""
+    untested: list[str] = field(default_factory=list)  # parameters whose gradient is zero in every sample
 
     @property
     def ok(self) -> bool:
@@ -50,6 +51,12 @@ class VerifyReport:
         ]
         worst = sorted(self.parameters.items(), key=lambda item: -item[1])[:3]
         lines += [f"  {name}: {error:.1e}" for name, error in worst]
+        if self.untested:
+            lines.append(
+                f"  not tested: {len(self.untested)} of {len(self.parameters)} parameters have no gradient on these "
+                f"samples ({self.untested[0]}, ...): they lie behind zeros, as LoRA's first factors do at the start, "
+                "or have no part in the loss"
+            )
         return "\n".join(lines)
 
 
@@ -156,6 +163,7 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Records, params: Iterable[Te
     parameters = {name: float((ours[name] - truth[name]).reshape(size, -1).norm(dim=1).max() / whole) for name in names}
     coupling = _coupling(model, loss_fn, batch, chosen, loss_reduction, options, ours, norms, floor)
     report = VerifyReport(size, norm_error, sum_error, coupling, tolerance, parameters)
+    report.untested = [name for name, rows in truth.items() if not rows.any()]
     worst = max(parameters, key=lambda name: parameters[name])
     if not max(coupling, norm_error, sum_error) <= tolerance:
         where = _where_coupled(model, loss_fn, batch.batch, len(batch.numbers))

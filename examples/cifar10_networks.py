@@ -1,0 +1,177 @@
+"""The pre-trained networks of finetune_cifar10.py: SqueezeNet 1.1 (1.24M) and a ViT-S/14 of DINOv2's shape (22M).
+
+Neither has batch norm, which couples samples. Weights come in the files that people have of them: torchvision's
+state dict or a pickle of arrays for the one, a hub's model or an ONNX file for the other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# ---------------------------------------------------------------------- SqueezeNet 1.1 (Iandola et al. 2016)
+
+
+class Fire(nn.Module):
+    """A 1x1 convolution to few channels, then 1x1 and 3x3 ones side by side. Names as torchvision's."""
+
+    def __init__(self, channels: int, few: int, many: int) -> None:
+        super().__init__()
+        self.squeeze = nn.Conv2d(channels, few, 1)
+        self.expand1x1, self.expand3x3 = nn.Conv2d(few, many, 1), nn.Conv2d(few, many, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.squeeze(x))
+        return torch.cat([F.relu(self.expand1x1(x)), F.relu(self.expand3x3(x))], 1)
+
+
+class SqueezeNet(nn.Module):
+    """Images [B, 3, H, W] -> features [B, 512], means over the positions."""
+
+    width = 512
+
+    def __init__(self) -> None:
+        super().__init__()
+        pool = lambda: nn.MaxPool2d(3, 2, ceil_mode=True)
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 64, 3, stride=2), nn.ReLU(), pool(), Fire(64, 16, 64), Fire(128, 16, 64), pool(),
+            Fire(128, 32, 128), Fire(256, 32, 128), pool(), Fire(256, 48, 192), Fire(384, 48, 192),
+            Fire(384, 64, 256), Fire(512, 64, 256),
+        )  # fmt: skip
+        # what an image is made of 0..1, red first; set by the weights' file
+        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.features((images - self.mean) / self.std).mean((2, 3))
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Admits numpy arrays of plain numbers and nothing else: a pickle may otherwise run any code."""
+
+    ALLOWED = {("_reconstruct", "multiarray"), ("ndarray", "numpy"), ("dtype", "numpy")}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if not module.startswith("numpy") or (name, module.rpartition(".")[2]) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"the weights' file asks for {module}.{name}: only arrays are admitted")
+        if name == "_reconstruct":
+            return np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+        return getattr(np, name)
+
+
+def arrays_of(data: bytes) -> dict[str, list[np.ndarray]]:
+    """A pickled dict of lists of arrays. Raises UnpicklingError on anything else."""
+    found = _ArraysOnly(io.BytesIO(data)).load()
+    if not isinstance(found, dict) or not all(
+        isinstance(a, np.ndarray) and a.dtype.kind == "f" for arrays in found.values() for a in arrays
+    ):
+        raise pickle.UnpicklingError("the weights' file is no dict of lists of arrays of floats")
+    return found
+
+
+def squeezenet(weights: Path) -> SqueezeNet:
+    """With weights from torchvision's state dict (.pth), or from a pickle of Keras's arrays (.pkl; made of Caffe's)."""
+    model = SqueezeNet()
+    if weights.suffix == ".pth":
+        state = torch.load(weights, weights_only=True)
+        model.load_state_dict({name: t for name, t in state.items() if name.startswith("features.")}, strict=False)
+        return model
+    arrays, fires = arrays_of(weights.read_bytes()), [i for i, m in enumerate(model.features) if isinstance(m, Fire)]
+    layers = {"conv1": model.features[0]}
+    for number, place in enumerate(fires, start=2):
+        fire = model.features[place]
+        layers |= {f"fire{number}/squeeze1x1": fire.squeeze, f"fire{number}/expand1x1": fire.expand1x1,
+                   f"fire{number}/expand3x3": fire.expand3x3}  # fmt: skip
+    with torch.no_grad():
+        for name, layer in layers.items():
+            kernel, bias = (torch.from_numpy(np.ascontiguousarray(a)) for a in arrays[name])
+            layer.weight.copy_(kernel.permute(3, 2, 0, 1))  # [height, width, in, out] of Keras
+            layer.bias.copy_(bias)
+        # Caffe's images are blue, green, red, of 0..255 less the mean
+        model.features[0].weight.copy_(model.features[0].weight.flip(1))
+    model.mean.copy_(torch.tensor([123.68, 116.779, 103.939]).view(3, 1, 1) / 255)
+    model.std.fill_(1 / 255)
+    return model
+
+
+# ---------------------------------------------------------------------- ViT-S/14 (DINOv2: Oquab et al. 2023)
+
+
+class ViT(nn.Module):
+    """Images [B, 3, H, W] -> features: the class token's and the mean of the patches', side by side."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.width = body, 2 * body.config.hidden_size
+        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.body((images - self.mean) / self.std).last_hidden_state
+        return torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], 1)
+
+
+def vit(where: str, size: int) -> ViT:
+    """DINOv2 of the hub or a folder, or of an ONNX file with its names; positions made for images of this size."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    if where.endswith(".onnx"):
+        body = Dinov2Model(Dinov2Config(hidden_size=384, num_attention_heads=6, image_size=518, patch_size=14))
+        state, wanted = onnx_state(Path(where)), body.state_dict()
+        state = {name if name in wanted else renamed(name): a for name, a in state.items()}
+        missing, unexpected = body.load_state_dict(state, strict=False)
+        if unexpected or [name for name in missing if "mask_token" not in name]:
+            raise SystemExit(f"{where} has other weights than a ViT-S/14's: {missing[:3]} {unexpected[:3]}")
+    else:
+        body = Dinov2Model.from_pretrained(where)
+    return ViT(resized(body, size))
+
+
+def renamed(name: str) -> str:
+    """A weight's name in transformers before 5 -> the one of today."""
+    for old, new in (("attention.query", "q_proj"), ("attention.key", "k_proj"), ("attention.value", "v_proj"),
+                     ("output.dense", "o_proj")):  # fmt: skip
+        name = name.replace(f".attention.{old}.", f".attention.{new}.")
+    return name
+
+
+def resized(body: Any, size: int) -> Any:
+    """The model with its table of positions made for this size once, which the model else does in every forward."""
+    embeddings = body.embeddings
+    side = size // body.config.patch_size
+    with torch.no_grad():
+        old = embeddings.position_embeddings
+        grid = round((old.shape[1] - 1) ** 0.5)
+        patches = old[:, 1:].reshape(1, grid, grid, -1).permute(0, 3, 1, 2)
+        patches = F.interpolate(patches, (side, side), mode="bicubic", align_corners=False)
+        table = torch.cat([old[:, :1], patches.permute(0, 2, 3, 1).reshape(1, side * side, -1)], 1)
+    embeddings.position_embeddings = nn.Parameter(table)
+    embeddings.mask_token = None  # of pre-training; a parameter without a use would only be given noise
+    return body
+
+
+def onnx_state(path: Path) -> dict[str, Tensor]:
+    """Weights by transformers' names; matrices have lost theirs in ONNX, and get them from the nodes that use them."""
+    try:
+        import onnx
+        from onnx import numpy_helper
+    except ImportError:
+        raise SystemExit("reading the weights of an ONNX file needs onnx: pip install onnx") from None
+    graph = onnx.load(str(path)).graph
+    arrays = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in graph.initializer}
+    state = {name.removeprefix("backbone."): a for name, a in arrays.items() if name.startswith("backbone.")}
+    for node in graph.node:
+        if node.op_type == "MatMul" and node.input[1] in arrays:
+            name = node.name.strip("/").removesuffix("/MatMul").replace("/", ".").removeprefix("backbone.")
+            state[name + ".weight"] = arrays[node.input[1]].t().contiguous()
+        if node.op_type == "Concat" and node.input[0] in arrays and "embeddings" in node.name:
+            patches = next(a for a in arrays.values() if a.dim() == 3 and a.shape[1] > 1)
+            state["embeddings.position_embeddings"] = torch.cat([arrays[node.input[0]], patches], 1)
+    return state
