@@ -72,9 +72,9 @@ class CollateFnWithEmpty:
         if self.first_batch is not None:
             return self._make_empty_batch(self.first_batch)
         if self.sample_empty_shapes is None or self.dtypes is None:
-            logger.warning("The first batch is empty, and what a batch looks like is not known: it is an empty list.")
+            logger.warning("First batch is empty, and what a batch looks like is not known: it is an empty list.")
             return []
-        logger.warning("The first batch is empty: it is a list of tensors without rows, of the first record's shapes.")
+        logger.warning("First batch is empty: it is a list of tensors without rows, of the first record's shapes.")
         return [torch.zeros(s, dtype=d) for s, d in zip(self.sample_empty_shapes, self.dtypes, strict=False)]
 
     def _make_empty_batch(self, sample: Any) -> Any:
