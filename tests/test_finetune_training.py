@@ -151,7 +151,7 @@ def test_out_of_memory_the_batch_is_repeated_in_halves(tmp_path, how, recwarn):
     def tight(model, batch):
         out = model(batch["ids"], batch["mask"])
         calls.append(len(out))
-        full = len(out) > 2 and len(calls) > 1  # in the midst of a logical batch, which has sums by then
+        full = len(out) > 2 and len(calls) > 3  # in the midst of a logical batch, which has sums by then
         if full and how == "forward":
             raise torch.OutOfMemoryError("planted")
         out = Full.apply(out) if full else out
@@ -165,6 +165,7 @@ def test_out_of_memory_the_batch_is_repeated_in_halves(tmp_path, how, recwarn):
     run(job_of(tmp_path / "b", models[1], max_physical_batch_size=2))
     assert torch.allclose(weights(models[0]), weights(models[1]), rtol=1e-5, atol=1e-6)
     assert outcome.steps == STEPS == len(journalled(tmp_path / "a"))
+    assert calls[:4] == [5, 2, 5, 5]
     assert not any("left before its last" in str(w.message) for w in recwarn)
     assert any("out of memory" in v.get("text", "") for _, v in log.events)
     with pytest.raises(FinetuneError, match="single sample"):
