@@ -129,9 +129,9 @@ def of_words(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 WORKLOADS = {
-    "sst2-full": Workload(lambda: minilm("full"), sentences, of_classes, 32),
-    "sst2-lora": Workload(lambda: minilm("lora"), sentences, of_classes, 32),
-    "squeezenet-full": Workload(squeezenet, images, of_classes, 32),
+    "sst2-full": Workload(lambda: minilm("full"), sentences, of_classes, 16),
+    "sst2-lora": Workload(lambda: minilm("lora"), sentences, of_classes, 16),
+    "squeezenet-full": Workload(squeezenet, images, of_classes, 16),
     "vit-full": Workload(vit, images, of_classes, 16),
     "smollm2-lora": Workload(smollm2, words, of_words, 4),
 }
@@ -274,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     training.MODELS.update(WORKLOADS)
+    training.FLOORLESS.update(WORKLOADS)
     training.MAIN = __spec__.name if __spec__ else "benchmarks.finetuning"
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     place = training.Place(torch.device(options.device), training.TYPES[options.dtype])
