@@ -293,7 +293,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(rows, training.SHOWN)
     if options.memory:
         for model in options.models:
-            peaks = training.peaks_mib(model, list(dict.fromkeys(["non-private", *options.contenders])), place)
+            peaks: dict[str, float | None] = {}
+            for name in dict.fromkeys(["non-private", *options.contenders]):
+                try:
+                    peaks |= training.peaks_mib(model, [name], place)
+                except RuntimeError as problem:  # a peer that fails on this model has no memory either
+                    print(f"{model}, {name}: {str(problem)[-200:]}", file=sys.stderr)
             common = {"model": model, "batch_size": WORKLOADS[model].batch_size, **versions(place.device)}
             rows = [{**common, "contender": name, "peak_mib": f"{peak:.0f}"} for name, peak in peaks.items() if peak]
             show(rows, ("model", "contender", "peak_mib"))
