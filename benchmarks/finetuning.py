@@ -129,9 +129,9 @@ def of_words(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 WORKLOADS = {
-    "sst2-full": Workload(lambda: minilm("full"), sentences, of_classes, 32),
-    "sst2-lora": Workload(lambda: minilm("lora"), sentences, of_classes, 32),
-    "squeezenet-full": Workload(squeezenet, images, of_classes, 32),
+    "sst2-full": Workload(lambda: minilm("full"), sentences, of_classes, 16),
+    "sst2-lora": Workload(lambda: minilm("lora"), sentences, of_classes, 16),
+    "squeezenet-full": Workload(squeezenet, images, of_classes, 16),
     "vit-full": Workload(vit, images, of_classes, 16),
     "smollm2-lora": Workload(smollm2, words, of_words, 4),
 }
@@ -201,13 +201,19 @@ def step_table(rows: Rows) -> str:
     names = [n for n in CONTENDERS if n != "non-private"]
     lines = []
     for model in dict.fromkeys(r["model"] for r in rows):
-        last = {r["contender"]: r for r in rows if r["model"] == model}  # a later measurement replaces one
+        last: dict[str, dict[str, str]] = {}
+        for row in rows:  # a later measurement replaces one; time and memory may have been measured apart
+            if row["model"] == model:
+                found = {key: value for key, value in row.items() if value not in ("", "-")}
+                last[row["contender"]] = last.get(row["contender"], {}) | found
         plain = last["non-private"]
-        cells = [f"{model} ({plain['batch_size']})", f"{float(plain['step_ms']):.0f} ms, {plain['peak_mib']} MiB"]
+        cells = [f"{model} ({plain['batch_size']})"]
+        cells.append(f"{float(plain['step_ms']):.0f} ms, {plain.get('peak_mib', '-')} MiB")
         for name in names:
             row = last.get(name, {})
-            if row.get("ratio", "-") != "-":
-                cells.append(f"{row['ratio']}, {row.get('memory_ratio', '-')}")
+            if "ratio" in row:
+                memory = f"{float(row['peak_mib']) / float(plain['peak_mib']):.2f}" if "peak_mib" in row else "-"
+                cells.append(f"{row['ratio']}, {memory}")
             else:
                 error = row.get("error", "-")
                 cells.append({"-": "-", "inf": "fails"}.get(error, f"wrong by {error}"))
@@ -261,12 +267,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", nargs="+", choices=list(training.CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--memory", action="store_true", help="measure memory only")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=list(training.TYPES))
     parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
     parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     training.MODELS.update(WORKLOADS)
+    training.FLOORLESS.update(WORKLOADS)
     training.MAIN = __spec__.name if __spec__ else "benchmarks.finetuning"
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     place = training.Place(torch.device(options.device), training.TYPES[options.dtype])
@@ -283,6 +291,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.out:
                 append(options.out, found, training.COLUMNS)
         show(rows, training.SHOWN)
+    if options.memory:
+        for model in options.models:
+            peaks: dict[str, float | None] = {}
+            for name in dict.fromkeys(["non-private", *options.contenders]):
+                try:
+                    peaks |= training.peaks_mib(model, [name], place)
+                except RuntimeError as problem:  # a peer that fails on this model has no memory either
+                    print(f"{model}, {name}: {str(problem)[-200:]}", file=sys.stderr)
+            common = {"model": model, "batch_size": WORKLOADS[model].batch_size, **versions(place.device)}
+            rows = [{**common, "contender": name, "peak_mib": f"{peak:.0f}"} for name, peak in peaks.items() if peak]
+            show(rows, ("model", "contender", "peak_mib"))
+            if options.out:
+                append(options.out, rows, training.COLUMNS)
     if options.report:
         DOC.write_text(filled(DOC.read_text()))
 

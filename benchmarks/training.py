@@ -46,6 +46,7 @@ SHOWN = ("model", "contender", "ratio", "floor", "step_ms", "p20_ms", "p80_ms", 
 COLUMNS = (*SHOWN, "batch_size", "dtype", "device", "threads", "torch", "triton", "opacus", "fastdp", "commit",
            "date")  # fmt: skip
 OUT = "out of memory"
+FLOORLESS = set(MOE)  # models whose forward needs values (routing does), where the floor has shapes alone
 MAIN = "benchmarks.training"  # what a fresh process runs to measure memory; of another benchmark with its own models
 
 
@@ -251,7 +252,7 @@ def run(model: str, names: list[str], rounds: int, memory: bool, place: Place = 
     times = interleaved(work, good, rounds, place)
     peaks = peaks_mib(model, list(times), place, small) if memory else {}
     medians = {name: statistics.median(t) for name, t in times.items()}
-    least = "-" if model in MOE else f"{floor(work, roof):.2f}"  # routing needs values, and shapes have none
+    least = "-" if model in FLOORLESS else f"{floor(work, roof):.2f}"
     facts = versions(place.device)
     rows: list[Row] = []
     for name in names:
