@@ -105,13 +105,39 @@ def test_physical_batches_count_as_one():
     assert parts[1] == pytest.approx(whole[1]) and len(set(parts[1])) == 3
 
 
+@pytest.mark.parametrize("how", ["ghost", "optimizer"])
+@pytest.mark.parametrize("size", [0.01, 100.0])
+def test_one_sample_moves_the_count_by_a_half(how, size):
+    """Theorem 1 takes 2 unclipped_num_std for the count's noise multiplier: that of a count that one record, added or
+    removed, moves by 1/2. And nothing else may depend on the size of a Poisson sample: an empty one is no exception."""
+
+    def moved(samples):
+        net = nn.Linear(2, 1, bias=False)
+        options = {"max_grad_norm": 1.0, "noise_multiplier": 0.0, "batch_size": 32, "clipbound_learning_rate": 0.2,
+                   "target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 1e3}  # fmt: skip
+        if how == "ghost":
+            _, module, optimizer, _, _ = adaptive(module=net, **options)
+            module.on_norms._std = lambda: 1e-12
+        else:
+            _, module, optimizer, _, _ = private(
+                "hooks", module=net, clipping="adaptive", unclipped_num_std=1e-12, **options
+            )
+        module(torch.full((samples, 2), size)).sum(1).mean().backward()
+        optimizer.step()
+        return -math.log(float(optimizer.max_grad_norm)) / 0.2 * 32
+
+    counts = [moved(samples) for samples in (0, 1, 2, 5)]
+    one = 0.5 if size < 1 else -0.5
+    assert counts == pytest.approx([0.0, one, 2 * one, 5 * one], abs=1e-6)
+
+
 def test_the_count_of_dropped_gradients_is_dropped():
     _, module, optimizer, criterion, _ = adaptive(noise_multiplier=0.0)
     x, y = data().tensors
     criterion(module(x), y).backward()
     optimizer.zero_grad()
     criterion(module(x[:16]), y[:16]).backward()
-    assert 0 <= int(module.on_norms.count) <= 16
+    assert abs(float(module.on_norms.count)) <= 8  # of 16 samples, each 1/2 or -1/2
 
 
 def test_bounds_and_arguments():

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, Sampler
 
-from .data_loader import DPDataLoader
 from .distributed import DifferentiallyPrivateDistributedDataParallel, check_alone
 from .grad_sample import AbstractGradSampleModule
 
@@ -39,9 +38,19 @@ def is_distributed(module: Any) -> bool:
     return False
 
 
-def sample_rate_of(data_loader: DataLoader[Any]) -> float:
-    """The rate that the loader samples at, which is what is accounted for; 1 / len of one that does not sample."""
-    return data_loader.sample_rate if isinstance(data_loader, DPDataLoader) else 1 / len(data_loader)
+def sample_rate_of(data_loader: Any) -> float:
+    """The rate that is accounted for: at which the loader or its batch sampler says that it samples, else 1 / len.
+
+    Where a pass draws more records than there are (with replacement) 1 / len is the part of a pass, and of the records
+    a batch takes so many times as much.
+    """
+    for part in (data_loader, getattr(data_loader, "batch_sampler", None)):
+        if isinstance(rate := getattr(part, "sample_rate", None), float | int):
+            return float(rate)
+    rate, sampler = 1 / len(data_loader), getattr(data_loader, "sampler", None)
+    if not isinstance(sampler, Sampler) or not isinstance(data_loader.batch_sampler, BatchSampler):
+        return rate
+    return min(1.0, rate * max(1.0, len(sampler) / len(data_loader.dataset)))  # type: ignore[arg-type]
 
 
 def expected_batch_size_of(data_loader: Any, sample_rate: float) -> int:

@@ -280,11 +280,14 @@ class PrivacyEngine:
                 "multiplier is for target_epsilon from here on, so the whole run will cost more.",
                 stacklevel=2,
             )
+        sample_rate, length = 1 / len(data_loader), {"epochs": epochs}
+        if not poisson_sampling and sample_rate_of(data_loader) != sample_rate:
+            sample_rate, length = sample_rate_of(data_loader), {"steps": epochs * len(data_loader)}
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=1 / len(data_loader),
-            epochs=epochs,
+            sample_rate=sample_rate,
+            **length,
             accountant=self.accountant.mechanism(),
             **kwargs,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....errors import StepError
 from ....ops.noise import Noise
 
 DRAWS = 4  # in secure mode the noise is half the sum of so many
@@ -19,15 +20,16 @@ class StepNoise:
     secure: the key is the operating system's, and no draw can be repeated; the noise is half the sum of four draws,
     against attacks on the gaps between floating-point numbers (Holohan & Braghin 2021, arXiv 2107.10138, section 5.1).
     Otherwise each step's key is drawn from the generator, or from torch's own: torch.manual_seed repeats a run, and
-    whoever knows the seed can take the noise off.
+    whoever knows the seed can take the noise off. Raises StepError where it would repeat a step of the same run.
     """
 
     def __init__(self, generator: Any, secure: bool) -> None:
         self.secure = secure
         self.source = Noise(None if secure else 0)
         self.offset = 0
+        self._used: set[bytes] = set()  # keys of the steps so far
         if not secure:
-            self.source.restore(_key(generator), 0)
+            self._restart(generator)
 
     def again(self, generator: Any) -> None:
         """The next step begins."""
@@ -35,7 +37,19 @@ class StepNoise:
         if self.secure:
             self.source.step += DRAWS
         else:
-            self.source.restore(_key(generator), 0)
+            self._restart(generator)
+
+    def _restart(self, generator: Any) -> None:
+        key = _key(generator)
+        if key in self._used:
+            raise StepError(
+                "the noise of this step would be that of a step before: the random generator was seeded again since "
+                "(torch.manual_seed within the training loop), and the difference of the two steps would be without "
+                "noise. Seed once, before training; or give noise_generator= a generator of its own; or "
+                "secure_mode=True"
+            )
+        self._used.add(key)
+        self.source.restore(key, 0)
 
     def add_(self, total: Tensor, std: float) -> Tensor:
         """total += std * N(0, 1), in place; total contiguous, float32 or float64."""

@@ -15,6 +15,7 @@ from ....buffers import Buffers
 from ....ops.clip import clip_factors
 from ..grad_sample import samples
 from ..grad_sample.samples import Pending
+from .copies import Copied
 from .noise import StepNoise
 from .sums import norm_sq, sums
 from .utils import params
@@ -46,7 +47,7 @@ def _generate_noise(std: float, reference: Tensor, generator: Any = None, secure
     return noise.to(reference.dtype)
 
 
-class DPOptimizer(Optimizer):
+class DPOptimizer(Copied, Optimizer):
     """Any optimizer of torch, made private: `step()` clips, sums, adds noise, and then makes its step.
 
     Args:

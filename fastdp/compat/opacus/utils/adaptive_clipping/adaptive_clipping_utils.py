@@ -23,7 +23,7 @@ class Quantile:
 
     The count gets noise of standard deviation expected_batch_size / 20, and the gradients that much more noise that
     both together cost what the accountant is told (Theorem 1). Shares are of the expected batch size: the size of a
-    Poisson sample is private.
+    Poisson sample is private. A sample counts 1/2 or -1/2, as the Theorem has it: counted as 1 or 0 it would cost more.
 
     Opacus moves the norm within a batch, divides by the batch's own size, and its criterion does not clip at all: it
     scales the mean gradient of the batch by the sum of the factors.
@@ -38,14 +38,14 @@ class Quantile:
             raise ValueError(f"clipbounds must be positive and in order, not {min_clipbound!r} and {max_clipbound!r}")
         self.module, self.optimizer = module, optimizer
         self.target, self.bounds, self.rate = target, (min_clipbound, max_clipbound), rate
-        self.count: Tensor | None = None  # of the samples of this logical batch that are not clipped
+        self.count: Tensor | None = None  # of this logical batch: 1/2 a sample that is not clipped, else -1/2
         self._multiplier()  # checks it
         self._add_noise = optimizer.add_noise
         optimizer.add_noise = self.add_noise
 
     def __call__(self, norms: Tensor) -> None:
         """A backward's norms [B], before its samples are clipped."""
-        unclipped = (norms <= float(self.module.max_grad_norm)).sum()
+        unclipped = ((norms <= float(self.module.max_grad_norm)).double() - 0.5).sum()
         begun = self.module.backwards() > 0 or (
             any(p.summed_grad is not None for p in self.optimizer.params) and not self.optimizer._sums_are_used()
         )
@@ -58,7 +58,7 @@ class Quantile:
         count = torch.zeros(1, dtype=torch.float64) if self.count is None else self.count.double().cpu().reshape(1)
         used = self.optimizer._noise if self.optimizer.noise_multiplier > 0 else None
         (used or self.optimizer._next_noise()).add_(count, self._std())
-        share = float(count) / self._expected()
+        share = float(count) / self._expected() + 0.5
         moved = float(self.module.max_grad_norm) * math.exp(-self.rate * (share - self.target))
         self.module.max_grad_norm = min(max(moved, self.bounds[0]), self.bounds[1])
         self.count = None

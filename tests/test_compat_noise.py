@@ -1,0 +1,123 @@
+"""Noise of fastdp.compat.opacus is drawn once: not by copies of an optimizer, not after seeding again. And rates."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+
+import fastdp
+from fastdp.compat.opacus import PrivacyEngine
+from fastdp.compat.opacus.data_loader import DPDataLoader
+from fastdp.compat.opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from fastdp.errors import StepError
+
+from .compat_runs import MODES, data, private
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+X, Y = data().tensors
+
+
+def step(module, optimizer, criterion):
+    """The gradient of a step, all parameters."""
+    optimizer.zero_grad()
+    criterion(module(X), Y).backward()
+    optimizer.step()
+    return torch.cat([p.grad.flatten() for p in optimizer.params])
+
+
+def saved_and_loaded(pair):
+    pair[1].step_hook = None  # the accountant's is a function within another, which no pickle holds
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_copy_trains_with_noise_of_its_own(mode, secure, how):
+    engine = PrivacyEngine(accountant="rdp", secure_mode=secure)
+    _, module, optimizer, criterion, _ = private(mode, engine, noise_multiplier=1.0, lr=0.0, poisson_sampling=True)
+    step(module, optimizer, criterion)
+    module_2, optimizer_2 = how((module, optimizer))
+    first, second = step(module, optimizer, criterion), step(module_2, optimizer_2, criterion)
+    assert float((first - second).abs().min()) > 0
+    assert float((first - second).std()) > 0.5 * math.sqrt(2) * 0.5 / 8
+    assert sum(n for _, _, n in engine.accountant.history) == (3 if how is copy.deepcopy else 1)
+
+
+def test_a_copy_draws_from_the_same_generator():
+    generator = torch.Generator().manual_seed(1)
+    _, module, optimizer, criterion, _ = private("hooks", noise_multiplier=1.0, lr=0.0, noise_generator=generator)
+    module_2, optimizer_2 = copy.deepcopy((module, optimizer))
+    assert optimizer_2.generator is generator
+    assert not torch.equal(step(module, optimizer, criterion), step(module_2, optimizer_2, criterion))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_noise_of_a_step_before_is_refused(mode):
+    _, module, optimizer, criterion, _ = private(mode, noise_multiplier=1.0)
+    torch.manual_seed(3)
+    step(module, optimizer, criterion)
+    step(module, optimizer, criterion)
+    torch.manual_seed(3)
+    with pytest.raises(StepError, match="seeded again"):
+        step(module, optimizer, criterion)
+    optimizer.noise_multiplier = 0.0
+    torch.manual_seed(3)
+    step(module, optimizer, criterion)  # no noise, none to repeat
+
+
+# ------------------------------------------------------------------ what is accounted for without Poisson sampling
+
+
+def rate_of(loader):
+    net = nn.Linear(3, 2)
+    made = PrivacyEngine(accountant="rdp").make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), data_loader=loader, noise_multiplier=1.0,
+        max_grad_norm=1.0, poisson_sampling=False,
+    )  # fmt: skip
+    module, optimizer, _ = made
+    nn.functional.cross_entropy(module(X), Y).backward()
+    seen = []
+    optimizer.attach_step_hook(lambda o, told=optimizer.step_hook: (told(o), seen.append(told.__closure__)))
+    optimizer.step()
+    accountant = next(c.cell_contents for c in seen[0] if hasattr(c.cell_contents, "history"))
+    return accountant.history[0][1], optimizer.expected_batch_size
+
+
+def test_the_rate_of_loaders_that_draw_a_record_more_often_than_once_a_pass():
+    records = TensorDataset(X, Y)  # 32
+    assert rate_of(DataLoader(records, 8)) == (0.25, 8)
+    assert rate_of(DataLoader(records, 5, shuffle=True)) == (pytest.approx(1 / 7), 4)  # as Opacus says it
+    again = RandomSampler(records, replacement=True, num_samples=3200)
+    assert rate_of(DataLoader(records, 8, sampler=again)) == (pytest.approx(0.25), 8)
+    weighted = WeightedRandomSampler(torch.ones(32), 320)
+    assert rate_of(DataLoader(records, 8, sampler=weighted)) == (pytest.approx(0.25), 8)
+    poisson = UniformWithReplacementSampler(num_samples=32, sample_rate=0.25, steps=1000)
+    assert rate_of(DataLoader(records, batch_sampler=poisson)) == (0.25, 8)
+    assert rate_of(DPDataLoader(records, sample_rate=0.25)) == (0.25, 8)
+    assert rate_of(fastdp.poisson_loader(records, sample_rate=0.25, steps=1000)) == (0.25, 8)
+
+
+def test_noise_for_an_epsilon_is_for_the_rate_that_is_accounted():
+    records = TensorDataset(X, Y)
+    loader = DataLoader(records, 8, sampler=RandomSampler(records, replacement=True, num_samples=320))
+    net, engine = nn.Linear(3, 2), PrivacyEngine(accountant="rdp")
+    module, optimizer, loader = engine.make_private_with_epsilon(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), data_loader=loader, target_epsilon=2.0,
+        target_delta=1e-3, epochs=1, max_grad_norm=1.0, poisson_sampling=False,
+    )  # fmt: skip
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    assert engine.accountant.history == [(optimizer.noise_multiplier, 0.25, 40)]
+    assert 1.9 < engine.get_epsilon(1e-3) <= 2.0
