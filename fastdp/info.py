@@ -24,7 +24,10 @@ def report() -> str:
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()}"),
         ("devices", ", ".join(_devices())),
     ]
-    extras = {"demo": ("sklearn", "matplotlib"), "gpu": ("triton",)}
+    hf = ("transformers", "accelerate", "peft")
+    extras = {
+        "demo": ("sklearn", "matplotlib"), "gpu": ("triton",), "hf": hf, "finetune": (*hf, "matplotlib", "pyarrow"),
+    }  # fmt: skip
     for extra, modules in extras.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         rows.append((f"extra [{extra}]", "installed" if not missing else f"missing {', '.join(missing)}"))

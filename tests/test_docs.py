@@ -36,6 +36,8 @@ def test_info_tells_versions_backends_and_devices():
     )
     for word in ("torch", "opacus", "C++ kernels", "Triton", "CUDA", "devices"):
         assert word in done.stdout
+    for extra in ("demo", "gpu", "hf", "finetune"):  # what README and docs tell to install
+        assert f"extra [{extra}]" in done.stdout
 
 
 def test_the_page_says_which_backend_serves_which_operator():

@@ -41,6 +41,8 @@ def test_what_it_says_depends_on_the_run(tmp_path):
     page = card().markdown()
     assert "NO GUARANTEE" not in page and "set of labels" in page and "Held-out records of DATA" in page
     assert "one record added or removed" in page and "secret key" in page
+    released = page.split("## Released")[1].split("##")[0]  # checkpoints hold the history and a count, too
+    assert "not what lies there beside them" in released and "not finite" in released and "evaluations" in released
     page = card(seed=1, labels="given", evaluated="").markdown()
     assert "**NO GUARANTEE**" in page and "--seed 1" in page and "secret key" not in page
     assert "set of labels" not in page and "Held-out" not in page

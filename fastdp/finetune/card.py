@@ -156,8 +156,9 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
         status={"finished": "finished", "interrupted": "interrupted before its last step",
         "budget": "ended early, as steps lost in crashes took part of the budget"}[outcome.status], trained=trained,
         released=("The adapters (and the new head) in `model/`" if adapters else "The weights in `model/`")
-        + ". The guarantee covers the weights after every step, so also those in `checkpoints/`. Give away `model/` "
-        "and this card, nothing else of the folder.",
+        + ". The guarantee covers the weights and the optimizer's moments after every step, so also those in "
+        "`checkpoints/`, but not what lies there beside them: the evaluations so far, and the number of records whose "
+        "gradient was not finite. Give away `model/` and this card, nothing else of the folder.",
         not_covered=missing, nonfinite=outcome.nonfinite, versions=versions(), date=datetime.date.today().isoformat(),
     )  # fmt: skip
 
