@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 import torch
 
@@ -40,7 +41,7 @@ SCALED = (
 
 
 def check() -> None:
-    """Raises StepError where several processes train together, or Accelerate divides losses."""
+    """Raises StepError where several processes train together."""
     spread = torch.distributed
     if spread.is_available() and spread.is_initialized() and spread.get_world_size() > 1:
         raise StepError(
@@ -48,10 +49,22 @@ def check() -> None:
             "their models would drift apart. Data-parallel training is not supported yet: start one process "
             "(accelerate launch --num_processes 1; in Lightning devices=1)."
         )
+
+
+def refuse_division() -> None:
+    """Raises StepError in a step of Accelerate's wrapper, where Accelerate divides losses.
+
+    Its setting is the process's, and outlives the loop that made it: it says nothing of a step that no wrapper calls.
+    """
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)  # only if the loop has imported it
-    settings = getattr(state, "_shared_state", {}).get("plugin_kwargs", {})  # its parts are all of one process
-    count = settings.get("num_steps", 1)
-    if count != 1:
+    count = getattr(state, "_shared_state", {}).get("plugin_kwargs", {}).get("num_steps", 1)
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    if count == 1 or wrapper is None:
+        return
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and not isinstance(caller.f_locals.get("self"), wrapper):
+        caller = caller.f_back
+    if caller is not None:
         raise StepError(
             f"Accelerator(gradient_accumulation_steps={count}) divides every loss by {count}, so every sample's norm "
             f"would be {count} times too small beside max_grad_norm. {_PHYSICAL}"

@@ -44,6 +44,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Noise the clipped sum and update; with a closure, call it once before."""
         privacy = self._attached()
         self._refuse_scaler(privacy)
+        loops.refuse_division()
         loss, early = None, privacy.pending()
         if closure is not None:
             with torch.enable_grad():

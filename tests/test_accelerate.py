@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,17 +149,27 @@ def test_states_are_kept_and_taken_up(accelerator, tmp_path):
 
 def test_accumulation_by_accelerate_is_refused(accelerator):
     """It divides every loss by its number, so also where each batch is stepped on."""
-    prepared, model = accelerator(gradient_accumulation_steps=2), network()
-    with pytest.raises(StepError, match="gradient_accumulation_steps=2"):
-        sgd(model)
-    accelerator()
+    for accumulates in (True, False):
+        prepared, model = accelerator(gradient_accumulation_steps=2), network()
+        private = sgd(model, expected_batch_size=EXPECTED)
+        optimizer = prepared.prepare(private)
+        x, y = records()[:EXPECTED]
+        with pytest.raises(StepError, match="divides every loss by 2"):
+            for _ in range(2):
+                with prepared.accumulate(model) if accumulates else contextlib.nullcontext():
+                    prepared.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+        assert private.history == []
+
+
+def test_the_setting_of_an_accelerator_that_was_left_stops_no_other_loop(accelerator):
+    accelerator(gradient_accumulation_steps=2)
+    model = network()
     private = sgd(model, expected_batch_size=EXPECTED)
-    prepared = accelerator(gradient_accumulation_steps=2)
-    prepared.prepare(private)
     x, y = records()[:EXPECTED]
-    with pytest.raises(StepError, match="divides every loss by 2"), prepared.accumulate(model):
-        prepared.backward(F.cross_entropy(model(x), y))
-    assert private.history == []
+    F.cross_entropy(model(x), y).backward()
+    private.step()
+    assert [steps for _, _, steps in private.history] == [1]
 
 
 def test_a_scaler_is_refused(accelerator):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -115,28 +114,3 @@ def test_offloaded_parameters() -> None:
     engine = fastdp.PerSampleGradients(plain)
     square(plain, torch.ones(B, 8)).mean().backward()
     torch.testing.assert_close(engine.norms().double(), exact, rtol=TOLERANCE, atol=0)
-
-
-def test_an_accumulation_loop_of_accelerate() -> None:
-    """accelerate divides each loss by the number of micro-batches, and steps with the last: the clipped sums add up."""
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, x = mlp(), torch.randn(12, 8)
-    plain, factor = copy.deepcopy(model), 0.01
-    optimizer = fastdp.DPSGD(model, lr=1.0, noise_multiplier=0.0, max_grad_norm=factor, expected_batch_size=6)
-    loader = torch.utils.data.DataLoader(x, batch_size=3)
-    model, wrapped, loader = accelerator.prepare(model, optimizer, loader)
-    for part in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(square(model, part).mean())
-            wrapped.step()
-            wrapped.zero_grad()
-    assert sum(steps for _, _, steps in optimizer.history) == 2
-    for low in (0, 6):
-        rows = truth(plain, x[low : low + 6], square)
-        c = (factor / (norms_of(rows) / 2)).clamp(max=1) / 2  # norms of half the loss
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                p -= torch.einsum("b,b...->...", c, rows[name]).to(p.dtype) / 6
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
