@@ -13,9 +13,10 @@ import torch
 
 from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError
-from fastdp.hf import ledger
 
 from .hf_models import bert, gpt2, private, texts, trainer_of, transformers, weights
+
+from fastdp.hf import ledger  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_seed")
 

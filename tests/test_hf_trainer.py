@@ -188,6 +188,21 @@ def test_evaluation_is_the_ordinary_one(tmp_path):
     assert (ours.predict(data).predictions == plain.predict(data).predictions).all()
 
 
+def test_it_trains_in_training_mode(tmp_path):
+    """Dropout is on in the forward of every step, and on again after an evaluation."""
+    modes, model = set(), bert(num_labels=3)
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        if trainer._private is not None:  # after the checks
+            modes.add((torch.is_grad_enabled(), model.training))
+        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none")
+
+    trainer = trainer_of(tmp_path, model, texts(12), max_steps=3, eval_strategy="steps", eval_steps=1,
+                         more={"eval_dataset": texts(4), "compute_loss_func": loss})  # fmt: skip
+    trainer.train()
+    assert modes == {(True, True), (False, False)}
+
+
 def test_empty_batches(tmp_path):
     """A step without a sample is a step of noise alone."""
     model = gpt2()
