@@ -117,6 +117,15 @@ def test_lost_steps_are_taken_out_of_the_budget(tmp_path):
     assert again.epsilon() <= 1.5
 
 
+def test_a_finished_run_makes_no_further_step(tmp_path):
+    """Its last checkpoint lies within an epoch, where Trainer would go on by one step, beyond the budget."""
+    privacy, options = private(noise_multiplier=None, target_epsilon=1.5), dict(max_steps=4)
+    run(tmp_path, gpt2(), privacy, **options).train()
+    again = run(tmp_path, gpt2(), privacy, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4 == sum(n for _, _, n in again.history) and again.epsilon() <= 1.5
+
+
 def test_no_key_is_written(tmp_path):
     """Checkpoints get uploaded: whoever had the key of the noise could take it off."""
     keys = []
