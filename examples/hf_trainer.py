@@ -2,6 +2,7 @@
 
     python examples/hf_trainer.py --data DIR --target_epsilon 3
     python examples/hf_trainer.py --data DIR --lora 8 --quick
+    python examples/hf_trainer.py --data DIR --target_epsilon 3 --resume_from_checkpoint out/checkpoint-20
 
 Every field of TrainingArguments and PrivacyArguments is an option too. DIR holds sst2_train.tsv and sst2_dev.tsv, lines
 "sentence TAB label" with label 0 or 1.
@@ -85,7 +86,7 @@ def main() -> None:
         model=model, args=arguments, train_dataset=data[0], eval_dataset=data[1], processing_class=tokenizer,
         compute_metrics=accuracy, privacy=privacy,
     )  # fmt: skip
-    trainer.train()
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     found = trainer.evaluate()
     trainer.save_model()
     print(

@@ -158,7 +158,8 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Records, params: Iterable[Te
     floor = float(norms.max()) * 1e-6 + 1e-30
     norm_error = float(((_norms(ours) - norms).abs() / norms.clamp(min=floor)).max())
     factors = (norms.median() / norms.clamp(min=floor)).clamp(max=1.0)
-    sum_error = _relative(_weighted(ours, factors), _weighted(truth, factors))
+    # at least one sample's share: where samples cancel, the sum itself is rounding
+    sum_error = _relative(_weighted(ours, factors), _weighted(truth, factors), float((factors * norms).max()))
     whole = norms.mean().clamp(min=floor)
     parameters = {name: float((ours[name] - truth[name]).reshape(size, -1).norm(dim=1).max() / whole) for name in names}
     coupling = _coupling(model, loss_fn, batch, chosen, loss_reduction, options, ours, norms, floor)
@@ -240,10 +241,11 @@ def _weighted(rows: dict[str, Tensor], factors: Tensor) -> dict[str, Tensor]:
     return {name: torch.einsum("b,b...->...", factors, g) for name, g in rows.items()}
 
 
-def _relative(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+def _relative(found: dict[str, Tensor], truth: dict[str, Tensor], least: float) -> float:
+    """The error's norm over that of the truth, or over `least` where the truth is smaller."""
     wrong = sum(float((found[n] - truth[n]).square().sum()) for n in truth)
     size = sum(float(t.square().sum()) for t in truth.values())
-    return (wrong / max(size, 1e-60)) ** 0.5
+    return (wrong / max(size, least**2, 1e-60)) ** 0.5
 
 
 # --------------------------------------------------------------------------- dependence

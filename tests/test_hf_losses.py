@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fastdp.errors import StepError
-from fastdp.hf.losses import find_head, rows, size_of
 
 from .hf_models import (
     Collate,
@@ -23,6 +22,9 @@ from .hf_models import (
     truth_of_step,
     weights,
 )
+
+from fastdp.hf.checks import check_padding  # isort: skip
+from fastdp.hf.losses import find_head, rows, size_of  # isort: skip
 
 SMALL = dict(vocab_size=40, d_model=16, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
 
@@ -150,6 +152,26 @@ def test_rows_of_a_batch():
     assert part["x"].tolist() == [[2, 3], [4, 5]] and len(part["table"]) == 5 and part["n"] == 3
     with pytest.raises(StepError, match="dict of tensors"):
         size_of({"n": 3})
+
+
+def test_padding_is_tried_on_every_example():
+    """The most padded one may be the one that learns nothing: here its weight in the loss is 0."""
+
+    def collate(records):
+        x = torch.zeros(len(records), max(len(r["x"]) for r in records))
+        for row, record in zip(x, records, strict=True):
+            row[: len(record["x"])] = torch.tensor(record["x"])
+        return {"x": x, "weight": torch.tensor([r["weight"] for r in records]), "labels": torch.zeros(len(records))}
+
+    def loss(model, batch):  # a mean over places, padding too
+        return (batch["weight"] * model(batch["x"].mean(1, keepdim=True)).squeeze(1)).mean()
+
+    records = [{"x": [1.0] * n, "weight": float(n != 2)} for n in (2, 3, 5)]
+    with pytest.raises(StepError, match="how far its batch is padded"):
+        check_padding(torch.nn.Linear(1, 1), loss, collate, lambda batch: batch, records, 1e-3)
+    for record in records:
+        record["x"] = [1.0] * 5
+    assert check_padding(torch.nn.Linear(1, 1), loss, collate, lambda batch: batch, records, 1e-3) == ""
 
 
 def test_persons(tmp_path):

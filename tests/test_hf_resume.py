@@ -13,9 +13,10 @@ import torch
 
 from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError
-from fastdp.hf import ledger
 
 from .hf_models import bert, gpt2, private, texts, trainer_of, transformers, weights
+
+from fastdp.hf import ledger  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:noise_seed")
 
@@ -114,6 +115,15 @@ def test_lost_steps_are_taken_out_of_the_budget(tmp_path):
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 9 and sum(n for _, _, n in again.history) == 10
     assert again.epsilon() <= 1.5
+
+
+def test_a_finished_run_makes_no_further_step(tmp_path):
+    """Its last checkpoint lies within an epoch, where Trainer would go on by one step, beyond the budget."""
+    privacy, options = private(noise_multiplier=None, target_epsilon=1.5), dict(max_steps=4)
+    run(tmp_path, gpt2(), privacy, **options).train()
+    again = run(tmp_path, gpt2(), privacy, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4 == sum(n for _, _, n in again.history) and again.epsilon() <= 1.5
 
 
 def test_no_key_is_written(tmp_path):

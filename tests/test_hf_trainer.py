@@ -161,7 +161,6 @@ def test_the_model_comes_back_as_it_was(tmp_path):
     trainer.train()
     assert trainer.model is model
     assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    assert all(p.grad is None or isinstance(p.grad, torch.Tensor) for p in model.parameters())
     trainer.save_model(tmp_path / "final")
     for folder in (tmp_path / "final", tmp_path / "checkpoint-2"):
         again = transformers.GPT2LMHeadModel.from_pretrained(folder)
@@ -186,6 +185,19 @@ def test_evaluation_is_the_ordinary_one(tmp_path):
     assert within["eval_loss"] == pytest.approx(want["eval_loss"], abs=1e-6)
     assert within["eval_mean"] == pytest.approx(want["eval_mean"], abs=1e-6)
     assert (ours.predict(data).predictions == plain.predict(data).predictions).all()
+
+
+def test_it_trains_in_training_mode(tmp_path):
+    modes, model = set(), bert(num_labels=3)
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        modes.update({(torch.is_grad_enabled(), model.training)} if trainer._private is not None else ())
+        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none")
+
+    trainer = trainer_of(tmp_path, model, texts(12), max_steps=3, eval_strategy="steps", eval_steps=1,
+                         more={"eval_dataset": texts(4), "compute_loss_func": loss})  # fmt: skip
+    trainer.train()
+    assert modes == {(True, True), (False, False)}
 
 
 def test_empty_batches(tmp_path):

@@ -26,6 +26,7 @@ class Spending:
 
     args: Any
     state: Any
+    control: Any
     train_dataset: Any
     privacy: PrivacyArguments
 
@@ -115,6 +116,13 @@ class Spending:
         if self.state.global_step + allowed < max_steps:
             logger.warning(f"the budget allows {allowed} more steps of {max_steps - self.state.global_step}")
         self._allowed = done + allowed
+
+    def _run_epoch(self, *positional: Any, **named: Any) -> None:
+        """Of a run that has made all its steps: nothing. Trainer would make one more where it is taken up there."""
+        if self._private is not None and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*positional, **named)  # type: ignore[misc]
 
     def after_step(self) -> bool:
         """Note the step that was made; True where the budget allows no further one."""
