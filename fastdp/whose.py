@@ -29,7 +29,12 @@ class Whose:
         self._said, self._used = People(torch.tensor(numbers, dtype=torch.long), known), False
 
     def use(self, people: People | None) -> None:
-        """A backward has taken them: they are said of no other batch."""
+        """A backward has taken them: they are of no other batch. Raises StepError where they came after its forward."""
+        if self._said is not None and not self._used and people is None:
+            raise StepError(
+                "group_by() was called between a forward and its backward, so this batch was taken for records, not "
+                "groups of them: call group_by() with the keys of a batch before the model sees it"
+            )
         self._used = self._used or people is self._said
 
     def of_batch(self, batch: int) -> People | None:

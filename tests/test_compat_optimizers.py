@@ -382,6 +382,20 @@ def test_noise_is_of_the_largest_norm_among_the_backwards_of_a_step(mode):
     assert float(noise.std()) == pytest.approx(6.0, rel=0.03)
 
 
+def test_clipping_norms_of_layers_set_the_noise_whatever_max_grad_norm_becomes():
+    """Schedulers change max_grad_norm, which clips nothing in this mode."""
+    model = grad_sample.GradSampleModule(nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 3)))
+    optimizer = optimizers.DPPerLayerOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), noise_multiplier=3.0, max_grad_norm=[1.0] * 4,
+        expected_batch_size=6,
+    )  # fmt: skip
+    optimizer.max_grad_norm = 1e-3
+    backward(model)
+    optimizer.step()
+    noise = torch.cat([(p.grad * 6 - p.summed_grad).flatten() for p in optimizer.params])
+    assert float(noise.std()) == pytest.approx(6.0, rel=0.03)
+
+
 def test_a_part_of_a_batch_is_taken_once():
     """Without zero_grad() what the part before it left would be added again, at twice the clipping norm."""
     model, optimizer = pair()

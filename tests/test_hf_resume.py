@@ -126,6 +126,26 @@ def test_a_finished_run_makes_no_further_step(tmp_path):
     assert again.state.global_step == 4 == sum(n for _, _, n in again.history) and again.epsilon() <= 1.5
 
 
+def test_the_account_of_another_run_in_the_same_folder_does_not_replace_the_checkpoints(tmp_path):
+    """A run of large noise in the folder of one of small noise that is taken up later: its 3 steps stood for all."""
+    run(tmp_path, gpt2(), private(noise_multiplier=0.5), max_steps=2).train()
+    other = run(tmp_path, gpt2(), private(noise_multiplier=8.0), max_steps=3, save_strategy="no")
+    other.train()
+    assert ledger.read(tmp_path).history == [(8.0, 0.2, 3)]
+    again = run(tmp_path, gpt2(), private(noise_multiplier=0.5), max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.history == [(0.5, 0.2, 2), (8.0, 0.2, 3), (0.5, 0.2, 2)]
+
+
+def test_which_history_goes_on_from_which():
+    short = [(1.0, 0.1, 5), (2.0, 0.1, 3)]
+    for longer in (short, [(1.0, 0.1, 5), (2.0, 0.1, 4)], [*short, (1.0, 0.1, 1)]):
+        assert ledger.continues(longer, short) and ledger.continues(longer, [])
+    for other in ([], short[:1], [(1.0, 0.1, 6), (2.0, 0.1, 3)], [(1.0, 0.1, 5), (2.0, 0.2, 9)],
+                  [(1.0, 0.1, 5), (2.0, 0.1, 2)]):  # fmt: skip
+        assert not ledger.continues(other, short)
+
+
 def test_no_key_is_written(tmp_path):
     """Checkpoints get uploaded: whoever had the key of the noise could take it off."""
     keys = []

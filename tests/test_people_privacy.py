@@ -115,6 +115,21 @@ def test_the_persons_are_those_of_the_forward() -> None:
         (first + second).backward()
 
 
+def test_persons_said_after_the_forward_are_refused() -> None:
+    """One person of three records contributed 2.7 times the clipping norm in the first step."""
+    model = nn.Linear(4, 2)
+    optimizer = fastdp.DPSGD(model, lr=0.0, noise_multiplier=0.0, max_grad_norm=1e-3, loss_reduction="sum")
+    loss = model(torch.randn(3, 4)).square().sum()
+    optimizer.group_by([1, 1, 1])
+    with pytest.raises(StepError, match="before the model sees it"):
+        loss.backward()
+    with pytest.raises(StepError, match="without a backward"):
+        optimizer.step()
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    assert torch.cat([p.grad.flatten() for p in model.parameters()]).norm() <= 1e-3
+
+
 @pytest.mark.parametrize("bad", [None, math.nan])
 def test_a_missing_key(bad) -> None:
     with pytest.raises(ValueError, match="record 1 has no key"):

@@ -63,6 +63,20 @@ def read(folder: str | Path) -> Spent | None:
     return Spent(history, loader, {name: value for name, value in content.items() if name not in known})
 
 
+def continues(longer: History, shorter: History) -> bool:
+    """Whether a run whose history is the shorter may have gone on to the longer."""
+    if not shorter:
+        return True
+    place, (noise_multiplier, sample_rate, steps) = len(shorter) - 1, shorter[-1]
+    if (
+        longer[:place] != shorter[:place]
+        or len(longer) <= place
+        or longer[place][:2] != (noise_multiplier, sample_rate)
+    ):
+        return False
+    return longer[place][2] >= steps
+
+
 def steps_within(
     target: float, history: History, noise_multiplier: float, sample_rate: float, planned: int, delta: float, kind: str
 ) -> int:

@@ -92,6 +92,15 @@ class Spending:
         repeated = self.privacy.noise_seed is not None  # the very same steps will be made again
         if after is None:
             logger.warning(f"no {ledger.NAME} beside {checkpoint}: steps made after it, if any, are not counted")
+        elif not ledger.continues(after.history, spent.history):
+            if ledger.continues(spent.history, after.history):
+                return spent
+            if self.privacy.count_lost_steps:
+                logger.warning(
+                    f"{ledger.NAME} beside {checkpoint} is of another run: its {after.steps} steps are added to the "
+                    f"{spent.steps} of the checkpoint, as both may have seen this data"
+                )
+                return spent._replace(history=[*spent.history, *after.history])
         elif after.steps > spent.steps and self.privacy.count_lost_steps and not repeated:
             logger.warning(f"{after.steps - spent.steps} steps made after {checkpoint} are lost, and stay counted")
             return spent._replace(history=after.history)
