@@ -145,21 +145,23 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Records, params: Iterable[Te
     size = batch.samples
     chosen = None if params is None else list(params)
     reads: list[Reads] = []
-    ours = _by_engine(model, loss_fn, batch, chosen, loss_reduction, options, reads)
+    found = _by_engine(model, loss_fn, batch, chosen, loss_reduction, options, reads)
+    ours = found.rows
     names = list(ours)
     named = {name: p for name, p in model.named_parameters() if name in ours}
     alone = {name: [] for name in names}  # type: dict[str, list[Tensor]]
     for i in range(size):
-        found = _plain(model, loss_fn, batch.of([i]), named, loss_reduction)
+        one = _plain(model, loss_fn, batch.of([i]), named, loss_reduction)
         for name in names:
-            alone[name].append(found[name])
+            alone[name].append(one[name])
     truth = {name: torch.stack(rows) for name, rows in alone.items()}
     norms = _norms(truth)
     floor = float(norms.max()) * 1e-6 + 1e-30
-    norm_error = float(((_norms(ours) - norms).abs() / norms.clamp(min=floor)).max())
-    factors = (norms.median() / norms.clamp(min=floor)).clamp(max=1.0)
+    errors = [((each - norms).abs() / norms.clamp(min=floor)).max() for each in (found.norms, _norms(ours))]
+    norm_error = float(torch.stack(errors).max())  # of the routes of training, and of the gradients themselves
     # at least one sample's share: where samples cancel, the sum itself is rounding
-    sum_error = _relative(_weighted(ours, factors), _weighted(truth, factors), float((factors * norms).max()))
+    least, want = float((found.factors * norms).max()), _weighted(truth, found.factors)
+    sum_error = _relative(found.sums, want, least)
     whole = norms.mean().clamp(min=floor)
     parameters = {name: float((ours[name] - truth[name]).reshape(size, -1).norm(dim=1).max() / whole) for name in names}
     coupling = _coupling(model, loss_fn, batch, chosen, loss_reduction, options, ours, norms, floor)
@@ -194,8 +196,18 @@ def _verify(model: nn.Module, loss_fn: Loss, batch: Records, params: Iterable[Te
 # --------------------------------------------------------------------------- gradients
 
 
+class Found(NamedTuple):
+    """By the engine, in float64: norms [B] and the sum clipped with factors [B], by the routes that training takes,
+    and the per-sample gradients themselves, by name."""
+
+    norms: Tensor
+    factors: Tensor
+    sums: dict[str, Tensor]
+    rows: dict[str, Tensor]
+
+
 def _by_engine(model: nn.Module, loss_fn: Loss, batch: Records, params: list[Tensor] | None, reduction: str,
-               options: dict[str, Any], reads: list[Reads] | None = None) -> dict[str, Tensor]:  # fmt: skip
+               options: dict[str, Any], reads: list[Reads] | None = None) -> Found:  # fmt: skip
     engine = PerSampleGradients(model, params, loss_reduction=reduction, **options)
     try:
         with warnings.catch_warnings():
@@ -205,7 +217,11 @@ def _by_engine(model: nn.Module, loss_fn: Loss, batch: Records, params: list[Ten
         loss.backward()  # type: ignore[no-untyped-call]
         if reads is not None:
             reads.append(engine._forward.reads)
-        return {name: g.double() for name, g in engine.materialize().items()}
+        rows = {name: g.double() for name, g in engine.materialize().items()}
+        norms = engine.norms()
+        factors = (norms.median() / norms.clamp(min=1e-30)).clamp(max=1.0)
+        sums = {name: total.double() for name, total in engine.clipped_sum(factors).items()}
+        return Found(norms.double(), factors.double(), sums, rows)
     finally:
         engine.detach()
 
@@ -256,7 +272,7 @@ def _coupling(model: nn.Module, loss_fn: Loss, batch: Records, params: list[Tens
     """Largest change of a sample's gradient when all others are replaced by copies of it."""
     worst, size = 0.0, batch.samples
     for i in {0, size - 1}:
-        other = _by_engine(model, loss_fn, batch.of([i] * size), params, reduction, options)
+        other = _by_engine(model, loss_fn, batch.of([i] * size), params, reduction, options).rows
         moved = sum(float((other[name][i] - g[i]).square().sum()) for name, g in ours.items()) ** 0.5
         worst = max(worst, moved / max(float(norms[i]), floor))
     return worst
