@@ -22,7 +22,7 @@ check: .venv/ready
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 benchmark: .venv/ready
 	$(BIN)/python -m benchmarks.kernels
