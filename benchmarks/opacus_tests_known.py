@@ -14,6 +14,7 @@ EXPLAINED: dict[str, str] = {
     r"HooksFastGradientClippingTest::test_(grad_sample|norm_sample)_computation": PRIVATE + "p._norm_sample",
     r"HooksFastGradientClippingTest::test_cleanup": PRIVATE + "p._forward_counter",
     r"::test_standard_module_validation": PRIVATE + "module.ft_compute_sample_grad",
+    r"GradSampleModuleFastGradientClippingTest::test_norm_calculation": PRIVATE + "p._norm_sample",
     r"ClippingEmbeddingLayerTest::test_norm_calculation": PRIVATE
     + "p._norm_sample, after two backwards of one forward",
     r"ClippingEmbeddingLayerTest::test_gradient_calculation": (
