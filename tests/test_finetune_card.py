@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
+import fastdp
 from fastdp.__main__ import parser
 from fastdp.accounting import epsilon_of
+from fastdp.finetune import announce
 from fastdp.finetune.card import make_card, write_card
 from fastdp.finetune.job import Outcome, Plan
 from fastdp.finetune.options import default_batch, default_delta
@@ -93,3 +97,32 @@ def test_without_matplotlib_the_plot_is_text(tmp_path, monkeypatch):
 def test_numbers_in_words():
     assert [size(n) for n in (12, 1200, 913e6, 65e9, 6.5e12)] == ["12 B", "1.2 KB", "913 MB", "65.0 GB", "6500 GB"]
     assert [duration(s) for s in (3, 89, 90, 5400, 12_000)] == ["3 s", "89 s", "2 min", "1 h 30 min", "3 h 20 min"]
+
+
+def test_the_check_sees_what_lies_behind_zeros(monkeypatch):
+    """LoRA's first factors have no gradient while the second are zero; nothing of that stays in the model."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
+            torch.nn.init.zeros_(self.second.weight)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model, seen = Adapted(), []
+
+    def verify(*args, **options):
+        seen.append(fastdp.verify(*args, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(announce, "verify", verify)
+    job = types.SimpleNamespace(
+        model=model, data=[torch.randn(4) for _ in range(9)], length=None,
+        collate=lambda rows: {"x": torch.stack(rows)}, loss=lambda m, batch: m(batch["x"]).square().sum(1).mean(),
+    )  # fmt: skip
+    before = torch.get_rng_state()
+    line = announce.check(job)
+    assert "exact" in line and seen[0].untested == [] and not model.second.weight.any()
+    assert torch.equal(before, torch.get_rng_state())
