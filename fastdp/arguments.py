@@ -135,10 +135,22 @@ def _tensors_in_first_list(values: Any) -> int:
     return len(first) if len({item.shape for item in first}) == 1 else 0
 
 
+def refuse_ragged(tensor: Tensor, what: str) -> None:
+    """Raises StepError for a tensor of torch.nested, whose rows of samples no rule here can tell apart."""
+    if tensor.is_nested:
+        raise StepError(
+            f"{what} is a nested tensor (torch.nested), of which fastdp has no per-sample rules. Pad it "
+            "(x.to_padded_tensor(0.0), with a mask), pack it (torch.nn.utils.rnn.pack_sequence), or pass its rows, "
+            "x.values(), marked by fastdp.mark_rows(rows, sample_of_row)."
+        )
+
+
 def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
     """The number of samples (of rows, where a sample has several) in a model's arguments: as marks say, or the size of
     the first unmarked tensor's batch dimension."""
     packed, tensors = packed_sequences(values), nested_tensors(values)
+    for tensor in tensors:
+        refuse_ragged(tensor, "the model's argument")
     said = samples_said(tensors)
     if said is not None:
         return said * rows_per_sample

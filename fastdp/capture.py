@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
+from .arguments import refuse_ragged
 from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
@@ -233,7 +234,7 @@ class Pass:
         known = self.memo.layouts(signature)
         if known is not None:
             out = func(*args, **kwargs)
-            for tensor, layout in zip(tensors_in(out), known, strict=True):
+            for tensor, layout in zip((out,) if isinstance(out, Tensor) else tensors_in(out), known, strict=True):
                 if layout is not CONSTANT:
                     tag(tensor, layout)
                 elif tensor.requires_grad and not tensor.is_leaf:
@@ -250,7 +251,9 @@ class Pass:
         """A call of a kind not seen before, or with a parameter among its arguments."""
         parameters, has_data = [], False
         for tensor in tensors_in((args, kwargs)):
-            if self.is_parameter(tensor):
+            if tensor.is_nested:
+                refuse_ragged(tensor, f"an argument of {self.place(function_name(func))}")
+            elif self.is_parameter(tensor):
                 parameters.append(tensor)
             elif self.is_data(tensor):
                 has_data = True

@@ -77,20 +77,22 @@ class Memo:
             return None
         if func in PRODUCTS and any(gathered_of(tensor) is not None for tensor in args):
             return None
-        by_value = kind == "checked"  # then ids, and constants that may be made for this batch, count by value
         by_index = func is torch.Tensor.__getitem__
-        parts: list[Any] = [func, batch, torch.is_grad_enabled()]
-        rows = {batch, *[size.rows for size in _layouts((args, kwargs), batch)]} if by_value else set()
+        # ids, and constants that may be made for this batch, count by value where the function is asked by example
+        known = _Described(batch, tracked, rows={batch} if kind == "checked" else None, view=by_index)
+        known.parts += (func, batch, torch.is_grad_enabled())
         try:
-            _describe(args if not by_index else args[:1], batch, tracked, rows, parts)
+            known.add(args if not by_index else args[:1])
             if by_index:
-                _describe_index(args[1], parts)
+                _describe_index(args[1], known.parts)
             for name, value in kwargs.items():
-                parts.append(name)
-                _describe((value,), batch, tracked, rows, parts)
+                known.parts.append(name)
+                known.add((value,))
         except _Depends:
             return None
-        return tuple(parts)
+        if known.rows is not None and any(not known.rows.isdisjoint(shape) for shape in known.constants):
+            return None
+        return tuple(known.parts)
 
     def layouts(self, signature: Any) -> tuple[Layout, ...] | None:
         if signature is None:
@@ -123,37 +125,51 @@ class _Depends(Exception):
     """The call's layouts do not follow from its signature."""
 
 
-def _layouts(value: Any, batch: int) -> list[Layout]:
-    return [layout for tensor in tensors_in(value) if (layout := tag_of(tensor, batch)) is not None]
+class _Described:
+    """The parts of a signature, collected in one pass over the arguments."""
 
+    __slots__ = ("batch", "tracked", "rows", "view", "parts", "constants")
 
-def _describe(values: Any, batch: int, tracked: dict[int, str], rows: set[int], parts: list[Any]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            needs_grad = value.requires_grad
-            if needs_grad and (id(value) in tracked or link_of(value) is not None):
+    def __init__(self, batch: int, tracked: dict[int, str], rows: set[int] | None, view: bool) -> None:
+        self.batch, self.tracked, self.rows, self.view = batch, tracked, rows, view
+        self.parts: list[Any] = []
+        self.constants: list[torch.Size] = []
+
+    def add(self, values: Any) -> None:
+        parts = self.parts
+        for value in values:
+            if isinstance(value, Tensor):
+                needs_grad = value.requires_grad
+                if value.is_nested or needs_grad and (id(value) in self.tracked or link_of(value) is not None):
+                    raise _Depends
+                layout, shape = tag_of(value, self.batch), value.shape
+                if layout is None:
+                    if needs_grad and not value.is_leaf:
+                        raise _Depends  # of unseen origin, perhaps
+                    self.constants.append(shape)
+                else:
+                    if layout.mixed or layout.owner is not None:
+                        raise _Depends
+                    if self.rows is not None:
+                        # of ids a slice is known by its bounds; what other functions do depends on the ids
+                        if not value.is_floating_point() and (layout.places or not self.view):
+                            raise _Depends
+                        self.rows.add(layout.rows)
+                parts += (shape, value.dtype, needs_grad, layout)
+            elif isinstance(value, tuple | list):
+                parts.append((type(value), len(value)))
+                self.add(value)
+            elif isinstance(value, dict):
                 raise _Depends
-            layout = tag_of(value, batch)
-            if layout is not None and (layout.mixed or layout.owner is not None):
-                raise _Depends
-            if layout is None and needs_grad and not value.is_leaf:
-                raise _Depends  # of unseen origin, perhaps
-            shape = value.shape
-            if rows and (not rows.isdisjoint(shape) if layout is None else not value.is_floating_point()):
-                raise _Depends
-            parts += (shape, value.dtype, needs_grad, layout)
-        elif isinstance(value, tuple | list):
-            parts.append((type(value), len(value)))
-            _describe(value, batch, tracked, rows, parts)
-        elif isinstance(value, dict):
-            raise _Depends
-        else:
-            parts += (type(value), value)
+            else:
+                parts += (type(value), value)
 
 
 def _describe_index(index: Any, parts: list[Any]) -> None:
     for item in index if isinstance(index, tuple) else (index,):
         if isinstance(item, slice):
+            if not all(bound is None or type(bound) is int for bound in (item.start, item.stop, item.step)):
+                raise _Depends  # a tensor's value may change
             parts += (slice, item.start, item.stop, item.step)
         elif item is None or item is Ellipsis or type(item) is int:
             parts += (type(item), item)

@@ -210,3 +210,15 @@ def test_arguments_that_do_not_fit_raise() -> None:
     with pytest.raises(ValueError, match="1 or more"):
         ops.conv_norm_sq(torch.randn(2, 3, 8), torch.randn(2, 4, 9), 0)
     assert ops.weighted_sum(torch.ones(0, 3), torch.ones(0)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_named_and_refused(layout: torch.layout) -> None:
+    model = Net(lambda h: torch.nested.as_nested_tensor([row[: i + 1] for i, row in enumerate(h)], layout=layout) * 2.0)
+    PerSampleGradients(model)
+    with pytest.raises(StepError, match=r"\w+\(\).*nested tensor.*mark_rows"):
+        model(torch.randn(B, T, D))
+    ragged = torch.nested.nested_tensor([torch.randn(i + 1, D) for i in range(B)], layout=layout)
+    with pytest.raises(StepError, match=r"argument is a nested tensor.*mark_rows"):
+        model(ragged)
