@@ -157,7 +157,7 @@ class Spending:
             "neighbours": "one sample added or removed" if self.privacy.group_by is None
             else f"all records of one value of {self.privacy.group_by!r} added or removed",
             "sampling": "Poisson", "sample_rate": None if self._source is None else self._source.loader.sample_rate,
-            **self._options(), "nonfinite_samples": None if self._private is None else self._private.nonfinite_samples,
+            **self._options(),  # not the count of samples left out, which no guarantee covers: checkpoints get uploaded
         }  # fmt: skip
         return ledger.Spent(self.history, self._place, told)
 
