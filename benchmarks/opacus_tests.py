@@ -149,6 +149,14 @@ def failures(ours: dict[str, list[Outcome]], theirs: dict[str, list[Outcome]]) -
     return "\n".join(lines)
 
 
+def skips(ours: dict[str, list[Outcome]]) -> str:
+    """How many tests of each file were skipped, by the reason they give."""
+    found = collections.Counter(
+        (name, result.reason) for name, results in ours.items() for result in results if result.status == "skipped"
+    )
+    return "\n".join(f"skipped: {number} of {name}: {reason}" for (name, reason), number in found.items())
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[])
@@ -178,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{'fastdp' if rewrite else 'Opacus'} {name}: {count(outcome)}", file=sys.stderr, flush=True)
     ours, theirs = results[True], results[False]
     not_run = "\n".join(f"not run: {name}: {reason}" for name, reason in NOT_RUN.items())
-    text = "\n\n".join([table(ours, theirs), failures(ours, theirs), not_run])
+    text = "\n\n".join([table(ours, theirs), failures(ours, theirs), skips(ours), not_run])
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
