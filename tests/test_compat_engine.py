@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import warnings
 
@@ -368,3 +369,16 @@ def test_checkpoints_are_read_by_either(saver, loader, mode):
     file.seek(0)
     with pytest.warns(UserWarning, match="items but optimizer is not"):
         second[0].load_checkpoint(path=file, module=second[1])
+
+
+def test_a_second_private_optimizer_of_a_module_is_warned_about_while_the_first_lives():
+    run = private(ours)
+    second = torch.optim.SGD(run[1].parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="another private optimizer.*understated"):
+        made = private(ours, module=run[1], optimizer=second)
+    del run, made, second
+    module = private(ours)[1]
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="this module has another")
+        private(ours, module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))

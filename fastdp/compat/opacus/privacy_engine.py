@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import IO, Any, BinaryIO
 
@@ -245,6 +246,7 @@ class PrivacyEngine:
                 grad_sample_mode=grad_sample_mode,
                 **kwargs,
             )
+            _note_optimizer(hooks, made)
             made.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
             if grad_sample_mode not in GHOST:
                 return module, made, data_loader
@@ -371,3 +373,16 @@ class PrivacyEngine:
 
 
 __all__ = ["AbstractGradSampleHooks", "PrivacyEngine"]
+
+
+def _note_optimizer(hooks: Any, made: Any) -> None:
+    """Warn where the module has another private optimizer already."""
+    others = hooks.__dict__.setdefault("_private_optimizers", weakref.WeakSet())
+    if len(others):
+        warnings.warn(
+            "this module has another private optimizer: if both step on the same batch, its samples are released "
+            "twice, which is accounted as if two batches had been drawn, and epsilon is understated. Use one optimizer "
+            "with parameter groups, or delete the other.",
+            stacklevel=3,
+        )
+    others.add(made)
