@@ -110,8 +110,9 @@ int64_t fastdp_gram_scratch(void);
 int64_t fastdp_gram_parts(int64_t batch, int64_t positions); /* doubles in `parts` */
 
 /* norm_sq[b] = sum_{t,s} (a_t . a_s)(g_t . g_s), the squared norm of G_b. doubt[b] = 1 where rounding *
- * sqrt(sum (|a_t| |a_s| (g_t . g_s))^2 + ((a_t . a_s) |g_t| |g_s|)^2) is more than tolerance * norm_sq[b] (the
- * summands cancel), or norm_sq[b] less than `smallest`, or not finite. Returns how many samples are in doubt.
+ * sqrt(sum (|a_t| |a_s| (g_t . g_s))^2 + ((a_t . a_s) |g_t| |g_s|)^2), or what underflow may have taken, is more than
+ * tolerance * norm_sq[b] (the summands cancel), or norm_sq[b] less than `smallest`, or not finite. Returns how many
+ * samples are in doubt.
  */
 int64_t fastdp_linear_gram(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
                            double rounding, double tolerance, double smallest, double *norm_sq, uint8_t *doubt,

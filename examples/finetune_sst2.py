@@ -40,8 +40,8 @@ def defaults(method: str, private: bool) -> Defaults:
     if method == "head":
         return Defaults(3e-3, 20, 768) if private else Defaults(2e-3, 10, 64)
     if method == "lora":
-        return Defaults(1e-3, 4, 768, 3e-3) if private else Defaults(1e-3, 3, 64, 2e-3)
-    return Defaults(3e-4, 4, 768, 3e-3) if private else Defaults(1e-4, 3, 64, 2e-3)
+        return Defaults(3e-3, 4, 768, 2.4e-2) if private else Defaults(1e-3, 3, 64, 2e-3)
+    return Defaults(2e-4, 4, 768, 2.4e-2) if private else Defaults(1e-4, 3, 64, 2e-3)
 
 
 def read(path: Path, tokenizer: Any) -> list[Example]:

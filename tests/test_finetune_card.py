@@ -72,7 +72,7 @@ def test_default_delta(count, delta):
 
 
 def test_default_batch():
-    assert [default_batch(n) for n in (3, 100, 6920, 10**6)] == [3, 16, 256, 1024]
+    assert [default_batch(n) for n in (3, 100, 6920, 10**6)] == [3, 16, 512, 2048]
 
 
 def test_the_page_lists_every_option():

@@ -229,7 +229,7 @@ int64_t fastdp_conv_scratch(const fastdp_conv *conv, int route) {
 }
 
 int64_t fastdp_conv_parts(const fastdp_conv *conv, int route) {
-    const int64_t each = route == FASTDP_CONV_GRAM ? 2 * gram_plan(*conv).blocks : plan_of(*conv, false).parts;
+    const int64_t each = route == FASTDP_CONV_GRAM ? PARTS * gram_plan(*conv).blocks : plan_of(*conv, false).parts;
     return conv->batch * conv->groups * each;
 }
 
@@ -278,8 +278,9 @@ int64_t fastdp_conv_gram(const fastdp_conv *conv, double rounding, double tolera
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
     for (int64_t job = 0; job < jobs; ++job)
         gram_job(*conv, plan, job / each, job % each / plan.blocks, job % plan.blocks,
-                 (char *)scratch + omp_get_thread_num() * plan.total, parts + 2 * job);
-    return gram_finish(parts, conv->batch, each, rounding, tolerance, smallest, norm_sq, doubt);
+                 (char *)scratch + omp_get_thread_num() * plan.total, parts + PARTS * job);
+    const GramLimits limits{plan.columns, conv->outputs, plan.positions, rounding, tolerance, smallest};
+    return gram_finish(parts, conv->batch, each, limits, norm_sq, doubt);
 }
 
 }  // extern "C"

@@ -11,6 +11,11 @@ namespace fastdp {
 
 constexpr int64_t SQUARE = 128;  // positions at most on a side of a block of the T x T matrices
 constexpr int64_t SLIVERS = SQUARE / SLIVER;
+constexpr double TINY = 1.2e-38;  // what a product of float32 may lose (fastdp/ops/linear.py, `vanished`)
+
+// Of a block: sum of M = A H; sum of (|a_t| |a_s| H_ts)^2 + (A_ts |g_t| |g_s|)^2, which is what the rounding of A and H
+// does to M (off the diagonal both count twice); and, of blocks on the diagonal, |a|^2 and |g|^2 of its rows, else 0.
+enum { TOTAL = 0, SPREAD = 1, ROWS_A = 2, ROWS_G = 3, PARTS = 4 };
 
 // One thread's memory.
 struct GramScratch {
@@ -61,11 +66,10 @@ void gram_products(const Pack &pack, int64_t depth, int64_t first, int64_t rows,
     if (diagonal) std::copy_n(row_squares, SQUARE, col_squares);
 }
 
-// out[0] += sum of M = A H over the block, out[1] += sum of (|a_t| |a_s| H_ts)^2 + (A_ts |g_t| |g_s|)^2, which is
-// what the rounding of A and H does to M; off the diagonal both count twice.
+// out[TOTAL] and out[SPREAD] of the block in `my`.
 void gram_reduce(const GramScratch &my, int64_t rows, int64_t cols, bool diagonal, double *out);
 
-// One block of a sample's triangle: `block` counts row by row. depth_a, depth_g: columns of a and of g.
+// One block of a sample's triangle: `block` counts row by row. depth_a, depth_g: columns of a and of g. out: [PARTS]
 template <typename PackA, typename PackG>
 void gram_block(const PackA &a, int64_t depth_a, const PackG &g, int64_t depth_g, int64_t positions, int64_t side,
                 int64_t block, GramScratch &my, double *out) {
@@ -77,13 +81,28 @@ void gram_block(const PackA &a, int64_t depth_a, const PackG &g, int64_t depth_g
     gram_products(a, depth_a, first, rows, start, cols, my, my.a, my.row_a, my.col_a);
     gram_products(g, depth_g, first, rows, start, cols, my, my.h, my.row_h, my.col_h);
     gram_reduce(my, rows, cols, row == col, out);
+    out[ROWS_A] = out[ROWS_G] = 0;
+    for (int64_t r = 0; row == col && r < rows; ++r) out[ROWS_A] += my.row_a[r], out[ROWS_G] += my.row_h[r];
 }
 
-// Sums the blocks of each sample in order: parts [batch][blocks][2] -> norm_sq [batch]. Returns how many
-// samples are in doubt, and marks them: those whose rounding, taken as random, may exceed `tolerance` of the
-// result, or so small that products of float32 may have been lost.
-int64_t gram_finish(const double *parts, int64_t batch, int64_t blocks, double rounding, double tolerance,
-                    double smallest, double *norm_sq, uint8_t *doubt);
+// What a caller gives beside the data: columns of a and of g, positions, and when a sample is in doubt.
+struct GramLimits {
+    int64_t columns_a, columns_g, positions;
+    double rounding, tolerance, smallest;
+
+    // Whether rounding, taken as random, or products of float32 that were lost, may exceed `tolerance` of the
+    // total; or that is too small, or not finite.
+    bool doubts(const double *sums) const {
+        const double lost = TINY * positions * (columns_a * sums[ROWS_G] + columns_g * sums[ROWS_A]);
+        return !(rounding * std::sqrt(sums[SPREAD]) <= tolerance * sums[TOTAL] && lost <= tolerance * sums[TOTAL] &&
+                 sums[TOTAL] >= smallest);
+    }
+};
+
+// Sums the blocks of each sample in order: parts [batch][blocks][PARTS] -> norm_sq [batch]. Returns how many
+// samples are in doubt, and marks them.
+int64_t gram_finish(const double *parts, int64_t batch, int64_t blocks, const GramLimits &limits, double *norm_sq,
+                    uint8_t *doubt);
 
 }  // namespace fastdp
 

@@ -102,21 +102,6 @@ bool all_zero(const fastdp_matrix &m, int64_t rows, float *memory) {
     return true;
 }
 
-constexpr double TINY = 1.2e-38;  // what a product of float32 may lose (fastdp/ops/linear.py, `vanished`)
-
-// Squares of one block of a segment's triangle into out[0], their spread into out[1], and into out[2] and out[3]
-// |a|^2 and |g|^2 of its rows, of blocks on the diagonal.
-void routed_gram(const fastdp_matrix &a, const fastdp_matrix &g, int64_t rows, int64_t block, GramScratch &my,
-                 double *out) {
-    const PackRows rows_a{a.data, a.type, a.row, a.column}, rows_g{g.data, g.type, g.row, g.column};
-    gram_block(rows_a, a.columns, rows_g, g.columns, rows, SQUARE, block, my, out);
-    int64_t last = 0;
-    while ((last + 1) * (last + 2) / 2 <= block) ++last;
-    out[2] = out[3] = 0;
-    if (block == last * (last + 3) / 2)
-        for (int64_t r = 0; r < min64(SQUARE, rows - last * SQUARE); ++r) out[2] += my.row_a[r], out[3] += my.row_h[r];
-}
-
 }  // namespace
 
 extern "C" {
@@ -124,7 +109,7 @@ extern "C" {
 int64_t fastdp_gram_scratch(void) { return (int64_t)sizeof(GramScratch); }
 
 int64_t fastdp_gram_parts(int64_t batch, int64_t positions) {
-    return 2 * batch * gram_blocks(positions, gram_side(batch, positions));
+    return PARTS * batch * gram_blocks(positions, gram_side(batch, positions));
 }
 
 int64_t fastdp_linear_gram(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t positions,
@@ -138,9 +123,10 @@ int64_t fastdp_linear_gram(const fastdp_matrix *a, const fastdp_matrix *g, int64
         const PackRows rows_a{at(a->data, a->type, b * a->batch), a->type, a->row, a->column};
         const PackRows rows_g{at(g->data, g->type, b * g->batch), g->type, g->row, g->column};
         gram_block(rows_a, a->columns, rows_g, g->columns, positions, side, job % blocks,
-                   ((GramScratch *)scratch)[omp_get_thread_num()], parts + 2 * job);
+                   ((GramScratch *)scratch)[omp_get_thread_num()], parts + PARTS * job);
     }
-    return gram_finish(parts, batch, blocks, rounding, tolerance, smallest, norm_sq, doubt);
+    const GramLimits limits{a->columns, g->columns, positions, rounding, tolerance, smallest};
+    return gram_finish(parts, batch, blocks, limits, norm_sq, doubt);
 }
 
 int64_t fastdp_direct_scratch(void) { return (int64_t)sizeof(DirectScratch); }
@@ -191,32 +177,32 @@ int64_t fastdp_routed_norm(const fastdp_matrix *a, const fastdp_matrix *g, const
         const int64_t rows = starts[s + 1] - starts[s], block = job - first[s];
         const fastdp_matrix own_a = rows_from(*a, starts[s]), own_g = rows_from(*g, starts[s]);
         RoutedScratch &my = ((RoutedScratch *)scratch)[omp_get_thread_num()];
-        double *out = parts + 4 * job;
+        double *out = parts + PARTS * job;
         if (rows == 1)
             out[0] = square_row(own_a, 0, my.gram.rows) * square_row(own_g, 0, my.gram.rows);
         else if (rows > longest)
             out[0] = direct_norm(own_a, own_g, rows, block, my.direct);
         else
-            routed_gram(own_a, own_g, rows, block, my.gram, out);
+            gram_block(PackRows{own_a.data, own_a.type, own_a.row, own_a.column}, own_a.columns,
+                       PackRows{own_g.data, own_g.type, own_g.row, own_g.column}, own_g.columns, rows, SQUARE, block,
+                       my.gram, out);
     }
     int64_t again = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1) reduction(+ : again)
     for (int64_t s = 0; s < segments; ++s) {
         const int64_t rows = starts[s + 1] - starts[s];
         const bool gram = rows > 1 && rows <= longest;
-        double sum[4] = {};
+        double sum[PARTS] = {};
         for (int64_t job = first[s]; job < first[s + 1]; ++job)
-            for (int i = 0; i < (gram ? 4 : 1); ++i) sum[i] += parts[4 * job + i];
-        norm_sq[s] = sum[0];
-        const double lost = TINY * rows * (a->columns * sum[3] + g->columns * sum[2]);
-        if (!gram || (rounding * std::sqrt(sum[1]) <= tolerance * sum[0] && lost <= tolerance * sum[0] &&
-                      sum[0] >= smallest))
-            continue;
+            for (int i = 0; i < (gram ? PARTS : 1); ++i) sum[i] += parts[PARTS * job + i];
+        norm_sq[s] = sum[TOTAL];
+        const GramLimits limits{a->columns, g->columns, rows, rounding, tolerance, smallest};
+        if (!gram || !limits.doubts(sum)) continue;
         const fastdp_matrix own_a = rows_from(*a, starts[s]), own_g = rows_from(*g, starts[s]);
         RoutedScratch &my = ((RoutedScratch *)scratch)[omp_get_thread_num()];
         norm_sq[s] = 0;
-        if ((sum[2] == 0 && all_zero(own_a, rows, my.gram.rows) && std::isfinite(sum[3])) ||
-            (sum[3] == 0 && all_zero(own_g, rows, my.gram.rows) && std::isfinite(sum[2])))
+        if ((sum[ROWS_A] == 0 && all_zero(own_a, rows, my.gram.rows) && std::isfinite(sum[ROWS_G])) ||
+            (sum[ROWS_G] == 0 && all_zero(own_g, rows, my.gram.rows) && std::isfinite(sum[ROWS_A])))
             continue;
         ++again;
         for (int64_t block = 0; block < direct; ++block)

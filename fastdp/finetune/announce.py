@@ -23,6 +23,7 @@ from .job import FinetuneError, Job, Plan
 from .options import default_batch, default_delta
 from .words import count, duration, size
 
+NEW_LR = 5e-3  # of a new head: it has everything to learn, the weights below it little
 CHECKED = 4  # records that verify compares with one-sample truth
 _CHECKPOINTS = 3  # two are kept, while a third is written
 
@@ -40,9 +41,10 @@ def make_plan(options: Namespace, units: int) -> Plan:
                                          accountant=options.accountant)  # fmt: skip
     except AccountingError as problem:
         raise FinetuneError(f"epsilon {options.epsilon:g} cannot be reached: {problem}") from None
-    rate_of_learning = options.lr or (2e-3 if options.lora or options.train_only else 5e-4)
+    lr = options.lr or (3e-3 if options.lora or options.train_only else 2e-4 if options.task == "classify" else 5e-4)
     return Plan(
-        noise_multiplier=noise, sample_rate=rate, expected_batch_size=batch, steps=steps, lr=rate_of_learning,
+        noise_multiplier=noise, sample_rate=rate, expected_batch_size=batch, steps=steps, lr=lr,
+        new_lr=options.new_lr or max(lr, NEW_LR),
         delta=delta, target_epsilon=options.epsilon, max_grad_norm=options.max_grad_norm, clipping=options.clipping,
         weight_decay=options.weight_decay, accountant=options.accountant, seed=options.seed,
         max_records_per_group=options.max_records_per_group if options.group_by else None,

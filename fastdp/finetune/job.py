@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ class Plan:
     steps: int
     lr: float
     delta: float
+    new_lr: float | None = None  # of parameters that are not pre-trained; None: lr
     target_epsilon: float | None = None
     max_grad_norm: float = 1.0
     clipping: str = "automatic"
@@ -48,8 +49,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         finite = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in ("noise_multiplier", "lr", "weight_decay", "warmup_steps"):
-            if not 0 <= finite[name] < math.inf:
+        for name in ("noise_multiplier", "lr", "new_lr", "weight_decay", "warmup_steps"):
+            if finite[name] is not None and not 0 <= finite[name] < math.inf:
                 raise FinetuneError(f"{name} must be 0 or larger and finite, not {finite[name]!r}")
         if not 0 < self.sample_rate <= 1:
             raise FinetuneError(f"sample_rate must lie in (0, 1], not {self.sample_rate!r}")
@@ -90,6 +91,7 @@ class Job:
     group_by: a key for every record of `data` (a person): the records of one form one sample.
     keep_physical: a resumed run keeps the physical batch size it had, whatever the plan now says, so that it is the run
         that would have been; False where the user chose another.
+    new: names of the parameters that are not pre-trained and learn at `new_lr`.
     length: index -> a number that grows with the memory of the record (tokens); to find the physical batch size.
     """
 
@@ -107,6 +109,7 @@ class Job:
     secret: Path | None = None
     group_by: Sequence[Hashable] | None = None
     length: Callable[[int], int] | None = None
+    new: Collection[str] = ()
     keep_physical: bool = True
 
 

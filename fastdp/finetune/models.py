@@ -184,6 +184,13 @@ def choose_trained(model: nn.Module, new: set[str], options: Namespace) -> tuple
     return model, said
 
 
+def new_parameters(model: nn.Module, new: set[str]) -> set[str]:
+    """The names that new parameters have in the model, which may be wrapped by peft (adapters are not among them)."""
+    plain = {name: name.removeprefix("base_model.model.").replace(".modules_to_save.default.", ".")
+             for name, _ in model.named_parameters()}  # fmt: skip
+    return {name for name, known in plain.items() if known in new}
+
+
 def _with_adapters(model: nn.Module, options: Namespace) -> tuple[nn.Module, str]:
     try:
         import peft

@@ -84,9 +84,12 @@ def _privacy(group: Any, positive: Callable[[str], Any]) -> None:
 def _training(group: Any, positive: Callable[[str], Any]) -> None:
     group.add_argument("--epochs", type=positive, default=3.0, help="expected passes over the data (default: 3)")
     group.add_argument("--batch-size", type=number(int, 1), metavar="B",
-                       help="records expected in a step (default: the power of two next to n/32, 16 to 1024)")
+                       help="records expected in a step (default: the power of two next to n/10, 16 to 2048)")
     group.add_argument("--lr", type=positive,
-                       help="learning rate of AdamW (default: 5e-4; with --lora or --train-only 2e-3)")
+                       help="learning rate of AdamW (default: 2e-4 to classify, 5e-4 for lm; with --lora or "
+                            "--train-only 3e-3)")
+    group.add_argument("--new-lr", type=positive,
+                       help="learning rate of what is not pre-trained, a new head (default: 5e-3, or --lr if larger)")
     group.add_argument("--weight-decay", type=number(float, 0), default=0.0, metavar="W", help="(default: 0)")
     group.add_argument("--lora", type=number(int, 1), metavar="RANK",
                        help="train low-rank adapters (peft) and the head only (default: all weights)")
@@ -139,5 +142,5 @@ def default_delta(count: int) -> float:
 
 
 def default_batch(count: int) -> int:
-    """The power of two next to n/32, from 16 to 1024 and at most n."""
-    return min(max(2 ** round(math.log2(max(count, 1) / 32)), 16), 1024, count)
+    """The power of two next to n/10, from 16 to 2048 and at most n: noise is shared by the records of a step."""
+    return min(max(2 ** round(math.log2(max(count, 1) / 10)), 16), 2048, count)

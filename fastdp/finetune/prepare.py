@@ -19,7 +19,7 @@ from .encode import Collate, Encoded, encode, longest, loss_of, padding
 from .evaluation import Evaluation
 from .fit import Fit, fit
 from .job import FinetuneError, Job, Plan
-from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer
+from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
 from .records import Data, load_data
 from .words import count, listed, many
 
@@ -72,7 +72,7 @@ def prepare(options: Namespace) -> Prepared:
         model=model, loss=loss_of(model, options.task), data=encoded, collate=collate, plan=plan, folder=options.out,
         evaluate=evaluation, evaluate_every=None if evaluation is None else per_epoch,
         fingerprint={"data (training records)": data.train.digest, "tokens": _tokens_digest(encoded)},
-        group_by=groups, length=encoded.length,
+        group_by=groups, length=encoded.length, new=new_parameters(model, new),
     )  # fmt: skip
     sections = [
         ("model", _model_lines(options, model, [*notes, *more])),

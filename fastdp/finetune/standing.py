@@ -78,7 +78,8 @@ class Standing:
     def _make(self) -> None:
         plan = self.plan
         self.optimizer = DPAdamW(
-            self.model, lr=plan.lr, betas=tuple(plan.betas), weight_decay=plan.weight_decay, clipping=plan.clipping,
+            self.model, params=self._groups(), lr=plan.lr, betas=tuple(plan.betas), weight_decay=plan.weight_decay,
+            clipping=plan.clipping,
             noise_multiplier=plan.noise_multiplier, max_grad_norm=plan.max_grad_norm, style=plan.style,
             accountant=plan.accountant, seed=plan.seed,
         )  # fmt: skip
@@ -100,6 +101,15 @@ class Standing:
                 f"the plan expects {plan.expected_batch_size:g} samples a batch; sampling at {plan.sample_rate:g} "
                 f"gives {self.loader.expected_batch_size:g}"
             )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, each with its learning rate before the schedule."""
+        new = set(self.job.new) if self.plan.new_lr is not None else set()
+        parts = {self.plan.lr: [p for name, p in self.trained.items() if name not in new]}
+        if new & set(self.trained):
+            assert self.plan.new_lr is not None
+            parts.setdefault(self.plan.new_lr, []).extend(p for name, p in self.trained.items() if name in new)
+        return [{"params": params, "lr": rate, "peak": rate} for rate, params in parts.items() if params]
 
     def _allowed(self) -> int:
         """How many steps fit the budget: the plan's, or fewer."""

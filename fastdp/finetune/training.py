@@ -108,7 +108,7 @@ class _Loop(Standing):
         begun = time.perf_counter()
         factor = schedule(self.step, self.plan.warmup_steps, self.last)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.lr * factor
+            group["lr"] = group["peak"] * factor
         replayed = self.repeating > 0
         known = self.journal.steps.get((self.keys.generation, self.step)) if replayed else None
         size = known.physical if known is not None else self.physical

@@ -137,11 +137,8 @@ def _compiled_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "a
         linear.ROUNDING_COMPILED, linear.GRAM_TOLERANCE, linear.UNDERFLOW, out.data_ptr(), doubt.data_ptr(),
         parts.data_ptr(), memory.data_ptr(), threads,
     )  # fmt: skip
-    p, o, i = positions_of(g, geometry), geometry.weight[0], math.prod(geometry.weight[1:])
-    seen = math.prod(geometry.weight[2:])  # patches in which an element lies, at most
-    lost = ~(linear.vanished(seen * square_sum(x), seen * square_sum(g), p, i, o) <= linear.GRAM_TOLERANCE * out)
-    if doubtful or bool(lost.any()):
-        again = torch.nonzero(doubt | lost).flatten()
+    if doubtful:
+        again = torch.nonzero(doubt).flatten()
         out[again] = _compiled_norm_sq(x[again], g[again], geometry, "direct")
     return out
 

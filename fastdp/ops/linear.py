@@ -109,9 +109,8 @@ def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
         compiled.matrix(a), compiled.matrix(g), batch, t, ROUNDING_COMPILED, GRAM_TOLERANCE, UNDERFLOW,
         out.data_ptr(), doubt.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads,
     )  # fmt: skip
-    lost = ~(vanished(square_sum(a), square_sum(g), t, a.size(2), g.size(2)) <= GRAM_TOLERANCE * out)
-    if doubtful or bool(lost.any()):
-        again = torch.nonzero(doubt | lost).flatten()
+    if doubtful:
+        again = torch.nonzero(doubt).flatten()
         out[again] = _compiled_direct(a[again], g[again])
     return out
 
