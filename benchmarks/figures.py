@@ -7,6 +7,7 @@ apart by the colour-blind (Okabe and Ito), and hatches and markers tell them apa
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from . import report_data as data
-from .report import figure_names, label, measured, stamp
+from .report import figure_names, label, measured, stamp, where
 from .report_data import OK, OURS, Case, Cases
 
 SHOWN = {  # colour, hatch, marker
@@ -30,7 +31,7 @@ SHOWN = {  # colour, hatch, marker
 }
 WIDE, DPI = 8.0, 130  # inches, dots an inch
 MOST, TOP = 5.0, 4.0  # the largest ratio that a bar is drawn to, and a line
-FONT = {"font.size": 10.5, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6}
+FONT: dict[str, Any] = {"font.size": 10.5, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6}
 
 
 def draw(cases: Cases, folder: Path) -> None:
@@ -85,7 +86,7 @@ def by_model(cases: Cases, suite: str, place: tuple[str, str]) -> Figure:
     handles.append(Line2D([], [], color="0.45", linewidth=1, linestyle="--", label="ordinary training"))
     handles.append(Line2D([], [], color="black", marker="x", linestyle="", label="raises, wrong or out of time/memory"))
     figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9.5)
-    figure.supxlabel(f"{place[0]}, {place[1]} threads" if suite == "cpu" else place[0], fontsize=9)
+    figure.supxlabel(where(suite, place), fontsize=9)
     return figure
 
 

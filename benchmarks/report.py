@@ -100,6 +100,10 @@ def note(groups: Iterable[dict[str, Row]]) -> str:
     return f"torch {all_of(row['torch'] for row in rows)}, Opacus {peers}, {when}, commits {commits}"
 
 
+def where(suite: str, place: Sequence[str]) -> str:
+    return place[0] if suite == "gpu" else f"{place[0]}, {place[1]} threads"
+
+
 def measured(cases: Cases, suite: str, place: tuple[str, str], sweep: str = "-") -> Cases:
     """Of one suite on one device, in order; sweep: "-" for none of them."""
     mine = [c for c in data.ordered(cases) if (c.suite, c.device, c.threads) == (suite, *place) and c.sweep == sweep]
@@ -138,10 +142,9 @@ def summary(cases: Cases, room: int) -> str:
     if not found:
         return ""
     words, parts = ABOUT, []
-    for (suite, device, threads), mine in found.items():
-        where = f"{device}, {threads} threads" if suite == "cpu" else device
+    for (suite, *place), mine in found.items():
         shown = chosen(mine, room)
-        parts.append(wrapped(f"{words} On {where}: {headline(mine)}.".lstrip()))
+        parts.append(wrapped(f"{words} On {where(suite, place)}: {headline(mine)}.".lstrip()))
         parts.append(table(HEAD, [line(case, group) for case, group in shown.items()]))
         missed = [case for case in mine if case not in shown]
         lost = sum(bool(data.losses(mine[case])) for case in missed)
@@ -203,7 +206,8 @@ def full(mine: Cases) -> str:
             ms = f"{known['step_ms']} ({known['p20_ms']}, {known['p80_ms']})" if known["step_ms"] else ""
             batch = known["largest_batch"] + f" ({known['largest_batch_ratio']})" * bool(known["largest_batch_ratio"])
             errors = " ".join(known[column] for column in data.CHECK if known[column])
-            why = f"{row['status']}: {_short(known['why'])}".removesuffix(": ") if row["status"] != OK else ""
+            status = "" if row["status"] == OK else row["status"]  # what is right may have a note, too
+            why = ": ".join(text for text in (status, _short(known["why"])) if text)
             bold = f"**{name}**" if name == OURS else name
             lines.append([f"{label(case)}, {size(case)}" if number == 0 else "", bold, known["ratio"],
                           two(data.of_floor(row)) if name.startswith(OURS) else "", ms, known["rounds"],
@@ -227,7 +231,7 @@ def sections(cases: Cases) -> str:
             everything = [
                 group for case, group in cases.items() if (case.suite, case.device, case.threads) == (suite, *place)
             ]
-            parts.append(f"### {title}: {place[0]}, {place[1]} threads")
+            parts.append(f"### {title}: {where(suite, place)}")
             parts.append(wrapped(f"{headline(mine)}; {note(everything)}.".lstrip("; ")))
             parts += [table(HEAD, [line(*item) for item in mine.items()]), full(mine)] if mine else []
             for sweep, words in (("batch", "Batch sizes"), ("length", "Lengths")):
@@ -317,8 +321,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for path, made in ((README, readme), (PAGE, page)):
         path.write_text(made(path.read_text(), cases))
     if not figure_names(cases):
-        where = f"no rows of the suites cpu and gpu in {options.data}"
-        print(f"{where}: {HOW.format(suite='cpu')}; README.md is left as it is")
+        none = f"no rows of the suites cpu and gpu in {options.data}"
+        print(f"{none}: {HOW.format(suite='cpu')}; README.md is left as it is")
     elif not options.no_figures:
         try:
             from . import figures

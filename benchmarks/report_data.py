@@ -90,7 +90,10 @@ def number(row: Row | None, column: str) -> float | None:
     """A measured number of a row that is right; None for anything else."""
     if row is None or row["status"] != OK or row[column] in EMPTY:
         return None
-    value = float(row[column])
+    try:
+        value = float(row[column])
+    except ValueError:  # in words: out of memory
+        return None
     return value if math.isfinite(value) else None
 
 

@@ -126,6 +126,13 @@ def test_rows_are_read_from_every_file_of_the_columns(tmp_path: Path, capsys: py
     assert "training_old.csv is passed over" in capsys.readouterr().err
 
 
+def test_the_benchmark_writes_what_is_read() -> None:
+    from benchmarks import training
+
+    written = set(training.COLUMNS)
+    assert "model" in written or written >= set(data.NEEDED)  # "model": the columns of training_cpu_before.csv
+
+
 # ---------------------------------------------------------------------- what the tables say
 
 
@@ -174,6 +181,8 @@ def test_no_time_is_shown_for_what_is_wrong() -> None:
     for text in (report.summary(found, 9), report.sections(found), report.targets(found), report.where_we_lose(found)):
         assert "0.50" not in text and "50.0" not in text
     assert "| wrong: off by 3 % |" in report.sections(found)
+    rows = [row("gpt2", "fastdp", 1.2, peak_mib="out of memory", why="largest batch: batch 64: out of time")]
+    assert "out of time |" in report.sections(cases(rows)) and data.number(rows[0], "peak_mib") is None
 
 
 def test_every_contender_is_in_the_full_table() -> None:
