@@ -135,26 +135,24 @@ def chosen(mine: Cases, room: int) -> Cases:
 
 
 def summary(cases: Cases, room: int) -> str:
-    """README.md's section on speed, with as many workloads of each suite; "" without rows."""
-    newest = {suite: data.places(cases, suite)[:1] for suite in ("cpu", "gpu")}
-    found = {(suite, *place): measured(cases, suite, place) for suite, given in newest.items() for place in given}
-    found = {key: mine for key, mine in found.items() if mine}
+    """README.md's section on speed, with so many workloads in all; "" without rows."""
+    newest = [(suite, place) for suite in ("cpu", "gpu") for place in data.places(cases, suite)[:1]]
+    found = {place: mine for suite, place in newest if (mine := measured(cases, suite, place))}
     if not found:
         return ""
-    words, parts = ABOUT, []
-    for (suite, *place), mine in found.items():
-        shown = chosen(mine, room)
-        parts.append(wrapped(f"{words} On {where(suite, place)}: {headline(mine)}.".lstrip()))
-        parts.append(table(HEAD, [line(case, group) for case, group in shown.items()]))
-        missed = [case for case in mine if case not in shown]
-        lost = sum(bool(data.losses(mine[case])) for case in missed)
-        more = f"{len(missed)} more workloads" + f" ({lost} with such cells)" * (lost > 0) + ", " if missed else ""
-        mark = f"{LOST}: better than ours. " if any(data.losses(group) for group in mine.values()) else ""
-        told = f"{mark}{note(mine.values())}. {more}every contender, target and number, and where we lose: {LINK}."
-        parts.append(wrapped(told[0].upper() + told[1:]))
-        words = ""
-    parts.append(pictures(cases, "docs/", ("cpu", "gpu")))
-    return "\n\n".join(parts)
+    words = [f"On {where(suite, place)}: {headline(found[place])}." for suite, place in newest if place in found]
+    every = {case: group for mine in found.values() for case, group in mine.items()}
+    shown = {case: group for mine in found.values() for case, group in chosen(mine, room // len(found)).items()}
+    lines = [line(case, group) for case, group in shown.items()]
+    for case, cells in zip(shown, lines, strict=True):
+        cells[0] = f"{SUITES[case.suite]}: {cells[0]}" if len(found) > 1 else cells[0]
+    missed = [case for case in every if case not in shown]
+    lost = sum(bool(data.losses(every[case])) for case in missed)
+    more = f"{len(missed)} more workloads" + f" ({lost} with such cells)" * (lost > 0) + ", " if missed else ""
+    mark = f"{LOST}: better than ours. " if any(data.losses(group) for group in every.values()) else ""
+    told = f"{mark}{note(every.values())}. {more}every contender, target and number, and where we lose: {LINK}."
+    parts = [wrapped(" ".join([ABOUT, *words])), table(HEAD, lines), wrapped(told[0].upper() + told[1:])]
+    return "\n\n".join([*parts, pictures(cases, "docs/", ("cpu", "gpu"))])
 
 
 def pictures(cases: Cases, folder: str, suites: Iterable[str]) -> str:

@@ -210,6 +210,10 @@ def test_the_readme_shows_what_fits_and_first_those_we_lose() -> None:
     crowded = report.readme("# A\n\n## Speed\n\n## Limits\n" + "- one\n" * 200, found)
     assert len(re.findall(r"^\| (model\d+) ", crowded, re.M)) == report.LEAST
     assert set(re.findall(r"^\| (model\d+) ", report.sections(found), re.M)) == set(names)
+    on_both = found | cases(four("gpt2", 1.1, 2.2, suite="gpu", device="H100", dtype="bfloat16"))
+    text = report.readme("# A\n\n## Speed\n\n## Limits\n" + "- one\n" * 125, on_both)
+    assert len(text.splitlines()) == report.LINES
+    assert "| GPU: gpt2, bfloat16 | 8 x 128 |" in text and "| CPU: model13 |" in text and "On H100: **1.00" in text
 
 
 def test_the_readme_takes_the_place_of_its_section_once() -> None:
