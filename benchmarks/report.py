@@ -74,7 +74,7 @@ def size(case: Case) -> str:
     return case.batch_size + ("" if case.length in data.EMPTY else f" x {case.length}")
 
 
-HEAD = ("workload", "batch x length", "floor", "**fastdp**", "**of the floor**", "best Opacus", "faster by",
+HEAD = ("workload", "batch x length", "floor", "**fastdp**", "**of the floor**", "best Opacus", "speed-up",
         "memory: fastdp", "best Opacus")  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def note(groups: Iterable[dict[str, Row]]) -> str:
 
 
 def where(suite: str, place: Sequence[str]) -> str:
-    return place[0] if suite == "gpu" else f"{place[0]}, {place[1]} threads"
+    return place[0] if suite == "gpu" else f"{place[0]}, {place[1]} thread{'s' * (place[1] != '1')}"
 
 
 def measured(cases: Cases, suite: str, place: tuple[str, str], sweep: str = "-") -> Cases:
@@ -150,8 +150,9 @@ def summary(cases: Cases, room: int) -> str:
     lost = sum(bool(data.losses(every[case])) for case in missed)
     more = f"{len(missed)} more workloads" + f" ({lost} with such cells)" * (lost > 0) + ", " if missed else ""
     mark = f"{LOST}: better than ours. " if any(data.losses(group) for group in every.values()) else ""
-    told = f"{mark}{note(every.values())}. {more}every contender, target and number, and where we lose: {LINK}."
-    parts = [wrapped(" ".join([ABOUT, *words])), table(HEAD, lines), wrapped(told[0].upper() + told[1:])]
+    rest = f"{more}{'every' if more else 'Every'} contender, target and number, and where we lose: {LINK}."
+    told = f"{mark}{note(every.values())}. {rest}"
+    parts = [wrapped(" ".join([ABOUT, *words])), table(HEAD, lines), wrapped(told)]
     return "\n\n".join([*parts, pictures(cases, "docs/", ("cpu", "gpu"))])
 
 
@@ -208,7 +209,7 @@ def full(mine: Cases) -> str:
             why = ": ".join(text for text in (status, _short(known["why"])) if text)
             bold = f"**{name}**" if name == OURS else name
             lines.append([f"{label(case)}, {size(case)}" if number == 0 else "", bold, known["ratio"],
-                          two(data.of_floor(row)) if name.startswith(OURS) else "", ms, known["rounds"],
+                          two(data.of_floor(row)), ms, known["rounds"],
                           known["peak_mib"], known["memory_ratio"], batch, errors, why])  # fmt: skip
     return table(FULL, lines)
 

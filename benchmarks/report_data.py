@@ -126,13 +126,14 @@ def contenders(group: dict[str, Row]) -> list[str]:
 
 
 def places(cases: Cases, suite: str) -> list[tuple[str, str]]:
-    """(device, threads) that a suite was measured on, the last one first."""
-    last: dict[tuple[str, str], str] = {}
+    """(device, threads) that a suite was measured on: first that of most workloads, then the last one."""
+    found: dict[tuple[str, str], tuple[int, str]] = {}
     for case, group in cases.items():
         if case.suite == suite:
-            place = (case.device, case.threads)
-            last[place] = max([last.get(place, ""), *(row["date"] for row in group.values())])
-    return sorted(last, key=lambda place: last[place], reverse=True)
+            number, last = found.get((case.device, case.threads), (0, ""))
+            last = max([last, *(row["date"] for row in group.values())])
+            found[case.device, case.threads] = (number + (case.sweep in EMPTY), last)
+    return sorted(found, key=lambda place: found[place], reverse=True)
 
 
 # ---------------------------------------------------------------------- who wins

@@ -133,6 +133,15 @@ def test_the_benchmark_writes_what_is_read() -> None:
     assert "model" in written or written >= set(data.NEEDED)  # "model": the columns of training_cpu_before.csv
 
 
+def test_the_readme_is_of_the_machine_with_most_workloads() -> None:
+    full = cases(four("gpt2", 1.2, 2.2), four("bert", 1.3, 2.2))
+    stray = cases(four("gpt2", 3.3, 2.2, threads="1", date="2026-11-22"))
+    text = report.summary(full | stray, 9)
+    assert "2 threads" in text and "3.30" not in text and "3.30" in report.sections(full | stray)
+    newer = cases(four("gpt2", 1.1, 2.2, device="new", date="2026-11-22"), four("bert", 1.1, 2.2, device="new"))
+    assert "On new, 2 threads" in report.summary(full | newer, 9)
+
+
 # ---------------------------------------------------------------------- what the tables say
 
 
