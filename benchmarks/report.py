@@ -1,0 +1,334 @@
+"""The tables and figures of README.md and benchmarks/README.md, from benchmarks/data/training_*.csv alone.
+
+    python -m benchmarks.report [--data DIR] [--no-figures]
+
+README.md is left as it is while there are no rows of the suites cpu and gpu. Figures need matplotlib, tables do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from . import report_data as data
+from .report_data import OK, OURS, Case, Cases, Row
+
+ROOT = Path(__file__).parent.parent
+DATA, README, PAGE, FIGURES = ROOT / "benchmarks/data", ROOT / "README.md", ROOT / "benchmarks/README.md", ROOT / "docs"
+HOW = "`python -m benchmarks.training --suite {suite} --out benchmarks/data`, then `python -m benchmarks.report`"
+LINES, LEAST = 150, 4  # README.md is to stay short: lines of it, and workloads shown even if it gets longer
+LINK = "[benchmarks/README.md](benchmarks/README.md)"
+SUITES = {
+    "cpu": "CPU",
+    "gpu": "GPU",
+    "quick": "Quick (tiny models: shows that the benchmark works, not how fast we are)",
+}
+ABOUT = (
+    "Time and peak memory of one private step (noise, AdamW, flat clipping) over one ordinary step with torch's "
+    "fused AdamW: medians of interleaved steps; each contender's update is checked against one-sample truth first. "
+    "*Floor*: the least that an exact step can cost."
+)
+LOST = "†"  # marks a cell that beats ours
+
+# ---------------------------------------------------------------------- cells
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 119, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def cell(row: Row | None, column: str) -> str:
+    """A number as it is in the CSV; where there is none, why."""
+    if row is None:
+        return ""
+    return row["status"] if row["status"] != OK else "" if row[column] in data.EMPTY else row[column]
+
+
+def two(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def best(group: dict[str, Row], column: str) -> str:
+    """The best mode of Opacus, marked where it beats ours."""
+    found = data.best_opacus(group, column)
+    if found is None:
+        return "none runs" if any(name.startswith("opacus") for name in group) else ""
+    return f"{found.value:.2f} {found.mode}" + f" {LOST}" * data.beaten(group, column)
+
+
+def label(case: Case) -> str:
+    return case.workload + ("" if case.dtype == "float32" else f", {case.dtype}")
+
+
+def size(case: Case) -> str:
+    return case.batch_size + ("" if case.length in data.EMPTY else f" x {case.length}")
+
+
+HEAD = ("workload", "batch x length", "floor", "**fastdp**", "**of the floor**", "best Opacus", "speed-up",
+        "memory: fastdp", "best Opacus")  # fmt: skip
+
+
+def line(case: Case, group: dict[str, Row]) -> list[str]:
+    """One workload: ratios of time and memory to ordinary training, ours and the best of Opacus."""
+    ours, faster = group.get(OURS), data.speed_up(group)
+    return [label(case), size(case), cell(ours, "floor") if data.number(ours, "floor") else "", cell(ours, "ratio"),
+            two(data.of_floor(ours)), best(group, "ratio"), f"{faster:.2f}x" if faster else "",
+            cell(ours, "memory_ratio"), best(group, "memory_ratio")]  # fmt: skip
+
+
+def note(groups: Iterable[dict[str, Row]]) -> str:
+    """Versions, dates and commits of the rows."""
+    rows = [row for group in groups for row in group.values()]
+
+    def all_of(values: Iterable[str]) -> str:
+        return ", ".join(sorted({value for value in values if value not in data.EMPTY})) or "-"
+
+    peers = all_of(row["opacus"] for row in rows)
+    commits = all_of(commit for row in rows for commit in row["commit"].split())
+    dates = sorted({row["date"] for row in rows})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"torch {all_of(row['torch'] for row in rows)}, Opacus {peers}, {when}, commits {commits}"
+
+
+def where(suite: str, place: Sequence[str]) -> str:
+    return place[0] if suite == "gpu" else f"{place[0]}, {place[1]} thread{'s' * (place[1] != '1')}"
+
+
+def measured(cases: Cases, suite: str, place: tuple[str, str], sweep: str = "-") -> Cases:
+    """Of one suite on one device, in order; sweep: "-" for none of them."""
+    mine = [c for c in data.ordered(cases) if (c.suite, c.device, c.threads) == (suite, *place) and c.sweep == sweep]
+    return {case: cases[case] for case in mine}
+
+
+# ---------------------------------------------------------------------- README.md
+
+
+def headline(mine: Cases) -> str:
+    """Our distance from the floor and from Opacus, over all workloads."""
+    floors = [value for group in mine.values() if (value := data.of_floor(group.get(OURS))) is not None]
+    faster = [value for group in mine.values() if (value := data.speed_up(group)) is not None]
+    words = []
+    if floors:
+        words.append(f"**{min(floors):.2f} to {max(floors):.2f} of the floor, median {statistics.median(floors):.2f}**")
+    if faster:
+        won, run = sum(value > 1 for value in faster), sum(bool(data.best_opacus(g, "ratio")) for g in mine.values())
+        spread = f"{min(faster):.2f}x to {max(faster):.2f}x, median {statistics.median(faster):.2f}x"
+        words.append(f"faster than every mode of Opacus on {won} of {run} workloads that any runs ({spread})")
+    return "; ".join(words)
+
+
+def chosen(mine: Cases, room: int) -> Cases:
+    """As many workloads as there is room for: first those where something else wins, then in the usual order."""
+    lost = [case for case in mine if data.losses(mine[case])]
+    kept = [*lost, *(case for case in mine if case not in lost)][:room]
+    return {case: group for case, group in mine.items() if case in kept}
+
+
+def summary(cases: Cases, room: int) -> str:
+    """README.md's section on speed, with so many workloads in all; "" without rows."""
+    newest = [(suite, place) for suite in ("cpu", "gpu") for place in data.places(cases, suite)[:1]]
+    found = {place: mine for suite, place in newest if (mine := measured(cases, suite, place))}
+    if not found:
+        return ""
+    words = [f"On {where(suite, place)}: {headline(found[place])}." for suite, place in newest if place in found]
+    every = {case: group for mine in found.values() for case, group in mine.items()}
+    shown = {case: group for mine in found.values() for case, group in chosen(mine, room // len(found)).items()}
+    lines = [line(case, group) for case, group in shown.items()]
+    for case, cells in zip(shown, lines, strict=True):
+        cells[0] = f"{SUITES[case.suite]}: {cells[0]}" if len(found) > 1 else cells[0]
+    missed = [case for case in every if case not in shown]
+    lost = sum(bool(data.losses(every[case])) for case in missed)
+    more = f"{len(missed)} more workloads" + f" ({lost} with such cells)" * (lost > 0) + ", " if missed else ""
+    mark = f"{LOST}: better than ours. " if any(data.losses(group) for group in every.values()) else ""
+    rest = f"{more}{'every' if more else 'Every'} contender, target and number, and where we lose: {LINK}."
+    told = f"{mark}{note(every.values())}. {rest}"
+    parts = [wrapped(" ".join([ABOUT, *words])), table(HEAD, lines), wrapped(told)]
+    return "\n\n".join([*parts, pictures(cases, "docs/", ("cpu", "gpu"))])
+
+
+def pictures(cases: Cases, folder: str, suites: Iterable[str]) -> str:
+    """Links to the figures that there are rows for."""
+    names = [name for name in figure_names(cases) if name.split("_")[1].removesuffix(".png") in suites]
+    words = {False: "Time and memory by model", True: "Time against batch and sequence length"}
+    return " ".join(f"![{words['sweep' in name]}]({folder}{name})" for name in names)
+
+
+def figure_names(cases: Cases) -> list[str]:
+    """Files of the figures: training_SUITE.png, training_SUITE_sweep.png."""
+    found = []
+    for suite in ("cpu", "gpu"):
+        for place in data.places(cases, suite)[:1]:
+            if measured(cases, suite, place):
+                found.append(f"training_{suite}.png")
+            if any(measured(cases, suite, place, sweep) for sweep in ("batch", "length")):
+                found.append(f"training_{suite}_sweep.png")
+    return found
+
+
+def stamp(cases: Cases) -> str:
+    """Of the rows: every figure carries it, so that one of other rows can be told."""
+    text = repr(sorted((case, sorted(row.items())) for case, group in cases.items() for row in group.values()))
+    return "rows " + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def stale(cases: Cases, folder: Path) -> list[str]:
+    """Figures that are missing or were drawn from other rows."""
+    files = {name: folder / name for name in figure_names(cases)}
+    return [n for n, path in files.items() if not path.exists() or stamp(cases).encode() not in path.read_bytes()]
+
+
+# ---------------------------------------------------------------------- benchmarks/README.md
+
+FULL = ("workload, batch x length", "contender", "time", "of the floor", "step ms (20, 80 %)", "rounds", "MiB",
+        "memory", "largest batch", "error", "")  # fmt: skip
+
+
+def full(mine: Cases) -> str:
+    """Every contender of every workload."""
+    lines = []
+    for case, group in mine.items():
+        for number, name in enumerate(data.contenders(group)):
+            row = group[name]
+            known = {column: "" if row[column] in data.EMPTY else row[column] for column in data.NEEDED}
+            if row["status"] != OK:  # no time of what is wrong
+                known |= dict.fromkeys((*data.TIME, *data.MEMORY, *data.LARGEST), "")
+            ms = f"{known['step_ms']} ({known['p20_ms']}, {known['p80_ms']})" if known["step_ms"] else ""
+            batch = known["largest_batch"] + f" ({known['largest_batch_ratio']})" * bool(known["largest_batch_ratio"])
+            errors = " ".join(known[column] for column in data.CHECK if known[column])
+            status = "" if row["status"] == OK else row["status"]  # what is right may have a note, too
+            why = ": ".join(text for text in (status, _short(known["why"])) if text)
+            bold = f"**{name}**" if name == OURS else name
+            lines.append([f"{label(case)}, {size(case)}" if number == 0 else "", bold, known["ratio"],
+                          two(data.of_floor(row)), ms, known["rounds"],
+                          known["peak_mib"], known["memory_ratio"], batch, errors, why])  # fmt: skip
+    return table(FULL, lines)
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, 90, placeholder=" ...")
+
+
+def sections(cases: Cases) -> str:
+    """Of each suite and device: the summary of all workloads, every contender, sweeps."""
+    parts = []
+    for suite, title in SUITES.items():
+        here = data.places(cases, suite)
+        if not here and suite != "quick":
+            parts.append(f"### {title}\n\nNo rows yet: {HOW.format(suite=suite)}.")
+        for place in here:
+            mine = measured(cases, suite, place)
+            everything = [
+                group for case, group in cases.items() if (case.suite, case.device, case.threads) == (suite, *place)
+            ]
+            parts.append(f"### {title}: {where(suite, place)}")
+            parts.append(wrapped(f"{headline(mine)}; {note(everything)}.".lstrip("; ")))
+            parts += [table(HEAD, [line(*item) for item in mine.items()]), full(mine)] if mine else []
+            for sweep, words in (("batch", "Batch sizes"), ("length", "Lengths")):
+                if swept := measured(cases, suite, place, sweep):
+                    parts += [f"{words}:", table(HEAD, [line(*item) for item in swept.items()])]
+            if place == here[0] and (links := pictures(cases, "../docs/", (suite,))):
+                parts.append(links)
+    return "\n\n".join(parts)
+
+
+def targets(cases: Cases) -> str:
+    """Each target on each workload, and on how many it is met."""
+    parts = []
+    for suite, asked in data.TARGETS.items():
+        here = [item for place in data.places(cases, suite) for item in measured(cases, suite, place).items()]
+        if not here:
+            parts.append(f"{SUITES[suite]}: no rows yet.")
+            continue
+        found = [(case, data.verdicts(case, group)) for case, group in here]
+        marks = {True: "yes: ", False: "**no**: ", None: ""}
+        lines = [[f"{label(case)}, {size(case)}", *(marks[v.met] + v.text for v in given)] for case, given in found]
+        count = [[given[k].met for _, given in found] for k in range(len(asked))]
+        lines.append(["met on", *(f"{each.count(True)} of {len(each) - each.count(None)}" for each in count)])
+        parts.append(table([SUITES[suite], *asked], lines))
+    return "\n\n".join(parts)
+
+
+def where_we_lose(cases: Cases) -> str:
+    """A line for each workload, batch and length where something else does better, sweeps included."""
+    lines = []
+    for suite in ("cpu", "gpu"):
+        for place in data.places(cases, suite):
+            for sweep in ("-", "batch", "length"):
+                for case, group in measured(cases, suite, place, sweep).items():
+                    said = data.losses(group)
+                    if sweep == "-" and (compiled := data.by_compiling(group)):
+                        said.append(compiled)
+                    if said:
+                        lines.append(
+                            wrapped(f"- {SUITES[suite]}, {label(case)}, {size(case)}: {'; '.join(said)}", "  ")
+                        )
+    if lines:
+        return "\n".join(lines)
+    return "Nowhere in these rows." if any(case.suite in ("cpu", "gpu") for case in cases) else "No rows yet."
+
+
+# ---------------------------------------------------------------------- placing
+
+
+def between(text: str, name: str, body: str) -> str:
+    """The text with another body between the marks of a name; ValueError where it has none."""
+    mark = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.S)
+    if not mark.search(text):
+        raise ValueError(f"the document has no place for the table {name}")
+    return mark.sub(lambda m: f"{m[1]}{body}\n{m[2]}", text)
+
+
+def readme(text: str, cases: Cases) -> str:
+    """README.md of today: as it is without rows; the first time, the marks take the place of all under "## Speed".
+
+    It shows as many workloads as there are lines left for.
+    """
+    room = len(cases)
+    if not summary(cases, room):
+        return text
+    if "<!-- table: training -->" not in text:
+        text = re.sub(r"(\n## Speed\n).*?(?=\n## )", r"\1\n<!-- table: training -->\n<!-- end -->\n", text, flags=re.S)
+    while len((made := between(text, "training", summary(cases, room))).splitlines()) > LINES and room > LEAST:
+        room -= 1
+    return made
+
+
+def page(text: str, cases: Cases) -> str:
+    """benchmarks/README.md of today."""
+    blocks: dict[str, Callable[[Cases], str]] = {"training": sections, "targets": targets, "losses": where_we_lose}
+    for name, made in blocks.items():
+        text = between(text, name, made(cases))
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of training_*.csv")
+    parser.add_argument("--no-figures", action="store_true")
+    options = parser.parse_args(arguments)
+    cases = data.newest(data.read(options.data))
+    for path, made in ((README, readme), (PAGE, page)):
+        path.write_text(made(path.read_text(), cases))
+    if not figure_names(cases):
+        none = f"no rows of the suites cpu and gpu in {options.data}"
+        print(f"{none}: {HOW.format(suite='cpu')}; README.md is left as it is")
+    elif not options.no_figures:
+        try:
+            from . import figures
+        except ImportError as missing:
+            raise SystemExit("the tables are written; figures need matplotlib: pip install 'fastdp[demo]'") from missing
+        figures.draw(cases, FIGURES)
+
+
+if __name__ == "__main__":
+    main()

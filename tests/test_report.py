@@ -1,0 +1,324 @@
+"""The tables and figures of the training benchmark are those of its committed rows; nothing lost is left out."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+from benchmarks import report_data as data
+
+FIXED = {
+    "suite": "cpu", "sweep": "-", "batch_size": "8", "length": "128", "dtype": "float32", "status": "ok", "why": "-",
+    "floor": "1.10", "rounds": "9", "error": "3.0e-06", "device": "cpu x86_64", "threads": "2", "torch": "2.13.0",
+    "opacus": "1.6.0", "commit": "abc1234", "date": "2026-11-20",
+}  # fmt: skip
+
+
+def row(
+    workload: str, contender: str, ratio: float | None = None, memory: float | None = None, **other: object
+) -> data.Row:
+    """One line of the CSV; ratio, memory: of time and of memory to ordinary training (of 100 ms, 500 MiB)."""
+    found = dict.fromkeys(data.NEEDED, "-") | FIXED | {"workload": workload, "contender": contender}
+    if ratio is not None:
+        found |= {"ratio": f"{ratio:.2f}", "step_ms": f"{100 * ratio:.1f}", "of_floor": f"{ratio / 1.1:.2f}"}
+        found |= {"p20_ms": f"{99 * ratio:.1f}", "p80_ms": f"{103 * ratio:.1f}"}
+    if memory is not None:
+        found |= {"memory_ratio": f"{memory:.2f}", "peak_mib": f"{500 * memory:.0f}"}
+    return found | {key: str(value) for key, value in other.items()}
+
+
+def four(workload: str, ours: float, hooks: float, ghost: float | None = None, **other: object) -> list[data.Row]:
+    """Of one workload: ordinary training, fastdp, Opacus's hooks and ghost (None: raises)."""
+    last = row(workload, "opacus ghost", ghost, 1.2, **other) if ghost else failing(workload, "opacus ghost", **other)
+    return [row(workload, "non-private", 1.0, 1.0, **other), row(workload, "fastdp", ours, 1.05, **other),
+            row(workload, "opacus hooks", hooks, 2.0, **other), last]  # fmt: skip
+
+
+def failing(workload: str, contender: str, status: str = "raises", **other: object) -> data.Row:
+    return row(workload, contender, status=status, why="ValueError: no rule | for it", **other)
+
+
+def cases(*rows: Iterable[data.Row]) -> data.Cases:
+    return data.newest([one for some in rows for one in some])
+
+
+def write(path: Path, rows: Iterable[data.Row], columns: Iterable[str] = data.NEEDED) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(columns), extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def cells(text: str, start: str) -> list[str]:
+    """Of the first line of a table that begins so."""
+    found = next(line for line in text.splitlines() if line.startswith(f"| {start}"))
+    return [cell.strip() for cell in found.strip("|").split(" | ")]
+
+
+# ---------------------------------------------------------------------- the committed documents
+
+
+def test_documents_hold_what_the_committed_rows_say() -> None:
+    """Fails if a table was edited by hand, or rows came without `python -m benchmarks.report`."""
+    found = data.newest(data.read(report.DATA))
+    for path, made in ((report.README, report.readme), (report.PAGE, report.page)):
+        text = path.read_text()
+        assert made(text, found) == text, f"{path.name}: run python -m benchmarks.report"
+    assert report.stale(found, report.FIGURES) == []
+
+
+def test_a_table_edited_by_hand_is_found() -> None:
+    found = cases(four("gpt2", 1.2, 2.2, 2.0))
+    for path, made in ((report.README, report.readme), (report.PAGE, report.page)):
+        text = made(path.read_text(), found)
+        assert made(text, found) == text and "1.20" in text
+        edited = text.replace("| 1.20 |", "| 1.02 |")
+        assert edited != text and made(edited, found) == text
+
+
+# ---------------------------------------------------------------------- which rows
+
+
+def test_the_newest_row_wins() -> None:
+    old, new = row("gpt2", "fastdp", 1.5, 1.1), row("gpt2", "fastdp", 1.2, 1.0, date="2026-11-21", commit="def5678")
+    same_day = row("gpt2", "fastdp", 1.3, 1.0, date="2026-11-21")
+    assert cell_of(cases([new, old])) == "1.20"  # by date, wherever it stands
+    assert cell_of(cases([old, new, same_day])) == "1.30"  # of a day, the last
+    others = [row("gpt2", "fastdp", 9.0, **{key: "7"}, date="2026-12-01") for key in ("batch_size", "length", "threads",
+              "dtype", "device", "sweep", "suite")]  # fmt: skip
+    assert cell_of(cases([old, new, *others])) == "1.20"  # another case is not the same measurement
+
+
+def cell_of(found: data.Cases) -> str:
+    case = data.Case("cpu", "cpu x86_64", "2", "-", "gpt2", "8", "128", "float32")
+    return found[case]["fastdp"]["ratio"]
+
+
+def test_what_the_last_run_did_not_measure_is_kept() -> None:
+    first = row("gpt2", "fastdp", 1.5, 1.1, largest_batch=40, largest_batch_ratio=0.95)
+    second = row("gpt2", "fastdp", 1.2, date="2026-11-21", commit="def5678")
+    (group,) = cases([first, second]).values()
+    found = group["fastdp"]
+    assert [found[c] for c in ("ratio", "memory_ratio", "largest_batch")] == ["1.20", "1.10", "40"]
+    assert "commits abc1234, def5678" in report.note([group])
+    for status in ("raises", "wrong"):  # but nothing of one that failed since, or before
+        bad = failing("gpt2", "fastdp", status, date="2026-11-21")
+        (group,) = cases([first, bad]).values()
+        assert data.number(group["fastdp"], "ratio") is None and group["fastdp"]["memory_ratio"] == "-"
+        (group,) = cases([bad, second | {"date": "2026-11-22"}]).values()
+        assert group["fastdp"]["memory_ratio"] == "-"
+
+
+def test_rows_are_read_from_every_file_of_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "training_cpu.csv", four("gpt2", 1.2, 2.2))
+    write(tmp_path / "training_cuda.csv", four("gpt2", 1.1, 2.2, suite="gpu", device="H100"))
+    write(tmp_path / "training_cpu_before.csv", four("bert", 1.2, 2.2))
+    write(tmp_path / "training_old.csv", four("vit-b16", 1.2, 2.2), ("workload", "contender", "ratio"))
+    rows = data.read(tmp_path)
+    assert {r["workload"] for r in rows} == {"gpt2"} and len(rows) == 8
+    assert "training_old.csv is passed over" in capsys.readouterr().err
+
+
+def test_the_benchmark_writes_what_is_read() -> None:
+    from benchmarks import training
+
+    written = set(training.COLUMNS)
+    assert "model" in written or written >= set(data.NEEDED)  # "model": the columns of training_cpu_before.csv
+
+
+def test_the_readme_is_of_the_machine_with_most_workloads() -> None:
+    full = cases(four("gpt2", 1.2, 2.2), four("bert", 1.3, 2.2))
+    stray = cases(four("gpt2", 3.3, 2.2, threads="1", date="2026-11-22"))
+    text = report.summary(full | stray, 9)
+    assert "2 threads" in text and "3.30" not in text and "3.30" in report.sections(full | stray)
+    newer = cases(four("gpt2", 1.1, 2.2, device="new", date="2026-11-22"), four("bert", 1.1, 2.2, device="new"))
+    assert "On new, 2 threads" in report.summary(full | newer, 9)
+
+
+# ---------------------------------------------------------------------- what the tables say
+
+
+def test_the_summary_of_a_workload() -> None:
+    text = report.summary(cases(four("gpt2", 1.21, 2.2, 2.42)), 9)
+    wanted = ["gpt2", "8 x 128", "1.10", "1.21", "1.10", "2.20 hooks", "1.82x", "1.05", "1.20 ghost"]
+    assert cells(text, "gpt2") == wanted
+    assert report.LOST not in text and "abc1234" in text and "on 1 of 1 workloads" in text
+    assert "docs/training_cpu.png" in text and "sweep" not in text
+
+
+def test_cells_where_another_wins_are_marked() -> None:
+    found = cases(four("gpt2", 1.2, 2.2, 2.0), four("gpt2-lora", 1.06, 1.04, 1.5), four("bert", 1.2, 2.2, 2.0))
+    (light,) = [group for case, group in found.items() if case.workload == "bert"]
+    light["opacus ghost"]["memory_ratio"] = "1.01"
+    for text in (report.summary(found, 9), report.sections(found)):
+        assert cells(text, "gpt2-lora")[5] == f"1.04 hooks {report.LOST}" and cells(text, "gpt2-lora")[6] == "0.98x"
+        assert cells(text, "bert")[-1] == f"1.01 ghost {report.LOST}"
+        assert report.LOST not in " ".join(cells(text, "gpt2 "))
+    lost = report.where_we_lose(found)
+    assert "gpt2-lora, 8 x 128: time: fastdp 1.06, opacus hooks 1.04" in lost
+    assert "bert, 8 x 128: memory: fastdp 1.05, opacus ghost 1.01" in lost
+    assert "gpt2," not in lost
+
+
+def test_losing_by_largest_batch_by_failing_and_to_a_compiler_is_told() -> None:
+    rows = four("gpt2", 1.2, 2.2, 2.0)
+    rows[1] |= {"largest_batch": "30"}
+    rows[3] |= {"largest_batch": "31"}
+    rows.append(row("gpt2", "non-private compiled", 0.8))
+    lost = report.where_we_lose(cases(rows))
+    assert "largest batch: fastdp 30, opacus ghost 31" in lost
+    assert "takes 0.80 compiled: fastdp's 1.20 is 1.50 of that" in " ".join(lost.split())
+    found = cases([failing("lstm", "fastdp", "wrong"), row("lstm", "opacus hooks", 3.0, 2.0)])
+    assert "time: fastdp wrong, opacus hooks 3.00" in report.where_we_lose(found)
+    two = cases(four("gpt2", 1.2, 2.2), [one for group in found.values() for one in group.values()])
+    assert "on 1 of 2 workloads" in " ".join(report.summary(two, 9).split())  # a failure is no win
+    assert cells(report.summary(found, 9), "lstm")[3:6] == ["wrong", "", f"3.00 hooks {report.LOST}"]
+
+
+def test_no_time_is_shown_for_what_is_wrong() -> None:
+    """Whatever its row says: the status decides."""
+    rows = four("gpt2", 1.2, 2.2, 2.0)
+    rows[2] |= {"status": "wrong", "ratio": "0.50", "step_ms": "50.0", "memory_ratio": "0.50", "why": "off by 3 %"}
+    found = cases(rows)
+    for text in (report.summary(found, 9), report.sections(found), report.targets(found), report.where_we_lose(found)):
+        assert "0.50" not in text and "50.0" not in text
+    assert "| wrong: off by 3 % |" in report.sections(found)
+    rows = [row("gpt2", "fastdp", 1.2, peak_mib="out of memory", why="largest batch: batch 64: out of time")]
+    assert "out of time |" in report.sections(cases(rows)) and data.number(rows[0], "peak_mib") is None
+
+
+def test_every_contender_is_in_the_full_table() -> None:
+    found = cases(
+        four("gpt2", 1.2, 2.2), [row("gpt2", "fastdp layerwise", 1.3), failing("gpt2", "opacus ew", "out of time")]
+    )
+    text = report.sections(found)
+    assert "| | **fastdp** | 1.20 | 1.09 | 120.0 (118.8, 123.6) | 9 | 525 | 1.05 |".replace("| |", "|  |") in text
+    for words in ("| fastdp layerwise | 1.30 |", "| raises: ValueError: no rule \\| for it |", "| out of time: Value"):
+        assert words in text, words
+    table = text[text.index("| workload, batch x length |") :]
+    order = [table.index(f"| {name} |") for name in ("non-private", "**fastdp**", "opacus hooks", "opacus ew")]
+    assert order == sorted(order)
+
+
+def test_the_readme_shows_what_fits_and_first_those_we_lose() -> None:
+    names = [f"model{k:02}" for k in range(14)]
+    found = cases(*(four(name, 1.2, 1.1 if name == names[-1] else 2.2, 2.0) for name in names))
+    text = report.readme("# A\n\n## Speed\n\n## Limits\n" + "- one\n" * 125, found)
+    shown = re.findall(r"^\| (model\d+) ", text, re.M)
+    assert len(text.splitlines()) == report.LINES and report.LEAST <= len(shown) < 14
+    assert shown == [*names[: len(shown) - 1], names[-1]]
+    said = " ".join(text.split())
+    assert f"{14 - len(shown)} more workloads, every" in said and "13 of 14 workloads" in said
+    crowded = report.readme("# A\n\n## Speed\n\n## Limits\n" + "- one\n" * 200, found)
+    assert len(re.findall(r"^\| (model\d+) ", crowded, re.M)) == report.LEAST
+    assert set(re.findall(r"^\| (model\d+) ", report.sections(found), re.M)) == set(names)
+    on_both = found | cases(four("gpt2", 1.1, 2.2, suite="gpu", device="H100", dtype="bfloat16"))
+    text = report.readme("# A\n\n## Speed\n\n## Limits\n" + "- one\n" * 125, on_both)
+    assert len(text.splitlines()) == report.LINES
+    assert "| GPU: gpt2, bfloat16 | 8 x 128 |" in text and "| CPU: model13 |" in text and "On H100: **1.00" in text
+
+
+def test_the_readme_takes_the_place_of_its_section_once() -> None:
+    text = "# A\n\n## Speed\n\nold 9.99\n\n| old |\n| --- |\n\nmore\n\n## Limits\n\n- one\n"
+    assert report.readme(text, {}) == text  # nothing measured: what stands there stays
+    found = cases(four("gpt2", 1.2, 2.2))
+    once = report.readme(text, found)
+    assert "old" not in once and once.endswith("<!-- end -->\n\n## Limits\n\n- one\n") and "| gpt2 |" in once
+    assert report.readme(once, found) == once and once.count("## Speed") == 1
+    quick = cases(four("gpt2", 1.2, 2.2, suite="quick"))
+    assert report.readme(text, quick) == text  # tiny models say nothing about speed
+
+
+# ---------------------------------------------------------------------- targets
+
+
+def test_targets_on_the_cpu() -> None:
+    found = cases(four("gpt2", 1.21, 2.2, 2.0), four("bert", 1.32, 2.2, 2.0), four("resnet18", 1.32, 1.5),
+                  four("vit-b16", 1.5, 1.4), [row("lstm", "fastdp", 1.21, 1.2), failing("lstm", "opacus hooks")],
+                  [failing("convnext-t", "fastdp"), row("convnext-t", "opacus hooks", 2.0)])  # fmt: skip
+    text = report.targets(found)
+    assert cells(text, "gpt2") == ["gpt2, 8 x 128", "yes: 1.65x ghost", "**no**: 1.65", "yes: 1.10", "yes: 1.05"]
+    assert cells(text, "bert")[3] == "**no**: 1.20"  # a language model; a CNN may
+    assert cells(text, "resnet18")[2:4] == ["asks nothing", "yes: 1.20"]
+    assert cells(text, "vit-b16")[1:4] == ["**no**: 0.93x hooks", "asks nothing", "1.36 (no target)"]
+    assert cells(text, "lstm")[1:] == ["no mode runs", "no mode runs", "yes: 1.10", "**no**: 1.20"]
+    assert cells(text, "convnext-t")[1:] == ["**no**: raises"] * 4
+    assert cells(text, "met on") == ["met on", "3 of 5", "0 of 3", "3 of 5", "4 of 6"]
+
+
+def test_targets_on_a_gpu() -> None:
+    on = {"suite": "gpu", "device": "H100", "dtype": "bfloat16"}
+    rows = four("gpt2", 1.15, 3.0, 2.3, **on) + four("llama-1b", 1.21, 3.0, **on)
+    rows[1] |= {"largest_batch": "90", "largest_batch_ratio": "0.89"}
+    text = report.targets(cases(rows))
+    assert cells(text, "gpt2") == ["gpt2, bfloat16, 8 x 128", "yes: 1.05", "yes: 2.00", "**no**: 0.89"]
+    assert cells(text, "llama-1b")[1:] == ["**no**: 1.10", "raises", "not measured"]
+    assert "CPU: no rows yet." in text
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copies that the command may write to."""
+    for name, path in (("README", report.README), ("PAGE", report.PAGE)):
+        copy = tmp_path / name
+        copy.write_text(path.read_text())
+        monkeypatch.setattr(report, name, copy)
+    monkeypatch.setattr(report, "FIGURES", tmp_path)
+    return tmp_path
+
+
+def test_without_rows_the_command_says_what_to_run(documents: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(documents / "training_cpu.csv", [])
+    before = report.README.read_text()
+    report.main(["--data", str(documents)])
+    assert "python -m benchmarks.training --suite cpu" in capsys.readouterr().out
+    assert report.README.read_text() == before and "No rows yet: `python -m" in report.PAGE.read_text()
+    assert not list(documents.glob("*.png"))
+
+
+def test_figures_of_some_workloads(documents: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = four("gpt2", 1.2, 2.2, 2.0) + four("resnet18", 1.3, 9.0, 3.0)
+    write(documents / "training_cpu.csv", rows)
+    report.main(["--data", str(documents)])
+    assert [path.name for path in documents.glob("*.png")] == ["training_cpu.png"]
+    for size in (2, 4, 8):
+        rows += four("gpt", 1.2, 2.2, batch_size=size, sweep="batch") + four(
+            "gpt", 1.2, 2.2, length=size, sweep="length"
+        )
+    write(documents / "training_cpu.csv", rows)
+    found = data.newest(data.read(documents))
+    assert report.stale(found, documents) == ["training_cpu.png", "training_cpu_sweep.png"]  # drawn from other rows
+    report.main(["--data", str(documents)])
+    assert report.stale(found, documents) == []
+    for name in report.figure_names(found):
+        content = (documents / name).read_bytes()
+        assert content.startswith(b"\x89PNG") and len(content) < 120_000
+        assert f"docs/{name}" in report.README.read_text()
+
+
+def test_tables_need_neither_matplotlib_nor_torch(documents: Path) -> None:
+    write(documents / "training_cpu.csv", four("gpt2", 1.2, 2.2, 2.0))
+    code = f"""
+import sys
+from pathlib import Path
+sys.modules["matplotlib"] = None  # importing it fails
+from benchmarks import report
+folder = Path({str(documents)!r})
+report.README, report.PAGE, report.FIGURES = folder / "README", folder / "PAGE", folder
+assert "torch" not in sys.modules
+report.main(["--data", str(folder)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=report.ROOT)
+    assert done.returncode == 1 and "pip install 'fastdp[demo]'" in done.stderr, done.stderr
+    assert "| gpt2 | 8 x 128 | 1.10 | 1.20 |" in report.README.read_text()
