@@ -41,7 +41,7 @@ def defaults(method: str, private: bool) -> Defaults:
         return Defaults(3e-3, 20, 768) if private else Defaults(2e-3, 10, 64)
     if method == "lora":
         return Defaults(3e-3, 4, 768, 2.4e-2) if private else Defaults(1e-3, 3, 64, 2e-3)
-    return Defaults(2e-4, 4, 768, 2.4e-2) if private else Defaults(1e-4, 3, 64, 2e-3)
+    return Defaults(3e-4, 4, 768, 3e-3) if private else Defaults(1e-4, 3, 64, 2e-3)
 
 
 def read(path: Path, tokenizer: Any) -> list[Example]:
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None, loader: Callable[..., tuple[nn.
     made.add_argument("--feature-scale", type=float, help="of the features the new head reads, whose norm is 20 x this")
     made.set_defaults(max_grad_norm=None)
     options = parse(made, arguments, defaults)
-    shrink = options.method != "head" and options.engine != "none"
+    shrink = options.method == "lora" and options.engine != "none"
     if (
         options.feature_scale is None
     ):  # the head's gradients are as large as its input: they would fill the clipping norm

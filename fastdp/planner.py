@@ -14,6 +14,8 @@ import torch
 
 from .costs import Shape, constants, seconds
 
+MORE = 1.25  # what faster stored gradients may take, of the bytes that they replace, where no budget is given
+
 
 class Planner:
     """Chooses routes.
@@ -46,7 +48,7 @@ class Planner:
         """Whether to store per-sample gradients, in place of `replaced` bytes of inputs and output gradients."""
         stored = shape.gradient_bytes()
         if self.memory_budget is None:
-            return stored <= replaced and self.fastest(shape, device, short)[0] == "materialise"
+            return stored <= MORE * replaced and self.fastest(shape, device, short)[0] == "materialise"
         if self.exceeds(replaced):
             return stored < replaced  # whatever is smaller
         return not self.exceeds(stored) and self.fastest(shape, device, short)[0] == "materialise"

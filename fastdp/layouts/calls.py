@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -90,16 +90,19 @@ def function_name(func: Any) -> str:
     return str(name)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists and dicts."""
+def tensors_in(value: Any) -> Sequence[Tensor]:
+    """Tensors in nested tuples, lists and dicts. (Asked for many times in every call: no generators.)"""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        return (value,)
+    if not isinstance(value, tuple | list | dict):
+        return ()
+    found: list[Tensor] = []
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, tuple | list | dict):
+            found += tensors_in(item)
+    return found
 
 
 def bind(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:

@@ -55,7 +55,7 @@ def _confirms(call: Call, sure: Inputs, tags: Tags) -> bool:
         dim = call.argument(1, "dim", 0) % call.out.dim() if isinstance(call.out, Tensor) else 0
         return layout is not None and layout.alone < 0 and dim != layout.dim
     if call.name in ("__setitem__", *_NAMES, *[f"{name}_" for name in _NAMES]) and call.name != "where":
-        first = next(tensors_in(call.args), None)
+        first = next(iter(tensors_in(call.args)), None)
         writes = call.name.rstrip("_") not in ("add", "sub", "mul", "div")
         return not writes or any(tensor is first for tensor, _ in sure)
     return call.func is F.scaled_dot_product_attention or call.func in UNCHECKED

@@ -76,10 +76,10 @@ class _Native(Captured):
             None if self.bias is None else self.bias.value,
         )
 
-    def _record(self, rows: Sequence[Tensor]) -> None:
+    def _record(self, rows: Sequence[Tensor | None]) -> None:
         """Per-sample gradients of weight and bias, [B, d] each."""
         for operand, learns, grads in zip((self.weight, self.bias), self.learns, rows, strict=True):
-            if operand is not None and learns:
+            if operand is not None and learns and grads is not None:
                 shaped = grads.view(grads.size(0), 1, *operand.value.shape)
                 ndim = 1 + operand.value.dim()
                 self.recorder.record(uses_of_broadcast(operand.tensor, shaped, Layout(self.batch), ndim, self.name))
@@ -117,6 +117,7 @@ class _GroupNorm(_Native):
                  groups: int, eps: float) -> None:  # fmt: skip
         super().__init__(recorder, name, weight, bias, layout)
         self.groups, self.eps = groups, eps
+        self.input_grad: Tensor | None = None
 
     def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
         return x.size(0), x.size(1), math.prod(x.shape[2:]), self.groups
@@ -133,17 +134,39 @@ class _GroupNorm(_Native):
     def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if not self.wants_input:
             return []
+        if self.input_grad is not None:
+            found, self.input_grad = self.input_grad, None
+            return [found]
         x, backward = saved[0], torch.ops.aten.native_group_norm_backward
         g = grads[0].contiguous()
         return [backward(g, x, *self.statistics, self.values()[0], *self._sizes(x), [True, False, False])[0]]
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        if saved[0].device.type == "cpu" and saved[0].dtype in (torch.float32, torch.float64):
+            self._back_at_once(saved[0], grads[0].contiguous())
+            return
         x, g = (cut(t, self.layout) for t in (saved[0], grads[0]))  # [B, F, C, *]
         mean, rstd = (cut(t, self.layout) for t in self.statistics)  # [B, F, groups]
         batch, images = x.shape[:2]
         x, g, mean, rstd = (t.flatten(0, 1) for t in (x, g, mean, rstd))
         rows = ops.group_affine_per_sample(x, g, mean, rstd, self.groups)
         self._record([t.unflatten(0, (batch, images)).sum(1) if images > 1 else t for t in rows])
+
+    def _back_at_once(self, x: Tensor, g: Tensor) -> None:
+        """Affine gradients of each row [N, C] by the pass that computes the input's gradient: the N rows of C channels
+        are given to torch as one row of N C channels, each with a weight of its own. (Not for 16 bits, to which torch
+        would round the results.)"""
+        rows, channels, positions, groups = self._sizes(x)
+        weight, one = self.values()[0], (1, rows * channels, positions)
+        wanted = [self.wants_input, self.learns[0], self.learns[1]]
+        dx, *found = torch.ops.aten.native_group_norm_backward(
+            g.view(one), x.view(one), *(t.view(1, -1) for t in self.statistics),
+            None if weight is None else weight.repeat(rows), 1, rows * channels, positions, rows * groups, wanted,
+        )  # fmt: skip
+        self.input_grad = dx.view_as(x) if self.wants_input else None
+        learned = zip(found, self.learns, strict=True)
+        each = [cut(t.view(rows, channels), self.layout) if learns else None for t, learns in learned]  # [B, F, C]
+        self._record([t if t is None else t.sum(1) if t.size(1) > 1 else t.squeeze(1) for t in each])
 
 
 def _native_takes(recorder: Recorder, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
