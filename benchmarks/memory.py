@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -139,16 +140,17 @@ def largest_batch(needs: Callable[[int], float | None], limit: float, start: int
 
 
 def _next(points: dict[int, float], fits: int, over: int, limit: float) -> int:
-    """Where to look next: on the line through the two largest sizes measured, strictly between fits and over."""
+    """Where to look next: on the line through the two largest sizes measured, or halfway where it says nothing new."""
     nearest = sorted(points)[-2:]
     slope = (points[nearest[1]] - points[nearest[0]]) / (nearest[1] - nearest[0]) if len(nearest) == 2 else 0.0
-    step = max(1, fits // 50)  # past a guess that fitted, to close the bracket
-    if slope > 0:
-        guess = int(nearest[1] + (limit - points[nearest[1]]) / slope)
-    else:
-        guess = (fits + over) // 2 if over else 2 * fits
-    low, high = fits + step, (over - step if over else 16 * max(fits, 1))
-    return max(min(guess, high), low) if low <= high else (fits + over) // 2
+    halfway = (fits + over) // 2 if over else 2 * fits
+    if slope <= 0 or math.isinf(limit):
+        return halfway
+    guess = int(nearest[1] + (limit - points[nearest[1]]) / slope)
+    if over and guess >= over:  # it was seen not to fit
+        return halfway
+    least = fits + max(1, fits // 50)  # past a guess that fitted, to close the bracket
+    return min(max(guess, least), over - 1 if over else 16 * fits)
 
 
 def largest(job: Job, name: str, limit: float, seconds: float | None = None) -> tuple[int, str]:
