@@ -49,9 +49,16 @@ def weights(b: int) -> list[float]:
     return [4.0 if k % 3 == 2 else 1.0 for k in range(b)]
 
 
+def size_of_check(work: Workload) -> Workload:
+    """The workload itself at `whole` samples, else its small variant."""
+    if work.whole:
+        return work._replace(batch_size=work.whole)
+    return work.small or work
+
+
 def checked(work: Workload) -> Workload:
     """The workload that is checked, with the losses of the check."""
-    chosen = work if work.whole or work.small is None else work.small
+    chosen = size_of_check(work)
 
     def losses(out: Tensor, y: Tensor) -> Tensor:
         found = chosen.losses(out, y)
@@ -74,7 +81,7 @@ def truth_of(work: Workload, place: Place = CPU, limit: float = 0.0) -> Truth:
 
     limit: the clipping norm, 0: chosen. "layerwise" clips the parameters of each module by limit / sqrt(modules).
     """
-    chosen = work if work.whole or work.small is None else work.small
+    chosen = size_of_check(work)
     model, (x, y) = copy.deepcopy(build(chosen, place)).double(), batch(chosen, place)
     x = x.double() if x.is_floating_point() else x
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -84,7 +84,7 @@ def with_adapters(model: Encoder, rank: int = 8) -> Encoder:
 class LSTM(nn.Module):
     """A word language model (Zaremba et al. 2014): an embedding, two layers of LSTM, a projection."""
 
-    def __init__(self, vocabulary: int = 10000, d: int = 256, hidden: int = 512, layers: int = 2) -> None:
+    def __init__(self, vocabulary: int = 10000, d: int = 256, hidden: int = 256, layers: int = 2) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, d)
         self.lstm = nn.LSTM(d, hidden, layers, batch_first=True)

@@ -93,8 +93,8 @@ class Workload(NamedTuple):
     """A model, its batches, and the loss of each sample.
 
     small: the same code at a size at which samples are quickly taken one at a time; None: the workload itself is.
-    whole: whether it is checked at its own size all the same. length: tokens, or the side of images. at: the same
-    workload of another length.
+    whole: how many samples of its own size are checked instead of the small variant. length: tokens, or the side of
+    images. at: the same workload of another length.
     """
 
     build: Callable[[], nn.Module]
@@ -102,7 +102,7 @@ class Workload(NamedTuple):
     losses: Callable[[Tensor, Tensor], Tensor]
     batch_size: int
     small: Workload | None = None
-    whole: bool = False
+    whole: int = 0
     length: int = 0
     at: Callable[[int], Workload] | None = None
 

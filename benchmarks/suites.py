@@ -2,7 +2,7 @@
 
 cpu: an ordinary step takes 0.1 to 3 s on two cores. gpu: sizes that fill one. quick: all in a few minutes. Every
 workload has a small variant of the same code, on which samples are taken one at a time; those that are quick enough
-(`whole`) are checked at the very size at which they are timed.
+are checked at the very size at which they are timed, on as many samples as `whole` says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Build = Callable[[], nn.Module]
 
 
 def words(build: Callable[[int], nn.Module], t: int, vocabulary: int, batch_size: int, small: Workload | None = None,
-          whole: bool = False) -> Workload:  # fmt: skip
+          whole: int = 0) -> Workload:  # fmt: skip
     """A language model; build takes the number of tokens, which is the workload's knob."""
 
     def batch(b: int) -> tuple[Tensor, Tensor]:
@@ -48,11 +48,11 @@ def texts(build: Build, t: int, vocabulary: int, batch_size: int, small: Workloa
     def at(length: int) -> Workload:
         return texts(build, length, vocabulary, batch_size, small, padded)
 
-    return Workload(build, batch, class_losses, batch_size, small, False, t, at)
+    return Workload(build, batch, class_losses, batch_size, small, 0, t, at)
 
 
 def images(build: Build, side: int, classes: int, batch_size: int, small: Workload | None = None, channels: int = 3,
-           whole: bool = False) -> Workload:  # fmt: skip
+           whole: int = 0) -> Workload:  # fmt: skip
     """A classifier of images."""
 
     def batch(b: int) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ SMALL: dict[str, Workload] = {
     "lstm": words(lambda t: LSTM(97, 12, 16), 9, 97, 3),
 }
 CPU: dict[str, Workload] = {
-    "gpt": words(_gpt, 128, 8192, 8, SMALL["gpt"], whole=True),
+    "gpt": words(_gpt, 128, 8192, 8, SMALL["gpt"], whole=4),
     "gpt2": words(lambda t: GPT2(), 128, 50257, 2, SMALL["gpt2"]),
     "gpt2-lora": words(lambda t: with_lora(GPT2()), 128, 50257, 2, SMALL["gpt2-lora"]),
     "bert": texts(Encoder, 128, 30522, 8, SMALL["bert"]),
@@ -100,11 +100,11 @@ CPU: dict[str, Workload] = {
     "bert-lora": texts(lambda: with_adapters(Encoder()), 128, 30522, 8, SMALL["bert-lora"]),
     "vit-b16": images(ViT, 224, 1000, 4, SMALL["vit-b16"]),
     "convnext-t": images(ConvNeXt, 224, 1000, 4, SMALL["convnext-t"]),
-    "resnet18": images(resnet18, 128, 1000, 16, SMALL["resnet18"], whole=True),
+    "resnet18": images(resnet18, 128, 1000, 16, SMALL["resnet18"], whole=3),
     "resnet50": images(resnet50, 224, 1000, 4, SMALL["resnet50"]),
-    "mnist-cnn": images(mnist_cnn, 28, 10, 256, SMALL["mnist-cnn"], 1, whole=True),
-    "cifar-cnn": images(cifar_cnn, 32, 10, 250, SMALL["cifar-cnn"], whole=True),
-    "lstm": words(lambda t: LSTM(), 64, 10000, 16, SMALL["lstm"], whole=True),
+    "mnist-cnn": images(mnist_cnn, 28, 10, 256, SMALL["mnist-cnn"], 1, whole=256),
+    "cifar-cnn": images(cifar_cnn, 32, 10, 250, SMALL["cifar-cnn"], whole=64),
+    "lstm": words(lambda t: LSTM(), 64, 10000, 16, SMALL["lstm"], whole=3),
 }
 GPU: dict[str, Workload] = {
     "gpt2": words(lambda t: GPT2(), 1024, 50257, 16, SMALL["gpt2"]),
@@ -120,13 +120,13 @@ GPU: dict[str, Workload] = {
     "resnet50": images(resnet50, 224, 1000, 64, SMALL["resnet50"]),
 }
 QUICK: dict[str, Workload] = {
-    "gpt": words(lambda t: GPT(3, 192, 4, t, 2048), 64, 2048, 8, SMALL["gpt"], whole=True),
+    "gpt": words(lambda t: GPT(3, 192, 4, t, 2048), 64, 2048, 8, SMALL["gpt"], whole=8),
     "bert-lora": texts(lambda: with_adapters(Encoder(3, 256, 4, 64, 2048)), 64, 2048, 8, SMALL["bert-lora"]),
-    "resnet18": images(lambda: resnet18(32, 10, 8), 64, 10, 8, SMALL["resnet18"], whole=True),
-    "mnist-cnn": images(mnist_cnn, 28, 10, 64, SMALL["mnist-cnn"], 1, whole=True),
-    "lstm": words(lambda t: LSTM(1000, 64, 128), 32, 1000, 8, SMALL["lstm"], whole=True),
+    "resnet18": images(lambda: resnet18(32, 10, 8), 64, 10, 8, SMALL["resnet18"], whole=4),
+    "mnist-cnn": images(mnist_cnn, 28, 10, 64, SMALL["mnist-cnn"], 1, whole=64),
+    "lstm": words(lambda t: LSTM(1000, 64, 128), 32, 1000, 8, SMALL["lstm"], whole=4),
 }
-OTHERS: dict[str, Workload] = {"resnet": images(ResNet, 32, 10, 32, whole=True), **MOE}  # asked for by name
+OTHERS: dict[str, Workload] = {"resnet": images(ResNet, 32, 10, 32, whole=8), **MOE}  # asked for by name
 SUITES = {"cpu": CPU, "gpu": GPU, "quick": QUICK}
 SWEPT = {"batch": ("gpt", "gpt2", "resnet18", "resnet50"), "length": ("gpt", "gpt2")}
 BATCHES = {"cpu": (1, 2, 4, 8, 16, 32), "gpu": (1, 2, 4, 8, 16, 32, 64), "quick": (1, 2, 4)}
