@@ -80,14 +80,22 @@ def step_of(name: str, work: Workload, place: Place = CPU) -> Step:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line for each thing said."""
+    """A bar on a terminal; elsewhere a line for each phase."""
 
     def __init__(self, total: int = 1) -> None:
         self.total, self.done, self.live = max(total, 1), 0, sys.stderr.isatty()
+        self.begin = time.perf_counter()
 
     def say(self, text: str) -> None:
         """A line that stays."""
         print(("\r\033[K" if self.live else "") + text, file=sys.stderr, flush=True)
+
+    def phase(self, share: float, text: str) -> None:
+        """What begins now."""
+        if self.live:
+            self.at(share, text)
+        else:
+            self.say(f"{time.perf_counter() - self.begin:6.0f} s  {text}")
 
     def at(self, share: float, text: str) -> None:
         """The present workload is so far (0 to 1); only a terminal shows it."""

@@ -75,11 +75,13 @@ class Found(NamedTuple):
 def measure(job: Job, options: Options, verdicts: dict[str, Verdict] | None = None) -> Found:
     """Check, then memory, then time, then the largest batch; verdicts: of the same workload at another size."""
     work, place, limit, progress = job.work(), job.place(), options.limit, options.progress
-    progress.at(0.0, f"{job.workload}: is every contender right?")
-    verdicts = verdicts or judge(options.names, work, place, limit)
+    if verdicts is None:
+        progress.phase(0.0, f"{job.workload}: is every contender right?")
+        verdicts = judge(options.names, work, place, limit)
     good = [name for name in options.names if verdicts[name].status == "ok"]
     seconds = None if math.isinf(limit) else limit + STARTING
-    progress.at(0.05, f"{job.workload}: memory")
+    if options.memory:
+        progress.phase(0.05, f"{job.workload}: memory")
     mib = peaks(job, good, seconds) if options.memory else {}
     room = room_mib(place)
     needs = {name: mib[name].mib if name in mib and mib[name].mib is not None else guessed_mib(name, work, place)
@@ -90,6 +92,7 @@ def measure(job: Job, options: Options, verdicts: dict[str, Verdict] | None = No
                      "groups: " + "; ".join(", ".join(part) for part in parts))  # fmt: skip
     runs: dict[str, Run] = {}
     bases: dict[str, Run] = {}
+    progress.phase(0.1, f"{job.workload}: time")
     for part in parts:
         found = interleaved(work, part, options.rounds, place, limit, progress)
         runs = found | runs  # ordinary training's row is of the first group
@@ -98,7 +101,7 @@ def measure(job: Job, options: Options, verdicts: dict[str, Verdict] | None = No
     bound = room_mib(place) / 0.9 if place.device.type == "cuda" else options.memory_limit
     most = {}
     for name in timed if options.largest else ():
-        progress.at(0.9, f"{job.workload}: largest batch of {name}")
+        progress.phase(0.9, f"{job.workload}: largest batch of {name}")
         most[name] = largest(job, name, bound, seconds)
     return Found(verdicts, runs, bases, mib, most)
 
@@ -214,9 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.roof = roofs(torch.device(device), getattr(torch, dtype))
         checked: dict[str, dict[str, Verdict]] = {}  # a sweep's workload is checked once
         for job in (job for job in wanted if job.dtype == dtype):
-            options.progress.say(f"{job.workload} {job.dtype} batch {job.work().batch_size} length {job.work().length}")
+            work = job.work()
+            options.progress.say(f"{job.workload}, {dtype}, batch {work.batch_size}, length {work.length}")
             if job.workload not in checked:
-                checked[job.workload] = judge(options.names, job.work(), job.place(), options.limit)
+                options.progress.phase(0.0, f"{job.workload}: is every contender right?")
+                checked[job.workload] = judge(options.names, work, job.place(), options.limit)
             found = rows_of(job, options, checked[job.workload])
             if told.out:  # job by job: a run cut short keeps what it has
                 append(told.out / f"training_{device}.csv", found, COLUMNS)
