@@ -186,9 +186,8 @@ def test_a_wrong_contender_gets_no_time(rows: dict[str, timing.Row]) -> None:
     for name in OURS:
         row = rows[name]
         assert row["status"] == "ok" and float(str(row["ratio"])) > 0 and float(str(row["step_ms"])) > 0
-        assert float(str(row["of_floor"])) == pytest.approx(
-            float(str(row["ratio"])) / float(str(row["floor"])), rel=0.02
-        )
+        ratio, least, share = (float(str(row[key])) for key in ("ratio", "floor", "of_floor"))
+        assert abs(share - ratio / least) < 0.011 + 0.006 * share, row  # each of the three is rounded to 0.01
     assert rows["non-private"]["ratio"] == "1.00" and rows["non-private"]["floor"] == "-"
 
 
@@ -267,6 +266,8 @@ def test_the_largest_batch_is_found(fixed: float, each: float) -> None:
 
 def test_the_largest_batch_where_nothing_is_known_of_failures() -> None:
     assert abs(memory.largest_batch(lambda size: 10.0 * size if size <= 37 else None, math.inf, 4, 12) - 37) <= 1
+    # memory runs out below what its line predicts: halved, not crept down to
+    assert abs(memory.largest_batch(lambda size: 10.0 * size if size <= 37 else None, 4096, 4, 12) - 37) <= 1
     assert memory.largest_batch(lambda size: None, math.inf, 8) == 0
 
 
