@@ -18,9 +18,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fastdp.clock import seconds
+
 from .contenders import nonprivate, ours
-from .models import WORKLOADS, Workload
-from .timing import Row, append, seconds, show, versions
+from .models import Workload
+from .suites import CPU as WORKLOADS
+from .suites import find
+from .timing import Row, append, show, versions
 
 CPU = torch.device("cpu")
 WARM = 4  # interpret, compile, and run
@@ -75,13 +79,13 @@ def rows(model: str, took: dict[str, float], times: dict[str, list[float]]) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["gpt", "resnet"], choices=list(WORKLOADS))
+    parser.add_argument("--models", nargs="+", default=["gpt", "resnet"], choices=[*WORKLOADS, "resnet"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     for name in options.models:
-        runs = contenders(WORKLOADS[name], options.backend)
+        runs = contenders(find("cpu", name), options.backend)
         took = prepare(runs)
         found = rows(name, took, measure(runs, options.rounds))
         show(found, COLUMNS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +18,31 @@ SIGMA, R, LR = 1.0, 1.0, 1e-4
 Step = Callable[[Tensor, Tensor], None]
 
 
+class NotApplicable(Exception):
+    """A contender that this machine or workload has no use for."""
+
+
+class Contender(NamedTuple):
+    """How to make a step, and which truth its gradient is compared with.
+
+    make: (model, workload, noise multiplier, clipping norm) -> step. prepare: what its documentation says to do to a
+    model before. clipping: "none", "local", "global" or "automatic", of the whole gradient, or "layerwise". patience:
+    how many times the time limit its first step may take. resident: whether the memory of its process on the CPU
+    is that of its training.
+    """
+
+    make: Callable[..., Step]
+    clipping: str = "local"
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+    patience: float = 1.0
+    resident: bool = True
+
+
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def nonprivate(model: nn.Module, work: Workload, sigma: float = SIGMA) -> Step:
+def nonprivate(model: nn.Module, work: Workload, sigma: float = SIGMA, limit: float = R) -> Step:
     optimizer = torch.optim.AdamW(trained(model), lr=LR, fused=True)
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -31,10 +53,16 @@ def nonprivate(model: nn.Module, work: Workload, sigma: float = SIGMA) -> Step:
     return step
 
 
+def compiled(model: nn.Module) -> nn.Module:
+    """The model compiled in place; the loss and the optimizer are as they were."""
+    model.compile()
+    return model
+
+
 def ours(**options: object) -> Callable[..., Step]:
-    def make(model: nn.Module, work: Workload, sigma: float = SIGMA) -> Step:
+    def make(model: nn.Module, work: Workload, sigma: float = SIGMA, limit: float = R) -> Step:
         optimizer = fastdp.DPAdamW(
-            model, lr=LR, noise_multiplier=sigma, max_grad_norm=R, expected_batch_size=work.batch_size, **options
+            model, lr=LR, noise_multiplier=sigma, max_grad_norm=limit, expected_batch_size=work.batch_size, **options
         )
 
         def step(x: Tensor, y: Tensor) -> None:
@@ -47,20 +75,38 @@ def ours(**options: object) -> Callable[..., Step]:
     return make
 
 
-def opacus(mode: str) -> Callable[..., Step]:
-    """Opacus as its documentation says: GradSampleModule and DPOptimizer, or the ghost pair."""
+def validated(model: nn.Module) -> nn.Module:
+    """Opacus's documentation: validate, and fix what it says; nn.LSTM becomes its DPLSTM, with the same weights."""
+    if importlib.util.find_spec("opacus") is None:
+        raise NotApplicable("opacus is not installed")
+    from opacus.validators import ModuleValidator
 
-    def make(model: nn.Module, work: Workload, sigma: float = SIGMA) -> Step:
-        from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+    if ModuleValidator.validate(model, strict=False):
+        model = ModuleValidator.fix(model)
+        ModuleValidator.validate(model, strict=True)
+    return model
+
+
+def opacus(mode: str) -> Callable[..., Step]:
+    """Opacus as its documentation says: its wrapper of the mode, and its optimizer."""
+
+    def make(model: nn.Module, work: Workload, sigma: float = SIGMA, limit: float = R) -> Step:
+        from opacus.grad_sample import (
+            GradSampleModule,
+            GradSampleModuleExpandedWeights,
+            GradSampleModuleFastGradientClipping,
+        )
         from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
         from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
         warnings.filterwarnings("ignore")
         inner = torch.optim.AdamW(trained(model), lr=LR, fused=True)
-        common = dict(noise_multiplier=sigma, max_grad_norm=R, expected_batch_size=work.batch_size)
+        common = dict(noise_multiplier=sigma, max_grad_norm=limit, expected_batch_size=work.batch_size)
         if mode == "ghost":
-            wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=R, use_ghost_clipping=True)
+            wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=limit, use_ghost_clipping=True)
             optimizer = DPOptimizerFastGradientClipping(inner, **common)
+        elif mode == "ew":
+            wrapped, optimizer = GradSampleModuleExpandedWeights(model), DPOptimizer(inner, **common)
         else:
             wrapped = GradSampleModule(model, force_functorch=mode == "functorch")
             optimizer = DPOptimizer(inner, **common)
@@ -79,11 +125,12 @@ def opacus(mode: str) -> Callable[..., Step]:
     return make
 
 
-CONTENDERS: dict[str, Callable[..., Step]] = {
-    "non-private": nonprivate,
-    "fastdp": ours(),
-    "fastdp layerwise": ours(style="layerwise"),
-    "opacus hooks": opacus("hooks"),
-    "opacus functorch": opacus("functorch"),
-    "opacus ghost": opacus("ghost"),
+CONTENDERS: dict[str, Contender] = {
+    "non-private": Contender(nonprivate, "none"),
+    "non-private compiled": Contender(nonprivate, "none", compiled, patience=5.0, resident=False),
+    "fastdp": Contender(ours()),
+    "fastdp global": Contender(ours(clipping="global"), "global"),
+    "fastdp automatic": Contender(ours(clipping="automatic"), "automatic"),
+    "fastdp layerwise": Contender(ours(style="layerwise"), "layerwise"),
+    **{f"opacus {mode}": Contender(opacus(mode), "local", validated) for mode in ("hooks", "functorch", "ew", "ghost")},
 }

@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from fastdp.losses import causal_lm_loss, classification_loss
 
-from . import training
+from . import memory, training
 from .models import Workload
-from .timing import append, roofs, show, versions
+from .steps import Place
+from .suites import FLOORLESS, OTHERS
+from .timing import Row, append, roofs, show, versions
 
 ROOT = Path(__file__).parent.parent
 RUNS, STEPS = ROOT / "benchmarks/data/finetuning.csv", ROOT / "benchmarks/data/finetuning_steps.csv"
@@ -136,6 +138,9 @@ WORKLOADS = {
     "smollm2-lora": Workload(smollm2, words, of_words, 4),
 }
 CONTENDERS = ("non-private", "fastdp", "opacus hooks", "opacus ghost")
+SHOWN = ("model", "contender", "ratio", "floor", "step_ms", "p20_ms", "p80_ms", "peak_mib", "memory_ratio", "error",
+         "error_dtype")  # fmt: skip
+COLUMNS = (*SHOWN, "batch_size", "dtype", *versions())
 
 # ---------------------------------------------------------------------- tables
 
@@ -259,6 +264,19 @@ def filled(text: str) -> str:
 # ---------------------------------------------------------------------- main
 
 
+def register() -> None:
+    """Make `benchmarks.training`, and the fresh processes that it starts, know these workloads."""
+    OTHERS.update(WORKLOADS)
+    FLOORLESS.update(WORKLOADS)
+    memory.MAIN = "benchmarks.finetuning"
+
+
+def step_row(row: Row) -> Row:
+    """A row of `benchmarks.training` with the columns of this table; what fails has an error of inf."""
+    fails = row["status"] not in ("ok", "wrong") and row["error"] == "-"
+    return {**row, "model": row["workload"]} | ({"error": "inf"} if fails else {})
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--report", action="store_true", help="write the tables into docs/finetuning.md")
@@ -271,39 +289,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=list(training.TYPES))
     parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
-    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    training.MODELS.update(WORKLOADS)
-    training.FLOORLESS.update(WORKLOADS)
-    training.MAIN = __spec__.name if __spec__ else "benchmarks.finetuning"
+    register()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    place = training.Place(torch.device(options.device), training.TYPES[options.dtype])
     if options.memory_of:
-        training.measure_memory(WORKLOADS[options.memory_of[0]], options.memory_of[1], place)
+        memory.measure(options.memory_of)
         return
+    place = Place(torch.device(options.device), getattr(torch, options.dtype))
+    names = list(dict.fromkeys(["non-private", *options.contenders]))
     if options.steps:
         print(", ".join(f"{key} {value}" for key, value in versions(place.device).items()))
         rows = []
-        names = list(dict.fromkeys(["non-private", *options.contenders]))
         for model in options.models:
-            rows += (found := training.run(model, names, options.rounds, not options.no_memory, place,
-                                           roofs(place.device, place.dtype)))  # fmt: skip
+            roof = roofs(place.device, place.dtype)
+            found = training.run(model, names, options.rounds, not options.no_memory, place, roof)
+            rows += (found := [step_row(row) for row in found])
             if options.out:
-                append(options.out, found, training.COLUMNS)
-        show(rows, training.SHOWN)
+                append(options.out, found, COLUMNS)
+        show(rows, SHOWN)
     if options.memory:
         for model in options.models:
-            peaks: dict[str, float | None] = {}
-            for name in dict.fromkeys(["non-private", *options.contenders]):
-                try:
-                    peaks |= training.peaks_mib(model, [name], place)
-                except RuntimeError as problem:  # a peer that fails on this model has no memory either
-                    print(f"{model}, {name}: {str(problem)[-200:]}", file=sys.stderr)
+            peaks = memory.peaks(memory.Job("cpu", model, options.device, options.dtype), names)
+            for name, peak in peaks.items():
+                if peak.mib is None:  # a peer that fails on this model has no memory either
+                    print(f"{model}, {name}: {peak.status}, {peak.why}", file=sys.stderr)
             common = {"model": model, "batch_size": WORKLOADS[model].batch_size, **versions(place.device)}
-            rows = [{**common, "contender": name, "peak_mib": f"{peak:.0f}"} for name, peak in peaks.items() if peak]
+            rows = [{**common, "contender": n, "peak_mib": f"{p.mib:.0f}"} for n, p in peaks.items() if p.mib]
             show(rows, ("model", "contender", "peak_mib"))
             if options.out:
-                append(options.out, rows, training.COLUMNS)
+                append(options.out, rows, COLUMNS)
     if options.report:
         DOC.write_text(filled(DOC.read_text()))
 

@@ -7,8 +7,9 @@ gradient, weight gradient); an exact flat-clipped step takes the same three (the
 
 units: norms by the symmetric gram matrix, directly, or by storing per-sample gradients (their bytes, written and read
 once, at the machine's copy rate). Products with frozen weights and attention count the same in both. What the model
-spends elsewhere is ignored (look-ups, norm layers, activations, the loss, noise, the optimizer, cross terms of tied
-weights), so a step that spends much there can come out below its floor, or above it, for reasons that are no product's.
+spends elsewhere is ignored (look-ups, norm layers, the order of a recurrence, activations, the loss, noise, the
+optimizer, cross terms of tied weights), so a step that spends much there can come out below its floor, or above it, for
+reasons that are no product's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Product(NamedTuple):
     o: int
     trained: bool
     input_gradient: bool
+    groups: int = 1  # of a convolution: data and weight of each, [T,I] and [O/groups,I]
 
     def unit(self) -> float:
         """Operations of one product."""
@@ -41,7 +43,8 @@ class Product(NamedTuple):
 
     def norm_units(self, roof: tuple[float, float]) -> float:
         """The cheapest exact norm, in units; roof: operations and bytes a second."""
-        gram = self.t * (self.i + self.o) / (2 * self.i * self.o)
+        width = self.o / self.groups
+        gram = self.t * (self.i + width) / (2 * self.i * width)
         traffic = 8.0 * self.batch * self.i * self.o / roof[1] / (self.unit() / roof[0])
         return min(gram, 1.0, traffic)
 
@@ -60,17 +63,29 @@ class Shapes(TorchFunctionMode):
         if func is F.linear:
             self.add(args[0], args[1], args[0].numel() // args[0].size(-1))
         elif func in (F.conv1d, F.conv2d, F.conv3d):
-            self.add(args[0], args[1], out.numel() // out.size(1))
+            groups = args[6] if len(args) > 6 else (kwargs or {}).get("groups", 1)
+            self.add(args[0], args[1], out.numel() // out.size(1), groups)
+        elif func in (torch.lstm, torch.gru):  # data, states, weights, biases, layers, ..., both ways, batch first
+            self.add_recurrent(args[0], args[2], 4 if args[3] else 2, 2 if args[7] else 1)
         elif func is F.scaled_dot_product_attention:
             q, k = args[:2]
             forward = 4.0 * q.numel() * k.size(-2) * (0.5 if (kwargs or {}).get("is_causal") else 1.0)
             self.attention += forward * (3.5 if out.requires_grad else 1.0)  # five products in backward, two in forward
         return out
 
-    def add(self, data: Tensor, weight: Tensor, rows: int) -> None:
+    def add(self, data: Tensor, weight: Tensor, rows: int, groups: int = 1) -> None:
         i, o = math.prod(weight.shape[1:]), weight.size(0)
-        product = Product(self.batch, rows // self.batch, i, o, weight.requires_grad, data.requires_grad)
+        product = Product(self.batch, rows // self.batch, i, o, weight.requires_grad, data.requires_grad, groups)
         self.products.append(product)
+
+    def add_recurrent(self, data: Tensor, weights: list[Tensor], each: int, ways: int) -> None:
+        """Of each layer and way the products with the data [4H, I] and with the state [4H, H] of the step before."""
+        t = data.size(0) * data.size(1) // self.batch
+        for number in range(0, len(weights), each):
+            first = number < each * ways and not data.requires_grad
+            for k, weight in enumerate(weights[number : number + 2]):
+                o, i = weight.shape
+                self.products.append(Product(self.batch, t, i, o, weight.requires_grad, k == 1 or not first))
 
 
 def shapes(work: Workload) -> Shapes:

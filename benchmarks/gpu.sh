@@ -6,7 +6,9 @@
 #   benchmarks/gpu.sh --plan     prints the plan only
 #
 # Settings: PYTHON (python3), OUT (folder of the results; benchmarks/data), FASTDP_COMMIT (of a tree without .git),
-# SECONDS_IN_ALL (580), DTYPE (bfloat16), STAGES (those to run, of: build info tests sanitizer kernels planner training).
+# SECONDS_IN_ALL (580), DTYPE (bfloat16), STAGES (those to run, of: build info tests sanitizer kernels planner training);
+# MODELS and CONTENDERS of the training benchmark, with commas between them. All of the suite take several calls:
+# STAGES="build training" MODELS=gpt2-large,llama-1b,gpt2-lora benchmarks/gpu.sh, and so on; rows are kept as they come.
 #
 # On a lent machine that gets a copy of the tree, with Python, torch, Triton, pytest, hypothesis, setuptools, pybind11
 # and nvcc on it and no network, nothing has to be installed or carried; the command is, with the commit filled in,
@@ -14,8 +16,8 @@
 #   FASTDP_COMMIT=<git rev-parse --short HEAD> bash benchmarks/gpu.sh
 #
 # with a limit of 600 s. fastdp runs from the tree: extensions are built in place, and where `fastdp.kernels` cannot be
-# imported a link to kernels/ stands in for the installation and is removed at the end. Opacus (not there) is left out of
-# the training benchmark. Results: training_cuda.csv, kernels_cuda.csv, planner_cuda.csv, gpu_log.txt (all output) and
+# imported a link to kernels/ stands in for the installation and is removed at the end. Where Opacus is not installed its
+# rows say "not applicable". Results: training_cuda.csv, kernels_cuda.csv, planner_cuda.csv, gpu_log.txt (all output) and
 # gpu_summary.txt. A stage that fails or runs out of its time does not stop those that follow; the exit code is 1 then.
 # shellcheck disable=SC2329  # functions called through bash -c and trap
 set -uo pipefail
@@ -33,6 +35,8 @@ python=${PYTHON:-python3}
 total=${SECONDS_IN_ALL:-580}
 stages=${STAGES:-build info tests sanitizer kernels planner training}
 dtype=${DTYPE:-bfloat16}
+IFS=, read -ra models <<<"${MODELS:-gpt2,vit-b16,llama-lora,resnet50,bert}"
+IFS=, read -ra contenders <<<"${CONTENDERS:-fastdp,fastdp layerwise,opacus hooks,opacus ghost}"
 export PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET
 case $mode in
@@ -130,13 +134,14 @@ if [ "$device" = cuda ]; then
   stage kernels 100 "$python" -m benchmarks.kernels --device cuda --dtype "$dtype" --out "$out/kernels_cuda.csv"
   stage planner 60 "$python" -m benchmarks.planner --device cuda --dtype "$dtype" --seconds 40 \
     --out "$out/planner_cuda.csv"
-  stage training 400 "$python" -m benchmarks.training --device cuda --dtype "$dtype" --out "$out/training_cuda.csv"
+  stage training 400 "$python" -m benchmarks.training --suite gpu --dtype "$dtype" --models "${models[@]}" \
+    --contenders "${contenders[@]}" --time-limit 20 --out "$out"
 else
   stage kernels 60 "$python" -m benchmarks.kernels --dtype "$dtype" --rounds 1 --only embedding \
     --out "$out/kernels_cpu.csv"
   stage planner 60 "$python" -m benchmarks.planner --dtype "$dtype" --rounds 1 --seconds 5 --out "$out/planner_cpu.csv"
-  stage training 120 "$python" -m benchmarks.training --dtype "$dtype" --rounds 2 --small \
-    --models gpt2 llama-lora --contenders fastdp "fastdp layerwise" --out "$out/training_cpu.csv"
+  stage training 120 "$python" -m benchmarks.training --suite gpu --device cpu --dtype "$dtype" --rounds 2 --small \
+    --models gpt2 llama-lora --contenders fastdp "fastdp layerwise" --out "$out"
 fi
 
 if [ "$mode" = plan ]; then exit 0; fi

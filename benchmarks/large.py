@@ -1,20 +1,18 @@
-"""The workloads of a GPU: ViT-B/16, GPT-2, GPT-2-large, a Llama-shaped 1.1B and LoRA on it; random weights and data.
+"""Transformers of real sizes: ViT-B/16, GPT-2, GPT-2-large, a Llama-shaped 1.1B, and LoRA on them.
 
 Plain PyTorch with the modules that the usual implementations have: raw class token and positions (ViT), a table of
-positions shared by all samples and a head tied to the tokens (GPT-2), RMSNorm, rotary positions, grouped heads and
-SwiGLU (Llama). Attention is torch's fused one. Each workload has a small variant of the same code to be checked on.
+positions and a head tied to the tokens (GPT-2), RMSNorm, rotary positions, grouped heads and SwiGLU (Llama). Attention
+is torch's fused one. Positions are looked up for each sample, as Opacus has no rule for a look-up without a batch.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .models import LoRALinear, Workload, class_losses, token_losses
+from .models import LoRALinear
 
 
 class Attention(nn.Module):
@@ -92,7 +90,7 @@ class GPT2(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.size(1), device=ids.device).unsqueeze(0))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.size(1), device=ids.device).repeat(ids.size(0), 1))
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
@@ -140,39 +138,10 @@ class Llama(nn.Module):
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def with_lora(model: Llama, rank: int = 8) -> Llama:
+def with_lora(model: nn.Module, rank: int = 8) -> nn.Module:
     """Adapters on query and value, nothing else trained. Both factors random: beside a zero one gradients are zero."""
     model.requires_grad_(False)
     for layer in model.layers:
         attention = layer.attention
         attention.query, attention.value = (LoRALinear(m, rank) for m in (attention.query, attention.value))
     return model
-
-
-def _images(b: int, side: int = 224, classes: int = 1000) -> tuple[Tensor, Tensor]:
-    return torch.randn(b, 3, side, side), torch.randint(0, classes, (b,))
-
-
-def _tokens(b: int, t: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, vocabulary, (b, t)), torch.randint(0, vocabulary, (b, t))
-
-
-def _language(
-    build: Callable[[], nn.Module], t: int, vocabulary: int, batch_size: int, small: Workload | None = None
-) -> Workload:
-    return Workload(build, lambda b: _tokens(b, t, vocabulary), token_losses, batch_size, small)
-
-
-SMALL = {
-    "vit": Workload(lambda: ViT(32, 8, 2, 32, 4, 10), lambda b: _images(b, 32, 10), class_losses, 3),
-    "gpt2": _language(lambda: GPT2(2, 32, 4, 16, 97), 13, 97, 3),
-    "llama": _language(lambda: Llama(2, 64, 8, 2, 112, 101), 13, 101, 3),
-    "llama-lora": _language(lambda: with_lora(Llama(2, 64, 8, 2, 112, 101), 4), 13, 101, 3),
-}
-LARGE = {
-    "vit": Workload(ViT, _images, class_losses, 64, SMALL["vit"]),
-    "gpt2": _language(GPT2, 1024, 50257, 16, SMALL["gpt2"]),
-    "gpt2-large": _language(lambda: GPT2(36, 1280, 20), 512, 50257, 8, SMALL["gpt2"]),
-    "llama": _language(Llama, 1024, 32000, 4, SMALL["llama"]),
-    "llama-lora": _language(lambda: with_lora(Llama()), 1024, 32000, 4, SMALL["llama-lora"]),
-}

@@ -1,4 +1,4 @@
-"""The workloads: small real shapes, random weights and data."""
+"""What a workload is, and the small models that are only here: a GPT, a ResNet, LoRA's layer."""
 
 from __future__ import annotations
 
@@ -44,38 +44,6 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions(positions))))
 
 
-class Encoder(nn.Module):
-    """BERT-base's shape (12 layers of 768, vocabulary 30522) with a classifier on the first token."""
-
-    def __init__(self, layers: int = 12, d: int = 768, heads: int = 12, t: int = 128, vocabulary: int = 30522) -> None:
-        super().__init__()
-        self.tokens, self.positions, self.norm = nn.Embedding(vocabulary, d), nn.Embedding(t, d), nn.LayerNorm(d)
-        self.blocks = nn.Sequential(*[EncoderBlock(d, heads) for _ in range(layers)])
-        self.pooler, self.head = nn.Linear(d, d), nn.Linear(d, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.size(1), device=ids.device).repeat(ids.size(0), 1)
-        y = self.blocks(self.norm(self.tokens(ids) + self.positions(positions)))
-        return self.head(torch.tanh(self.pooler(y[:, 0])))
-
-
-class EncoderBlock(nn.Module):
-    """A post-norm block with separate projections, as BERT has."""
-
-    def __init__(self, d: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(d, d) for _ in range(4))
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = (m(x).view(b, t, self.heads, -1).transpose(1, 2) for m in (self.query, self.key, self.value))
-        x = self.norm1(x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d)))
-        return self.norm2(x + self.down(F.gelu(self.up(x))))
-
-
 class LoRALinear(nn.Module):
     """A frozen linear layer plus a trained product of two thin ones (Hu et al. 2021)."""
 
@@ -87,15 +55,6 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x)) * self.scale
-
-
-def lora_encoder(rank: int = 8) -> nn.Module:
-    """The encoder with adapters on query and value; the classifier is trained too."""
-    model = Encoder().requires_grad_(False)
-    model.head.requires_grad_(True)
-    for block in model.blocks:
-        block.query, block.value = LoRALinear(block.query, rank), LoRALinear(block.value, rank)
-    return model
 
 
 class Residual(nn.Module):
@@ -133,7 +92,9 @@ class ResNet(nn.Module):
 class Workload(NamedTuple):
     """A model, its batches, and the loss of each sample.
 
-    small: the same code at a size at which samples can be taken one at a time; None: the workload itself is.
+    small: the same code at a size at which samples are quickly taken one at a time; None: the workload itself is.
+    whole: how many samples of its own size are checked instead of the small variant. length: tokens, or the side of
+    images. at: the same workload of another length.
     """
 
     build: Callable[[], nn.Module]
@@ -141,6 +102,9 @@ class Workload(NamedTuple):
     losses: Callable[[Tensor, Tensor], Tensor]
     batch_size: int
     small: Workload | None = None
+    whole: int = 0
+    length: int = 0
+    at: Callable[[int], Workload] | None = None
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -152,23 +116,3 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 def class_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Each sample's loss, [B], in float32 or better."""
     return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels, reduction="none")
-
-
-def _tokens(b: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, 8192, (b, 128)), torch.randint(0, 8192, (b, 128))
-
-
-def _sentences(b: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, 30522, (b, 128)), torch.randint(0, 2, (b,))
-
-
-def _images(b: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(b, 3, 32, 32), torch.randint(0, 10, (b,))
-
-
-WORKLOADS = {
-    "gpt": Workload(GPT, _tokens, token_losses, 8),
-    "bert": Workload(Encoder, _sentences, class_losses, 8),
-    "lora": Workload(lora_encoder, _sentences, class_losses, 8),
-    "resnet": Workload(ResNet, _images, class_losses, 32),
-}

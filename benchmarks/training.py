@@ -1,319 +1,242 @@
-"""Time and memory of a private training step against ordinary training and Opacus.
+"""Time, memory and largest batch of a private step, against ordinary training, every Opacus mode and the floor.
 
-    python -m benchmarks.training [--device cuda] [--dtype bfloat16] [--models gpt resnet] [--rounds 9] [--out FILE.csv]
+    python -m benchmarks.training --suite cpu|gpu|quick [--models gpt bert ...] [--contenders fastdp ...]
+        [--rounds 9] [--time-limit 60] [--sweep batch|length|none] [--no-memory] [--largest-batch]
+        [--dtype float32 bfloat16] [--out DIR]
 
-Steps of all contenders are interleaved in one process (each waited for, on a GPU), and medians compared; peak memory is
-that of a fresh process for each. Before anything is timed, the update of each contender without noise is compared with
-the exact one, one sample at a time: a wrong contender gets no time. Models too large for that are compared on a small
-variant of the same code, in float32 and, where another type is timed, in that one too. `floor` is the least that an
-exact step can cost (`benchmarks.floor`: matrix products and attention only; what a model spends elsewhere is ignored).
-16-bit types mean weights, gradients and optimizer state of that type, for all contenders.
+Before anything is timed, the gradient of each contender without noise is compared with the truth, taken one sample at a
+time: a wrong contender gets no time (`benchmarks.exactness`). Steps of all contenders are then interleaved in one
+process, in groups if they do not fit into memory together, each group with ordinary training; medians and 20 and 80
+percentiles (`benchmarks.steps`). Peak memory is that of a fresh process for each (`benchmarks.memory`). `floor` is the
+least that an exact step can cost (`benchmarks.floor`). Rows are appended workload by workload to training_cpu.csv or
+training_cuda.csv in DIR. 16-bit types mean weights, gradients and optimizer state of that type, for all contenders.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
+import math
 import os
 import statistics
-import subprocess
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .contenders import CONTENDERS, R, Step, trained
+from .contenders import CONTENDERS
+from .exactness import Verdict, judge
 from .floor import floor
-from .large import LARGE
-from .models import WORKLOADS, Workload
-from .moe import MOE
-from .timing import Row, append, roofs, show, synchronize, versions
+from .memory import Job, Peak, largest, peaks
+from .steps import OUT, Place, Progress, Run, grouped, guessed_mib, interleaved, room_mib
+from .suites import BATCHES, FLOORLESS, LENGTHS, OTHERS, SUITES, SWEPT
+from .timing import Row, append, roofs, show, versions
 
-TOLERANCE = 1e-3  # Opacus adds 1e-6 to norms before it divides: 1e-4 here
-COARSE = 0.1  # in 16 bits, whose rounding in forward and backward is 1e-2
-SUITES = {"cpu": WORKLOADS, "cuda": LARGE}
-MODELS = {**WORKLOADS, **LARGE, **MOE}
-DEFAULT = {"cpu": tuple(CONTENDERS), "cuda": ("non-private", "fastdp", "fastdp layerwise")}
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHOWN = ("model", "contender", "ratio", "floor", "step_ms", "p20_ms", "p80_ms", "peak_mib", "memory_ratio", "error",
-         "error_dtype")  # fmt: skip
-COLUMNS = (*SHOWN, "batch_size", "dtype", "device", "threads", "torch", "triton", "opacus", "fastdp", "commit",
-           "date")  # fmt: skip
-OUT = "out of memory"
-FLOORLESS = set(MOE)  # models whose forward needs values (routing does), where the floor has shapes alone
-MAIN = "benchmarks.training"  # what a fresh process runs to measure memory; of another benchmark with its own models
-
-
-class Place(NamedTuple):
-    """Where a model runs, and the type of its weights."""
-
-    device: torch.device
-    dtype: torch.dtype = torch.float32
+COLUMNS = (
+    "suite", "sweep", "workload", "contender", "batch_size", "length", "dtype", "status", "why", "ratio", "floor",
+    "of_floor", "step_ms", "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch",
+    "largest_batch_ratio", "error", "error_dtype", *versions(),
+)  # fmt: skip
+SHOWN = ("workload", "contender", "batch_size", "length", "dtype", "status", "ratio", "floor", "of_floor", "step_ms",
+         "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch", "error")  # fmt: skip
+BASE = "non-private"
+TYPES = ("float32", "bfloat16", "float16")
+DEFAULT_TYPES = {"cpu": ("float32",), "quick": ("float32",), "gpu": ("float32", "bfloat16")}
+SWEEPERS = (BASE, "fastdp", "opacus hooks", "opacus ghost")  # contenders of a sweep, unless others are asked for
+STARTING = 60.0  # seconds that a fresh process may take beside its steps
 
 
-CPU = Place(torch.device("cpu"))
+@dataclass
+class Options:
+    """How to measure; limit: seconds for each contender and workload, memory_limit: MiB for the largest batch."""
+
+    names: Sequence[str] = tuple(CONTENDERS)
+    rounds: int = 9
+    limit: float = math.inf
+    memory: bool = True
+    largest: bool = False
+    memory_limit: float = 4096.0
+    roof: tuple[float, float] = (1.0, 1.0)
+    sweep: str = "-"
+    progress: Progress = field(default_factory=Progress)
 
 
-def build(work: Workload, place: Place = CPU) -> nn.Module:
-    torch.manual_seed(0)
-    with place.device:
-        return work.build().to(place.dtype)
+class Found(NamedTuple):
+    """All that was measured of one job."""
+
+    verdicts: dict[str, Verdict]
+    runs: dict[str, Run]
+    bases: dict[str, Run]  # ordinary training in the contender's group
+    peaks: dict[str, Peak]
+    largest: dict[str, tuple[int, str]]
 
 
-def batch(work: Workload, place: Place = CPU) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    x, y = (t.to(place.device) for t in work.batch(work.batch_size))
-    return (x.to(place.dtype) if x.is_floating_point() else x), y
+def measure(job: Job, options: Options, verdicts: dict[str, Verdict] | None = None) -> Found:
+    """Check, then memory, then time, then the largest batch; verdicts: of the same workload at another size."""
+    work, place, limit, progress = job.work(), job.place(), options.limit, options.progress
+    if verdicts is None:
+        progress.phase(0.0, f"{job.workload}: is every contender right?")
+        verdicts = judge(options.names, work, place, limit)
+    good = [name for name in options.names if verdicts[name].status == "ok"]
+    seconds = None if math.isinf(limit) else limit + STARTING
+    if options.memory:
+        progress.phase(0.05, f"{job.workload}: memory")
+    mib = peaks(job, good, seconds) if options.memory else {}
+    room = room_mib(place)
+    needs = {name: mib[name].mib if name in mib and mib[name].mib is not None else guessed_mib(name, work, place)
+             for name in good}  # fmt: skip
+    parts = grouped(good, {name: float(need or 0.0) for name, need in needs.items()}, room, BASE)
+    if len(parts) > 1:
+        progress.say(f"{job.workload}: contenders fill more than {room:.0f} MiB together, so they run in {len(parts)} "
+                     "groups: " + "; ".join(", ".join(part) for part in parts))  # fmt: skip
+    runs: dict[str, Run] = {}
+    bases: dict[str, Run] = {}
+    progress.phase(0.1, f"{job.workload}: time")
+    for part in parts:
+        found = interleaved(work, part, options.rounds, place, limit, progress)
+        runs = found | runs  # ordinary training's row is of the first group
+        bases |= {name: found[BASE] for name in part if BASE in found and name not in bases}
+    timed = [name for name in runs if runs[name].status == "ok" and CONTENDERS[name].resident]
+    bound = room_mib(place) / 0.9 if place.device.type == "cuda" else options.memory_limit
+    most = {}
+    for name in timed if options.largest else ():
+        progress.phase(0.9, f"{job.workload}: largest batch of {name}")
+        most[name] = largest(job, name, bound, seconds)
+    return Found(verdicts, runs, bases, mib, most)
 
 
-# ---------------------------------------------------------------------- is it right?
+def rows_of(job: Job, options: Options, verdicts: dict[str, Verdict] | None = None) -> list[Row]:
+    """A row for each contender, of the columns COLUMNS."""
+    work, found, facts = job.work(), measure(job, options, verdicts), versions(job.device)
+    least = None if job.workload in FLOORLESS else floor(work, options.roof)
+    return [row_of(job, options.sweep, name, found, least) | facts for name in options.names]
 
 
-def exact_clipped_mean(model: nn.Module, work: Workload, x: Tensor, y: Tensor, layerwise: bool = False) -> list[Tensor]:
-    """(1/B) sum_b c_b g_b with c_b = min(1, R / n_b), one sample at a time, by autograd alone.
-
-    layerwise: n_b and R / sqrt(layers) of each module that owns parameters, instead of the whole gradient's.
-    """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    params, layers = list(named.values()), [(name.rpartition(".")[0] or name) * layerwise for name in named]
-    limit = R / len(set(layers)) ** 0.5
-    total = [torch.zeros_like(p) for p in params]
-    for b in range(len(x)):
-        grads = torch.autograd.grad(work.losses(model(x[b : b + 1]), y[b : b + 1]).sum(), params)
-        squares = dict.fromkeys(layers, 0.0)
-        for layer, g in zip(layers, grads, strict=True):
-            squares[layer] += float(g.double().square().sum())
-        for t, layer, g in zip(total, layers, grads, strict=True):
-            t += g * min(1.0, limit / max(squares[layer], 1e-300) ** 0.5)
-    return [t / len(x) for t in total]
-
-
-def error_of(name: str, work: Workload, place: Place = CPU) -> float:
-    """Relative error of the contender's gradient without noise, read as its optimizer sees it (inf if it fails)."""
-    try:
-        return _error_of(name, work, place)
-    except Exception as problem:  # noqa: BLE001  (a peer's failure is a row of the table)
-        print(f"{name} failed: {type(problem).__name__}: {str(problem)[:200]}", file=sys.stderr)
-        return float("inf")
-
-
-def _error_of(name: str, work: Workload, place: Place) -> float:
-    small, work = work.small is not None, work.small or work
-    model, (x, y) = build(work, place), batch(work, place)
-    # float64 from the same rounded weights; at full size the float32 of ordinary training is near enough
-    kind = torch.float64 if small else torch.float32
-    exact, data = copy.deepcopy(model).to(kind), x.to(kind) if x.is_floating_point() else x
-    truth = exact_clipped_mean(exact, work, data, y, name.endswith("layerwise"))
-    seen: dict[nn.Parameter, Tensor] = {}
-    params = trained(model)
-
-    def read(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for p in params:
-            if p.grad is not None:
-                seen[p] = p.grad.detach().clone()
-            elif "exp_avg" in optimizer.state.get(p, {}):  # a step that leaves no gradient: Adam's first average of it
-                seen[p] = optimizer.state[p]["exp_avg"].double() / (1 - optimizer.param_groups[0]["betas"][0])
-
-    handle = register_optimizer_step_post_hook(read)
-    try:
-        CONTENDERS[name](model, work, sigma=0.0)(x, y)
-    finally:
-        handle.remove()
-    wrong = sum(float((seen[p].double() - t.double()).square().sum()) for p, t in zip(params, truth, strict=True))
-    return (wrong / sum(float(t.double().square().sum()) for t in truth)) ** 0.5
+def row_of(job: Job, sweep: str, name: str, found: Found, least: float | None) -> Row:
+    """One contender's row, without versions; a value that was not measured is "-"."""
+    work, verdict, run, peak = job.work(), found.verdicts[name], found.runs.get(name), found.peaks.get(name)
+    status, why = verdict.status, verdict.why
+    if status == "ok" and run is not None:
+        status, why = run.status, run.why
+    row: Row = dict.fromkeys(COLUMNS[: -len(versions())], "-")
+    row |= {"suite": job.suite, "sweep": sweep, "workload": job.workload, "contender": name, "dtype": job.dtype,
+            "batch_size": work.batch_size, "length": work.length or "-", "status": status, "why": why}  # fmt: skip
+    if verdict.error is not None:
+        row["error"] = f"{verdict.error:.1e}"
+    if verdict.error_dtype is not None:
+        row["error_dtype"] = f"{verdict.error_dtype:.1e}"
+    private = CONTENDERS[name].clipping != "none"
+    if least is not None and private:
+        row["floor"] = f"{least:.2f}"
+    if status == "ok" and run is not None and run.times:
+        row |= _times(run.times, found.bases.get(name), least if private else None)
+    if status == "ok" and peak is not None:
+        row |= _memory(peak, found.peaks.get(BASE))
+    if status == "ok" and name in found.largest:
+        most, note = found.largest[name]
+        row["largest_batch"] = most
+        if found.largest.get(BASE, (0, ""))[0]:
+            row["largest_batch_ratio"] = f"{most / found.largest[BASE][0]:.2f}"
+        if note:
+            row["why"] = f"largest batch: {note}"
+    return row
 
 
-def errors_of(name: str, work: Workload, place: Place) -> dict[str, float]:
-    """Errors in float32 and, where another type is timed, in that; nothing to check of ordinary training."""
-    if name == "non-private":
-        return {}
-    found = {"error": error_of(name, work, Place(place.device))}
-    if place.dtype != torch.float32:
-        found["error_dtype"] = error_of(name, work, place)
-    return found
-
-
-def right(errors: dict[str, float]) -> bool:
-    """Whether a contender may be timed."""
-    return errors.get("error", 0.0) < TOLERANCE and errors.get("error_dtype", 0.0) < COARSE
-
-
-# ---------------------------------------------------------------------- time and memory
-
-
-def interleaved(work: Workload, names: list[str], rounds: int, place: Place = CPU) -> dict[str, list[float]]:
-    """Seconds of every step, round robin after two warm-up rounds; contenders out of memory are missing."""
-    x, y = batch(work, place)
-    steps: dict[str, Step] = {}
-    times: dict[str, list[float]] = {}
-    for number in range(rounds + 3):  # the first round builds
-        for name in names:
-            if number and name not in steps:
-                continue
-            try:
-                if number == 0:
-                    steps[name], times[name] = CONTENDERS[name](build(work, place), work), []
-                    continue
-                spent = timed(steps[name], x, y, place.device)
-            except (torch.OutOfMemoryError, MemoryError):
-                steps.pop(name, None), times.pop(name, None)
-                spent = None
-            if spent is None:  # outside of the handler, whose traceback holds the step's tensors
-                if place.device.type == "cuda":
-                    torch.cuda.empty_cache()
-            elif number > 2:
-                times[name].append(spent)
-        if sys.stderr.isatty():
-            print(f"\r  round {number} of {rounds + 2} ", end="\r", file=sys.stderr, flush=True)
-    return times
-
-
-def timed(step: Step, x: Tensor, y: Tensor, device: torch.device) -> float:
-    """Seconds of one step, its work on the device included."""
-    synchronize(device)
-    start = time.perf_counter()
-    step(x, y)
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def peaks_mib(model: str, names: list[str], place: Place = CPU, small: bool = False) -> dict[str, float | None]:
-    """Peak memory of fresh processes that make three steps, of each contender (None: out of memory).
-
-    On the CPU the peak of resident memory; tensors are given back to the system at once (MALLOC_MMAP_THRESHOLD_), so
-    that it is of what lives. On a GPU the peak of the allocator; there the processes run side by side, as starting
-    them takes longest, and one that found too little memory left runs again on its own.
-    """
-
-    def peak(name: str) -> float | None:
-        return peak_mib(model, name, place, small)
-
-    if place.device.type != "cuda":
-        return {name: peak(name) for name in names}
-    gc.collect()
-    torch.cuda.empty_cache()
-    with ThreadPoolExecutor(3) as pool:
-        found = dict(zip(names, pool.map(peak, names), strict=True))
-    return {name: peak(name) if value is None else value for name, value in found.items()}
-
-
-def peak_mib(model: str, name: str, place: Place, small: bool) -> float | None:
-    command = [sys.executable, "-m", MAIN, "--memory-of", model, name]
-    command += ["--device", place.device.type, "--dtype", str(place.dtype)[6:], *["--small"] * small]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if OUT in done.stdout:
-        return None
-    if done.returncode:
-        raise RuntimeError(f"the memory of {name} on {model} cannot be measured: {done.stderr[-300:]}")
-    return float(done.stdout.split()[-1])
-
-
-def measure_memory(work: Workload, name: str, place: Place) -> None:
-    """Print the peak in MiB: on the CPU the growth of resident memory over the model's and optimizer's import."""
-    try:
-        import opacus  # noqa: F401  (so that every contender starts from the same imports)
-    except ImportError:
-        pass
-    before = peak_resident_kib()
-    try:
-        x, y = batch(work, place)
-        step = CONTENDERS[name](build(work, place), work)
-        for _ in range(3):
-            step(x, y)
-    except (torch.OutOfMemoryError, MemoryError):
-        print(OUT)
-        return
-    on_gpu = place.device.type == "cuda"
-    print(torch.cuda.max_memory_allocated() / 2**20 if on_gpu else (peak_resident_kib() - before) / 1024)
-
-
-def peak_resident_kib() -> int:
-    """Peak resident memory of this process image (ru_maxrss would count the parent's at the fork)."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0])
-
-
-# ---------------------------------------------------------------------- the table
-
-
-def run(model: str, names: list[str], rounds: int, memory: bool, place: Place = CPU, roof: tuple[float, float] = (1, 1),
-        small: bool = False) -> list[Row]:  # fmt: skip
-    """All rows of one model."""
-    work = sized(model, small)
-    errors = {name: errors_of(name, work, place) for name in names}
-    good = [name for name in names if right(errors[name])]
-    times = interleaved(work, good, rounds, place)
-    peaks = peaks_mib(model, list(times), place, small) if memory else {}
-    medians = {name: statistics.median(t) for name, t in times.items()}
-    least = "-" if model in FLOORLESS else f"{floor(work, roof):.2f}"
-    facts = versions(place.device)
-    rows: list[Row] = []
-    for name in names:
-        row: Row = {"model": model, "contender": name, "batch_size": work.batch_size, "dtype": str(place.dtype)[6:]}
-        row |= {"floor": "-" if name == "non-private" else least} | facts
-        row |= {key: f"{value:.1e}" for key, value in errors[name].items()}
-        if name in times:
-            row |= _times(times[name], medians.get("non-private"))
-        elif name in good:
-            row["step_ms"] = OUT
-        if name in peaks:
-            row |= _memory(peaks[name], peaks.get("non-private"))
-        rows.append(row)
-    return rows
-
-
-def sized(model: str, small: bool) -> Workload:
-    """A workload, or its small variant."""
-    return MODELS[model].small or MODELS[model] if small else MODELS[model]
-
-
-def _times(spent: list[float], base: float | None) -> Row:
+def _times(spent: list[float], base: Run | None, least: float | None) -> Row:
     t = sorted(spent)
-    row: Row = {"step_ms": f"{1e3 * statistics.median(t):.1f}", "p20_ms": f"{1e3 * t[len(t) // 5]:.1f}",
-                "p80_ms": f"{1e3 * t[len(t) * 4 // 5]:.1f}"}  # fmt: skip
-    return row | ({"ratio": f"{statistics.median(t) / base:.2f}"} if base else {})
+    middle = statistics.median(t)
+    row: Row = {"step_ms": f"{1e3 * middle:.1f}", "p20_ms": f"{1e3 * t[len(t) // 5]:.1f}",
+                "p80_ms": f"{1e3 * t[len(t) * 4 // 5]:.1f}", "rounds": len(t)}  # fmt: skip
+    if base is not None and base.times:
+        ratio = middle / statistics.median(base.times)
+        row["ratio"] = f"{ratio:.2f}"
+        if least is not None:
+            row["of_floor"] = f"{ratio / least:.2f}"
+    return row
 
 
-def _memory(peak: float | None, base: float | None) -> Row:
-    if peak is None:
-        return {"peak_mib": OUT}
-    return {"peak_mib": f"{peak:.0f}"} | ({"memory_ratio": f"{peak / base:.2f}"} if base else {})
+def _memory(peak: Peak, base: Peak | None) -> Row:
+    if peak.mib is None:
+        return {"peak_mib": peak.status if peak.status == OUT else "-"}
+    return {"peak_mib": f"{peak.mib:.0f}"} | (
+        {"memory_ratio": f"{peak.mib / base.mib:.2f}"} if base is not None and base.mib else {}
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", default="cpu", choices=list(SUITES))
-    parser.add_argument("--dtype", default="float32", choices=list(TYPES))
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), help="default: those made for the device")
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default on a GPU: without Opacus")
+def jobs(suite: str, models: Sequence[str], sweep: str, device: str, dtype: str, small: bool) -> list[Job]:
+    """The jobs of a run, in order; a sweep's of one workload one after the other."""
+    plain = [Job(suite, model, device, dtype, small) for model in models]
+    if sweep == "batch":
+        return [job._replace(batch_size=b) for job in plain for b in BATCHES[suite]]
+    if sweep == "length":
+        return [job._replace(length=t) for job in plain if job.work().at is not None for t in LENGTHS[suite]]
+    return plain
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = list(dict.fromkeys(name for suite in (*SUITES.values(), OTHERS) for name in suite))
+    parser.add_argument("--suite", default="cpu", choices=list(SUITES))
+    parser.add_argument("--models", nargs="+", choices=known, help="default: the suite's (of a sweep: GPT and ResNet)")
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each contender and workload")
+    parser.add_argument("--sweep", default="none", choices=("batch", "length", "none"))
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--largest-batch", action="store_true", help="in --memory-limit, on a GPU in all of its memory")
+    parser.add_argument("--memory-limit", type=float, default=4.0, help="GiB of a process on the CPU")
+    parser.add_argument("--dtype", nargs="+", choices=TYPES)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the suite's")
     parser.add_argument("--small", action="store_true", help="the small variants, to try the benchmark")
-    parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
-    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="append the rows to a CSV file in this folder")
+    return parser.parse_args(arguments)
+
+
+def contenders(told: argparse.Namespace) -> list[str]:
+    """Those asked for, ordinary training first; a sweep takes few, quick none that must be compiled."""
+    names = told.contenders or (SWEEPERS if told.sweep != "none" else CONTENDERS)
+    if told.suite == "quick" and not told.contenders:
+        names = [name for name in names if CONTENDERS[name].patience == 1]
+    return list(dict.fromkeys([BASE, *names]))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    told = parse(arguments)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    place = Place(torch.device(options.device), TYPES[options.dtype])
-    if options.memory_of:
-        model, name = options.memory_of
-        measure_memory(sized(model, options.small), name, place)
-        return
-    names = list(dict.fromkeys(["non-private", *(options.contenders or DEFAULT[options.device])]))
-    print(", ".join(f"{key} {value}" for key, value in versions(place.device).items()))
-    roof = roofs(place.device, place.dtype)
+    device = told.device or ("cuda" if told.suite == "gpu" else "cpu")
+    models = told.models or [m for m in SUITES[told.suite] if told.sweep == "none" or m in SWEPT[told.sweep]]
+    print(", ".join(f"{key} {value}" for key, value in versions(device).items()))
+    types = told.dtype or DEFAULT_TYPES[told.suite]
+    wanted = [job for t in types for job in jobs(told.suite, models, told.sweep, device, t, told.small)]
+    options = Options(contenders(told), told.rounds, told.time_limit, not told.no_memory, told.largest_batch,
+                      1024 * told.memory_limit, sweep=told.sweep.replace("none", "-"),
+                      progress=Progress(len(wanted)))  # fmt: skip
     rows: list[Row] = []
-    for model in options.models or SUITES[options.device]:
-        rows += (found := run(model, names, options.rounds, not options.no_memory, place, roof, options.small))
-        if options.out:  # model by model: a run cut short keeps what it has
-            append(options.out, found, COLUMNS)
+    for dtype in types:
+        options.roof = roofs(torch.device(device), getattr(torch, dtype))
+        checked: dict[str, dict[str, Verdict]] = {}  # a sweep's workload is checked once
+        for job in (job for job in wanted if job.dtype == dtype):
+            work = job.work()
+            options.progress.say(f"{job.workload}, {dtype}, batch {work.batch_size}, length {work.length}")
+            if job.workload not in checked:
+                options.progress.phase(0.0, f"{job.workload}: is every contender right?")
+                checked[job.workload] = judge(options.names, work, job.place(), options.limit)
+            found = rows_of(job, options, checked[job.workload])
+            if told.out:  # job by job: a run cut short keeps what it has
+                append(told.out / f"training_{device}.csv", found, COLUMNS)
+            rows += found
+            options.progress.finished()
+    options.progress.say("")
     show(rows, SHOWN)
+
+
+# what other benchmarks and their tests take from here
+def run(model: str, names: Sequence[str], rounds: int, memory: bool, place: Place | None = None,
+        roof: tuple[float, float] = (1.0, 1.0), small: bool = False) -> list[Row]:  # fmt: skip
+    """All rows of one workload, without limits of time."""
+    job = Job("cpu", model, place.device.type if place else "cpu", str(place.dtype)[6:] if place else "float32", small)
+    return rows_of(job, Options(list(names), rounds, memory=memory, roof=roof))
 
 
 if __name__ == "__main__":

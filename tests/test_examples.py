@@ -26,7 +26,7 @@ import finetune_cifar10 as cifar10  # noqa: E402
 import finetune_shakespeare as shakespeare  # noqa: E402
 import finetune_sst2 as sst2  # noqa: E402
 
-from benchmarks import finetuning, training  # noqa: E402
+from benchmarks import exactness, finetuning  # noqa: E402
 
 WORDS = "a film that is good bad dull fine".split()
 
@@ -290,7 +290,7 @@ def test_vit_keeps_its_positions_at_its_own_size() -> None:
 @pytest.mark.parametrize("name", ["sst2-lora", "squeezenet-full"])
 def test_steps_are_measured_of_exact_contenders(name: str) -> None:
     work = finetuning.WORKLOADS[name]._replace(batch_size=2)
-    assert training.error_of("fastdp", work) < 1e-4
+    assert exactness.error_of("fastdp", work) < 1e-4
 
 
 def test_the_document_has_the_tables_of_the_rows() -> None:

@@ -1,0 +1,176 @@
+"""Peak memory of fresh processes, and the largest batch that fits into a limit."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .contenders import CONTENDERS, NotApplicable
+from .models import Workload
+from .steps import OUT, Place, batch, one_line, step_of
+from .suites import find
+
+MAIN = "benchmarks.memory"  # what a fresh process runs; of another benchmark with its own workloads
+ROOT = Path(__file__).parent.parent
+GIVE_BACK = "65536"  # bytes from which a block of memory goes back to the system when it is freed
+SIDE_BY_SIDE = {"cpu": 2, "cuda": 3}
+
+
+class Job(NamedTuple):
+    """What is measured, so that a fresh process can make it again; 0: the workload's own."""
+
+    suite: str
+    workload: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    small: bool = False
+    batch_size: int = 0
+    length: int = 0
+
+    def work(self) -> Workload:
+        return find(self.suite, self.workload, self.small, self.batch_size, self.length)
+
+    def place(self) -> Place:
+        return Place(torch.device(self.device), getattr(torch, self.dtype))
+
+
+class Peak(NamedTuple):
+    """Peak memory in MiB, or why there is none: "out of memory", "out of time", "raises"."""
+
+    mib: float | None
+    status: str = "ok"
+    why: str = "-"
+
+
+def peaks(job: Job, names: Sequence[str], limit: float | None = None) -> dict[str, Peak]:
+    """Peaks of fresh processes that make three steps each, contenders whose process shows something else left out.
+
+    On the CPU the peak of resident memory, of live tensors: freed blocks go back to the system at once
+    (MALLOC_MMAP_THRESHOLD_). On a GPU the peak of the allocator. Processes run side by side, as starting them takes
+    longest; one that finds too little memory left runs again on its own. limit: seconds for each.
+    """
+    names = [name for name in names if job.device == "cuda" or CONTENDERS[name].resident]
+    if job.device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    with ThreadPoolExecutor(SIDE_BY_SIDE[job.device]) as pool:
+        found = dict(zip(names, pool.map(lambda name: peak(job, name, limit=limit), names), strict=True))
+    return {name: peak(job, name, limit=limit) if p.status == OUT else p for name, p in found.items()}
+
+
+def peak(job: Job, name: str, steps: int = 3, limit: float | None = None) -> Peak:
+    """The peak of one fresh process."""
+    command = [sys.executable, "-m", MAIN, "--memory-of", json.dumps([*job, name, steps])]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": GIVE_BACK}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return Peak(None, "out of time", f"the process took over {limit:.0f} s")
+    if OUT in done.stdout or done.returncode == -9:  # killed: the system had no more
+        return Peak(None, OUT, OUT)
+    if done.returncode:
+        return Peak(None, "raises", done.stderr.strip().rpartition("\n")[2][:160])
+    return Peak(float(done.stdout.split()[-1]))
+
+
+def measure(told: str) -> None:
+    """In the fresh process: print the peak in MiB, on the CPU the growth of resident memory over the imports."""
+    *parts, name, steps = json.loads(told)
+    job = Job(*parts)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    try:
+        import opacus.validators  # noqa: F401  (so that every contender starts from the same imports)
+    except ImportError:
+        pass
+    before = resident_kib()
+    try:
+        work, place = job.work(), job.place()
+        x, y = batch(work, place)
+        step = step_of(name, work, place)
+        for _ in range(steps):
+            step(x, y)
+    except (torch.OutOfMemoryError, MemoryError):
+        print(OUT)
+        return
+    except NotApplicable as problem:
+        sys.exit(one_line(problem))
+    on_gpu = job.device == "cuda"
+    print(torch.cuda.max_memory_allocated() / 2**20 if on_gpu else (resident_kib() - before) / 1024)
+
+
+def resident_kib() -> int:
+    """Peak resident memory of this process image (ru_maxrss would count the parent's at the fork)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
+
+
+# ---------------------------------------------------------------------- largest batch
+
+
+def largest_batch(needs: Callable[[int], float | None], limit: float, start: int, probes: int = 8) -> int:
+    """The largest batch size whose need is within the limit, to 2 % or one sample, by a linear guess and bisection.
+
+    needs: MiB of a batch size, None where it does not fit; limit: MiB. 0 where not one sample fits. Memory is taken to
+    grow with the batch; after `probes` measurements it is the largest size seen to fit.
+    """
+    fits, over, points = 0, 0, dict[int, float]()
+    size = max(start, 1)
+    for _ in range(probes):
+        mib = needs(size)
+        if mib is not None:
+            points[size] = mib
+        if mib is not None and mib <= limit:
+            fits = size
+        else:
+            over = size
+        if over and over - fits <= max(1, fits // 50):
+            break
+        size = _next(points, fits, over, limit)
+    return fits
+
+
+def _next(points: dict[int, float], fits: int, over: int, limit: float) -> int:
+    """Where to look next: on the line through the two largest sizes measured, or halfway where it says nothing new."""
+    nearest = sorted(points)[-2:]
+    slope = (points[nearest[1]] - points[nearest[0]]) / (nearest[1] - nearest[0]) if len(nearest) == 2 else 0.0
+    halfway = (fits + over) // 2 if over else 2 * fits
+    if slope <= 0 or math.isinf(limit):
+        return halfway
+    guess = int(nearest[1] + (limit - points[nearest[1]]) / slope)
+    if over and guess >= over:  # it was seen not to fit
+        return halfway
+    least = fits + max(1, fits // 50)  # past a guess that fitted, to close the bracket
+    return min(max(guess, least), over - 1 if over else 16 * fits)
+
+
+def largest(job: Job, name: str, limit: float, seconds: float | None = None) -> tuple[int, str]:
+    """A contender's largest batch within `limit` MiB, and which sizes could not be measured.
+
+    seconds: for one measurement of two steps; a size that takes longer counts as too large, and is said.
+    """
+    notes: list[str] = []
+    start = job.batch_size or job.work().batch_size
+
+    def needs(size: int) -> float | None:
+        found = peak(job._replace(batch_size=size), name, 2, seconds)
+        if found.status not in ("ok", OUT):
+            notes.append(f"batch {size}: {found.status}")
+        return found.mib
+
+    return largest_batch(needs, limit, start), "; ".join(notes)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] != "--memory-of":
+        sys.exit("this module is run by benchmarks.training, in a fresh process for each contender")
+    measure(sys.argv[2])
