@@ -66,7 +66,7 @@ def main() -> None:
     parser.set_defaults(
         output_dir="out", per_device_train_batch_size=64, gradient_accumulation_steps=12, num_train_epochs=4,
         learning_rate=1e-3, lr_scheduler_type="constant", logging_steps=5, eval_strategy="epoch", report_to="none",
-        target_epsilon=3.0, delta=1e-5, clipping="automatic",
+        target_epsilon=3.0, delta=1e-5,
     )  # fmt: skip
     options, arguments, privacy = parser.parse_args_into_dataclasses()
     if options.quick:

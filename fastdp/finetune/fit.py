@@ -31,6 +31,7 @@ from .training import out_of_memory, to_device
 SHARE = {"cpu": 0.6, "cuda": 0.9}  # of the free memory that may be used
 LOOKED_AT = 5000  # records, where the job does not tell their lengths
 FASTER = 0.97  # a larger batch is worth its memory where its time for a sample is less than this of the best so far
+ENOUGH = 16  # sizes up to it are tried whatever the first times say: they are short, and others may use the machine
 STATE = 16  # bytes for each trained number: clipped sums of two physical batches, Adam's two averages
 
 
@@ -129,7 +130,7 @@ def _by_growing(trial: _Trial, cap: int, seconds: float) -> tuple[int, str]:
         least = min(least, took / size)
         if size == cap:
             return best, "batch" if best == cap else "speed"
-        if slower == 2:
+        if slower >= 2 and size >= ENOUGH:
             return best, "speed"
         larger = min(2 * size, cap)
         if trial.predicted(larger) > trial.room:

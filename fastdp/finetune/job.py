@@ -35,7 +35,7 @@ class Plan:
     new_lr: float | None = None  # of parameters that are not pre-trained; None: lr
     target_epsilon: float | None = None
     max_grad_norm: float = 1.0
-    clipping: str = "automatic"
+    clipping: str = "local"
     style: str = "flat"
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)

@@ -69,8 +69,9 @@ def _privacy(group: Any, positive: Callable[[str], Any]) -> None:
                        help="(default: 1 / (10 n) for n records, or persons, rounded down to one digit)")
     group.add_argument("--accountant", choices=("prv", "rdp", "gdp"), default="prv",
                        help="prv: tightest; rdp: an upper bound; gdp: an approximation (default: %(default)s)")
-    group.add_argument("--clipping", choices=("automatic", "local", "global"), default="automatic",
-                       help="automatic R/(n + 0.01), local min(1, R/n) or global 1[n <= R] (default: %(default)s)")
+    group.add_argument("--clipping", choices=("automatic", "local", "global"), default="local",
+                       help="local min(1, R/n), global 1[n <= R], or automatic R/(n + 0.01), under which records that "
+                            "are right already count as much as others (default: %(default)s)")
     group.add_argument("--max-grad-norm", type=positive, default=1.0, metavar="R",
                        help="clipping norm of a record's gradient (default: %(default)s)")
     group.add_argument("--group-by", metavar="COLUMN",

@@ -63,6 +63,8 @@ def prepare(options: Namespace) -> Prepared:
     model, more = choose_trained(model, new, options)
     model.to(device)
     groups = data.train.groups
+    if groups is None:  # a person's records stay together
+        encoded = encoded.by_length()
     units = len(encoded) if groups is None else len(set(groups))
     plan = announce.make_plan(options, units)
     collate = Collate(int(tokenizer.pad_token_id))
