@@ -27,7 +27,7 @@ from . import memory, training
 from .models import Workload
 from .steps import Place
 from .suites import FLOORLESS, OTHERS
-from .timing import Row, append, roofs, show, versions
+from .timing import Row, append, keep_memory, roofs, show, versions
 
 ROOT = Path(__file__).parent.parent
 RUNS, STEPS = ROOT / "benchmarks/data/finetuning.csv", ROOT / "benchmarks/data/finetuning_steps.csv"
@@ -133,6 +133,7 @@ def of_words(logits: Tensor, ids: Tensor) -> Tensor:
 WORKLOADS = {
     "sst2-full": Workload(lambda: minilm("full"), sentences, of_classes, 16),
     "sst2-lora": Workload(lambda: minilm("lora"), sentences, of_classes, 16),
+    "sst2-lora-64": Workload(lambda: minilm("lora"), sentences, of_classes, 64),  # as in training
     "squeezenet-full": Workload(squeezenet, images, of_classes, 16),
     "vit-full": Workload(vit, images, of_classes, 16),
     "smollm2-lora": Workload(smollm2, words, of_words, 4),
@@ -324,4 +325,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    keep_memory("benchmarks.finetuning")
     main()

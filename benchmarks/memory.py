@@ -19,6 +19,7 @@ from .contenders import CONTENDERS, NotApplicable
 from .models import Workload
 from .steps import OUT, Place, batch, one_line, step_of
 from .suites import find
+from .timing import KEPT
 
 MAIN = "benchmarks.memory"  # what a fresh process runs; of another benchmark with its own workloads
 ROOT = Path(__file__).parent.parent
@@ -71,7 +72,8 @@ def peaks(job: Job, names: Sequence[str], limit: float | None = None) -> dict[st
 def peak(job: Job, name: str, steps: int = 3, limit: float | None = None) -> Peak:
     """The peak of one fresh process."""
     command = [sys.executable, "-m", MAIN, "--memory-of", json.dumps([*job, name, steps])]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": GIVE_BACK}
+    environment = {name: value for name, value in os.environ.items() if name not in KEPT}
+    environment["MALLOC_MMAP_THRESHOLD_"] = GIVE_BACK
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=limit)
     except subprocess.TimeoutExpired:

@@ -7,9 +7,10 @@
 Before anything is timed, the gradient of each contender without noise is compared with the truth, taken one sample at a
 time: a wrong contender gets no time (`benchmarks.exactness`). Steps of all contenders are then interleaved in one
 process, in groups if they do not fit into memory together, each group with ordinary training; medians and 20 and 80
-percentiles (`benchmarks.steps`). Peak memory is that of a fresh process for each (`benchmarks.memory`). `floor` is the
-least that an exact step can cost (`benchmarks.floor`). Rows are appended workload by workload to training_cpu.csv or
-training_cuda.csv in DIR. 16-bit types mean weights, gradients and optimizer state of that type, for all contenders.
+percentiles (`benchmarks.steps`). The C library's allocator keeps freed memory, for all (--system-allocator: as it is).
+Peak memory is that of a fresh process for each (`benchmarks.memory`). `floor` is the least that an exact step can cost
+(`benchmarks.floor`). Rows are appended workload by workload to training_cpu.csv or training_cuda.csv in DIR. 16-bit
+types mean weights, gradients and optimizer state of that type, for all contenders.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .floor import floor
 from .memory import Job, Peak, largest, peaks
 from .steps import OUT, Place, Progress, Run, grouped, guessed_mib, interleaved, room_mib
 from .suites import BATCHES, FLOORLESS, LENGTHS, OTHERS, SUITES, SWEPT
-from .timing import Row, append, roofs, show, versions
+from .timing import Row, append, keep_memory, roofs, show, versions
 
 COLUMNS = (
     "suite", "sweep", "workload", "contender", "batch_size", "length", "dtype", "status", "why", "ratio", "floor",
@@ -240,4 +241,5 @@ def run(model: str, names: Sequence[str], rounds: int, memory: bool, place: Plac
 
 
 if __name__ == "__main__":
+    keep_memory("benchmarks.training")
     main()
