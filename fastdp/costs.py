@@ -237,6 +237,12 @@ def keep(device: torch.device, short: bool, known: Constants) -> None:
     constants.cache_clear()
 
 
+def forget() -> None:
+    """The run is over: what is measured counts again."""
+    _KEPT.clear()
+    constants.cache_clear()
+
+
 @functools.cache
 def constants(device: torch.device, short: bool) -> Constants:
     """The constants of a device; short: for 16-bit inputs. Measured at the first call, then read from the cache."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from fastdp import costs
 from fastdp.finetune import training
 from fastdp.finetune.job import FinetuneError
 from fastdp.finetune.models import new_parameters
@@ -69,3 +70,8 @@ def test_names_behind_adapters():
 def test_a_rate_below_zero_is_refused():
     with pytest.raises(FinetuneError, match="new_lr"):
         plan_of(new_lr=-1.0)
+
+
+def test_the_routes_of_a_run_bind_no_later_one(tmp_path):
+    training.run(job_of(tmp_path))
+    assert not costs._KEPT

@@ -60,6 +60,7 @@ class Standing:
     def close(self) -> None:
         """Leave the model without hooks, and the folder to others."""
         self.batches = None
+        costs.forget()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             self.optimizer.detach()

@@ -375,9 +375,12 @@ class PrivacyEngine:
 __all__ = ["AbstractGradSampleHooks", "PrivacyEngine"]
 
 
+_OPTIMIZERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()  # of each module
+
+
 def _note_optimizer(hooks: Any, made: Any) -> None:
     """Warn where the module has another private optimizer already."""
-    others = hooks.__dict__.setdefault("_private_optimizers", weakref.WeakSet())
+    others = _OPTIMIZERS.setdefault(hooks, weakref.WeakSet())
     if len(others):
         warnings.warn(
             "this module has another private optimizer: if both step on the same batch, its samples are released "
