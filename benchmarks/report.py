@@ -62,7 +62,8 @@ def best(group: dict[str, Row], column: str) -> str:
     """The best mode of Opacus, marked where it beats ours."""
     found = data.best_opacus(group, column)
     if found is None:
-        return "none runs" if any(name.startswith("opacus") for name in group) else ""
+        tried = [row for name, row in group.items() if name.startswith("opacus")]
+        return "none runs" if tried and all(row["status"] != "ok" for row in tried) else ""
     return f"{found.value:.2f} {found.mode}" + f" {LOST}" * data.beaten(group, column)
 
 
