@@ -222,3 +222,30 @@ def test_nested_tensors_are_named_and_refused(layout: torch.layout) -> None:
     ragged = torch.nested.nested_tensor([torch.randn(i + 1, D) for i in range(B)], layout=layout)
     with pytest.raises(StepError, match=r"argument is a nested tensor.*mark_rows"):
         model(ragged)
+
+
+PICKING = {
+    "take": lambda h, ids: torch.take(h, ids),
+    "embedding": lambda h, ids: F.embedding(ids[:, 0] // D, h),
+    "gather": lambda h, ids: h.gather(0, ids // D),
+    "index_select": lambda h, ids: h.index_select(0, ids[:, 0] // D),
+}
+
+
+@pytest.mark.parametrize("name", PICKING)
+def test_ids_that_pick_other_samples_rows_are_refused_also_after_harmless_ones(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.second(PICKING[name](torch.tanh(self.first(x)), ids))
+
+    model, own = Model(), torch.arange(B * D).view(B, D)
+    engine = PerSampleGradients(model)
+    for _ in range(2):  # what is known of a call must not hide what its ids pick
+        model(torch.randn(B, D), own).sum(1).mean().backward()
+        assert engine.norms().shape == (B,)
+    with pytest.raises(FastDPError, match="sample"):
+        model(torch.randn(B, D), own.roll(1, 0)).sum(1).mean().backward()
