@@ -57,8 +57,8 @@ def judged_in_double(
         return "", rounding
     return (
         f"wrong per-sample gradients in float32 only: {off:.1e} off, where plain one-sample gradients are "
-        f"{rounding:.1e} off float64's. If the model is random, make it deterministic; else please report it: this is a "
-        "bug of fastdp."
+        f"{rounding:.1e} off float64's. If the model is random, make it deterministic; else please report it: this is "
+        "a bug of fastdp."
     ), None
 
 
