@@ -102,13 +102,13 @@ class _Product(Captured):
         if in_any_order(self.layout, grads[0]):
             self._back_of_rows(saved, grads[0])
             return
-        g = _steps(cut(grads[0], self.layout))
+        g = steps(cut(grads[0], self.layout))
         if self.learns_weight:
-            a = _steps(cut(saved[0], self.layout))
+            a = steps(cut(saved[0], self.layout))
             a, o = (g, a) if self.flipped else (a, g)
             self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, o, self.name))
         if self.bias is not None and self.learns_bias:
-            self.recorder.record(Direct(self.bias.tensor, _row_sum(g), self.name))
+            self.recorder.record(Direct(self.bias.tensor, row_sums(g), self.name))
 
     def _back_of_rows(self, saved: tuple[Tensor, ...], g: Tensor) -> None:
         """Rows of many samples in any order: no padding to the longest sample."""
@@ -148,12 +148,12 @@ class _Right(_Product):
         return out if self.bias is None else out + self.bias.value
 
 
-def _steps(tensor: Tensor) -> Tensor:
+def steps(tensor: Tensor) -> Tensor:
     """[B, ..., I] -> [B, T, I], I perhaps 0."""
     return tensor.reshape(tensor.size(0), math.prod(tensor.shape[1:-1]), tensor.size(-1))
 
 
-def _row_sum(g: Tensor) -> Tensor:
+def row_sums(g: Tensor) -> Tensor:
     """[B,T,O] -> [B,O] in float32."""
     return g.squeeze(1) if g.size(1) == 1 else ops.common.accumulate(g).sum(1)
 
@@ -187,7 +187,7 @@ class _Left(Captured):
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g, a = cut(grads[0], self.layout).mT, cut(saved[0], self.layout).mT  # [B, ..., T, O] and [..., T, I]
-        a, g = _steps(a), _steps(g)
+        a, g = steps(a), steps(g)
         self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, g, self.name))
 
 

@@ -1,7 +1,8 @@
-"""nn.RNN, nn.GRU, nn.LSTM and their cells, padded and packed, written in steps of linear uses.
+"""nn.RNN, nn.GRU, nn.LSTM and their cells, padded and packed.
 
-The fused kernels give no gradients by step; here each gate matrix is used once for all inputs and once a
-step for the states, in the formulas of torch.nn.
+Torch's fused kernels give no gradients by step; here each gate matrix is used once, for all inputs or all states
+(`ops.recurrent`). Where that does not apply (projections, autocast, states of unusual layout) a layer is written in
+steps of linear uses, in the formulas of torch.nn.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import BatchLayoutError
-from ..layouts.layout import Layout, tag
+from ..layouts.layout import Layout, tag, tag_of
+from ..ops import recurrent as steps_of
 from ..recorder import Recorder
-from .base import rule, sample_layout
+from .base import Captured, Direct, Operand, capture, cut, rule, sample_layout
+from .linear import autocast_dtype, row_sums, steps, use_of_product
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
@@ -52,16 +55,100 @@ _STEPS: dict[str, Step] = {
 }
 
 
-def _direction(step: Step, x: Tensor, state: State, weights: list[Tensor], biased: bool, active: Tensor | None,
-               reverse: bool) -> tuple[Tensor, State]:  # fmt: skip
+class _AllSteps(Captured):
+    """All steps of one direction: (the input's part of the gates [T,B,G], state, active) -> (out [T,B,H], last state).
+
+    The state's matrix has one use, by the states before the steps and the gradients of its products.
+    """
+
+    def __init__(self, recorder: Recorder, kind: str, weight: Tensor, bias: Tensor | None, active: Tensor | None,
+                 reverse: bool) -> None:  # fmt: skip
+        super().__init__(recorder, kind, recorder.path)
+        self.kind, self.active, self.reverse = kind, active, reverse
+        self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
+        self.learns_weight = recorder.is_parameter(weight)
+        self.learns_bias = bias is not None and recorder.is_parameter(bias)
+        self.layout = Layout(recorder.batch, 1)
+        self.found: tuple[Tensor, Tensor, State] | None = None
+
+    def forward(self, *data: Tensor) -> tuple[Tensor, ...]:
+        x, *state = data
+        if self.reverse:
+            x = x.flip(0)
+            self.active = None if self.active is None else self.active.flip(0)
+        bias = None if self.bias is None else self.bias.value
+        self.keep(self.weight.value)
+        self.steps = steps_of.forward(self.kind, x, tuple(state), self.weight.value, bias, self.active)
+        out = self.steps.states[1:].flip(0) if self.reverse else self.steps.states[1:].clone()
+        last = [self.steps.states[-1]] + ([self.steps.extra[0][-1]] if self.kind == "lstm" else [])
+        return out, *[each.clone() for each in last]
+
+    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
+        kept = self.steps
+        del self.steps  # autograd holds them from here on
+        return kept.states, kept.gates, *kept.extra
+
+    def _gradients(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, State]:
+        out, *last = grads
+        out = out.flip(0) if self.reverse else out
+        kept = steps_of.Steps(saved[0], saved[1], saved[2:])
+        return steps_of.backward(self.kind, kept, self.weight.value, out, tuple(last), self.active)
+
+    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        self.found = self._gradients(saved, grads)
+        g = steps(cut(self.found[1], self.layout))
+        if self.learns_weight:
+            a = steps(cut(saved[0][:-1], self.layout))
+            self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, g, self.name))
+        if self.bias is not None and self.learns_bias:
+            self.recorder.record(Direct(self.bias.tensor, row_sums(g), self.name))
+
+    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        x, _, state = self.found or self._gradients(saved, grads)
+        self.found = None
+        return [x.flip(0) if self.reverse else x, *state]
+
+
+def _at_once(recorder: Recorder, gates: Tensor, state: State, weights: list[Tensor]) -> bool:
+    """Whether all steps of a direction can be one captured call: samples along dimension 1 of the gates and 0 of the
+    states, and nothing of the states a parameter."""
+    layout = tag_of(gates, recorder.batch)
+    if recorder.compiling or autocast_dtype(gates) is not None or any(recorder.is_parameter(h) for h in state):
+        return False
+    if layout is None or not layout.plain or layout.dim != 1 or layout.order is not None or gates.size(0) == 0:
+        return False
+    if any(recorder.is_data(w) and not recorder.is_parameter(w) for w in weights):
+        return False
+    for h in state:
+        of_h = tag_of(h, recorder.batch)
+        if h.shape[:1] != gates.shape[1:2] or h.dtype != gates.dtype:
+            return False
+        if of_h is not None and not (of_h.plain and of_h.dim == 0 and of_h.order is None):
+            return False
+        if of_h is None and recorder.is_data(h):
+            return False
+    return True
+
+
+def _direction(recorder: Recorder, kind: str, x: Tensor, state: State, weights: list[Tensor], biased: bool,
+               active: Tensor | None, reverse: bool) -> tuple[Tensor, State]:  # fmt: skip
     """One direction of one layer: x [T,B,I] -> outputs [T,B,H] and the last state."""
+    step = _STEPS[kind]
     w_in, w_state, *rest = weights
     b_in, b_state = rest[:2] if biased else (None, None)
     projection = rest[-1] if len(rest) == 3 or (not biased and rest) else None  # LSTM with proj_size
     gates = F.linear(x, w_in, b_in)
+    with torch._C.DisableTorchFunction():
+        if projection is None and _at_once(recorder, gates, state, [w_state, *rest[1:2]]):
+            call = _AllSteps(recorder, kind, w_state, b_state, active, reverse)
+            out, *last = capture(call, gates, *state, layout=None)
+            tag(out, Layout(recorder.batch, 1))
+            for h in last:
+                tag(h, Layout(recorder.batch, 0))
+            return out, tuple(last)
     outputs: list[Tensor] = []
-    steps = range(x.size(0))
-    for t in reversed(steps) if reverse else steps:
+    times = range(x.size(0))
+    for t in reversed(times) if reverse else times:
         new = step(gates[t], state, w_state, b_state)
         if projection is not None:
             new = (F.linear(new[0], projection), *new[1:])
@@ -72,8 +159,9 @@ def _direction(step: Step, x: Tensor, state: State, weights: list[Tensor], biase
     return torch.stack(outputs[::-1] if reverse else outputs), state
 
 
-def recurrent(step: Step, x: Tensor, hx: State, weights: list[Tensor], biased: bool, layers: int, dropout: float,
-              train: bool, bidirectional: bool, active: Tensor | None = None) -> tuple[Tensor, State]:  # fmt: skip
+def recurrent(recorder: Recorder, kind: str, x: Tensor, hx: State, weights: list[Tensor], biased: bool, layers: int,
+              dropout: float, train: bool, bidirectional: bool,
+              active: Tensor | None = None) -> tuple[Tensor, State]:  # fmt: skip
     """A stack of recurrent layers: x [T,B,I], states [layers * directions, B, H]."""
     directions = 1 + bidirectional
     each = len(weights) // (layers * directions)
@@ -83,7 +171,8 @@ def recurrent(step: Step, x: Tensor, hx: State, weights: list[Tensor], biased: b
         for direction in range(directions):
             k = layer * directions + direction
             state = tuple(h[k] for h in hx)
-            y, state = _direction(step, x, state, weights[k * each : (k + 1) * each], biased, active, direction == 1)
+            own = weights[k * each : (k + 1) * each]
+            y, state = _direction(recorder, kind, x, state, own, biased, active, direction == 1)
             outputs.append(y)
             last.append(state)
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
@@ -98,18 +187,18 @@ def capture_recurrent(recorder: Recorder, func: Any, args: tuple[Any, ...], kwar
     name = func.__name__
     if isinstance(args[1], Tensor) and isinstance(args[3], list | tuple):
         return recorder.traced(_packed, recorder, name, *args)
-    return recorder.traced(_padded, name, *args)
+    return recorder.traced(_padded, recorder, name, *args)
 
 
 def _results(name: str, out: Tensor, last: State) -> tuple[Tensor, ...]:
     return (out, *last) if name == "lstm" else (out, last[0])
 
 
-def _padded(name: str, x: Tensor, hx: Any, weights: list[Tensor], biased: bool, layers: int, dropout: float,
-            train: bool, bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
+def _padded(recorder: Recorder, name: str, x: Tensor, hx: Any, weights: list[Tensor], biased: bool, layers: int,
+            dropout: float, train: bool, bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
     x = x.transpose(0, 1) if batch_first else x
     states = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
-    out, last = recurrent(_STEPS[name], x, states, list(weights), biased, layers, dropout, train, bidirectional)
+    out, last = recurrent(recorder, name, x, states, list(weights), biased, layers, dropout, train, bidirectional)
     return _results(name, out.transpose(0, 1) if batch_first else out, last)
 
 
@@ -132,7 +221,8 @@ def _packed(recorder: Recorder, name: str, data: Tensor, sizes: Tensor, hx: Any,
         x = data.new_zeros(len(counts), batch, data.size(1)).index_put((time, owner), data)
         tag(x, Layout(batch, 1))
         tag(active, Layout(batch, 1))
-    out, last = recurrent(_STEPS[name], x, states, list(weights), biased, layers, dropout, train, bidirectional, active)
+    out, last = recurrent(recorder, name, x, states, list(weights), biased, layers, dropout, train, bidirectional,
+                          active)  # fmt: skip
     with torch._C.DisableTorchFunction():
         rows = out[time, owner]
         ends = tuple(h.index_select(1, order) for h in last)

@@ -1,0 +1,198 @@
+"""One direction of a recurrent layer, forward and backward, in the formulas of torch.nn.LSTM, GRU and RNN.
+
+Torch's own backward gives gradients of the weights, summed over samples and steps. Here backward gives those of the
+gates by step, g [T,B,G]: with the states before each step they make the use of the state's matrix a single product.
+What does not wait for the step after is computed for all steps at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # blocks of H rows in a state's matrix
+
+
+class Steps(NamedTuple):
+    """What backward needs. states: h before each step and after the last, [T+1,B,H]; gates: after their functions,
+    [T,B,G]; extra: lstm: c like states, and tanh(c) [T,B,H]; gru: the state's part of n, [T,B,H]."""
+
+    states: Tensor
+    gates: Tensor
+    extra: tuple[Tensor, ...] = ()
+
+
+def forward(kind: str, x: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None,
+            active: Tensor | None = None) -> Steps:  # fmt: skip
+    """Run all steps.
+
+    kind: of `GATES`; x: the input's part of the gates with its bias, [T,B,G]; state: h [B,H], for lstm and c [B,H];
+    weight [G,H], bias [G]: the state's; active: bool [T,B]: samples that are not keep their state. No graph is kept.
+    """
+    if kind == "lstm":
+        return _lstm(x, state[0], state[1], weight, bias, active)
+    if kind == "gru":
+        return _gru(x, state[0], weight, bias, active)
+    return _rnn(kind, x, state[0], weight, bias, active)
+
+
+def backward(kind: str, steps: Steps, weight: Tensor, out: Tensor, last: tuple[Tensor, ...],
+             active: Tensor | None = None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """Gradients: (of x [T,B,G], of the state's product h W^T + b [T,B,G], of the first state).
+
+    out: gradient of the states after each step, [T,B,H]; last: of the last state (h, for lstm and c), [B,H] each.
+    """
+    if kind == "lstm":
+        return _lstm_back(steps, weight, out, last[0], last[1], active)
+    if kind == "gru":
+        return _gru_back(steps, weight, out, last[0], active)
+    return _rnn_back(kind, steps, weight, out, last[0], active)
+
+
+def _begun(first: Tensor, steps: int) -> Tensor:
+    """Room for a state before each step and after the last: [steps + 1, B, H]."""
+    room = first.new_empty(steps + 1, *first.shape)
+    room[0] = first
+    return room
+
+
+def _keep(active: Tensor | None, *pairs: Tensor) -> None:
+    """Samples that have ended get the state before, into the state after: pairs of (before, after)."""
+    if active is not None:
+        for before, after in zip(pairs[::2], pairs[1::2], strict=True):
+            torch.where(active.unsqueeze(1), after, before, out=after)
+
+
+def _each(active: Tensor | None, steps: int) -> list[Tensor | None]:
+    return [None] * steps if active is None else list(active)
+
+
+# --------------------------------------------------------------------------- lstm
+
+
+def _lstm(x: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None) -> Steps:
+    t, size = len(x), h.size(1)
+    states, cells = _begun(h, t), _begun(c, t)
+    gates, bent = x.new_empty(x.shape), h.new_empty(t, *h.shape)
+    x, turned = x if bias is None else x + bias, weight.t()
+    i_f, o = gates[..., : 2 * size].unbind(), gates[..., 3 * size :].unbind()
+    i, f, g = (gates[..., k * size : (k + 1) * size].unbind() for k in range(3))
+    for k, (row, all_, state, cell, new, new_cell, tanh, on) in enumerate(
+        zip(x, gates, states, cells, states[1:], cells[1:], bent, _each(active, t), strict=False)
+    ):
+        torch.addmm(row, state, turned, out=all_)
+        i_f[k].sigmoid_()
+        g[k].tanh_()
+        o[k].sigmoid_()
+        torch.mul(f[k], cell, out=new_cell).addcmul_(i[k], g[k])
+        torch.tanh(new_cell, out=tanh)
+        torch.mul(o[k], tanh, out=new)
+        _keep(on, cell, new_cell, state, new)
+    return Steps(states, gates, (cells, bent))
+
+
+def _lstm_back(steps: Steps, weight: Tensor, out: Tensor, h: Tensor, c: Tensor,
+               active: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    cells, tanh = steps.extra
+    t, b, size = tanh.shape
+    i, f, g, o = steps.gates.unflatten(2, (4, size)).unbind(2)
+    slope = steps.gates.new_empty(t, b, 4, size)  # of the cell (i, f, g) or the state (o) by the gate's argument
+    torch.mul(g * i, 1 - i, out=slope[:, :, 0])
+    torch.mul(cells[:-1] * f, 1 - f, out=slope[:, :, 1])
+    torch.mul(i, 1 - g * g, out=slope[:, :, 2])
+    torch.mul(tanh * o, 1 - o, out=slope[:, :, 3])
+    through = o * (1 - tanh * tanh)  # of the state by the cell
+    stays = None
+    if active is not None:
+        on = active.unsqueeze(2)
+        slope.masked_fill_(~on.unsqueeze(3), 0.0)
+        through, f, stays = through.masked_fill(~on, 0.0), f.masked_fill(~on, 1.0), (~on).to(out.dtype)
+    grads = torch.empty_like(slope)
+    of_c, of_h, flat = c, out[-1] + h, grads.flatten(2)
+    for k in range(t - 1, -1, -1):
+        of_c = torch.addcmul(of_c, of_h, through[k])
+        torch.mul(slope[k, :, :3], of_c.unsqueeze(1), out=grads[k, :, :3])
+        torch.mul(slope[k, :, 3], of_h, out=grads[k, :, 3])
+        of_c = of_c * f[k]
+        of_h = _before(out, k, flat[k], weight, of_h, stays)
+    return flat, flat, (of_h, of_c)
+
+
+def _before(out: Tensor, k: int, of_product: Tensor, weight: Tensor, of_h: Tensor, stays: Tensor | None) -> Tensor:
+    """Gradient of the state before step k, with what came out there."""
+    passed = of_product @ weight if k == 0 else torch.addmm(out[k - 1], of_product, weight)
+    return passed if stays is None else passed.addcmul_(of_h, stays[k])
+
+
+# --------------------------------------------------------------------------- gru
+
+
+def _gru(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None) -> Steps:
+    t, size = len(x), h.size(1)
+    states, turned = _begun(h, t), weight.t()
+    gates, of_n = x.new_empty(x.shape), h.new_empty(t, *h.shape)
+    r_z, n = gates[..., : 2 * size].unbind(), gates[..., 2 * size :].unbind()
+    for k, (row, state, new, inner, on) in enumerate(zip(x, states, states[1:], of_n, _each(active, t), strict=False)):
+        product = state @ turned if bias is None else torch.addmm(bias, state, turned)
+        torch.add(row[:, : 2 * size], product[:, : 2 * size], out=r_z[k]).sigmoid_()
+        r, z = r_z[k].chunk(2, 1)
+        inner.copy_(product[:, 2 * size :])
+        torch.addcmul(row[:, 2 * size :], r, inner, out=n[k]).tanh_()
+        torch.addcmul(n[k], z, state - n[k], out=new)
+        _keep(on, state, new)
+    return Steps(states, gates, (of_n,))
+
+
+def _gru_back(steps: Steps, weight: Tensor, out: Tensor, h: Tensor,
+              active: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    (of_n,) = steps.extra
+    t, b, size = of_n.shape
+    r, z, n = steps.gates.unflatten(2, (3, size)).unbind(2)
+    slope_n = (1 - z) * (1 - n * n)
+    slope = torch.stack((slope_n * of_n * r * (1 - r), (steps.states[:-1] - n) * z * (1 - z), slope_n), 2)
+    inner = slope.clone()  # of the state's product, whose part of n comes by way of r
+    inner[:, :, 2] *= r
+    if active is not None:
+        off = ~active.unsqueeze(2)
+        slope.masked_fill_(off.unsqueeze(3), 0.0)
+        inner.masked_fill_(off.unsqueeze(3), 0.0)
+        z = z.masked_fill(off, 1.0)
+    grads, products = torch.empty_like(slope), torch.empty_like(slope)
+    of_h = out[-1] + h
+    for k in range(t - 1, -1, -1):
+        torch.mul(slope[k], of_h.unsqueeze(1), out=grads[k])
+        torch.mul(inner[k], of_h.unsqueeze(1), out=products[k])
+        of_h = _before(out, k, products[k].flatten(1), weight, of_h, z)
+    return grads.flatten(2), products.flatten(2), (of_h,)
+
+
+# --------------------------------------------------------------------------- rnn
+
+
+def _rnn(kind: str, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, active: Tensor | None) -> Steps:
+    t, turned = len(x), weight.t()
+    states, gates = _begun(h, t), x.new_empty(x.shape)
+    x = x if bias is None else x + bias
+    for row, gate, state, new, on in zip(x, gates, states, states[1:], _each(active, t), strict=False):
+        torch.addmm(row, state, turned, out=gate)
+        gate.tanh_() if kind == "rnn_tanh" else gate.relu_()
+        new.copy_(gate)
+        _keep(on, state, new)
+    return Steps(states, gates)
+
+
+def _rnn_back(kind: str, steps: Steps, weight: Tensor, out: Tensor, h: Tensor,
+              active: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    slope = 1 - steps.gates * steps.gates if kind == "rnn_tanh" else (steps.gates > 0).to(out.dtype)
+    stays = None
+    if active is not None:
+        off = ~active.unsqueeze(2)
+        slope, stays = slope.masked_fill(off, 0.0), off.to(out.dtype)
+    grads = torch.empty_like(slope)
+    of_h = out[-1] + h
+    for k in range(len(slope) - 1, -1, -1):
+        torch.mul(slope[k], of_h, out=grads[k])
+        of_h = _before(out, k, grads[k], weight, of_h, stays)
+    return grads, grads, (of_h,)
