@@ -218,13 +218,13 @@ def test_the_committed_rows_have_the_columns() -> None:
 
 def test_a_contender_whose_step_takes_too_long_is_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONTENDERS, "asleep", Contender(_slow(30), "none"))  # type: ignore[arg-type]
-    monkeypatch.setitem(CONTENDERS, "slow", Contender(_slow(0.1), "none"))  # type: ignore[arg-type]
+    monkeypatch.setitem(CONTENDERS, "slow", Contender(_slow(0.3), "none"))  # type: ignore[arg-type]
     begin = time.perf_counter()
-    runs = steps.interleaved(_tiny(), ["non-private", "asleep", "slow"], 40, limit=0.8)
+    runs = steps.interleaved(_tiny(), ["non-private", "asleep", "slow"], 40, limit=2.5)
     assert runs["asleep"].status == "out of time" and not runs["asleep"].times
     assert runs["slow"].status == "ok" and steps.LEAST <= len(runs["slow"].times) < 10
     assert runs["non-private"].status == "ok" and len(runs["non-private"].times) == 40
-    assert time.perf_counter() - begin < 15
+    assert time.perf_counter() - begin < 25  # asleep: 30
 
 
 def test_a_check_that_takes_too_long_is_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:

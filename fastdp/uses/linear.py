@@ -119,6 +119,11 @@ class _Product(Captured):
             self.recorder.record(Direct(self.bias.tensor, row_sum(g, self.layout), self.name))
 
 
+def _in_rows(x: Tensor) -> Tensor:
+    """Contiguous, if of more dimensions than a matrix: without a graph torch multiplies others sample by sample."""
+    return x if x.dim() <= 2 else x.contiguous()
+
+
 class _Linear(_Product):
     """x W^T + b, W [O,I], with its input gradient written out."""
 
@@ -132,10 +137,10 @@ class _Linear(_Product):
         self.wants_input = data[0].requires_grad
         if self.wants_input:
             self.keep(self.value)
-        return F.linear(x, self.value, bias)
+        return F.linear(_in_rows(x), self.value, bias)
 
     def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-        return [torch.matmul(grads[0], self.value)] if self.wants_input else []
+        return [torch.matmul(_in_rows(grads[0]), self.value)] if self.wants_input else []
 
 
 class _Right(_Product):
