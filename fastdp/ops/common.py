@@ -68,6 +68,17 @@ def column(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.dim() - 1))
 
 
+def of_kept(c: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """(c, *tensors) of the samples whose factor is not 0, where that is known without stopping a device's stream.
+
+    Global clipping drops whole samples: their part of the sum is not computed, nor are they read as numbers.
+    """
+    if c.device.type != "cpu" or not bool((c == 0).any()):
+        return c, *tensors
+    rows = c.nonzero().flatten()
+    return c[rows], *[t.index_select(0, rows.to(t.device)) for t in tensors]
+
+
 def scaled(g: Tensor, c: Tensor) -> Tensor:
     """c_b * g_b, and exactly 0 where c_b = 0, whatever g_b holds (0 * inf would be NaN)."""
     return without_dropped(g * column(c.to(g.dtype), g), c)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import compiled, linear
-from .common import CHUNK_BYTES, accumulate, chunks, norm_type, scaled, sum_type, without_dropped
+from .common import CHUNK_BYTES, accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
 from .geometry import Geometry, Sizes, geometry_of, is_dense, patches_of, positions_of, spatial, weight_gradient
 from .registry import Operator, cpp, define, native
 from .rows import square_sum
@@ -82,7 +82,8 @@ def _gram(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _reference_clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
-    x, g = without_dropped(accumulate(x), c), scaled(accumulate(g), c)
+    c, x, g = of_kept(c, accumulate(x), accumulate(g))
+    x, g = without_dropped(x, c), scaled(g, c)
     if x.numel() == 0 or g.numel() == 0:
         return x.new_zeros(geometry.weight)
     return weight_gradient(x.flatten(0, 1), g.flatten(0, 1), geometry)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import compiled
-from .common import accumulate, chunks, norm_type, scaled, sum_type, without_dropped
+from .common import accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
 from .registry import cpp, define, native
 from .rows import square_sum
 
@@ -157,8 +157,8 @@ def _per_sample(a: Tensor, g: Tensor) -> Tensor:
 
 
 def _weighted(a: Tensor, g: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """a and g as [B T, I] and [B T, O], the smaller of them times c, dropped samples zeroed in both."""
-    a, g = _three(a, g)
+    """a and g as [B T, I] and [B T, O], the smaller of them times c, dropped samples left out or zeroed in both."""
+    c, a, g = of_kept(c, *_three(a, g))
     if a.size(2) < g.size(2):
         a, g = scaled(a, c), without_dropped(g, c)
     else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import compiled
-from .common import accumulate, norm_type, scaled, sum_type, without_dropped
+from .common import accumulate, norm_type, of_kept, scaled, sum_type, without_dropped
 from .linear import GRAM_TOLERANCE, ROUNDING_COMPILED, UNDERFLOW, compiled_gram_is_cheaper, reference_norm_sq
 from .registry import Kernel, define, native
 
@@ -104,7 +104,7 @@ def overwrite_routed_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Te
         if rows.start == rows.stop:
             into[expert].zero_()
             continue
-        x, y, factors = accumulate(a[rows]), accumulate(g[rows]), c[owner[rows]]
+        factors, x, y = of_kept(c[owner[rows]], accumulate(a[rows]), accumulate(g[rows]))
         if x.size(1) < y.size(1):
             x, y = scaled(x, factors), without_dropped(y, factors)
         else:
