@@ -21,7 +21,8 @@ Row = dict[str, object]
 
 # glibc keeps what is freed, and gives nothing back to the system: else every step fetches fresh pages, ten to sixty
 # thousand here, which took up to a third of a step, whoever's it was
-KEPT = {"MALLOC_TOP_PAD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_MAX_": "0"}
+KEPT = {"MALLOC_TOP_PAD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_MAX_": "0",
+        "THP_MEM_ALLOC_ENABLE": "1"}  # torch's: large tensors in large pages  # fmt: skip
 
 
 def keep_memory(module: str) -> None:
