@@ -82,7 +82,9 @@ class Hand:
             tensors = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in parts]
             size = sum(len(y) for _, y in tensors)
             job.flat = self.step(job, tensors, size, clipping_norm, noise_multiplier, generator)
-            loss = float(nn.functional.cross_entropy(torch.as_tensor(self.predict(job, tensors[-1][0])), tensors[-1][1]))
+            loss = float(
+                nn.functional.cross_entropy(torch.as_tensor(self.predict(job, tensors[-1][0])), tensors[-1][1])
+            )
         return Outcome(loss, job.flat.double().numpy())
 
     def history(self, job: Job) -> list[tuple[float, float, int]]:

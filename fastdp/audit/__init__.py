@@ -6,6 +6,19 @@ True
 """
 
 from .finding import Finding
+from .report import Report
+from .runner import TESTS, assert_private, audit
+from .torch_step import TorchTrainable
 from .trainable import AuditError, Outcome, Trainable
 
-__all__ = ["AuditError", "Finding", "Outcome", "Trainable"]
+__all__ = [
+    "TESTS",
+    "AuditError",
+    "Finding",
+    "Outcome",
+    "Report",
+    "TorchTrainable",
+    "Trainable",
+    "assert_private",
+    "audit",
+]

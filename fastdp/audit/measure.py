@@ -64,9 +64,7 @@ class Probe:
     def outcome(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Outcome:
         """Train a fresh model on the batches."""
         model = self.trainable.build(self.seed)
-        return check_outcome(
-            self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=seed)
-        )
+        return check_outcome(self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=seed))
 
     def change(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Array:
         """Change of the parameters [P] over the batches, one step each; may hold infinities."""
@@ -197,6 +195,15 @@ class Probe:
         if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
             raise Lacking("inputs are no numbers")
         return x * np.asarray(ALPHA, x.dtype), y
+
+    def together(self, batches: Sequence[Batch]) -> Batch:
+        """One batch of several; classes become soft labels where one of them has those."""
+        soft = [np.ndim(y) == 2 and np.asarray(y).dtype.kind == "f" for _, y in batches if not isinstance(y, dict)]
+        if not any(soft) or all(soft) or getattr(self.trainable, "loss_kind", None) != "cross_entropy":
+            return batch_of(batches)
+        classes = next(np.shape(y)[1] for _, y in batches if np.ndim(y) == 2)
+        made = [(x, y if np.ndim(y) == 2 else np.eye(classes, dtype=np.float32)[np.asarray(y)]) for x, y in batches]
+        return batch_of(made)
 
     # ------------------------------------------------------------------ the answer to C
 

@@ -1,4 +1,4 @@
-"""Is each sample clipped, or only their mean? The answer of a step to the size of a batch in which one sample counts."""
+"""Is each sample clipped, or only their mean? The answer of a step to the size of the batch around one sample."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .trainable import Lacking, pick
 NAME = "minibatch_clipping"
 SIZES = (1, 2, 3, 5, 8, 13, 20, 32, 50, 75, 100)
 WHERE = (
-    "The sum or mean of the batch is clipped, not every sample by itself: C bounds the batch, and one sample can be all "
-    "of it. Clip per-sample gradients (micro-batches of one, or an engine for them), then add."
+    "The sum or mean of the batch is clipped, not every sample by itself: C bounds the batch, and one sample can be "
+    "all of it. Clip per-sample gradients (micro-batches of one, or an engine for them), then add."
 )
 
 
@@ -80,7 +80,9 @@ def _verdict(
 def _judged(line: Slope, share: float, law: str, data: dict[str, Any]) -> Finding:
     null = "the change does not depend on what else is in the batch"
     if share < 0.5:
-        sentence = f"The change of a step goes with slope {line.slope:.2g} where per-sample clipping gives {law}. {WHERE}"
+        sentence = (
+            f"The change of a step goes with slope {line.slope:.2g} where per-sample clipping gives {law}. {WHERE}"
+        )
         return Finding(NAME, BUG, sentence, line.slope, line.p_value, 0.5, null, data)
     sentence = f"Samples are clipped one by one: the change goes as {law} (slope {line.slope:.2f})."
     return Finding(NAME, OK, sentence, line.slope, line.p_value, 0.5, null, data)
@@ -120,7 +122,9 @@ def _switched(probe: Probe, norm: float) -> Finding:
     zeros = probe.without_gradient(31, 3) if follows else None
     changes = []
     for size in sizes:
-        batch = copies(probe.strong, size) if zeros is None else batch_of([pick(zeros, slice(0, size - 1)), probe.strong])
+        batch = (
+            copies(probe.strong, size) if zeros is None else batch_of([pick(zeros, slice(0, size - 1)), probe.strong])
+        )
         changes.append(float(np.linalg.norm(probe.summed(batch, norm))))
     share = max(changes) / max(probe.regime.changes)
     data = {"design": "switched", "sizes": list(sizes), "changes": changes, "norm": norm}

@@ -101,5 +101,7 @@ def uncalibrated_noise(
             "Look for a sigma that is fixed, squared, or under a root."
         )
         return Finding(NAME, BUG, text, growth, p_value, 3.0, NULL, data)
-    text = f"Distances between models grow in proportion to C (C^{line.slope:.2f}) and to sigma; without noise they are 0."
+    text = (
+        f"Distances between models grow in proportion to C (C^{line.slope:.2f}) and to sigma; without noise they are 0."
+    )
     return Finding(NAME, OK, text, line.slope, p_value, 0.7, NULL, data)

@@ -10,7 +10,7 @@ from .accountant import accountant, empty_batch
 from .canaries import epsilon_bound
 from .clipping import no_clipping
 from .distribution import noise_distribution, noise_scale
-from .finding import BUG, Finding, not_tested
+from .finding import Finding, not_tested
 from .independence import noise_independence
 from .measure import Probe
 from .minibatch import minibatch_clipping
@@ -20,7 +20,7 @@ from .report import Report
 from .samples import batch_statistics, nan_sample, per_sample_independence
 from .sampling import poisson_sampling
 from .sensitivity import sensitivity
-from .trainable import AuditError, Lacking, Trainable
+from .trainable import AuditError, Trainable
 
 Test = Callable[..., Finding]
 
@@ -90,10 +90,8 @@ def one(name: str, probe: Probe, **options: Any) -> Finding:
     begun = time.perf_counter()
     try:
         finding = TESTS[name](probe, **options)
-    except Lacking as problem:
+    except AuditError as problem:  # what it lacks, too
         finding = not_tested(name, str(problem))
-    except AuditError as problem:
-        finding = Finding(name, BUG, str(problem))
     except Exception as problem:  # noqa: BLE001  (whatever the script raises)
         finding = not_tested(name, f"the script raised {type(problem).__name__}: {str(problem)[:300]}")
     finding.seconds = time.perf_counter() - begun

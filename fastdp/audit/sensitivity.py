@@ -1,0 +1,98 @@
+"""How much one sample can change: never more than C, alone, in company, and after other steps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import numpy as np
+
+from .finding import BUG, OK, Finding, not_tested
+from .measure import Probe
+from .trainable import Batch, pick, rows
+
+NAME = "sensitivity"
+TOLERANCE = 1e-3
+COMPANY = 7
+
+
+def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) -> Finding:
+    """The largest contribution of one sample to the sum over C, over samples that try to exceed it.
+
+    Samples: ordinary ones, large labels, wrong labels, inputs scaled by 10 to 1000 and down to 0. Each is measured as a
+    batch of its own, as the difference that it makes to a batch of seven others, and (SGD) as that in a second step.
+    Several clipping norms, as far as the rounding of the parameters lets a contribution be seen to `tolerance`.
+
+    statistic: the largest contribution over C; bound: 1 and the tolerance. Needs learning_rate.
+    """
+    probe = Probe.of(trainable, seed)
+    gain = probe.gain
+    company = probe.data(COMPANY, 23)
+    norms = _norms(probe, gain, tolerance)
+    if not norms:
+        return not_tested(NAME, "contributions are too small beside the rounding of the parameters: give a larger "
+                          "learning_rate, or train in float32")  # fmt: skip
+    found: list[tuple[float, str, float]] = []  # contribution over C less what rounding can do, how, C
+    for norm in norms:
+        slack = _slack(probe, gain, norm)
+        base = probe.summed(company, norm)
+        for how, sample in _adversaries(probe):
+            together = probe.together([company, sample])
+            moved = {f"{how}, alone": probe.summed(sample, norm),
+                     f"{how}, with {COMPANY} others": probe.summed(together, norm) - base}  # fmt: skip
+            if probe.optimizer == "sgd":
+                moved[f"{how}, in the second step"] = _second(probe, company, sample, norm)
+            for label, change in moved.items():
+                with np.errstate(all="ignore"):
+                    size = float(np.linalg.norm(change)) / gain / norm
+                if math.isfinite(size):
+                    found.append((size - slack, label, norm))
+    if not found:
+        return not_tested(NAME, "every contribution is infinite or NaN, even of ordinary samples")
+    worst, label, norm = max(found)
+    data = {"norms": norms, "worst": worst, "sample": label, "norm": norm, "measured": len(found)}
+    if worst > 1 + tolerance:
+        return Finding(
+            NAME, BUG,
+            f"One sample changes the sum by {worst:.4g} C at C = {norm:.3g} ({label}): noise for C does not hide it. "
+            "Look at the norm (of all parameters together? of all uses of a tied weight? in which precision?), at the "
+            "factor's shape and sense, and at samples that are counted more than once.",
+            worst, None, 1 + tolerance, data=data,
+        )  # fmt: skip
+    text = f"No sample changes the sum by more than C: at most {worst:.4g} C in {len(found)} trials."
+    return Finding(NAME, OK, text, worst, None, 1 + tolerance, data=data)
+
+
+def _slack(probe: Probe, gain: float, norm: float) -> float:
+    """What rounding of the parameters can add to a contribution over C."""
+    return 2 * probe.resolution * probe.divisor(COMPANY + 1) / gain / norm
+
+
+def _norms(probe: Probe, gain: float, tolerance: float) -> list[float]:
+    regime = probe.regime
+    middle = regime.norm if regime.kind in ("linear", "switched") else max(regime.changes) / gain / 10
+    wanted = [middle * k for k in ((0.1, 1.0) if probe.optimizer == "adam" else (0.1, 0.5, 2.0, 10.0, 100.0))]
+    return [norm for norm in wanted if _slack(probe, gain, norm) <= 2 * tolerance]
+
+
+def _adversaries(probe: Probe) -> list[tuple[str, Batch]]:
+    x, y = probe.data(4, 29)
+    found = [(f"ordinary sample {k}", pick((x, y), [k])) for k in range(3)]
+    found.append(("the sample with the largest label", probe.strong))
+    with contextlib.suppress(Exception):  # no labels can be had
+        found.append(("a wrong label", probe._by_wrong_label()))
+    if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+        for scale in (0.0, 10.0, 1000.0):
+            sample = rows(x, [3]) * np.asarray(scale, x.dtype), rows(y, [3])
+            found.append((f"inputs times {scale:g}", sample))
+    return found
+
+
+def _second(probe: Probe, company: Batch, sample: Batch, norm: float) -> Any:
+    """What the sample adds to the sum of a second step, after one on other samples."""
+    other = probe.data(COMPANY + 1, 31)
+    before = probe.change([other], norm)
+    without = (probe.change([other, company], norm) - before) * probe.divisor(COMPANY)
+    added = (probe.change([other, probe.together([company, sample])], norm) - before) * probe.divisor(COMPANY + 1)
+    return added - without
