@@ -49,28 +49,36 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("network", ["resnet", "bert"])
-def test_each_bug_is_found_and_nothing_else(network, data, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    told = ["--data", str(data), "--quick", "--networks", network, "--out", str(tmp_path / "rows.csv"),
-            "--plots", str(tmp_path)]  # fmt: skip
+def ran(data: Path, folder: Path, *options: str) -> list[dict[str, str]]:
+    """The rows of a run of the command on tiny networks, which must end with status 0."""
+    told = ["--data", str(data), "--quick", "--out", str(folder / "rows.csv"), *options]
     status = bugs.main(told, resnet=(1, 8), bert=(1, 16))
-    out = capsys.readouterr().out
-    with (tmp_path / "rows.csv").open(newline="") as file:
+    with (folder / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    wrong = [(r["optimizer"], r["implementation"], r["test"], r["verdict"], r["sentence"]) for r in rows
-             if not bugs.as_expected(r)]  # fmt: skip
-    assert not wrong and status == 0
-    assert len(rows) == 2 * 5 * 3 and "30 of 30 verdicts are as expected" in out
-    assert sum(row["verdict"] == "bug" for row in rows) == 2 * 5  # no clipping once, the other bugs in two each
-    for path in tmp_path.glob("*.png"):
-        assert path.read_bytes().startswith(b"\x89PNG")
-    assert len(list(tmp_path.glob("*.png"))) == 2
-    for row in rows:  # the paper's p-values
-        if (row["test"], row["implementation"]) == ("minibatch_clipping", "per-example"):
-            assert float(row["p_value"]) < 0.01
-        if (row["test"], row["implementation"], row["optimizer"]) == ("minibatch_clipping", "mini-batch", "sgd"):
-            assert float(row["p_value"]) > 0.99
+    assert not [(r["implementation"], r["test"], r["verdict"], r["sentence"]) for r in rows if not bugs.as_expected(r)]
+    assert status == 0
+    return rows
+
+
+@pytest.mark.parametrize(("network", "optimizer"), [("resnet", "sgd"), ("bert", "adam")])
+def test_each_bug_is_found_and_nothing_else(network, optimizer, data, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    kinds = "per-example;no clipping;mini-batch, uncalibrated"
+    rows = ran(data, tmp_path, "--networks", network, "--optimizers", optimizer, "--implementations", kinds,
+               "--plots", str(tmp_path))  # fmt: skip
+    assert "9 of 9 verdicts are as expected" in capsys.readouterr().out and len(rows) == 9
+    assert [row["test"] for row in rows if row["verdict"] == "bug"] == list(bugs.TESTS)
+    (figure,) = tmp_path.glob("*.png")
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("network", ["resnet", "bert"])
+def test_p_values_are_the_papers(network, data, tmp_path):
+    """Figure 3: below 0.01 per example, above 0.99 by mini-batch: C must be below the mean gradient at B = 100, too."""
+    rows = ran(data, tmp_path, "--networks", network, "--optimizers", "sgd", "--tests", "minibatch_clipping",
+               "--implementations", "per-example;mini-batch")  # fmt: skip
+    right, wrong = (float(row["p_value"]) for row in rows)
+    assert right < 0.01 and wrong > 0.99
 
 
 def test_a_wrong_verdict_is_an_exit_status_and_a_line(data, monkeypatch, capsys):

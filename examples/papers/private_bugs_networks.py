@@ -22,11 +22,11 @@ import fastdp
 from fastdp.audit.torch_step import TorchTrainable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import finetune_cifar10 as cifar10  # noqa: E402
-import finetune_sst2 as sst2  # noqa: E402
-from common import need_data  # noqa: E402, F401
+import finetune_cifar10 as cifar10
+import finetune_sst2 as sst2
+from common import need_data  # noqa: F401
 
-# a step of Adam is proportional to the gradient only far below its eps of 1e-8: so small, it needs a large rate to be seen
+# Adam's step is proportional to the gradient only far below its eps of 1e-8, and is seen there only at a large rate
 RATES = {"sgd": 0.1, "adam": 0.1}
 LENGTH = 32  # words; a longer sentence loses its end
 
