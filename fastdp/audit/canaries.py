@@ -96,7 +96,7 @@ def epsilon_bound(
     sizes = np.linalg.norm(single, axis=1)
     if not np.isfinite(sizes).all() or sizes.max() <= 10 * probe.resolution:
         raise Lacking("needs samples with a finite contribution at the clipping norm tried")
-    solve = _decoder(single, sigma * float(sizes.max()))
+    solve = _decoder(single, _seen_noise(probe, norm, sigma))
     draw = np.random.default_rng(seed + 12345)
     scores, truths = [], []
     for run in range(runs):
@@ -129,6 +129,14 @@ def epsilon_bound(
     return Finding(NAME, OK, text, lower, p_value, epsilon, null, data)
 
 
+def _seen_noise(probe: Probe, norm: float, sigma: float) -> float:
+    """Standard deviation of what hides the sum: the noise that is really there, and the parameters' rounding."""
+    batch = [probe.data(8, 103)]
+    noise = probe.change(batch, norm, sigma, 691) - probe.change(batch, norm, sigma, 692)
+    rounding = 2 * probe.resolution / np.sqrt(noise.size)
+    return float(np.sqrt(np.mean(noise**2) / 2 + rounding**2)) * probe.divisor(8)
+
+
 def _norm(probe: Probe) -> float:
     regime = probe.regime
     if regime.kind == "linear":
@@ -141,6 +149,7 @@ def _norm(probe: Probe) -> float:
 def _decoder(single: Array, noise: float) -> Any:
     """From what a step shows to a score for each canary, above 0 for "was there": linear least squares with a prior."""
     inner = single @ single.T
-    solved = np.linalg.solve(inner + 4 * noise**2 * np.eye(len(inner)), single)  # [m, P]
+    least = 1e-10 * float(np.trace(inner)) / len(inner)
+    solved = np.linalg.solve(inner + (4 * noise**2 + least) * np.eye(len(inner)), single)  # [m, P]
     middle = single.sum(0) / 2
     return lambda seen: solved @ (seen - middle)

@@ -42,7 +42,7 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
             moved = {f"{how}, alone": probe.summed(sample, norm),
                      f"{how}, with {COMPANY} others": probe.summed(together, norm) - base}  # fmt: skip
             if probe.optimizer == "sgd":
-                moved[f"{how}, in the second step"] = _second(probe, company, sample, norm)
+                moved[f"{how}, in the second step"] = _second(probe, sample, norm)
             for label, change in moved.items():
                 with np.errstate(all="ignore"):
                     size = float(np.linalg.norm(change)) / gain / norm
@@ -89,10 +89,7 @@ def _adversaries(probe: Probe) -> list[tuple[str, Batch]]:
     return found
 
 
-def _second(probe: Probe, company: Batch, sample: Batch, norm: float) -> Any:
-    """What the sample adds to the sum of a second step, after one on other samples."""
-    other = probe.data(COMPANY + 1, 31)
-    before = probe.change([other], norm)
-    without = (probe.change([other, company], norm) - before) * probe.divisor(COMPANY)
-    added = (probe.change([other, probe.together([company, sample])], norm) - before) * probe.divisor(COMPANY + 1)
-    return added - without
+def _second(probe: Probe, sample: Batch, norm: float) -> Any:
+    """What the sample adds as the batch of a second step, after one on another (both of size 1, divided alike)."""
+    other = probe.data(1, 31)
+    return (probe.change([other, sample], norm) - probe.change([other], norm)) * probe.divisor(1)

@@ -44,8 +44,8 @@ class Trainable(Protocol):
     optimizer                          "sgd" (default) or "adam"
     learning_rate                      for everything that is compared with C itself, not only with other runs
     adam_eps                           of Adam, default 1e-8: far below it a step of Adam is linear in the gradient
-    expected_batch_size                what the sum is divided by; None (default): the size of the batch that is given;
-                                       1: a sum
+    expected_batch_size                what the sum is divided by; None (default): the size of the batch that is given
+                                       (batches of one run have one size, but for empty ones); 1: a sum
     parameter_names                    [(name, number of elements)] in the order of Outcome.parameters, for sentences
     run_parts(model, batches, *, clipping_norm, noise_multiplier, seed) -> Outcome
                                        as run, but each logical batch is a list of physical ones (micro-batches that are
