@@ -202,9 +202,12 @@ def plot(kept: dict[tuple[str, ...], Finding], folder: Path) -> list[Path]:
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(frameon=False, fontsize=7)
         figure.suptitle(f"{network}, {optimizer}")
-        written.append(folder / f"{re.sub('[^a-z0-9]+', '_', f'{network} {optimizer}'.lower())}.png")
+        written.append(folder / (re.sub("[^a-z0-9]+", "_", f"private bugs {network} {optimizer}".lower()) + ".png"))
         figure.savefig(written[-1], dpi=110)
     return written
+
+
+COLOURS = ("#88ccee", "#bb5566", "#ddaa33", "#228833", "#000000")
 
 
 def draw(axes: Any, kind: str, found: Finding) -> None:
@@ -217,8 +220,9 @@ def draw(axes: Any, kind: str, found: Finding) -> None:
     p = "" if found.p_value is None else f", p {found.p_value:.2g}"
     points = sorted(zip(data[x], data[y], strict=True))
     largest = max(max(data[y]), 1e-300)
-    axes.plot([a for a, _ in points], [b / largest for _, b in points], "o-", ms=3, lw=1,
-              label=f"{kind}: {found.verdict}{p}")  # fmt: skip
+    place = list(networks.KINDS).index(kind)  # curves often lie on one another: the first ones are broad
+    axes.plot([a for a, _ in points], [b / largest for _, b in points], "o-", ms=3, lw=6 - 1.2 * place,
+              color=COLOURS[place], label=f"{kind}: {found.verdict}{p}")  # fmt: skip
     axes.set(xscale="log", yscale="log",
              xlabel={"sizes": "batch size B", "alone": "mean of the steps alone", "norms": "clipping norm C"}[x],
              ylabel=("distance of models" if y == "distances" else "change of parameters") + " / largest")  # fmt: skip
