@@ -85,15 +85,10 @@ def tasks(options: argparse.Namespace) -> list[networks.Task]:
     """The networks asked for; exits with where to get data that is missing."""
     made = []
     for name in options.networks:
-        files = [networks.cifar10.FILE if name == "resnet" else networks.sst2.FILES[0]]
-        where = networks.cifar10.WHERE if name == "resnet" else networks.sst2.WHERE
-        if name == "resnet" and options.data and (options.data / "cifar10.npz").exists():
-            files = ["cifar10.npz"]
-        folder = networks.need_data(options, files, where)
         if name == "resnet":
-            made.append(networks.images(folder, options.records, 0, *options.resnet))
+            made.append(networks.images(networks.need_images(options), options.records, 0, *options.resnet))
         else:
-            made.append(networks.sentences(folder, options.records, 0, *options.bert))
+            made.append(networks.sentences(networks.need_sentences(options), options.records, 0, *options.bert))
     return made
 
 

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from fastdp.audit.torch_step import TorchTrainable
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import finetune_cifar10 as cifar10
 import finetune_sst2 as sst2
-from common import need_data  # noqa: F401
+from common import need_data
 
 # Adam's step is proportional to the gradient only far below its eps of 1e-8, and is seen there only at a large rate
 RATES = {"sgd": 0.1, "adam": 0.1}
@@ -92,6 +92,17 @@ class Task(NamedTuple):
     x: Tensor
     labels: Tensor
     classes: int
+
+
+def need_images(options: Any) -> Path:
+    """The folder --data, where it has the images; else exits with where to get them."""
+    exact = options.data and (options.data / "cifar10.npz").exists()
+    return need_data(options, ["cifar10.npz" if exact else cifar10.FILE], cifar10.WHERE)
+
+
+def need_sentences(options: Any) -> Path:
+    """The same of the sentences."""
+    return need_data(options, [sst2.FILES[0]], sst2.WHERE)
 
 
 def images(folder: Path, count: int, seed: int, blocks: int, width: int = 16) -> Task:
