@@ -109,8 +109,11 @@ class Hand:
         m, v = job.m / (1 - 0.9**job.steps), job.v / (1 - 0.999**job.steps)
         return job.flat - LR * m / (v.sqrt() + 1e-8)
 
+    def logits(self, job: Job, flat: Tensor, x: Tensor) -> Tensor:
+        return functional_call(job.model, job.named(flat), x)
+
     def loss(self, job: Job, flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(functional_call(job.model, job.named(flat), x), y)
+        return nn.functional.cross_entropy(self.logits(job, flat, x), y)
 
     def gradients(self, job: Job, x: Tensor, y: Tensor) -> Tensor:
         if not len(y):

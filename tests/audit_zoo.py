@@ -107,7 +107,7 @@ class NormsOfBefore(Hand):
     def norms(self, job: Job, gradients: Tensor) -> Tensor:
         now, before = super().norms(job, gradients), job.last_norms
         job.last_norms = now
-        return now if before is None else torch.full_like(now, float(before.min()) / 3)
+        return now if before is None or not len(before) else torch.full_like(now, float(before.min()) / 3)
 
 
 @planted("factors [B] against losses [B, 1]", "per_sample_independence", "sensitivity")

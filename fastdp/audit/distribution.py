@@ -48,9 +48,10 @@ def noise_distribution(trainable: Any, *, seed: int = 0, seeds: int = 4, signifi
     norm, sigma = settings(probe)
     sigma = visible(probe, norm, sigma)
     noise = draws(probe, norm, sigma, seeds)
-    least = 4 * probe.precision * np.abs(probe.start) + 1e-300
-    silent = np.asarray((np.abs(noise) <= least).all(0))
-    if silent.all():
+    least = 2 * probe.precision * np.abs(probe.start) + 1e-300
+    visible_at = least < 0.05 * float(np.sqrt(np.mean(noise**2))) + 1e-300
+    silent = np.asarray((np.abs(noise) <= least).all(0) & visible_at)
+    if not np.any(np.abs(noise) > least):
         text = f"At sigma = {sigma:.3g} no parameter gets any noise: is noise_multiplier handed on?"
         return Finding(name, BUG, text, 0.0, None, None, NULL)
     if silent.mean() > 0.5 / max(noise.shape[1], 50) and silent.sum() >= max(1, 1e-3 * noise.shape[1]):

@@ -20,12 +20,12 @@ NULL = "the distance does not depend on C"
 def settings(probe: Probe) -> tuple[float, float]:
     """(C, sigma) at which noise is seen well and the optimizer answers in proportion to it.
 
-    SGD: any; so that noise moves the parameters by about a hundredth of their norm. Adam: C far below its eps, and the
-    noise of all parameters together about C.
+    SGD: where samples are clipped, and sigma = 1. Adam: where C is so far below its eps that a step is linear, and
+    noise that moves a parameter about as far as a sample does, over the 8 samples of a batch.
     """
     size = probe.start.size
     if probe.optimizer == "adam":
-        return probe.clipped_norm("needs a step in which Adam is linear") / 4, 1 / math.sqrt(size)
+        return probe.clipped_norm("needs a step in which Adam is linear") / 4, 8 / math.sqrt(size)
     regime = probe.regime
     return (regime.norm if regime.kind in ("linear", "switched") else 1.0), 1.0
 

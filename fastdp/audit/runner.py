@@ -76,7 +76,8 @@ def _can_be_measured(probe: Probe) -> None:
     """Raises AuditError where no test can be run, with the script's own error as its cause."""
     try:
         probe.data(1)
-        assert probe.start.size and probe.regime
+        probe.check_steps()
+        assert probe.regime
     except (AuditError, KeyboardInterrupt):
         raise
     except Exception as problem:
