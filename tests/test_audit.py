@@ -44,7 +44,9 @@ def test_opacus_passes_but_for_nan() -> None:
 
 def test_findings_say_what_was_measured() -> None:
     report = audit(Hand(), ["no_clipping", "minibatch_clipping", "uncalibrated_noise", "noise_distribution"])
-    assert report["no_clipping"].p_value < 0.01 and report["minibatch_clipping"].statistic == pytest.approx(-1, abs=0.01)
+    assert report["no_clipping"].p_value < 0.01 and report["minibatch_clipping"].statistic == pytest.approx(
+        -1, abs=0.01
+    )
     assert report["minibatch_clipping"].p_value < 1e-6 and report["uncalibrated_noise"].p_value < 1e-4
     assert report["uncalibrated_noise"].statistic == pytest.approx(1, abs=0.1)
     assert report["noise_distribution"].statistic == pytest.approx(1, abs=0.08)
