@@ -79,6 +79,14 @@ class Automatic(Hand):
         return c / (norms + 0.01)
 
 
+class Tiny(Hand):
+    make_model = staticmethod(lambda: nn.Linear(3, 2))
+
+    def make_batch(self, seed: int, size: int) -> tuple[Any, Any]:
+        x, y = classified(seed, size)
+        return x[:, :3].copy(), y % 2
+
+
 class Bare:
     """Nothing but build, run and make_batch."""
 
@@ -122,6 +130,7 @@ HAND: dict[str, Callable[[], Any]] = {
     "float64": Double,
     "global": Global,
     "automatic": Automatic,
+    "eight parameters": Tiny,
     "bare": Bare,
     "examples/audit/by_hand.py": by_hand,
 }

@@ -171,6 +171,30 @@ class TiedNorm(Hand):
         return super().clipped_sum(job, x, y, c)
 
 
+@planted("mini-batch clipping of a sum", "minibatch_clipping", "per_sample_independence")
+class SumClipped(Hand):
+    """Nothing is divided, and the sum is clipped: B copies of a sample tell."""
+
+    expected_batch_size = 1.0
+
+    def divisor(self, size: int) -> float:
+        return 1.0
+
+    def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
+        total = self.gradients(job, x, y).sum(0)
+        return self.factors(total.norm(), c) * total
+
+
+def with_adam(name: str, *found_by: str) -> None:
+    """The same bug, under Adam."""
+    made = PLANTED[name][0]
+    PLANTED[f"{name}, Adam"] = (lambda: made("adam"), found_by)
+
+
+with_adam("no clipping", "no_clipping")
+with_adam("mini-batch clipping", "minibatch_clipping", "per_sample_independence")
+with_adam("every layer clipped to C, noise for C", "sensitivity")
+
 # ---------------------------------------------------------------------- samples
 
 
@@ -379,6 +403,11 @@ class NoiseAveraged(Hand):
     def noise(self, job: Job, c: float, sigma: float, generator: Any, size: int, parts: int) -> Tensor:
         return sigma * c * self.draw(job, generator) / parts**0.5
 
+
+with_adam("noise not scaled with C", "uncalibrated_noise")
+with_adam("no noise", "uncalibrated_noise")
+with_adam("noise for the mean on the sum", "noise_distribution", "noise_scale")
+with_adam("the same noise at every step", "noise_independence")
 
 # ---------------------------------------------------------------------- parts of a batch
 

@@ -10,6 +10,7 @@ import numpy as np
 from .finding import BUG, OK, Finding
 from .measure import Probe
 from .noise import settings
+from .statistics import mean_distance
 from .trainable import AuditError, check_outcome, optional, pick
 
 
@@ -71,7 +72,7 @@ def empty_batch(trainable: Any, *, seed: int = 0) -> Finding:
 
     def noise(batch: Any) -> float:
         with np.errstate(all="ignore"):
-            return float(np.linalg.norm(probe.change([batch], norm, sigma, 3) - probe.change([batch], norm, sigma, 4)))
+            return mean_distance([probe.change([batch], norm, sigma, 7001 + k) for k in range(probe.repeats(2, 200))])
 
     try:
         empty = noise(nothing)

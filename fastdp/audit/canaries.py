@@ -106,7 +106,7 @@ def epsilon_bound(
         inside = draw.random(canaries) < 0.5
         batch = batch_of([base, pick(pool, np.flatnonzero(inside))])
         size = len(np.flatnonzero(inside)) + 4
-        seen = probe.change([batch], norm, sigma, 701 + run) * probe.divisor(size) - without
+        seen = probe.change([batch], norm, sigma, 6101 + run) * probe.divisor(size) - without
         if not np.isfinite(seen).all():
             raise Lacking("needs a step with noise that leaves the parameters finite")
         scores.append(solve(seen))
@@ -135,7 +135,7 @@ def epsilon_bound(
 def _seen_noise(probe: Probe, norm: float, sigma: float) -> float:
     """Standard deviation of what hides the sum: the noise that is really there, and the parameters' rounding."""
     batch = [probe.data(8, 103)]
-    noise = probe.change(batch, norm, sigma, 691) - probe.change(batch, norm, sigma, 692)
+    noise = probe.change(batch, norm, sigma, 6001) - probe.change(batch, norm, sigma, 6002)
     rounding = 2 * probe.resolution / np.sqrt(noise.size)
     return float(np.sqrt(np.mean(noise**2) / 2 + rounding**2)) * probe.divisor(8)
 

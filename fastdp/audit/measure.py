@@ -63,9 +63,17 @@ class Probe:
     # ------------------------------------------------------------------ runs
 
     def outcome(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Outcome:
-        """Train a fresh model on the batches."""
-        model = self.trainable.build(self.seed)
-        return check_outcome(self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=seed))
+        """Train a fresh model on the batches; the noise's seed is this one, in a range of the probe's own."""
+        model, noise = self.trainable.build(self.seed), self.noise_seed(seed)
+        return check_outcome(self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=noise))
+
+    def noise_seed(self, number: int) -> int:
+        """Seeds of noise that audits of other seeds do not use."""
+        return 7919 * self.seed + number
+
+    def repeats(self, least: int, values: int) -> int:
+        """So many seeds of noise that all parameters together show at least so many values of it (64 at most)."""
+        return max(least, min(64, -(-values // self.start.size)))
 
     def change(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Array:
         """Change of the parameters [P] over the batches, one step each; may hold infinities."""
