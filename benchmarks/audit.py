@@ -131,6 +131,8 @@ def summary(rows: list[Row]) -> str:
 
 def filled(text: str, rows: list[Row]) -> str:
     """The page with its tables made anew."""
+    if not rows:
+        return text
     for name, table in (("summary", summary(rows)), ("alarms", alarms(rows)), ("detections", detections(rows))):
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda m, table=table: m[1] + table + "\n" + m[2], text, flags=re.S)

@@ -1,4 +1,4 @@
-"""A step of DP-SGD written by hand, and right; tests/audit_zoo.py breaks one part of it at a time."""
+"""A step of DP-SGD written by hand, and right; the zoo (tests/audit_zoo.py) breaks one part of it at a time."""
 
 from __future__ import annotations
 
@@ -144,3 +144,23 @@ class Hand:
 
     def count(self, job: Job, sigma: float, size: int) -> None:
         job.history.append((sigma, self.sample_rate, 1))
+
+
+# ---------------------------------------------------------------------- bugs
+
+Planted = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
+PLANTED: Planted = {}
+
+
+def planted(name: str, *found_by: str) -> Callable[[Any], Any]:
+    def add(made: Any) -> Any:
+        PLANTED[name] = (made, found_by)
+        return made
+
+    return add
+
+
+def with_adam(name: str, *found_by: str) -> None:
+    """The same bug, under Adam."""
+    made = PLANTED[name][0]
+    PLANTED[f"{name}, Adam"] = (lambda: made("adam"), found_by)

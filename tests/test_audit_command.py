@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import audit as benchmark
 from fastdp.__main__ import parser
+from fastdp.audit import TESTS, audit
 from fastdp.audit.command import main
 
 ROOT = Path(__file__).parent.parent
@@ -93,3 +97,42 @@ def test_the_command_line_knows_it_and_stays_light() -> None:
     plain = subprocess.run([sys.executable, "-c", "import fastdp, sys; print('scipy.stats' in sys.modules)"],
                            capture_output=True, text=True, cwd=ROOT, check=True)  # fmt: skip
     assert done.stdout == plain.stdout
+
+
+# ---------------------------------------------------------------------- docs/audit.md
+
+
+def test_the_pages_example_runs_and_passes() -> None:
+    text = (ROOT / "docs/audit.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    there: dict[str, Any] = {}
+    exec(compile(code, "docs/audit.md", "exec"), there)
+    report = audit(there["make_step"]())
+    assert not report.bugs and len(report.untested) <= 3, str(report)
+
+
+def test_the_page_names_every_test_and_every_exit_status() -> None:
+    text = (ROOT / "docs/audit.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == list(TESTS)
+    for name in ("poisson_sampling", "run_parts", "assert_private", "--strict"):
+        assert name in text
+
+
+def test_the_page_has_the_tables_of_the_rows() -> None:
+    text, rows = benchmark.PAGE.read_text(), benchmark.read()
+    assert benchmark.filled(text, rows) == text, "python -m benchmarks.audit --report"
+    assert {(row["kind"], row["name"]) for row in rows} == set(benchmark.steps())
+    assert all(int(row["seeds"]) >= 20 and row["commit"] for row in rows)
+
+
+def test_rates_are_measured_and_gone_on_with(tmp_path: Path, monkeypatch, capsys) -> None:
+    two = {key: made for key, made in benchmark.steps().items() if key[1] in ("by hand", "no clipping")}
+    monkeypatch.setattr(benchmark, "steps", lambda: two)
+    file = tmp_path / "rates.csv"
+    assert benchmark.run(file, 1, 1e-9, (0, 1)) in (1, 2) and benchmark.run(file, 1, 1e9, (0, 1)) == 0
+    assert benchmark.run(file, 1, 1e9, (0, 1)) == 0  # nothing twice
+    rows = benchmark.read(file)
+    assert [row["name"] for row in rows] == ["by hand", "no clipping"]
+    assert rows[0]["sensitivity"] == "0" and rows[1]["no_clipping"] == "1" and rows[1]["minibatch_clipping"] == "-"
+    assert "| no clipping | **1** | - |" in benchmark.detections(rows)
+    assert "0 of 15 tests on 1 right steps" in benchmark.summary(rows)

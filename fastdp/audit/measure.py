@@ -201,7 +201,7 @@ class Probe:
     def strong(self) -> Batch:
         """One sample with a gradient as large as can be had, by its labels or else by its inputs."""
         if self._strong is None:
-            for make in (self._by_labels, self._by_wrong_label, self._by_inputs):
+            for make in (self._by_labels, self.by_wrong_label, self._by_inputs):
                 with contextlib.suppress(Exception):  # a script that takes no such labels
                     candidate = make()
                     sizes = [np.linalg.norm(self.change([candidate], norm)) for norm in (1.0, 1e6)]
@@ -220,7 +220,7 @@ class Probe:
             return x, self.labels_like(x, -ALPHA * away).reshape(np.shape(y))
         return x, self.labels_like(x, ALPHA * np.eye(outputs.shape[1])[outputs.argmin(1)])
 
-    def _by_wrong_label(self) -> Batch:
+    def by_wrong_label(self) -> Batch:
         x, y = self.data(1)
         if self.trainable.loss_kind != "cross_entropy":  # type: ignore[attr-defined]
             raise Lacking("a label cannot be wrong")

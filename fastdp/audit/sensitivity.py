@@ -85,7 +85,7 @@ def _adversaries(probe: Probe) -> list[tuple[str, Batch]]:
     found = [(f"ordinary sample {k}", pick((x, y), [k])) for k in range(3)]
     found.append(("the sample with the largest label", probe.strong))
     with contextlib.suppress(Exception):  # no labels can be had
-        found.append(("a wrong label", probe._by_wrong_label()))
+        found.append(("a wrong label", probe.by_wrong_label()))
     if isinstance(x, np.ndarray) and x.dtype.kind == "f":
         for scale in (0.0, 10.0, 1000.0):
             sample = rows(x, [3]) * np.asarray(scale, x.dtype), rows(y, [3])
