@@ -145,6 +145,21 @@ def test_torch_trainable_needs_one_way_to_train() -> None:
         frozen.build(0)
 
 
+def test_batch_norm_that_fails_on_one_sample_is_a_bug_and_not_an_error() -> None:
+    def train(model: nn.Module, batches: Any, **_: Any) -> None:
+        for x, y in batches:
+            F.cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+
+    network = lambda: nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    report = audit(TorchTrainable(network, train=train, loss=F.cross_entropy, make_batch=make_batch))
+    assert [f.name for f in report.bugs] == ["batch_statistics"] and "BatchNorm" in report.bugs[0].sentence
+    assert len(report.untested) == len(TESTS) - 1 and report.exit_status == 1
+
+
 def test_batches_of_dicts_and_dropout() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -35,17 +35,22 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
         return not_tested(NAME, "contributions are too small beside the rounding of the parameters: take a larger "
                           "learning rate for the audit, or float64")  # fmt: skip
     found: list[tuple[float, str, float]] = []  # contribution over C less what rounding can do, how, C
-    adversaries = _adversaries(probe)
+    adversaries, first, other = _adversaries(probe), probe.data(1, 31), probe.data(1, 137)
     for norm in norms:
         slack = _slack(probe, gain, norm)
+        seen = slack <= 2 * tolerance
         base = probe.summed(company, norm)
+        after = probe.change([first, other], norm)
         for how, sample in adversaries:
             moved = {f"{how}, alone": probe.summed(sample, norm)}
-            if slack <= 2 * tolerance:
+            if seen:
                 together = probe.together([company, sample])
                 moved[f"{how}, with {COMPANY} others"] = probe.summed(together, norm) - base
-            if slack <= 2 * tolerance and probe.optimizer == "sgd":
-                moved[f"{how}, in the second step"] = _second(probe, sample, norm)
+            if seen and probe.optimizer == "sgd":  # half of what it makes to take the place of another, at most C too;
+                # what the first step left in a momentum is the same in both
+                moved[f"{how}, in the second step"] = (
+                    (probe.change([first, sample], norm) - after) * probe.divisor(1) / 2
+                )
             for label, change in moved.items():
                 with np.errstate(all="ignore"):
                     size = float(np.linalg.norm(change)) / gain / norm
@@ -82,7 +87,7 @@ def _norms(probe: Probe, gain: float) -> list[float]:
 
 def _adversaries(probe: Probe) -> list[tuple[str, Batch]]:
     x, y = probe.data(4, 29)
-    found = [(f"ordinary sample {k}", pick((x, y), [k])) for k in range(3)]
+    found = [(f"ordinary sample {k}", pick((x, y), [k])) for k in range(2)]
     found.append(("the sample with the largest label", probe.strong))
     with contextlib.suppress(Exception):  # no labels can be had
         found.append(("a wrong label", probe.by_wrong_label()))
@@ -91,12 +96,3 @@ def _adversaries(probe: Probe) -> list[tuple[str, Batch]]:
             sample = rows(x, [3]) * np.asarray(scale, x.dtype), rows(y, [3])
             found.append((f"inputs times {scale:g}" if scale else "inputs of zeros", sample))
     return found
-
-
-def _second(probe: Probe, sample: Batch, norm: float) -> Any:
-    """Half of what it makes for a second step's batch to be this sample in the place of another.
-
-    At most C where each adds at most C; what the first step left in a momentum is the same in both.
-    """
-    first, other = probe.data(1, 31), probe.data(1, 137)
-    return (probe.change([first, sample], norm) - probe.change([first, other], norm)) * probe.divisor(1) / 2
