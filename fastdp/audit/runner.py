@@ -93,9 +93,9 @@ def _can_be_measured(probe: Probe) -> str:
     except Exception as problem:
         if _works_on_many(probe):
             return (
-                f"The step works on 8 samples and fails on one ({type(problem).__name__}: {str(problem)[:150]}): a layer "
-                "takes statistics over the batch (BatchNorm in training mode). There is then no per-sample gradient, and "
-                "nothing else can be tested; use GroupNorm or LayerNorm."
+                f"The step works on 8 samples and fails on one ({type(problem).__name__}: {str(problem)[:150]}): a "
+                "layer takes statistics over the batch (BatchNorm in training mode). There is then no per-sample "
+                "gradient, and nothing else can be tested; use GroupNorm or LayerNorm."
             )
         raise AuditError(
             f"the training step fails on one sample without noise ({type(problem).__name__}: {str(problem)[:300]})"
