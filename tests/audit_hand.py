@@ -1,4 +1,4 @@
-"""A step of DP-SGD written by hand, and right; tests/audit_zoo.py breaks one part of it at a time."""
+"""A step of DP-SGD written by hand, and right; the zoo (tests/audit_zoo.py) breaks one part of it at a time."""
 
 from __future__ import annotations
 
@@ -109,8 +109,11 @@ class Hand:
         m, v = job.m / (1 - 0.9**job.steps), job.v / (1 - 0.999**job.steps)
         return job.flat - LR * m / (v.sqrt() + 1e-8)
 
+    def logits(self, job: Job, flat: Tensor, x: Tensor) -> Tensor:
+        return functional_call(job.model, job.named(flat), x)
+
     def loss(self, job: Job, flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(functional_call(job.model, job.named(flat), x), y)
+        return nn.functional.cross_entropy(self.logits(job, flat, x), y)
 
     def gradients(self, job: Job, x: Tensor, y: Tensor) -> Tensor:
         if not len(y):
@@ -141,3 +144,23 @@ class Hand:
 
     def count(self, job: Job, sigma: float, size: int) -> None:
         job.history.append((sigma, self.sample_rate, 1))
+
+
+# ---------------------------------------------------------------------- bugs
+
+Planted = dict[str, tuple[Callable[..., Any], tuple[str, ...]]]
+PLANTED: Planted = {}
+
+
+def planted(name: str, *found_by: str) -> Callable[[Any], Any]:
+    def add(made: Any) -> Any:
+        PLANTED[name] = (made, found_by)
+        return made
+
+    return add
+
+
+def with_adam(name: str, *found_by: str) -> None:
+    """The same bug, under Adam."""
+    made = PLANTED[name][0]
+    PLANTED[f"{name}, Adam"] = (lambda: made("adam"), found_by)

@@ -10,6 +10,7 @@ import numpy as np
 from .finding import BUG, OK, Finding
 from .measure import Probe
 from .noise import settings
+from .statistics import mean_distance
 from .trainable import AuditError, check_outcome, optional, pick
 
 
@@ -51,6 +52,12 @@ def _entries(found: Any) -> list[tuple[float, float | None, int]]:
         raise AuditError("history(model) must give [(noise multiplier, sample rate, steps)]") from None
 
 
+WHEN = (
+    "A Poisson sample is empty now and then: the step must be noise alone, and counted. (Where no batch ever is empty: "
+    "--skip empty_batch.)"
+)
+
+
 def empty_batch(trainable: Any, *, seed: int = 0) -> Finding:
     """A Poisson sample may be empty: that step is noise alone, and is counted.
 
@@ -64,20 +71,18 @@ def empty_batch(trainable: Any, *, seed: int = 0) -> Finding:
     nothing = pick(full, np.zeros(0, int))
 
     def noise(batch: Any) -> float:
-        return float(np.linalg.norm(probe.change([batch], norm, sigma, 3) - probe.change([batch], norm, sigma, 4)))
+        with np.errstate(all="ignore"):
+            return mean_distance([probe.change([batch], norm, sigma, 7001 + k) for k in range(probe.repeats(2, 200))])
 
     try:
         empty = noise(nothing)
     except AuditError:
         raise
     except Exception as problem:  # noqa: BLE001  (the script's own refusal)
-        text = (
-            f"The script stops at an empty batch ({type(problem).__name__}: {str(problem)[:120]}). A Poisson sample is "
-            "empty now and then: the step must be noise alone, and counted."
-        )
+        text = f"The script stops at an empty batch ({type(problem).__name__}: {str(problem)[:120]}). {WHEN}"
         return Finding(name, BUG, text, None)
     if not math.isfinite(empty):
-        text = "An empty batch makes the parameters NaN or infinite: a mean over no samples, perhaps."
+        text = f"An empty batch makes the parameters NaN or infinite: a mean over no samples, perhaps. {WHEN}"
         return Finding(name, BUG, text, empty)
     ordinary = noise(full)
     ratio = empty / max(ordinary, probe.resolution)

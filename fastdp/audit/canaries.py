@@ -91,6 +91,9 @@ def epsilon_bound(
     norm = _norm(probe)
     sigma = gaussian_sigma(epsilon, delta)
     base, pool = probe.data(4, 97), probe.data(canaries, 101)
+    if probe.regime.kind == "flat":  # not clipped: a norm that ordinary samples exceed
+        some = [float(np.linalg.norm(probe.summed(pick(pool, [k]), norm))) for k in range(5)]
+        norm = float(np.median(some)) / probe.gain / 20
     single = np.stack([probe.summed(pick(pool, [k]), norm) for k in range(canaries)])  # [m, P]
     without = probe.summed(base, norm)
     sizes = np.linalg.norm(single, axis=1)
@@ -103,7 +106,7 @@ def epsilon_bound(
         inside = draw.random(canaries) < 0.5
         batch = batch_of([base, pick(pool, np.flatnonzero(inside))])
         size = len(np.flatnonzero(inside)) + 4
-        seen = probe.change([batch], norm, sigma, 701 + run) * probe.divisor(size) - without
+        seen = probe.change([batch], norm, sigma, 6101 + run) * probe.divisor(size) - without
         if not np.isfinite(seen).all():
             raise Lacking("needs a step with noise that leaves the parameters finite")
         scores.append(solve(seen))
@@ -132,7 +135,7 @@ def epsilon_bound(
 def _seen_noise(probe: Probe, norm: float, sigma: float) -> float:
     """Standard deviation of what hides the sum: the noise that is really there, and the parameters' rounding."""
     batch = [probe.data(8, 103)]
-    noise = probe.change(batch, norm, sigma, 691) - probe.change(batch, norm, sigma, 692)
+    noise = probe.change(batch, norm, sigma, 6001) - probe.change(batch, norm, sigma, 6002)
     rounding = 2 * probe.resolution / np.sqrt(noise.size)
     return float(np.sqrt(np.mean(noise**2) / 2 + rounding**2)) * probe.divisor(8)
 
@@ -143,7 +146,7 @@ def _norm(probe: Probe) -> float:
         return regime.norm
     if regime.kind == "switched":
         return 1.5 * regime.norm
-    return max(regime.changes) / probe.gain / 20  # not clipped: a norm that samples exceed
+    return 1.0
 
 
 def _decoder(single: Array, noise: float) -> Any:

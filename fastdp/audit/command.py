@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from ..finetune.words import nearest
+from ..finetune.words import listed, nearest
 from .runner import TESTS, audit
 from .trainable import AuditError
 
@@ -91,7 +91,7 @@ def load(where: str) -> Any:
     found = getattr(module, name, None)
     if found is None:
         there = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise AuditError(f"{place} has no {name!r}{nearest(name, there)}")
+        raise AuditError(f"{place} has no {name!r}{nearest(name, there) or '; it has ' + listed(there)}")
     if isinstance(found, type) or not hasattr(found, "run"):
         if not callable(found):
             raise AuditError(f"{where} is a {type(found).__name__}, neither a Trainable nor a function that makes one")
@@ -130,5 +130,4 @@ def _module(place: str) -> Any:
 
 def _trace(problem: BaseException) -> None:
     """Where in the script it happened."""
-    lines = traceback.format_exception(type(problem), problem, problem.__traceback__)
-    print("".join(lines[:1] + lines[-6:]), end="", file=sys.stderr)
+    print("".join(traceback.format_exception(type(problem), problem, problem.__traceback__, limit=-4)), file=sys.stderr)

@@ -17,7 +17,7 @@ MOST = 20_000  # values that a test of the distribution looks at
 NULL = "the noise is N(0, s^2), independent of coordinate and seed"
 
 
-def draws(probe: Probe, norm: float, sigma: float, seeds: int, size: int = 8, first: int = 301) -> Array:
+def draws(probe: Probe, norm: float, sigma: float, seeds: int, size: int = 8, first: int = 3001) -> Array:
     """Noise [seeds, P] of one step, as the parameters show it: a step with noise less the same step without."""
     batch = [probe.data(size, 67)]
     still = probe.change(batch, norm, 0.0)
@@ -32,7 +32,7 @@ def visible(probe: Probe, norm: float, sigma: float, size: int = 8) -> float:
     if probe.optimizer != "sgd":
         return sigma
     typical = float(np.sqrt(np.mean(probe.start**2)))
-    seen = float(np.std(draws(probe, norm, sigma, 1, size, 299)))
+    seen = float(np.std(draws(probe, norm, sigma, probe.repeats(1, 100), size, 2901)))
     return sigma * max(1.0, typical / seen) if seen > 0 else sigma
 
 
@@ -47,10 +47,11 @@ def noise_distribution(trainable: Any, *, seed: int = 0, seeds: int = 4, signifi
     probe = Probe.of(trainable, seed)
     norm, sigma = settings(probe)
     sigma = visible(probe, norm, sigma)
-    noise = draws(probe, norm, sigma, seeds)
-    least = 4 * probe.precision * np.abs(probe.start) + 1e-300
-    silent = np.asarray((np.abs(noise) <= least).all(0))
-    if silent.all():
+    noise = draws(probe, norm, sigma, probe.repeats(seeds, 1000))
+    least = 2 * probe.precision * np.abs(probe.start) + 1e-300
+    visible_at = least < 0.05 * float(np.sqrt(np.mean(noise**2))) + 1e-300
+    silent = np.asarray((np.abs(noise) <= least).all(0) & visible_at)
+    if not np.any(np.abs(noise) > least):
         text = f"At sigma = {sigma:.3g} no parameter gets any noise: is noise_multiplier handed on?"
         return Finding(name, BUG, text, 0.0, None, None, NULL)
     if silent.mean() > 0.5 / max(noise.shape[1], 50) and silent.sum() >= max(1, 1e-3 * noise.shape[1]):
@@ -152,7 +153,7 @@ def noise_scale(trainable: Any, *, seed: int = 0, seeds: int = 4) -> Finding:
     if probe.regime.kind == "switched":
         norm *= 1.5  # the strong sample counts
     size = 16
-    noise = draws(probe, norm, sigma, seeds, size)
+    noise = draws(probe, norm, sigma, probe.repeats(seeds, 1000), size, first=3301)
     largest = max(float(np.linalg.norm(probe.summed(sample, norm)))
                   for sample in (probe.strong, probe.data(1, 71), probe.data(1, 73)))  # fmt: skip
     if largest <= 10 * probe.resolution:

@@ -33,14 +33,15 @@ def noise_independence(
     probe = Probe.of(trainable, seed)
     norm, sigma = settings(probe)
     batch = probe.data(8, 67)
-    one = draws(probe, norm, sigma, seeds)
+    seeds = probe.repeats(seeds, 2000)
+    one = draws(probe, norm, sigma, seeds, first=4001)
     noise = float(np.sqrt(np.mean(one**2)))
     if noise == 0:
         return Finding(NAME, BUG, "There is no noise (see uncalibrated_noise).", 0.0, None, None)
     first = float(np.linalg.norm(probe.change([batch], norm)))
     constant = float(np.linalg.norm(probe.change([batch] * steps, norm))) / first if first > 0 else float(steps)
     still = probe.change([batch] * steps, norm)
-    many = np.stack([probe.change([batch] * steps, norm, sigma, 401 + k) - still for k in range(seeds)])
+    many = np.stack([probe.change([batch] * steps, norm, sigma, 4201 + k) - still for k in range(seeds)])
     growth = float(np.sqrt(np.mean(many**2))) / noise
     share = growth / constant
     data: dict[str, Any] = {"steps": steps, "growth": growth, "constant": constant, "norm": norm, "sigma": sigma}

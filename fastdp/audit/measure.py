@@ -53,6 +53,7 @@ class Probe:
         self._start: Array | None = None
         self._regime: Regime | None = None
         self._strong: Batch | None = None
+        self._drift: Array | None = None
 
     @classmethod
     def of(cls, trainable: Any, seed: int = 0) -> Probe:
@@ -62,9 +63,17 @@ class Probe:
     # ------------------------------------------------------------------ runs
 
     def outcome(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Outcome:
-        """Train a fresh model on the batches."""
-        model = self.trainable.build(self.seed)
-        return check_outcome(self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=seed))
+        """Train a fresh model on the batches; the noise's seed is this one, in a range of the probe's own."""
+        model, noise = self.trainable.build(self.seed), self.noise_seed(seed)
+        return check_outcome(self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=noise))
+
+    def noise_seed(self, number: int) -> int:
+        """Seeds of noise that audits of other seeds do not use."""
+        return 7919 * self.seed + number
+
+    def repeats(self, least: int, values: int) -> int:
+        """So many seeds of noise that all parameters together show at least so many values of it (64 at most)."""
+        return max(least, min(64, -(-values // self.start.size)))
 
     def change(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Array:
         """Change of the parameters [P] over the batches, one step each; may hold infinities."""
@@ -73,7 +82,7 @@ class Probe:
 
     def summed(self, batch: Batch, norm: float) -> Array:
         """Change by one step without noise, times what the sum was divided by: proportional to the clipped sum."""
-        return self.change([batch], norm) * self.divisor(count(batch[1]))
+        return (self.change([batch], norm) - self.drift) * self.divisor(count(batch[1]))
 
     @property
     def start(self) -> Array:
@@ -89,6 +98,33 @@ class Probe:
                 raise AuditError("the parameters of the fresh model are not all finite")
             self._start = first
         return self._start
+
+    @property
+    def drift(self) -> Array:
+        """What a step does to the parameters whatever the data say: weight decay. Zeros where data say something."""
+        if self._drift is None:
+            one, other = (self.change([self.data(1, k)], min(NORMS)) for k in (107, 109))
+            size = float(np.linalg.norm(one))
+            common = self.resolution < size and float(np.linalg.norm(one - other)) <= 1e-3 * size + self.resolution
+            self._drift = one if common else np.zeros_like(one)
+        return self._drift
+
+    def check_steps(self) -> None:
+        """Raises AuditError where a step does not train a fresh model on the batch that it is given."""
+        batches = [self.data(2, number) for number in (113, 127, 131)]
+        found = [self.change([batch], 1.0) for batch in batches]
+        if not np.array_equal(self.outcome([], 1.0).parameters, self.start):
+            raise AuditError(
+                "build() does not give a fresh model: after a step, a new one of the same seed has other weights. Make "
+                "it anew (or copy it) in build()"
+            )
+        if max(float(np.linalg.norm(change)) for change in found) <= self.resolution:
+            return  # said with more reason where C is looked at
+        if all(np.array_equal(change, found[0], equal_nan=True) for change in found[1:]):
+            raise AuditError(
+                "without noise the step is the same whatever batch it is given: does run() train on the batches that "
+                "it is handed, or on data of its own?"
+            )
 
     # ------------------------------------------------------------------ constants
 
@@ -125,7 +161,7 @@ class Probe:
     @property
     def resolution(self) -> float:
         """Norm of a change that rounding alone can make."""
-        return 2 * self.precision * float(np.linalg.norm(self.start)) + 1e-300
+        return self.precision * float(np.linalg.norm(self.start)) + 1e-300
 
     # ------------------------------------------------------------------ samples
 
@@ -165,11 +201,11 @@ class Probe:
     def strong(self) -> Batch:
         """One sample with a gradient as large as can be had, by its labels or else by its inputs."""
         if self._strong is None:
-            for make in (self._by_labels, self._by_wrong_label, self._by_inputs):
+            for make in (self._by_labels, self.by_wrong_label, self._by_inputs):
                 with contextlib.suppress(Exception):  # a script that takes no such labels
                     candidate = make()
-                    change = np.linalg.norm(self.change([candidate], 1.0))
-                    if math.isfinite(change) and change > self.resolution:
+                    sizes = [np.linalg.norm(self.change([candidate], norm)) for norm in (1.0, 1e6)]
+                    if any(math.isfinite(size) and size > self.resolution for size in sizes):
                         self._strong = candidate
                         break
             else:
@@ -184,7 +220,7 @@ class Probe:
             return x, self.labels_like(x, -ALPHA * away).reshape(np.shape(y))
         return x, self.labels_like(x, ALPHA * np.eye(outputs.shape[1])[outputs.argmin(1)])
 
-    def _by_wrong_label(self) -> Batch:
+    def by_wrong_label(self) -> Batch:
         x, y = self.data(1)
         if self.trainable.loss_kind != "cross_entropy":  # type: ignore[attr-defined]
             raise Lacking("a label cannot be wrong")
@@ -213,7 +249,7 @@ class Probe:
         for norm in norms:
             outcome = self.outcome([batch], norm)
             with np.errstate(all="ignore"):
-                size = float(np.linalg.norm(outcome.parameters - self.start))
+                size = float(np.linalg.norm(outcome.parameters - self.start - self.drift))
             if math.isfinite(size):
                 found.append((norm, size, outcome.loss))
         if len(found) < 3:
@@ -238,9 +274,11 @@ class Probe:
         if sizes[0] > 0.01 * largest:
             return Regime("flat", norms[-1], norms, sizes)
         limit = SHARE * float(np.linalg.norm(self.start))
+        # rounding cannot make two ratios of ten in a row
+        tenfold = [False, *(abs(b / max(a, 1e-300) / 10 - 1) < LINEAR for a, b in zip(sizes, sizes[1:], strict=False))]
         fits = [
             k for k in range(1, len(norms))
-            if sizes[k] > 100 * least and abs(sizes[k] / max(sizes[k - 1], least) / 10 - 1) < LINEAR
+            if tenfold[k] and (sizes[k] > 100 * least or tenfold[k - 1])
         ]  # fmt: skip
         small = [k for k in fits if sizes[k] <= limit]
         if fits:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .finding import BUG, OK, Finding, not_tested
-from .measure import Probe, batch_of, copies
+from .measure import Probe, copies
 from .statistics import Slope, slope
 from .trainable import Lacking, pick
 
@@ -41,6 +41,7 @@ def minibatch_clipping(
         if not probe.follows_batch:
             return _verdict(probe, "copies", sizes, [(copies(probe.strong, size)) for size in sizes], chosen, +1)
         if probe.optimizer == "sgd":
+            chosen = norm if norm is not None else _below_the_mean(probe, chosen, max(sizes))
             try:
                 batches = _zeros_and_one(probe, sizes, chosen)
             except Lacking:
@@ -51,6 +52,12 @@ def minibatch_clipping(
         return not_tested(NAME, str(problem))
 
 
+def _below_the_mean(probe: Probe, norm: float, most: int) -> float:
+    """A smaller C, which the mean of the largest batch exceeds too: or else clipping that mean would do nothing."""
+    seen = 100 * probe.resolution * most / float(np.linalg.norm(probe.summed(probe.strong, norm)))
+    return norm * max(1 / most, min(1.0, seen))
+
+
 def _zeros_and_one(probe: Probe, sizes: Sequence[int], norm: float) -> list[Any]:
     """Batches of B - 1 samples without gradient and the strong one. Raises Lacking where they have a gradient."""
     most = max(sizes)
@@ -58,7 +65,7 @@ def _zeros_and_one(probe: Probe, sizes: Sequence[int], norm: float) -> list[Any]
     try:
         still = np.linalg.norm(probe.summed(zeros, norm))
         whole = np.linalg.norm(probe.summed(probe.strong, norm))
-        batches = [batch_of([pick(zeros, slice(0, size - 1)), probe.strong]) for size in sizes]
+        batches = [probe.together([pick(zeros, slice(0, size - 1)), probe.strong]) for size in sizes]
     except (TypeError, ValueError, RuntimeError, IndexError) as problem:
         raise Lacking(f"the script takes no such labels: {str(problem)[:100]}") from None
     if not still <= 0.05 * whole + most * probe.resolution:
@@ -70,7 +77,7 @@ def _verdict(
     probe: Probe, design: str, sizes: Sequence[int], batches: Sequence[Any], norm: float, expected: int
 ) -> Finding:
     outcomes = [probe.outcome([batch], norm) for batch in batches]
-    changes = [float(np.linalg.norm(o.parameters - probe.start)) for o in outcomes]
+    changes = [float(np.linalg.norm(o.parameters - probe.start - probe.drift)) for o in outcomes]
     line = slope(np.log(sizes), np.log(np.maximum(changes, probe.resolution)))
     data = {"design": design, "sizes": list(sizes), "changes": changes, "losses": [o.loss for o in outcomes],
             "norm": norm, "expected": expected}  # fmt: skip
@@ -123,7 +130,9 @@ def _switched(probe: Probe, norm: float) -> Finding:
     changes = []
     for size in sizes:
         batch = (
-            copies(probe.strong, size) if zeros is None else batch_of([pick(zeros, slice(0, size - 1)), probe.strong])
+            copies(probe.strong, size)
+            if zeros is None
+            else probe.together([pick(zeros, slice(0, size - 1)), probe.strong])
         )
         changes.append(float(np.linalg.norm(probe.summed(batch, norm))))
     share = max(changes) / max(probe.regime.changes)

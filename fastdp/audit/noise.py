@@ -20,12 +20,12 @@ NULL = "the distance does not depend on C"
 def settings(probe: Probe) -> tuple[float, float]:
     """(C, sigma) at which noise is seen well and the optimizer answers in proportion to it.
 
-    SGD: any; so that noise moves the parameters by about a hundredth of their norm. Adam: C far below its eps, and the
-    noise of all parameters together about C.
+    SGD: where samples are clipped, and sigma = 1. Adam: where C is so far below its eps that a step is linear, and
+    noise that moves a parameter about as far as a sample does, over the 8 samples of a batch.
     """
     size = probe.start.size
     if probe.optimizer == "adam":
-        return probe.clipped_norm("needs a step in which Adam is linear") / 4, 1 / math.sqrt(size)
+        return probe.clipped_norm("needs a step in which Adam is linear") / 4, 8 / math.sqrt(size)
     regime = probe.regime
     return (regime.norm if regime.kind in ("linear", "switched") else 1.0), 1.0
 
@@ -58,13 +58,14 @@ def uncalibrated_noise(
     multiplier = sigma if sigma is not None else multiplier
     chosen = list(norms) if norms is not None else [norm * 2.0**k for k in range(-3, 3)]
     batches = [probe.data(size, 11 + k) for k in range(steps)]
+    seeds = probe.repeats(seeds, 500)
 
     def distance(c: float, s: float, first: int = 1) -> float:
-        return mean_distance([probe.change(batches, c, s, first + k) for k in range(seeds)])
+        return mean_distance([probe.change(batches, c, s, 100 * first + k) for k in range(seeds)])
 
     still = distance(chosen[-1], 0.0)
-    distances = [distance(c, multiplier, 101 + 10 * k) for k, c in enumerate(chosen)]
-    tripled = distance(chosen[len(chosen) // 2], 3 * multiplier, 901)
+    distances = [distance(c, multiplier, 2 + k) for k, c in enumerate(chosen)]
+    tripled = distance(chosen[len(chosen) // 2], 3 * multiplier, 20)
     data = {"norms": chosen, "distances": distances, "sigma": multiplier, "without_noise": still, "tripled": tripled}
     if not np.isfinite([still, tripled, *distances]).all():
         return not_tested(NAME, "the parameters become infinite with noise: give norms= or sigma= smaller", **data)

@@ -26,12 +26,15 @@ def noise_once(trainable: Any, *, seed: int = 0, seeds: int = 4, significance: f
     probe = Probe.of(trainable, seed)
     run_parts = optional(probe.trainable, "run_parts", "to give a logical batch in parts")
     norm, sigma = settings(probe)
+    seeds = probe.repeats(seeds, 1000)
     batch = probe.data(12, 79)
     parts = [pick(batch, part) for part in PARTS]
 
     def in_parts(multiplier: float, number: int) -> Any:
         model = probe.trainable.build(probe.seed)
-        found = run_parts(model, [parts], clipping_norm=norm, noise_multiplier=multiplier, seed=number)
+        found = run_parts(
+            model, [parts], clipping_norm=norm, noise_multiplier=multiplier, seed=probe.noise_seed(number)
+        )
         return check_outcome(found).parameters - probe.start
 
     whole, split = probe.change([batch], norm), in_parts(0.0, 1)
@@ -46,8 +49,8 @@ def noise_once(trainable: Any, *, seed: int = 0, seeds: int = 4, significance: f
             "up, or each divided by its own size."
         )
         return Finding(NAME, BUG, text, error, None, 0.01, "", data)
-    once = np.stack([probe.change([batch], norm, sigma, 501 + k) - whole for k in range(seeds)])
-    apart = np.stack([in_parts(sigma, 601 + k) - split for k in range(seeds)])
+    once = np.stack([probe.change([batch], norm, sigma, 5001 + k) - whole for k in range(seeds)])
+    apart = np.stack([in_parts(sigma, 5201 + k) - split for k in range(seeds)])
     if not np.any(once):
         return Finding(NAME, BUG, "There is no noise (see uncalibrated_noise).", 0.0, None, None, "", data)
     ratio = float(np.mean(apart**2) / np.mean(once**2))

@@ -12,6 +12,8 @@ from typing import Any
 from .finding import BUG, NOT_TESTED, OK, Finding
 
 WIDTH = 110
+LEGEND = """p of the first three tests: that the step does not depend on C, B and C (small is right);
+p of the others: that it is as it should be (small is wrong)"""
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Report:
         for line in lines:
             cells = [c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))]
             text.append("  ".join(cells).rstrip())
+        text.append(LEGEND)
         for verdict in (BUG, NOT_TESTED, OK):
             text += [_sentence(f) for f in self.findings if f.verdict == verdict]
         return "\n".join([*text, self.conclusion()])
@@ -71,11 +74,12 @@ class Report:
         """One line."""
         tested = len(self.findings) - len(self.untested)
         if self.bugs:
-            return f"{len(self.bugs)} of {tested} tests found a bug: {', '.join(f.name for f in self.bugs)}"
+            names = ", ".join(f.name for f in self.bugs)
+            return f"{len(self.bugs)} of {tested} test{'s' * (tested != 1)} found a bug: {names}"
         if not tested:
             return "nothing could be tested"
         rest = f"; {len(self.untested)} not tested" if self.untested else ""
-        return f"no bug found by {tested} tests{rest}. Tests find bugs; they prove no guarantee."
+        return f"no bug found by {tested} test{'s' * (tested != 1)}{rest}. Tests find bugs; they prove no guarantee."
 
 
 def _sentence(finding: Finding) -> str:

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from .accountant import accountant, empty_batch
 from .canaries import epsilon_bound
 from .clipping import no_clipping
 from .distribution import noise_distribution, noise_scale
-from .finding import Finding, not_tested
+from .finding import BUG, Finding, not_tested
 from .independence import noise_independence
 from .measure import Probe
 from .minibatch import minibatch_clipping
@@ -23,6 +25,7 @@ from .sensitivity import sensitivity
 from .trainable import AuditError, Trainable
 
 Test = Callable[..., Finding]
+COUPLED = "batch_statistics"
 
 TESTS: dict[str, Test] = {
     test.__name__: test
@@ -63,8 +66,12 @@ def audit(
             raise AuditError(f"there is no test {name!r}: {', '.join(TESTS)}")
     chosen = [name for name in chosen if name not in set(skip)]
     probe = Probe(trainable, seed)
-    _can_be_measured(probe)
     report = Report(subject=type(trainable).__name__, seed=seed)
+    coupled = _can_be_measured(probe)
+    if coupled:
+        report.findings = [not_tested(name, "the step fails on one sample") for name in chosen if name != COUPLED]
+        report.findings.append(Finding(COUPLED, BUG, coupled))
+        return report
     for number, name in enumerate(chosen):
         if progress is not None:
             progress(name, number, len(chosen))
@@ -72,17 +79,35 @@ def audit(
     return report
 
 
-def _can_be_measured(probe: Probe) -> None:
-    """Raises AuditError where no test can be run, with the script's own error as its cause."""
+def _can_be_measured(probe: Probe) -> str:
+    """Raises AuditError where no test can be run, with the script's own error as its cause.
+
+    Returns what is wrong with a step that works on several samples and fails on one; else nothing.
+    """
     try:
         probe.data(1)
-        assert probe.start.size and probe.regime
+        probe.check_steps()
+        assert probe.regime
     except (AuditError, KeyboardInterrupt):
         raise
     except Exception as problem:
+        if _works_on_many(probe):
+            return (
+                f"The step works on 8 samples and fails on one ({type(problem).__name__}: {str(problem)[:150]}): a "
+                "layer takes statistics over the batch (BatchNorm in training mode). There is then no per-sample "
+                "gradient, and nothing else can be tested; use GroupNorm or LayerNorm."
+            )
         raise AuditError(
             f"the training step fails on one sample without noise ({type(problem).__name__}: {str(problem)[:300]})"
         ) from problem
+    return ""
+
+
+def _works_on_many(probe: Probe) -> bool:
+    try:
+        return bool(np.isfinite(probe.change([probe.data(8)], 1.0)).all())
+    except Exception:  # noqa: BLE001  (the first error is the one that is told)
+        return False
 
 
 def one(name: str, probe: Probe, **options: Any) -> Finding:

@@ -33,8 +33,8 @@ def poisson_sampling(
     rate = float(optional(trainable, "sample_rate", "the rate that is accounted"))
     if not 0 < rate <= 1:
         raise AuditError(f"sample_rate must lie in (0, 1], not {rate!r}")
-    drawn = _checked(sample(records, steps, seed + 1), records, steps)
-    again = _checked(sample(records, steps, seed + 2), records, steps)
+    drawn = _checked(sample(records, steps, 2 * seed + 1), records, steps)
+    again = _checked(sample(records, steps, 2 * seed + 2), records, steps)
     sizes = np.array([len(batch) for batch in drawn], float)
     times = np.bincount(np.concatenate(drawn).astype(int), minlength=records).astype(float)
     found = sizes.sum() / records / steps

@@ -98,10 +98,12 @@ class TorchTrainable:
         """Train the model by the script's own step."""
         ready = [_tensors(batch) for batch in batches]
         with self._running(seed):
-            if self.train is not None:
+            if not ready:
+                pass  # a loop of one's own need not bear no batches
+            elif self.train is not None:
                 self.train(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier,
                            seed=seed)  # fmt: skip
-            elif ready:
+            else:
                 self._optimizer(model, count(batches[0][1]), clipping_norm, noise_multiplier, seed)
                 for x, y in ready:
                     model.optimizer.zero_grad()

@@ -45,6 +45,7 @@ class Trainable(Protocol):
     learning_rate                      for everything that is compared with C itself, not only with other runs
     adam_eps                           of Adam, default 1e-8: far below it a step of Adam is linear in the gradient
     expected_batch_size                what the sum is divided by; None (default): the size of the batch that is given
+                                       (in one run all have one size, but for empty ones)
                                        (batches of one run have one size, but for empty ones); 1: a sum
     parameter_names                    [(name, number of elements)] in the order of Outcome.parameters, for sentences
     run_parts(model, batches, *, clipping_norm, noise_multiplier, seed) -> Outcome
@@ -102,7 +103,7 @@ def check_outcome(found: Any) -> Outcome:
     """The outcome with float64 parameters. Raises AuditError where run() returned something else."""
     try:
         loss, parameters = found
-        flat = np.asarray(parameters, dtype=np.float64)
+        flat = np.array(parameters, dtype=np.float64)  # a copy: the script may go on with its own
         loss = float(loss)
     except (TypeError, ValueError) as problem:
         raise AuditError(
