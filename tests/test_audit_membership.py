@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -199,3 +202,10 @@ def test_a_network_that_learnt_by_heart_is_found():
                           batch_size=50, bootstrap=100)  # fmt: skip
     assert fresh.overall.low < 0.5 < fresh.overall.high
     assert learnt.overall.low > 0.8
+
+
+def test_the_pages_code_runs(capsys):
+    text = (Path(__file__).parent.parent / "docs/membership.md").read_text()
+    exec(compile(re.search(r"```python\n(.*?)```", text, re.S).group(1), "docs/membership.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "membership inference, AUC" in out and "class 2" in out
