@@ -12,8 +12,8 @@ STEP names what is tested: my_script.py:make_step, a function without arguments 
 from; docs/audit.md says what each test does and needs."""
 
 EPILOG = """\
-exit codes: 0 no bug was found; 1 a bug was found (or, with --strict, a test was not run); 2 wrong usage, or nothing
-could be measured (the script fails, or returns the wrong things).
+exit codes: 0 no bug was found; 1 a bug was found, or no test could be run (with --strict: or one could not); 2 wrong
+usage, or nothing could be measured (the script fails, or returns the wrong things).
 
 example: python -m fastdp audit examples/audit/by_hand.py:make_step --plots audit-plots"""
 
