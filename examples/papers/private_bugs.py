@@ -197,7 +197,7 @@ def plot(kept: dict[tuple[str, ...], Finding], folder: Path) -> list[Path]:
                 axes.legend(frameon=False, fontsize=7)
         figure.suptitle(f"{network}, {optimizer}")
         written.append(folder / (re.sub("[^a-z0-9]+", "_", f"private bugs {network} {optimizer}".lower()) + ".png"))
-        figure.savefig(written[-1], dpi=110)
+        figure.savefig(written[-1], dpi=75)
     return written
 
 
@@ -230,8 +230,9 @@ def draw(axes: Any, kind: str, found: Finding) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     made.add_argument("--data", type=Path, help="the folder with the data (without it, a message says where to get it)")
-    made.add_argument("--quick", action="store_true", help="ResNet-8, one layer of BERT, one seed: two minutes on two "
-                      "CPU cores")  # fmt: skip
+    made.add_argument(
+        "--quick", action="store_true", help="ResNet-8, one layer of BERT, one seed: under two minutes on two CPU cores"
+    )
     made.add_argument("--networks", type=_some(("resnet", "bert")), default=["resnet", "bert"])
     made.add_argument("--optimizers", type=_some(("sgd", "adam")), default=["sgd", "adam"])
     made.add_argument("--implementations", type=_some(tuple(networks.KINDS), ";"), default=list(networks.KINDS),
