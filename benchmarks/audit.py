@@ -131,8 +131,8 @@ def summary(rows: list[Row]) -> str:
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return (
         f"False alarms: {false} of {trials} tests on {len(known)} right steps ({100 * false / max(trials, 1):.2f} %), "
-        f"{_range(known)} seeds each, Opacus's hooks aside. Planted bugs: {len(bugs)}, {_range(bugs)} seeds each, found by the tests named for "
-        f"them in {found} of {asked} trials ({100 * found / max(asked, 1):.1f} %). Commit {commits}."
+        f"{_range(known)} seeds each, Opacus's hooks aside. Planted bugs: {len(bugs)}, {_range(bugs)} "
+        f"seeds each, found by the tests named for them in {found} of {asked} trials ({100 * found / max(asked, 1):.1f} %). Commit {commits}."
     )
 
 
