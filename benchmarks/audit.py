@@ -129,10 +129,11 @@ def summary(rows: list[Row]) -> str:
     wanted = [(int(row["seeds"]), int(row[test].replace("-", "0"))) for row in bugs for test in PLANTED[row["name"]][1]]
     asked, found = (sum(pair[k] for pair in wanted) for k in (0, 1))
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    rates = 100 * false / max(trials, 1), 100 * found / max(asked, 1)
     return (
-        f"False alarms: {false} of {trials} tests on {len(known)} right steps ({100 * false / max(trials, 1):.2f} %), "
-        f"{_range(known)} seeds each, Opacus's hooks aside. Planted bugs: {len(bugs)}, {_range(bugs)} "
-        f"seeds each, found by the tests named for them in {found} of {asked} trials ({100 * found / max(asked, 1):.1f} %). Commit {commits}."
+        f"False alarms: {false} of {trials} tests on {len(known)} right steps ({rates[0]:.2f} %), {_range(known)} "
+        f"seeds each, Opacus's hooks aside. Planted bugs: {len(bugs)}, {_range(bugs)} seeds each, found by the tests "
+        f"named for them in {found} of {asked} trials ({rates[1]:.1f} %). Commits {commits}."
     )
 
 
