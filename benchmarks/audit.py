@@ -95,7 +95,7 @@ def alarms(rows: list[Row]) -> str:
     """Right steps: alarms of each test."""
     right = sorted((row for row in rows if row["kind"] == "right"), key=sort_key)
     head = ["right step", *SHORT.values()]
-    lines = [[row["name"], *(_cell(row, test) for test in TESTS)] for row in right]
+    lines = [[f"{row['name']} ({row['seeds']})", *(_cell(row, test) for test in TESTS)] for row in right]
     return _table(head, lines)
 
 
@@ -105,7 +105,9 @@ def detections(rows: list[Row]) -> str:
     lines = []
     for row in sorted((row for row in rows if row["kind"] == "bug"), key=sort_key):
         wanted = PLANTED[row["name"]][1]
-        lines.append([row["name"], *(f"**{row[t]}**" if t in wanted else _cell(row, t) for t in TESTS)])
+        lines.append(
+            [f"{row['name']} ({row['seeds']})", *(f"**{row[t]}**" if t in wanted else _cell(row, t) for t in TESTS)]
+        )
     return _table(head, lines)
 
 
@@ -127,11 +129,18 @@ def summary(rows: list[Row]) -> str:
     wanted = [(int(row["seeds"]), int(row[test].replace("-", "0"))) for row in bugs for test in PLANTED[row["name"]][1]]
     asked, found = (sum(pair[k] for pair in wanted) for k in (0, 1))
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    rates = 100 * false / max(trials, 1), 100 * found / max(asked, 1)
     return (
-        f"False alarms: {false} of {trials} tests on {len(known)} right steps ({100 * false / max(trials, 1):.2f} %), "
-        f"{rows[0]['seeds']} seeds each, Opacus's hooks aside. Planted bugs: {len(bugs)}, found by the tests named for "
-        f"them in {found} of {asked} trials ({100 * found / max(asked, 1):.1f} %). Commit {commits}."
+        f"False alarms: {false} of {trials} tests on {len(known)} right steps ({rates[0]:.2f} %), {_range(known)} "
+        f"seeds each, Opacus's hooks aside. Planted bugs: {len(bugs)}, {_range(bugs)} seeds each, found by the tests "
+        f"named for them in {found} of {asked} trials ({rates[1]:.1f} %). Commits {commits}."
     )
+
+
+def _range(rows: list[Row]) -> str:
+    """20, or 5 to 20."""
+    seeds = sorted({int(row["seeds"]) for row in rows}) or [0]
+    return str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
 
 
 def filled(text: str, rows: list[Row]) -> str:

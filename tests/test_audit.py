@@ -187,3 +187,22 @@ def test_batches_of_dicts_and_dropout() -> None:
     report = audit(step)
     assert not report.bugs, str(report)
     assert {f.name for f in report.untested} == {"nan_sample", "noise_once", "poisson_sampling", "accountant"}
+
+
+def test_numbers_come_in_the_models_precision_and_dropout_is_off() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+            self.rest = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.view(len(x), 2, 6)
+            return self.rest(self.attend(x, x, x)[0].mean(1))
+
+    step = TorchTrainable(lambda: Model().double(), train=print, loss=F.cross_entropy, make_batch=make_batch)
+    job = step.build(0)
+    x, y = step.make_batch(0, 3)
+    assert x.dtype == np.float32 and job.tensors((x, y))[0].dtype == torch.float64
+    assert job.tensors((x, y))[1].dtype == torch.int64
+    np.testing.assert_array_equal(step.predict(job, x), step.predict(job, x))

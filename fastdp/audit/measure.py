@@ -304,7 +304,10 @@ class Probe:
         if regime.kind == "flat":
             raise Lacking(f"{purpose}: the step does not depend on C at all (see no_clipping)")
         if regime.kind == "other":
-            raise Lacking(f"{purpose}: the step is nowhere proportional to C, not even far below the gradient's norm")
+            raise Lacking(
+                f"{purpose}: the step is nowhere seen to be proportional to C, not even far below the gradient's norm. "
+                "Where rounding hides it, a larger learning rate or float64 for the audit shows it"
+            )
         return regime.norm
 
 

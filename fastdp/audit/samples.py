@@ -56,7 +56,7 @@ def batch_statistics(trainable: Any, *, seed: int = 0) -> Finding:
     """
     name = "batch_statistics"
     probe = Probe.of(trainable, seed)
-    if getattr(trainable if not isinstance(trainable, Probe) else trainable.trainable, "predict", None) is None:
+    if getattr(probe.trainable, "predict", None) is None:
         outputs = None
     else:
         outputs = _coupling(probe)

@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 from .finding import BUG, OK, Finding
+from .measure import Probe
 from .trainable import Array, AuditError, optional
 
 NAME = "poisson_sampling"
@@ -28,7 +29,7 @@ def poisson_sampling(
     statistic: the rate over the accounted one; p_value: the smallest of the tests', times their number. Needs sample
     and sample_rate of the trainable.
     """
-    trainable = getattr(trainable, "trainable", trainable)
+    trainable = Probe.of(trainable, seed).trainable
     sample = optional(trainable, "sample", "to draw batches as the script does")
     rate = float(optional(trainable, "sample_rate", "the rate that is accounted"))
     if not 0 < rate <= 1:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .trainable import Array, AuditError, Batch, Outcome, count
 
-_DROPOUT = (nn.modules.dropout._DropoutNd, nn.RNNBase)
+_DROPOUT = {nn.modules.dropout._DropoutNd: "p", nn.RNNBase: "dropout", nn.MultiheadAttention: "dropout"}
 
 
 class TorchTrainable:
@@ -88,15 +88,16 @@ class TorchTrainable:
             raise AuditError("make_model() gave a model without a trainable parameter")
         self.parameter_names = [(name, p.numel()) for name, p in trained]
         for module in model.modules():
-            if isinstance(module, _DROPOUT) and not self.dropout:
-                setattr(module, "dropout" if isinstance(module, nn.RNNBase) else "p", 0.0)
+            for kind, attribute in _DROPOUT.items():
+                if isinstance(module, kind) and not self.dropout:
+                    setattr(module, attribute, 0.0)
         return Job(model, [p for _, p in trained])
 
     def run(
         self, model: Job, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
     ) -> Outcome:
         """Train the model by the script's own step."""
-        ready = [_tensors(batch) for batch in batches]
+        ready = [model.tensors(batch) for batch in batches]
         with self._running(seed):
             if not ready:
                 pass  # a loop of one's own need not bear no batches
@@ -121,7 +122,7 @@ class TorchTrainable:
         seed: int,
     ) -> Outcome:
         """Train the model, each logical batch in physical ones."""
-        ready = [[_tensors(part) for part in batch] for batch in batches]
+        ready = [[model.tensors(part) for part in batch] for batch in batches]
         with self._running(seed):
             if self.train_parts is not None:
                 self.train_parts(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier,
@@ -145,7 +146,7 @@ class TorchTrainable:
         """Outputs in the model's training mode, as its loss sees them; running statistics are put back."""
         kept = [buffer.clone() for buffer in model.model.buffers()]
         with torch.no_grad():
-            found = model.model(_tensor(x))
+            found = model.model(model.tensor(x))
             for buffer, value in zip(model.model.buffers(), kept, strict=True):
                 buffer.copy_(value)
         if not isinstance(found, Tensor):
@@ -203,20 +204,21 @@ class Job:
         self.model, self.trained = model, trained
         self.called: Any = model
         self.optimizer: Any = None
+        first = trained[0]
+        self.device = first.device
+        self.dtype = torch.float64 if first.dtype == torch.float64 else torch.get_default_dtype()
 
+    def tensors(self, batch: Batch) -> tuple[Any, Any]:
+        """A batch as the model takes it: on its device, numbers in its precision."""
+        return self.tensor(batch[0]), self.tensor(batch[1])
 
-def _tensor(part: Any) -> Any:
-    if isinstance(part, dict):
-        return {name: _tensor(value) for name, value in part.items()}
-    if isinstance(part, tuple | list):
-        return type(part)(_tensor(value) for value in part)
-    array = np.asarray(part)
-    found = torch.from_numpy(np.array(array))
-    return found.to(torch.get_default_dtype()) if found.is_floating_point() else found
-
-
-def _tensors(batch: Batch) -> tuple[Any, Any]:
-    return _tensor(batch[0]), _tensor(batch[1])
+    def tensor(self, part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: self.tensor(value) for name, value in part.items()}
+        if isinstance(part, tuple | list):
+            return type(part)(self.tensor(value) for value in part)
+        found = torch.from_numpy(np.array(part))
+        return found.to(self.device, self.dtype if found.is_floating_point() else found.dtype)
 
 
 def _arrays(part: Any) -> Any:
