@@ -289,10 +289,10 @@ class Probe:
         return Regime("other", norms[first], norms, sizes)
 
     def _threshold(self, low: float, high: float, size: float) -> float:
-        """A norm a little below the strong sample's gradient, at which it does not count."""
+        """A norm a little below the strong sample's gradient, at which it (each layer of it) does not count."""
         for _ in range(4):
             middle = math.sqrt(low * high)
-            if np.linalg.norm(self.change([self.strong], middle)) > size / 2:
+            if np.linalg.norm(self.change([self.strong], middle) - self.drift) > 0.001 * size:
                 high = middle
             else:
                 low = middle
