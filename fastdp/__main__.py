@@ -1,4 +1,4 @@
-"""python -m fastdp demo | info | finetune"""
+"""python -m fastdp demo | info | finetune | audit"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from .audit_options import add_options as add_audit_options
 from .finetune import options as finetune_options
 
 
@@ -21,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     finetune_options.add_options(
         commands.add_parser("finetune", help="fine-tune a model on a file of texts, privately")
     )
+    add_audit_options(commands.add_parser("audit", help="test a training step, of any framework, for private bugs"))
     return made
 
 
@@ -35,6 +37,10 @@ def main() -> None:
         from .finetune.command import main as finetune
 
         sys.exit(finetune(options))
+    elif options.command == "audit":
+        from .audit.command import main as audit
+
+        sys.exit(audit(options))
     else:
         from .info import report
 

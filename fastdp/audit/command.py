@@ -1,0 +1,133 @@
+"""`python -m fastdp audit FILE.py:NAME`: load the step, run the tests, print the report."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from ..finetune.words import listed, nearest
+from .runner import TESTS, audit
+from .trainable import AuditError
+
+
+def main(options: Namespace) -> int:
+    """Run the command; returns the exit code."""
+    if options.list:
+        print(listing())
+        return 0
+    try:
+        names = {flag: _tests(getattr(options, flag)) for flag in ("tests", "skip")}
+        if not options.step:
+            raise AuditError("say what to audit: FILE.py:NAME (see --help)")
+        for path in (options.plots, options.json and options.json.parent):
+            if path is not None:
+                path.mkdir(parents=True, exist_ok=True)
+        trainable = load(options.step)
+        chosen = names["tests"] if options.tests else None
+        report = audit(trainable, chosen, skip=names["skip"], seed=options.seed, progress=_progress)
+    except (AuditError, OSError) as problem:
+        if problem.__cause__ is not None:
+            _trace(problem.__cause__)
+        print(f"fastdp audit: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nfastdp audit: interrupted", file=sys.stderr)
+        return 130
+    report.subject = options.step
+    print(report)
+    if options.json is not None:
+        options.json.write_text(report.to_json() + "\n")
+    if options.plots is not None:
+        try:
+            from .plots import write_plots
+
+            print("wrote", ", ".join(str(path) for path in write_plots(report, options.plots)) or "no plots")
+        except ImportError:
+            print("fastdp audit: --plots needs matplotlib: pip install matplotlib", file=sys.stderr)
+    return 1 if options.strict and report.untested else report.exit_status
+
+
+def listing() -> str:
+    """Every test with the first sentence of what it does."""
+    lines = [
+        f"  {name.ljust(max(map(len, TESTS)))}  {_first(inspect.getdoc(test) or '')}" for name, test in TESTS.items()
+    ]
+    return "\n".join(["tests of python -m fastdp audit:", *lines])
+
+
+def _first(text: str) -> str:
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _tests(text: str | None) -> list[str]:
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    for name in names:
+        if name not in TESTS:
+            raise AuditError(f"there is no test {name!r}{nearest(name, list(TESTS))} (--list names them)")
+    return names
+
+
+def _progress(name: str, number: int, total: int) -> None:
+    if sys.stderr.isatty():
+        end = "" if number + 1 < total else "\r" + " " * 60 + "\r"
+        print(f"\r  {number + 1}/{total} {name:<40}", end=end, file=sys.stderr, flush=True)
+
+
+def load(where: str) -> Any:
+    """The Trainable that FILE.py:NAME or module:NAME names: called, where it is a function or a class.
+
+    Raises AuditError where there is none.
+    """
+    place, _, name = where.rpartition(":")
+    if not place or not name:
+        raise AuditError(f"{where!r} names no step: write FILE.py:NAME, for instance my_script.py:make_step")
+    module = _module(place)
+    found = getattr(module, name, None)
+    if found is None:
+        there = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise AuditError(f"{place} has no {name!r}{nearest(name, there) or '; it has ' + listed(there)}")
+    if isinstance(found, type) or not hasattr(found, "run"):
+        if not callable(found):
+            raise AuditError(f"{where} is a {type(found).__name__}, neither a Trainable nor a function that makes one")
+        try:
+            found = found()
+        except AuditError:
+            raise
+        except Exception as problem:
+            raise AuditError(f"{name}() failed: {type(problem).__name__}: {str(problem)[:300]}") from problem
+    if found is None:
+        raise AuditError(f"{name}() returned None, not a Trainable: is a return missing?")
+    return found
+
+
+def _module(place: str) -> Any:
+    """A file as a module, with its folder on the path; or a module by name."""
+    try:
+        if not place.endswith(".py"):
+            sys.path.insert(0, str(Path.cwd()))
+            return importlib.import_module(place)
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise AuditError(f"there is no file {place}")
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # dataclasses and pickling look there
+        spec.loader.exec_module(module)
+        return module
+    except AuditError:
+        raise
+    except (Exception, SystemExit) as problem:
+        raise AuditError(f"{place} cannot be imported: {type(problem).__name__}: {str(problem)[:300]}") from problem
+
+
+def _trace(problem: BaseException) -> None:
+    """Where in the script it happened."""
+    print("".join(traceback.format_exception(type(problem), problem, problem.__traceback__, limit=-4)), file=sys.stderr)

@@ -1,0 +1,262 @@
+"""Membership inference: can someone who sees only a model's outputs tell what it was trained on?
+
+The attacker of Bu et al., On the convergence and calibration of deep learning with differential privacy (2023): a
+logistic regression on (logits, label) that tells members from non-members, trained on half of both, tested on the
+other half; area under the ROC curve (AUC), overall and for each class. 0.5 is a coin, 1 knows everyone.
+
+A low AUC is no proof of privacy: this attacker is weak and asks about average records. A high one is evidence against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+LEAST = 8  # members, and non-members, of a class: fewer leave under four to test on
+
+
+class AUC(NamedTuple):
+    """Area under the ROC curve on the tested half, its bootstrap interval, members and non-members tested on."""
+
+    value: float
+    low: float
+    high: float
+    members: int
+    nonmembers: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+class Membership(NamedTuple):
+    """What the attacker found: overall, by class, and the classes with too few records, with why."""
+
+    overall: AUC
+    by_class: dict[int, AUC]
+    left_out: dict[int, str]
+
+    def __str__(self) -> str:
+        lines = [f"membership inference, AUC: {self.overall} (0.5: a coin)"]
+        lines += [f"  class {label}: {found}" for label, found in self.by_class.items()]
+        lines += [f"  class {label}: not tested, {why}" for label, why in self.left_out.items()]
+        return "\n".join(lines)
+
+
+class LogisticRegression(NamedTuple):
+    """Fitted weights: score(x) = ((x - centre) / scale) @ weights + intercept."""
+
+    weights: Floats  # [D], of standardised columns
+    intercept: float
+    centre: Floats  # [D]
+    scale: Floats  # [D]
+
+    def score(self, x: Floats) -> Floats:
+        """Log-odds [N] of the second class for x [N,D]."""
+        return ((x - self.centre) / self.scale) @ self.weights + self.intercept
+
+
+def membership_inference(
+    member_logits: Any, member_labels: Any, nonmember_logits: Any, nonmember_labels: Any, *, with_loss: bool = False,
+    seed: int = 0, bootstrap: int = 1000, confidence: float = 0.95,
+) -> Membership:  # fmt: skip
+    """Attack by logits and labels.
+
+    Args:
+        member_logits: [N,C] of records trained on; member_labels [N] in 0..C-1. Arrays or tensors.
+        nonmember_logits: [M,C] of records of the same population, never trained on; nonmember_labels [M].
+        with_loss: the attacker also sees each record's cross-entropy. On logits and labels a linear attacker cannot
+            tell over all classes at once how well the right class was hit, for that is a product of the two; this one
+            can. (Within one class the label is known, so there both can.)
+        seed: of the halves and of the bootstrap.
+        bootstrap: resamples of the tested half, members and non-members each, for the interval. The interval is of
+            that attacker: it has no share for which half taught it.
+        confidence: of the interval, which lies between equal tails.
+
+    The attacker of a class is trained on that class alone. Raises ValueError on shapes, labels out of range, outputs
+    that are not finite, or fewer than 8 members or non-members.
+
+    >>> rng = np.random.default_rng(0)
+    >>> logits, labels = rng.normal(size=(400, 3)), rng.integers(0, 3, 400)
+    >>> bool(membership_inference(logits + 9, labels, logits, labels).overall.value > 0.99)
+    True
+    """
+    members, member_classes = _checked(member_logits, member_labels, "member")
+    others, other_classes = _checked(nonmember_logits, nonmember_labels, "non-member")
+    if members.shape[1] != others.shape[1]:
+        raise ValueError(
+            f"members have {members.shape[1]} logits, non-members {others.shape[1]}: give the same model's"
+        )
+    if not 0 < confidence < 1 or bootstrap < 1:
+        raise ValueError(f"confidence must lie in (0, 1) and bootstrap be positive; got {confidence} and {bootstrap}")
+    if min(len(members), len(others)) < LEAST:
+        raise ValueError(f"{len(members)} members and {len(others)} non-members: at least {LEAST} of each are needed")
+    x = np.concatenate([members, others])
+    labels = np.concatenate([member_classes, other_classes])
+    member = np.arange(len(x)) < len(members)
+    features = [x, np.eye(x.shape[1])[labels]] + ([_cross_entropy(x, labels)[:, None]] if with_loss else [])
+    table = np.concatenate(features, 1)
+    rng = np.random.default_rng(seed)
+    taught = _half(member, labels, rng)
+    overall = _attack(table, member, taught, rng, bootstrap, confidence)
+    by_class: dict[int, AUC] = {}
+    left_out: dict[int, str] = {}
+    for label in np.unique(labels):
+        mine = labels == label
+        count = int((mine & member).sum()), int((mine & ~member).sum())
+        if min(count) < LEAST:
+            left_out[int(label)] = f"{count[0]} members and {count[1]} non-members, at least {LEAST} of each are needed"
+        else:
+            by_class[int(label)] = _attack(table[mine], member[mine], taught[mine], rng, bootstrap, confidence)
+    return Membership(overall, by_class, left_out)
+
+
+def attack_model(
+    predict: Callable[[Any], Any], members: tuple[Any, Any], nonmembers: tuple[Any, Any], *, batch_size: int = 256,
+    **options: Any,
+) -> Membership:  # fmt: skip
+    """Attack by asking: predict(x) gives logits [B,C] for a slice of at most batch_size records.
+
+    Args:
+        predict: the model as an outsider meets it; put it into evaluation mode first. torch needs no `no_grad`.
+        members, nonmembers: (x, labels), each can be sliced.
+        options: those of `membership_inference`.
+    """
+
+    def ask(x: Any) -> Floats:
+        return np.concatenate([_array(predict(x[i : i + batch_size])) for i in range(0, len(x), batch_size)])
+
+    (x, labels), (other_x, other_labels) = members, nonmembers
+    return membership_inference(ask(x), labels, ask(other_x), other_labels, **options)
+
+
+# ---------------------------------------------------------------------- the attacker
+
+
+def logistic_regression(x: Floats, y: NDArray[Any], *, l2: float = 1.0, steps: int = 100) -> LogisticRegression:
+    """Minimise sum_n log(1 + exp(-s_n z_n)) + l2/2 |w|^2 by Newton's method; s = +1 where y is true, else -1.
+
+    Args:
+        x: [N,D]; each column is standardised first (a constant one counts as 0).
+        y: [N], truth values, both present.
+        l2: of the weights of standardised columns, not of the intercept; positive, so that separable data have a
+            minimum.
+
+    Raises ValueError where y has one value, and RuntimeError if the minimum is not found.
+    """
+    y = np.asarray(y, bool)
+    if y.all() or not y.any():
+        raise ValueError("logistic regression needs both members and non-members")
+    centre, spread = x.mean(0), x.std(0)
+    scale = np.where(spread > 1e-12 * np.maximum(1.0, np.abs(centre)), spread, np.inf)
+    design = np.concatenate([(x - centre) / scale, np.ones((len(x), 1))], 1)  # [N,D+1]
+    penalty = np.append(np.full(x.shape[1], l2), 0.0)
+    sign = np.where(y, 1.0, -1.0)
+
+    def objective(w: Floats) -> float:
+        return float(np.logaddexp(0.0, -sign * (design @ w)).sum() + 0.5 * (penalty * w * w).sum())
+
+    w = np.zeros(design.shape[1])
+    value = objective(w)
+    for _ in range(steps):
+        p = 0.5 * (1.0 + np.tanh(0.5 * (design @ w)))
+        gradient = design.T @ (p - y) + penalty * w
+        hessian = (design * (p * (1 - p))[:, None]).T @ design + np.diag(penalty)
+        hessian[-1, -1] += 1e-12  # where all are told apart, nothing holds the intercept
+        move = np.linalg.solve(hessian, gradient)
+        if gradient @ move <= 1e-12 * max(1.0, value):  # twice the gain that is left
+            return LogisticRegression(w[:-1], float(w[-1]), centre, scale)
+        rate = 1.0
+        while (new := objective(w - rate * move)) > value - 1e-4 * rate * float(gradient @ move):
+            rate *= 0.5
+            if rate < 1e-10:  # rounding hides what is left to gain
+                return LogisticRegression(w[:-1], float(w[-1]), centre, scale)
+        w, value = w - rate * move, new
+    raise RuntimeError(f"logistic regression: no minimum after {steps} steps of Newton's method")
+
+
+def _attack(table: Floats, member: NDArray[np.bool_], taught: NDArray[np.bool_], rng: np.random.Generator,
+            bootstrap: int, confidence: float) -> AUC:  # fmt: skip
+    """Learn on the taught half, test on the other."""
+    scores = logistic_regression(table[taught], member[taught]).score(table[~taught])
+    tested = member[~taught]
+    low, high = auc_interval(scores, tested, rng, bootstrap, confidence)
+    return AUC(auc(scores, tested), low, high, int(tested.sum()), int((~tested).sum()))
+
+
+def _half(member: NDArray[np.bool_], labels: Ints, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """A random half of the members and of the non-members of each class; odd ones fall to either side."""
+    taught = np.zeros(len(member), bool)
+    for label in np.unique(labels):
+        for kind in (True, False):
+            rows = rng.permutation(np.flatnonzero((labels == label) & (member == kind)))
+            taught[rows[: (len(rows) + int(rng.integers(2))) // 2]] = True
+    for kind in (True, False):  # classes of one record each may all have fallen to one side
+        rows = np.flatnonzero(member == kind)
+        if taught[rows].all() or not taught[rows].any():
+            taught[rows] = False
+            taught[rng.permutation(rows)[: len(rows) // 2]] = True
+    return taught
+
+
+# ---------------------------------------------------------------------- AUC
+
+
+def auc(scores: Floats, positive: NDArray[np.bool_]) -> float:
+    """P(a positive's score is above a negative's), a tie counting half: by mean ranks (Mann and Whitney).
+
+    >>> auc(np.array([1.0, 2.0, 2.0, 3.0]), np.array([False, False, True, True]))
+    0.875
+    """
+    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(count) - (count - 1) / 2)[place]
+    n, m = int(positive.sum()), int((~positive).sum())
+    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m))
+
+
+def auc_interval(scores: Floats, positive: NDArray[np.bool_], rng: np.random.Generator, bootstrap: int,
+                 confidence: float) -> tuple[float, float]:  # fmt: skip
+    """Percentiles of the AUC over resamples of the positives and of the negatives."""
+    values, place = np.unique(scores, return_inverse=True)
+    at = [place[positive], place[~positive]]  # which distinct score each record has
+    found = np.empty(bootstrap)
+    for k in range(bootstrap):
+        above, below = (np.bincount(rng.choice(p, len(p)), minlength=len(values)) for p in at)
+        lower = np.cumsum(below) - below / 2  # negatives below each score, ties half
+        found[k] = (above * lower).sum() / (len(at[0]) * len(at[1]))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(found, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+# ---------------------------------------------------------------------- input
+
+
+def _array(values: Any) -> NDArray[Any]:
+    """A tensor of any type and device, or an array, as an array."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.double() if values.is_floating_point() else values
+    return np.asarray(values)
+
+
+def _checked(logits: Any, labels: Any, whose: str) -> tuple[Floats, Ints]:
+    x, y = np.asarray(_array(logits), np.float64), _array(labels)
+    if x.ndim != 2 or y.shape != x.shape[:1] or x.shape[1] < 2:
+        raise ValueError(f"expected {whose} logits [N,C] (C >= 2) and labels [N]; got {x.shape} and {y.shape}")
+    if not np.isfinite(x).all():
+        count = int((~np.isfinite(x).all(1)).sum())
+        raise ValueError(f"{count} {whose} records have logits that are NaN or infinite")
+    classes = y.astype(np.int64)
+    if (classes != y).any() or len(y) and (classes.min() < 0 or classes.max() >= x.shape[1]):
+        raise ValueError(f"{whose} labels must be whole numbers in 0..{x.shape[1] - 1}, one for each logit")
+    return x, classes
+
+
+def _cross_entropy(logits: Floats, labels: Ints) -> Floats:
+    top = logits.max(1, keepdims=True)
+    return np.log(np.exp(logits - top).sum(1)) + top[:, 0] - logits[np.arange(len(logits)), labels]

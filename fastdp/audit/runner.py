@@ -1,0 +1,136 @@
+"""All tests over one trainable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from .accountant import accountant, empty_batch
+from .canaries import epsilon_bound
+from .clipping import no_clipping
+from .distribution import noise_distribution, noise_scale
+from .finding import BUG, Finding, not_tested
+from .independence import noise_independence
+from .measure import Probe
+from .minibatch import minibatch_clipping
+from .noise import uncalibrated_noise
+from .parts import noise_once
+from .report import Report
+from .samples import batch_statistics, nan_sample, per_sample_independence
+from .sampling import poisson_sampling
+from .sensitivity import sensitivity
+from .trainable import AuditError, Trainable
+
+Test = Callable[..., Finding]
+COUPLED = "batch_statistics"
+
+TESTS: dict[str, Test] = {
+    test.__name__: test
+    for test in (
+        no_clipping, minibatch_clipping, uncalibrated_noise,  # the paper's
+        sensitivity, per_sample_independence, batch_statistics, nan_sample,  # of a sample
+        noise_distribution, noise_scale, noise_independence, noise_once,  # of the noise
+        poisson_sampling, empty_batch, accountant, epsilon_bound,  # of the guarantee
+    )
+}  # fmt: skip
+
+
+def audit(
+    trainable: Trainable,
+    tests: Iterable[str] | None = None,
+    *,
+    skip: Iterable[str] = (),
+    seed: int = 0,
+    options: dict[str, dict[str, Any]] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Report:
+    """Run tests on a training step.
+
+    Args:
+        trainable: see `fastdp.audit.Trainable`.
+        tests: names of `TESTS` (default: all); skip: names to leave out.
+        seed: of the weights and the data.
+        options: arguments of single tests by name, e.g. {"epsilon_bound": {"runs": 8}}.
+        progress: called with the test's name, its number and how many there are, before each.
+
+    Returns a Report. Raises AuditError where nothing can be measured: weights that differ for equal seeds, run() that
+    returns the wrong things, a step that changes nothing. An error of the script in one test only is that test's
+    "not tested".
+    """
+    chosen = list(tests) if tests is not None else list(TESTS)
+    for name in (*chosen, *skip, *(options or {})):
+        if name not in TESTS:
+            raise AuditError(f"there is no test {name!r}: {', '.join(TESTS)}")
+    chosen = [name for name in chosen if name not in set(skip)]
+    probe = Probe(trainable, seed)
+    report = Report(subject=type(trainable).__name__, seed=seed)
+    coupled = _can_be_measured(probe)
+    if coupled:
+        report.findings = [not_tested(name, "the step fails on one sample") for name in chosen if name != COUPLED]
+        report.findings.append(Finding(COUPLED, BUG, coupled))
+        return report
+    for number, name in enumerate(chosen):
+        if progress is not None:
+            progress(name, number, len(chosen))
+        report.findings.append(one(name, probe, **(options or {}).get(name, {})))
+    return report
+
+
+def _can_be_measured(probe: Probe) -> str:
+    """Raises AuditError where no test can be run, with the script's own error as its cause.
+
+    Returns what is wrong with a step that works on several samples and fails on one; else nothing.
+    """
+    try:
+        probe.data(1)
+        probe.check_steps()
+        assert probe.regime
+    except (AuditError, KeyboardInterrupt):
+        raise
+    except Exception as problem:
+        if _works_on_many(probe):
+            return (
+                f"The step works on 8 samples and fails on one ({type(problem).__name__}: {str(problem)[:150]}): a "
+                "layer takes statistics over the batch (BatchNorm in training mode). There is then no per-sample "
+                "gradient, and nothing else can be tested; use GroupNorm or LayerNorm."
+            )
+        raise AuditError(
+            f"the training step fails on one sample without noise ({type(problem).__name__}: {str(problem)[:300]})"
+        ) from problem
+    return ""
+
+
+def _works_on_many(probe: Probe) -> bool:
+    try:
+        return bool(np.isfinite(probe.change([probe.data(8)], 1.0)).all())
+    except Exception:  # noqa: BLE001  (the first error is the one that is told)
+        return False
+
+
+def one(name: str, probe: Probe, **options: Any) -> Finding:
+    """Run one test; what it lacks, or an error of the script, is said in its finding."""
+    begun = time.perf_counter()
+    try:
+        finding = TESTS[name](probe, **options)
+    except AuditError as problem:  # what it lacks, too
+        finding = not_tested(name, str(problem))
+    except Exception as problem:  # noqa: BLE001  (whatever the script raises)
+        finding = not_tested(name, f"the script raised {type(problem).__name__}: {str(problem)[:300]}")
+    finding.seconds = time.perf_counter() - begun
+    return finding
+
+
+def assert_private(trainable: Trainable, tests: Iterable[str] | None = None, **options: Any) -> Report:
+    """For a test suite: audit, and raise AssertionError with the report where a bug is found.
+
+    With `tests` named, each of them must have been run; without, those that lack something are passed over. Other
+    arguments are of `audit`.
+    """
+    named = None if tests is None else list(tests)
+    report = audit(trainable, named, **options)
+    if not report.ok or (named is not None and report.untested):
+        raise AssertionError(f"not private as far as tests can tell\n{report}")
+    return report

@@ -1,0 +1,229 @@
+"""Scripts of PyTorch as Trainables: from a model, an optimizer and a loss, or from a whole training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .trainable import Array, AuditError, Batch, Outcome, count
+
+_DROPOUT = {nn.modules.dropout._DropoutNd: "p", nn.RNNBase: "dropout", nn.MultiheadAttention: "dropout"}
+
+
+class TorchTrainable:
+    """A Trainable of ordinary PyTorch: `zero_grad`, `loss(model(x), y).backward()`, `step` for each batch.
+
+    Args:
+        make_model: () -> nn.Module; called after torch.manual_seed(seed).
+        make_optimizer: (model, *, clipping_norm, noise_multiplier, expected_batch_size, seed) -> the private optimizer
+            (anything with step and zero_grad), or a pair (model to call, optimizer) where the model is wrapped.
+        loss: (outputs, labels) -> scalar, as the script has it.
+        make_batch: (seed, size) -> (x, y), arrays or tensors of ordinary data.
+        train: instead of make_optimizer, the script's own loop:
+            (model, batches of tensors, *, clipping_norm, noise_multiplier, seed) -> anything; it trains in place.
+        train_parts: the same, each batch a list of physical batches; `run_parts` is there only with it, or with an
+            optimizer and `accumulate`.
+        accumulate: (optimizer, loss_value, last: bool) -> None: what the script does with each physical batch.
+        loss_kind, optimizer, learning_rate, adam_eps, expected_batch_size, sample_rate: see `Trainable`.
+        history, sample: see `Trainable`; history gets what make_optimizer returned, or the model with train=.
+        dropout: leave dropout on (default: off, since it is no noise of the mechanism).
+        seeded: call torch.manual_seed(seed) (and numpy's, random's) before a run, for noise from the global generators.
+
+    Each model keeps one optimizer, made in its first run: its state lasts over several runs. A model made private by
+    hooks is made for the clipping norm and noise of its first run.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        make_optimizer: Callable[..., Any] | None = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        make_batch: Callable[[int, int], tuple[Any, Any]],
+        train: Callable[..., Any] | None = None,
+        train_parts: Callable[..., Any] | None = None,
+        accumulate: Callable[..., Any] | None = None,
+        loss_kind: str | None = None,
+        optimizer: str = "sgd",
+        learning_rate: float | None = None,
+        adam_eps: float | None = None,
+        expected_batch_size: float | None = None,
+        sample_rate: float | None = None,
+        history: Callable[[Any], Any] | None = None,
+        sample: Callable[[int, int, int], Any] | None = None,
+        dropout: bool = False,
+        seeded: bool = True,
+    ) -> None:
+        if (make_optimizer is None) == (train is None):
+            raise AuditError("give either make_optimizer= (with loss=), or train=, the script's own loop")
+        if loss is None:
+            raise AuditError("give loss=: (outputs, labels) -> scalar")
+        self.make_model, self.make_optimizer, self.loss, self.train = make_model, make_optimizer, loss, train
+        self.train_parts, self.accumulate, self.made_batch = train_parts, accumulate, make_batch
+        self.loss_kind, self.optimizer, self.learning_rate = loss_kind, optimizer, learning_rate
+        self.adam_eps, self.expected_batch_size, self.sample_rate = adam_eps, expected_batch_size, sample_rate
+        self.dropout, self.seeded = dropout, seeded
+        self.parameter_names: list[tuple[str, int]] | None = None
+        self.sample = sample
+        self._history = history
+        self.history = None if history is None else self._counted
+        split = train_parts is not None or accumulate is not None
+        self.run_parts = self._run_parts if split else None
+
+    # ------------------------------------------------------------------ the protocol
+
+    def build(self, seed: int) -> Job:
+        """The model of a seed, not yet private."""
+        torch.manual_seed(seed)
+        model = self.make_model()
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not trained:
+            raise AuditError("make_model() gave a model without a trainable parameter")
+        self.parameter_names = [(name, p.numel()) for name, p in trained]
+        for module in model.modules():
+            for kind, attribute in _DROPOUT.items():
+                if isinstance(module, kind) and not self.dropout:
+                    setattr(module, attribute, 0.0)
+        return Job(model, [p for _, p in trained])
+
+    def run(
+        self, model: Job, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
+    ) -> Outcome:
+        """Train the model by the script's own step."""
+        ready = [model.tensors(batch) for batch in batches]
+        with self._running(seed):
+            if not ready:
+                pass  # a loop of one's own need not bear no batches
+            elif self.train is not None:
+                self.train(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier,
+                           seed=seed)  # fmt: skip
+            else:
+                self._optimizer(model, count(batches[0][1]), clipping_norm, noise_multiplier, seed)
+                for x, y in ready:
+                    model.optimizer.zero_grad()
+                    self.loss(model.called(x), y).backward()
+                    model.optimizer.step()
+        return self._outcome(model, ready)
+
+    def _run_parts(
+        self,
+        model: Job,
+        batches: Sequence[Sequence[Batch]],
+        *,
+        clipping_norm: float,
+        noise_multiplier: float,
+        seed: int,
+    ) -> Outcome:
+        """Train the model, each logical batch in physical ones."""
+        ready = [[model.tensors(part) for part in batch] for batch in batches]
+        with self._running(seed):
+            if self.train_parts is not None:
+                self.train_parts(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier,
+                                 seed=seed)  # fmt: skip
+            else:
+                size = sum(count(y) for _, y in batches[0])
+                self._optimizer(model, size, clipping_norm, noise_multiplier, seed)
+                assert self.accumulate is not None
+                for parts in ready:
+                    model.optimizer.zero_grad()
+                    for number, (x, y) in enumerate(parts):
+                        self.accumulate(model.optimizer, self.loss(model.called(x), y), number == len(parts) - 1)
+        return self._outcome(model, [part for parts in ready for part in parts])
+
+    def make_batch(self, seed: int, size: int) -> Batch:
+        """Ordinary data as arrays."""
+        x, y = self.made_batch(seed, size)
+        return _arrays(x), _arrays(y)
+
+    def predict(self, model: Job, x: Any) -> Array:
+        """Outputs in the model's training mode, as its loss sees them; running statistics are put back."""
+        kept = [buffer.clone() for buffer in model.model.buffers()]
+        with torch.no_grad():
+            found = model.model(model.tensor(x))
+            for buffer, value in zip(model.model.buffers(), kept, strict=True):
+                buffer.copy_(value)
+        if not isinstance(found, Tensor):
+            raise AuditError(f"the model returns a {type(found).__name__}, not a tensor of outputs [B, ...]")
+        return found.double().numpy(force=True)
+
+    def state(self, model: Job) -> Array:
+        """Buffers: they are released with the weights, and no noise is on them."""
+        buffers = [b for b in model.model.buffers() if b.is_floating_point()]
+        return np.concatenate([b.double().numpy(force=True).ravel() for b in buffers] or [np.zeros(0)])
+
+    # ------------------------------------------------------------------ inside
+
+    def _counted(self, model: Job) -> list[tuple[float, float | None, int]]:
+        assert self._history is not None
+        return [tuple(entry) for entry in self._history(model.optimizer if self.train is None else model.model)]
+
+    def _optimizer(self, model: Job, size: int, clipping_norm: float, noise_multiplier: float, seed: int) -> None:
+        if model.optimizer is not None:
+            return
+        assert self.make_optimizer is not None
+        made = self.make_optimizer(
+            model.model, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier,
+            expected_batch_size=self.expected_batch_size or max(size, 1), seed=seed,
+        )  # fmt: skip
+        model.called, model.optimizer = made if isinstance(made, tuple) else (model.model, made)
+
+    @contextlib.contextmanager
+    def _running(self, seed: int) -> Iterator[None]:
+        if self.seeded:
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # of hooks, of seeds: the audit runs a step hundreds of times
+            yield
+
+    def _outcome(self, model: Job, ready: Sequence[tuple[Any, Any]]) -> Outcome:
+        flat = torch.cat([p.detach().double().flatten() for p in model.trained]).numpy(force=True)
+        if not ready:
+            return Outcome(float("nan"), flat)
+        kept = [buffer.clone() for buffer in model.model.buffers()]
+        with torch.no_grad():
+            x, y = ready[-1]
+            loss = float(self.loss(model.model(x), y))
+            for buffer, value in zip(model.model.buffers(), kept, strict=True):
+                buffer.copy_(value)
+        return Outcome(loss, flat)
+
+
+class Job:
+    """A model under audit and, once it has run, what trains it."""
+
+    def __init__(self, model: nn.Module, trained: list[nn.Parameter]) -> None:
+        self.model, self.trained = model, trained
+        self.called: Any = model
+        self.optimizer: Any = None
+        first = trained[0]
+        self.device = first.device
+        self.dtype = torch.float64 if first.dtype == torch.float64 else torch.get_default_dtype()
+
+    def tensors(self, batch: Batch) -> tuple[Any, Any]:
+        """A batch as the model takes it: on its device, numbers in its precision."""
+        return self.tensor(batch[0]), self.tensor(batch[1])
+
+    def tensor(self, part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: self.tensor(value) for name, value in part.items()}
+        if isinstance(part, tuple | list):
+            return type(part)(self.tensor(value) for value in part)
+        found = torch.from_numpy(np.array(part))
+        return found.to(self.device, self.dtype if found.is_floating_point() else found.dtype)
+
+
+def _arrays(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {name: _arrays(value) for name, value in part.items()}
+    if isinstance(part, tuple | list):
+        return type(part)(_arrays(value) for value in part)
+    return part.numpy(force=True) if isinstance(part, Tensor) else np.asarray(part)

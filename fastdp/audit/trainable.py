@@ -1,0 +1,154 @@
+"""What is audited: a training step, whatever made it, behind one small protocol.
+
+Nothing here imports torch: a step of JAX or of a remote service is audited as one of PyTorch is. Batches are pairs
+(inputs, labels) of numpy arrays with the samples first; `fastdp.audit.torch_step` turns them into tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import numpy as np
+
+from ..errors import FastDPError
+
+Array = np.ndarray[Any, Any]
+Batch = tuple[Any, Any]
+
+
+class AuditError(FastDPError):
+    """The audit cannot be run: the step is missing, returns the wrong things, or is not deterministic."""
+
+
+class Lacking(AuditError):
+    """One test needs something that this trainable does not offer; the test is then reported as not tested."""
+
+
+class Outcome(NamedTuple):
+    """What a run gives back."""
+
+    loss: float  # mean loss of the last batch after training; nan where no batch was given
+    parameters: Array  # float64 [P]: all trained parameters, flat, always in the same order
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """A training step under audit. These two methods are all that must be there.
+
+    Optional attributes and methods, each with what it is needed for (a test that lacks one says so):
+
+    make_batch(seed, size) -> (x, y)   ordinary data, numpy arrays [size, ...]; needed by every test
+    predict(model, x) -> [size, K]     outputs of the model as its loss sees them: for samples of zero gradient
+    loss_kind                          "cross_entropy" (predict gives logits; labels int [B], or soft [B, K]) or "mse"
+    optimizer                          "sgd" (default) or "adam"
+    learning_rate                      for everything that is compared with C itself, not only with other runs
+    adam_eps                           of Adam, default 1e-8: far below it a step of Adam is linear in the gradient
+    expected_batch_size                what the sum is divided by; None (default): the size of the batch that is given
+                                       (in one run all have one size, but for empty ones)
+                                       (batches of one run have one size, but for empty ones); 1: a sum
+    parameter_names                    [(name, number of elements)] in the order of Outcome.parameters, for sentences
+    run_parts(model, batches, *, clipping_norm, noise_multiplier, seed) -> Outcome
+                                       as run, but each logical batch is a list of physical ones (micro-batches that are
+                                       accumulated, or the shares of workers)
+    state(model) -> [S]                whatever else is released with the parameters: running statistics of BatchNorm
+    sample(records, steps, seed) -> [indices of step 1, indices of step 2, ...]
+                                       the batches that the script's loader draws; with sample_rate, the accounted one
+    history(model) -> [(noise multiplier, sample rate, steps)]
+                                       what the accountant has counted on a model after run()
+    """
+
+    def build(self, seed: int) -> Any:
+        """A fresh model with its optimizer's state; equal seeds give equal weights."""
+
+    def run(
+        self, model: Any, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
+    ) -> Outcome:
+        """Train the model, one step a batch (none: only read the parameters); seed is that of the noise."""
+
+
+OPTIMIZERS, LOSSES = ("sgd", "adam"), ("cross_entropy", "mse")
+
+
+def optional(trainable: Any, name: str, purpose: str) -> Any:
+    """An optional attribute or method. Raises Lacking, naming it and what it is needed for."""
+    found = getattr(trainable, name, None)
+    if found is None:
+        raise Lacking(f"needs {name} of the trainable, {purpose}")
+    return found
+
+
+def check_trainable(trainable: Any) -> Trainable:
+    """Raises AuditError where it is no Trainable or an attribute makes no sense."""
+    for name in ("build", "run"):
+        if not callable(getattr(trainable, name, None)):
+            raise AuditError(
+                f"{type(trainable).__name__} is no Trainable: it has no method {name}(). See fastdp.audit.Trainable; "
+                "fastdp.audit.TorchTrainable wraps a PyTorch script."
+            )
+    kind = getattr(trainable, "optimizer", None)
+    if kind is not None and kind not in OPTIMIZERS:
+        raise AuditError(f"optimizer of the trainable must be one of {', '.join(OPTIMIZERS)}, not {kind!r}")
+    loss = getattr(trainable, "loss_kind", None)
+    if loss is not None and loss not in LOSSES:
+        raise AuditError(f"loss_kind of the trainable must be one of {', '.join(LOSSES)}, not {loss!r}")
+    for name in ("learning_rate", "expected_batch_size", "adam_eps"):
+        value = getattr(trainable, name, None)
+        if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+            raise AuditError(f"{name} of the trainable must be a positive number, not {value!r}")
+    return cast(Trainable, trainable)
+
+
+def check_outcome(found: Any) -> Outcome:
+    """The outcome with float64 parameters. Raises AuditError where run() returned something else."""
+    try:
+        loss, parameters = found
+        flat = np.array(parameters, dtype=np.float64)  # a copy: the script may go on with its own
+        loss = float(loss)
+    except (TypeError, ValueError) as problem:
+        raise AuditError(
+            f"run() must return Outcome(loss, parameters), a number and a flat array, not {type(found).__name__} "
+            f"({str(problem)[:80]})"
+        ) from None
+    if flat.ndim != 1 or not flat.size:
+        raise AuditError(f"run() must return the parameters as one flat array [P], not one of shape {flat.shape}")
+    return Outcome(loss, flat)
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def rows(part: Any, chosen: Any) -> Any:
+    """Samples of inputs or labels, chosen by an index array or slice: arrays, or tuples, lists and dicts of them."""
+    if isinstance(part, dict):
+        return {name: rows(value, chosen) for name, value in part.items()}
+    if isinstance(part, tuple | list):
+        return type(part)(rows(value, chosen) for value in part)
+    return np.asarray(part)[chosen]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Inputs, or labels, of several batches as those of one."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: joined([part[name] for part in parts]) for name in first}
+    if isinstance(first, tuple | list):
+        return type(first)(joined([part[place] for part in parts]) for place in range(len(first)))
+    return np.concatenate([np.asarray(part) for part in parts])
+
+
+def count(part: Any) -> int:
+    """How many samples inputs or labels have."""
+    if isinstance(part, dict):
+        return count(next(iter(part.values())))
+    return count(part[0]) if isinstance(part, tuple | list) else len(part)
+
+
+def batch_of(batches: Sequence[Batch]) -> Batch:
+    """One batch of all samples of several."""
+    return joined([x for x, _ in batches]), joined([y for _, y in batches])
+
+
+def pick(batch: Batch, chosen: Any) -> Batch:
+    """Some samples of a batch."""
+    return rows(batch[0], chosen), rows(batch[1], chosen)

@@ -1,0 +1,32 @@
+"""The flags of `python -m fastdp audit`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DESCRIPTION = """\
+Test a training step for bugs that void differential privacy, from outside: clipping, noise, sampling, accounting.
+STEP names what is tested: my_script.py:make_step, a function without arguments that returns a fastdp.audit.Trainable
+(fastdp.audit.TorchTrainable wraps a PyTorch script), or such an object itself. examples/audit/ has three to begin
+from; docs/audit.md says what each test does and needs."""
+
+EPILOG = """\
+exit codes: 0 no bug was found; 1 a bug was found, or no test could be run (with --strict: or one could not); 2 wrong
+usage, or nothing could be measured (the script fails, or returns the wrong things).
+
+example: python -m fastdp audit examples/audit/by_hand.py:make_step --plots audit-plots"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare every flag."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("step", metavar="STEP", nargs="?", help="FILE.py:NAME or package.module:NAME")
+    parser.add_argument("--tests", metavar="A,B", help="only these tests (default: all; --list names them)")
+    parser.add_argument("--skip", metavar="A,B", default="", help="leave these out")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the data (default: %(default)s)")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the curves as PNG there; needs matplotlib")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
+    parser.add_argument("--strict", action="store_true", help="fail where a test could not be run, too")
+    parser.add_argument("--list", action="store_true", help="say what tests there are, and stop")
