@@ -50,7 +50,7 @@ void gram_products(const Pack &pack, int64_t depth, int64_t first, int64_t rows,
         if (!diagonal) pack(start, cols, k, line.count, my.cols);
         const float *columns = diagonal ? my.rows : my.cols;
         const int64_t size = line.count * SLIVER;
-        for (int64_t s = 0; s < ceil_div(rows, SLIVER); ++s)
+        for (int64_t s = 0; !diagonal && s < ceil_div(rows, SLIVER); ++s)
             add_squares(my.rows + s * size, line.count, row_squares + s * SLIVER);
         for (int64_t s = 0; !diagonal && s < slivers; ++s)
             add_squares(columns + s * size, line.count, col_squares + s * SLIVER);
@@ -63,7 +63,9 @@ void gram_products(const Pack &pack, int64_t depth, int64_t first, int64_t rows,
                          products + (r * SLIVERS + s) * CELL);
             }
     }
-    if (diagonal) std::copy_n(row_squares, SQUARE, col_squares);
+    for (int64_t t = 0; diagonal && t < rows; ++t)  // of a block on the diagonal they stand on its diagonal
+        row_squares[t] = col_squares[t] =
+            products[(t / HALF * SLIVERS + t / SLIVER) * CELL + t % HALF * SLIVER + t % SLIVER];
 }
 
 // out[TOTAL] and out[SPREAD] of the block in `my`.

@@ -153,9 +153,66 @@ INLINE void convert(const void *source, int type, int64_t stride, int64_t count,
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
 
+#if FASTDP_X86
+// Whole cache lines of the rows, 16 x 16 at once: rows that lie a power of two apart share few places in a cache, so a
+// line that is come back to is gone by then. Returns how many k were done.
+__attribute__((target("avx512f"))) int64_t transpose_avx512(const float *src, int64_t stride, int64_t count,
+                                                            float *dst) {
+    typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
+    int64_t k = 0;
+    for (; k + SLIVER <= count; k += SLIVER) {
+        Sixteen x[SLIVER], y[SLIVER];
+#pragma GCC unroll 16
+        for (int r = 0; r < SLIVER; ++r) x[r] = *(const Sixteen *)(src + r * stride + k);
+#pragma GCC unroll 8
+        for (int r = 0; r < SLIVER; r += 2) {  // pairs of numbers within each quarter
+            y[r] = __builtin_shufflevector(x[r], x[r + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+            y[r + 1] =
+                __builtin_shufflevector(x[r], x[r + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < SLIVER; r += 4)  // fours: x[r + i] holds k = i, 4 + i, 8 + i, 12 + i of rows r to r + 3
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i) {
+                x[r + 2 * i] = __builtin_shufflevector(y[r + i], y[r + 2 + i], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24,
+                                                       25, 12, 13, 28, 29);
+                x[r + 2 * i + 1] = __builtin_shufflevector(y[r + i], y[r + 2 + i], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11,
+                                                           26, 27, 14, 15, 30, 31);
+            }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)  // quarters: of rows 0 to 7 and 8 to 15
+#pragma GCC unroll 2
+            for (int half = 0; half < SLIVER; half += 8) {
+                y[half + i] = __builtin_shufflevector(x[half + i], x[half + 4 + i], 0, 1, 2, 3, 16, 17, 18, 19, 4, 5,
+                                                      6, 7, 20, 21, 22, 23);
+                y[half + 4 + i] = __builtin_shufflevector(x[half + i], x[half + 4 + i], 8, 9, 10, 11, 24, 25, 26, 27,
+                                                          12, 13, 14, 15, 28, 29, 30, 31);
+            }
+        float *to = dst + k * SLIVER;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 2
+            for (int q = 0; q < 2; ++q) {
+                *(Sixteen *)(to + (8 * q + i) * SLIVER) =
+                    __builtin_shufflevector(y[4 * q + i], y[8 + 4 * q + i], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20,
+                                            21, 22, 23);
+                *(Sixteen *)(to + (8 * q + 4 + i) * SLIVER) =
+                    __builtin_shufflevector(y[4 * q + i], y[8 + 4 * q + i], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26,
+                                            27, 28, 29, 30, 31);
+            }
+    }
+    return k;
+}
+
+const bool wide_registers = (__builtin_cpu_init(), __builtin_cpu_supports("avx512f"));
+#endif
+
 // dst[k][r] = src[r][k], r < 16, k < count; rows of src lie `stride` apart.
 INLINE void transpose(const float *src, int64_t stride, int64_t count, float *dst) {
     int64_t k = 0;
+#if FASTDP_X86
+    if (wide_registers) k = transpose_avx512(src, stride, count, dst);
+#endif
     for (; k + 4 <= count; k += 4)
         for (int r = 0; r < SLIVER; r += 8) {  // two blocks of 4 x 4 beside each other
             Eight row[4];
