@@ -59,6 +59,10 @@ class Planner:
 
     def fastest(self, shape: Shape, device: torch.device, short: bool) -> tuple[str, str]:
         """(of all routes, of those without storage)."""
+        if depthwise(shape) and device.type == "cpu":
+            # MEASURED: 7x7, 4 x 96 x 56 x 56: 0.9 ms for stored gradients, 8 to 26 ms for torch's weight gradient, which
+            # the clipped sum would be otherwise
+            return "materialise", "direct"
         key = (shape, device, short)
         found = self._routes.get(key)
         if found is None:
@@ -67,6 +71,11 @@ class Planner:
             lean = {route: time for route, time in times.items() if route != "materialise"}
             found = self._routes[key] = (min(times, key=times.__getitem__), min(lean, key=lean.__getitem__))
         return found
+
+
+def depthwise(shape: Shape) -> bool:
+    """A convolution whose groups have one output each; the compiled kernel takes those with one input, too."""
+    return shape.family == "conv" and shape.groups > 1 and shape.groups == shape.o
 
 
 def _possible(shape: Shape) -> tuple[str, ...]:

@@ -28,6 +28,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "uneven": ((2, 5, 10, 7), 6, (3, 2), (2, 1), (0, 2), (1, 3), 1),
     "groups": ((2, 12, 8, 8), 18, 3, 1, 1, 1, 3),
     "depthwise": ((2, 20, 9, 9), 20, 3, 1, 1, 1, 20),
+    "depthwise_of_many_taps": ((2, 33, 9, 12), 33, 7, 1, 3, 1, 33),
+    "depthwise_strided": ((2, 18, 11, 9), 18, (5, 2), (2, 3), (2, 0), (1, 2), 18),
+    "depthwise_line": ((3, 17, 300), 17, 4, 1, 2, 3, 17),
+    "depthwise_volume": ((2, 3, 4, 6, 5), 3, (2, 3, 1), (1, 2, 1), (1, 1, 0), 1, 3),
     "multiplied_depthwise": ((2, 4, 9, 9), 12, 3, 2, 1, 1, 4),
     "line": ((3, 18, 300), 7, 5, 1, 2, 1, 1),
     "point_line": ((2, 3, 1), 4, 1, 1, 0, 1, 1),
@@ -273,3 +277,15 @@ def test_opcheck(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(ops.conv_per_sample.default, (x, g, *args))
     torch.library.opcheck(ops.conv_clipped_sum.default, (x, g, c, *args))
     torch.library.opcheck(ops.conv_clipped_sum.out, (x, g, c, *args, torch.zeros(6, 2, 3, 3, dtype=kind)))
+
+
+def test_a_large_depthwise_image_is_read_in_bands() -> None:
+    x, g = torch.randn(2, 2, 1100, 16), torch.randn(2, 2, 1100, 16)  # 16 channels of it are more than a band
+    found = conv_per_sample(x, g, 3, padding=1, groups=2)
+    for b in range(2):
+        weight = torch.zeros(2, 1, 3, 3, dtype=torch.float64, requires_grad=True)
+        F.conv2d(x[b : b + 1].double(), weight, padding=1, groups=2).backward(g[b : b + 1].double())
+        assert weight.grad is not None
+        torch.testing.assert_close(found[b].double(), weight.grad, rtol=1e-5, atol=1e-4)
+    norms = conv_norm_sq(x, g, 3, padding=1, groups=2)
+    torch.testing.assert_close(norms, found.square().flatten(1).sum(1), rtol=1e-5, atol=0)

@@ -166,3 +166,13 @@ def test_a_real_calibration_gives_usable_constants() -> None:
     for route in ROUTES:
         times = [seconds(route, Shape("linear", 8, 64, n, n), found) for n in (32, 1024)]
         assert 0 < times[0] < times[1]
+
+
+def test_depthwise_gradients_are_stored_on_a_cpu_where_they_are_small() -> None:
+    planner = Planner()
+    shape = Shape("conv", 4, 56 * 56, 49, 96, 96)
+    data = 2 * 4 * 4 * 96 * 56 * 56  # bytes of x and g
+    assert planner.materialises(shape, data, CPU, False)
+    assert not planner.materialises(shape, int(shape.gradient_bytes() / MORE) - 1, CPU, False)
+    assert planner.norm_route(shape, CPU, False) == "direct"
+    assert planner.norm_route(shape._replace(o=192), CPU, False) == "direct"  # two outputs a group: as it was

@@ -4,6 +4,7 @@
 // Columns of G_b come from patches in one of two ways. Channels side by side [channels / 16][image][16]: then
 // every tap is the same memory from another start, nothing is copied per tap, and a sliver is 16 channels of one
 // tap. Or, for few channels, as columns of the patch matrix in the weight's own order.
+#include "depthwise.h"
 #include "gram.h"
 #include "patches.h"
 
@@ -225,6 +226,7 @@ void gram_job(const fastdp_conv &conv, const GramPlan &plan, int64_t sample, int
 extern "C" {
 
 int64_t fastdp_conv_scratch(const fastdp_conv *conv, int route) {
+    if (route != FASTDP_CONV_GRAM && is_depthwise(*conv)) return depthwise_scratch(*conv);
     return route == FASTDP_CONV_GRAM ? gram_plan(*conv).total : plan_of(*conv, route == FASTDP_CONV_STORE).total;
 }
 
@@ -234,6 +236,7 @@ int64_t fastdp_conv_parts(const fastdp_conv *conv, int route) {
 }
 
 void fastdp_conv_norm(const fastdp_conv *conv, double *norm_sq, double *parts, void *scratch, int threads) {
+    if (is_depthwise(*conv)) return depthwise_norm(*conv, norm_sq, parts, scratch, threads);
     const Plan plan = plan_of(*conv, false);
     const int64_t each = conv->groups * plan.parts, jobs = conv->batch * each;
     const int team = (int)max64(1, min64(threads, jobs));
@@ -255,6 +258,7 @@ void fastdp_conv_norm(const fastdp_conv *conv, double *norm_sq, double *parts, v
 }
 
 void fastdp_conv_per_sample(const fastdp_conv *conv, float *out, void *scratch, int threads) {
+    if (is_depthwise(*conv)) return depthwise_per_sample(*conv, out, scratch, threads);
     const Plan plan = plan_of(*conv, true);
     const int64_t each = conv->groups * plan.parts, jobs = conv->batch * each;
     const int team = (int)max64(1, min64(threads, jobs));
