@@ -17,6 +17,7 @@ import datetime
 import io
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +93,7 @@ def command_of(stem: str, given: Sequence[str]) -> str:
                 rest.pop(0)
             words += ["--data DIR"] if name == "--data" else []
         else:
-            words.append(f"{name}={value}" if value else name)
+            words.append(shlex.quote(f"{name}={value}" if value else name))
     return " ".join(words)
 
 
