@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What all cases of an experiment share. quick_epochs: what fits two minutes."""
+    """What all cases of an experiment share. epsilon: the paper's, by GDP; quick_epochs: what fits two minutes."""
 
     experiment: str
     network: Callable[[], nn.Module]
@@ -49,6 +49,7 @@ class Setting(NamedTuple):
     epochs: float
     sigma: float
     delta: float
+    epsilon: float
     quick_epochs: float
 
 
@@ -59,8 +60,11 @@ def options_of(description: str, stem: str, setting: Setting, arguments: Sequenc
                       help=f"of: {'; '.join(case.name for case in setting.cases)}")  # fmt: skip
     made.add_argument("--epochs", type=float, help=f"default: {setting.epochs:g}, the paper's; with --quick "
                       f"{setting.quick_epochs:g}. The noise is the paper's: fewer cost less epsilon")  # fmt: skip
+    made.add_argument("--same-epsilon", action="store_true", help="with fewer --epochs: as little noise as makes them "
+                      f"cost the paper's epsilon, {setting.epsilon:g} by GDP")  # fmt: skip
     made.add_argument("--records", type=int, help="train on so many records only")
     made.add_argument("--test-records", type=int, help="test on so many only")
+    made.add_argument("--every", type=int, default=0, metavar="N", help="write rows after each N epochs, too")
     made.add_argument("--draw", action="store_true", help="train nothing: draw the pictures of the rows in --out")
     options = made.parse_args(arguments)
     names = [case.name for case in setting.cases]
@@ -69,48 +73,70 @@ def options_of(description: str, stem: str, setting: Setting, arguments: Sequenc
     for name in ("epochs", "records", "test_records"):
         if getattr(options, name) is not None and not getattr(options, name) > 0:
             made.error(f"--{name.replace('_', '-')} must be positive")
+    if options.every < 0:
+        made.error("--every must be 0 (never) or more")
     if options.draw and options.plots is None:
         made.error("--draw needs --plots DIR, to draw into")
     return options
 
 
-def run(case: Case, setting: Setting, data: common.Images, seed: int, epochs: float,
-        text: str) -> tuple[dict[str, Any], dict[str, float], Calibration]:  # fmt: skip
-    """One run: the setting's columns of its rows, its metrics, and the calibration on the test set.
+class Found(NamedTuple):
+    """What a run came to: the setting's columns of its rows, metrics, calibration on the test set; done: it is over."""
 
-    The number of steps is that of the paper's accounting: epochs * records / batch, rounded down.
+    columns: dict[str, Any]
+    metrics: dict[str, float]
+    calibration: Calibration
+    done: bool
+
+
+def run(case: Case, setting: Setting, data: common.Images, seed: int, epochs: float, text: str,
+        tell: Callable[[Found], object], same_epsilon: bool = False, every: int = 0) -> None:  # fmt: skip
+    """Train once. tell: called with what was found at the end, and after each `every` passes (0: none).
+
+    The number of steps is that of the paper's accounting: epochs * records / batch, rounded down. same_epsilon: the
+    noise is that which costs the paper's epsilon in these steps, not the paper's.
     """
     torch.manual_seed(seed)
     model = setting.network()
     batch = min(setting.batch, len(data.x) // 2)
     batches = common.loader(data.x, data.y, batch, seed=None if case.private else seed)
-    steps = max(1, int(epochs * len(data.x) / batch))
+    steps, sigma = max(1, int(epochs * len(data.x) / batch)), setting.sigma
+    if same_epsilon:
+        sigma = fastdp.noise_multiplier_for(target_epsilon=setting.epsilon, delta=setting.delta, steps=steps,
+                                            sample_rate=batches.sample_rate, accountant="gdp")  # fmt: skip
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
     if case.private:
         assert case.R is not None
-        fastdp.privatize(optimizer, model, noise_multiplier=setting.sigma, max_grad_norm=case.R,
+        fastdp.privatize(optimizer, model, noise_multiplier=sigma, max_grad_norm=case.R,
                          clipping=case.clipping, style=case.style, accountant="gdp")  # fmt: skip
-    done = common.train(model, optimizer, batches, steps=steps, text=text)
-    columns: dict[str, Any] = {
-        "train_records": len(data.x), "epochs": round(steps * batch / len(data.x), 2), "steps": steps, "batch": batch,
-        "lr": case.lr, "seconds": round(done.seconds, 1),
-    }  # fmt: skip
-    found = calibration(common.logits_of(model, data.x_test), data.y_test)
-    metrics = {"accuracy": found.accuracy, "nll": found.nll, "ece": found.ece, "mce": found.mce,
-               "train_loss": done.losses[-1]}  # fmt: skip
+
+    def so_far(until: common.Run) -> None:
+        if until.steps < steps and not (every and len(until.losses) % every == 0):
+            return
+        columns: dict[str, Any] = {
+            "train_records": len(data.x), "epochs": round(until.steps * batch / len(data.x), 2), "steps": until.steps,
+            "batch": batch, "lr": case.lr, "seconds": round(until.seconds, 1),
+        }  # fmt: skip
+        found = calibration(common.logits_of(model, data.x_test), data.y_test)
+        metrics = {"accuracy": found.accuracy, "nll": found.nll, "ece": found.ece, "mce": found.mce,
+                   "train_loss": until.losses[-1]}  # fmt: skip
+        if isinstance(optimizer, fastdp.optim.PrivateOptimizer):
+            metrics |= common.epsilons(sigma, batches.sample_rate, until.steps, setting.delta)
+            spent = optimizer.epsilon(setting.delta)
+            if abs(spent - metrics["epsilon_gdp"]) > 1e-9:
+                raise AssertionError(f"the optimizer counts epsilon {spent}, not {metrics['epsilon_gdp']}")
+            metrics["dropped" if case.clipping == "global" else "clipped"] = until.clipped or 0.0
+            columns |= {"sigma": sigma, "epsilon": spent, "delta": setting.delta, "accountant": "gdp", "R": case.R,
+                        "clipping": case.clipping, "style": case.style}  # fmt: skip
+        tell(Found(columns, metrics, found, until.steps == steps))
+
+    common.train(model, optimizer, batches, steps=steps, text=text, so_far=so_far)
     if isinstance(optimizer, fastdp.optim.PrivateOptimizer):
-        metrics |= common.epsilons(setting.sigma, batches.sample_rate, steps, setting.delta)
-        spent = optimizer.epsilon(setting.delta)
-        assert abs(spent - metrics["epsilon_gdp"]) < 1e-9, "the optimizer's own count of its steps is another"
-        metrics["dropped" if case.clipping == "global" else "clipped"] = done.clipped or 0.0
-        columns |= {"sigma": setting.sigma, "epsilon": spent, "delta": setting.delta, "accountant": "gdp", "R": case.R,
-                    "clipping": case.clipping, "style": case.style}  # fmt: skip
         optimizer.detach()
-    return columns, metrics, found
 
 
 def main(setting: Setting, options: Any) -> list[common.Row]:
-    """Run every case with every seed, write rows and pictures, print a table; returns the rows."""
+    """Run every case with every seed, write rows and pictures, print what was found; returns the rows."""
     bins = options.out.with_name(f"{options.out.stem}_bins.csv")
     if options.draw:
         draw(options, bins, setting)
@@ -118,21 +144,26 @@ def main(setting: Setting, options: Any) -> list[common.Row]:
     data = common.subset(setting.images(options.data), options.records, options.test_records)
     epochs = options.epochs or (setting.quick_epochs if options.quick else setting.epochs)
     full = epochs == setting.epochs and options.records is None and options.test_records is None
-    mode = "quick" if options.quick else "full" if full else "short"
     print(f"{data.name}: {len(data.x):,} to train on, {len(data.x_test):,} to test; batch {setting.batch}, "
-          f"{epochs:g} epochs ({mode})", flush=True)  # fmt: skip
-    every: list[common.Row] = []
+          f"{epochs:g} epochs", flush=True)  # fmt: skip
+    all_rows: list[common.Row] = []
     for seed in common.seeds(options):
         for case in (case for case in setting.cases if case.name in options.cases):
-            columns, metrics, found = run(case, setting, data, seed, epochs, f"{case.name}, seed {seed}")
-            rows = common.rows(options, setting.experiment, case.name, mode, seed, metrics, **columns)
-            common.write(options.out, rows)
-            keep(bins, setting.experiment, case.name, mode, seed, found)
-            every += rows
-            told = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-            print(f"{case.name}, seed {seed}: {told}; {columns['seconds']:.0f} s", flush=True)
-    draw(options, bins, setting, mode)
-    return every
+
+            def tell(found: Found, case: Case = case, seed: int = seed) -> None:
+                mode = "quick" if options.quick else "full" if full and found.done else "short"
+                rows = common.rows(options, setting.experiment, case.name, mode, seed, found.metrics, **found.columns)
+                common.write(options.out, rows)
+                keep(bins, setting.experiment, case.name, mode, seed, found.calibration)
+                all_rows.extend(rows)
+                told = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items())
+                print(f"{case.name}, seed {seed}, {found.columns['epochs']:g} epochs: {told}; "
+                      f"{found.columns['seconds']:.0f} s", flush=True)  # fmt: skip
+
+            run(case, setting, data, seed, epochs, f"{case.name}, seed {seed}", tell, options.same_epsilon,
+                options.every)  # fmt: skip
+    draw(options, bins, setting, "quick" if options.quick else None)
+    return all_rows
 
 
 # ---------------------------------------------------------------------- reliability diagrams

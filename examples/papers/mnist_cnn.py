@@ -35,7 +35,7 @@ CASES = (
     Case("local, R = 210", "local", 210.0, 0.0007),
     Case("not private", "none", None, 0.15),
 )
-SETTING = Setting("MNIST CNN", network, common.mnist, CASES, 256, 60, 1.1, 1e-5, 2)
+SETTING = Setting("MNIST CNN", network, common.mnist, CASES, 256, 60, 1.1, 1e-5, 2.32, 2)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
