@@ -3,8 +3,8 @@
     python examples/papers/housing.py --data DIR --seeds 30 [--quick] [--plots DIR]
 
 DIR holds california_housing.csv.gz: the 20,640 x 8 table of scikit-learn's fetch_california_housing and its target,
-with a line of names. The paper's network, noise and learning rates are not known to us; ours were chosen by a few runs
-on this data, which the epsilon does not count.
+with a line of names. The paper's network, noise and learning rates are not known to us; ours were chosen by a few
+runs on this data, which the epsilon does not count.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     python examples/papers/layerwise_loss.py [--quick] [--networks 20] [--steps 20000] [--plots DIR]
 
 No data is read, and there is no noise: gradient descent in float64 with a small step on the clipped gradients of
-small random networks (those of `python -m fastdp ntk`). R goes from a hundredth to a hundred times a network's median norm,
-flat and layerwise. Rows: the share of networks whose loss rises (in a step of which the kernel predicts it), the largest
-rise above the first loss, the share that reaches a thousandth of it. One picture: the curves, and the shares by R.
+small random networks (those of `python -m fastdp ntk`). R goes from a hundredth to a hundred times a network's median
+norm, flat and layerwise. Rows: the share of networks whose loss rises (in a step of which the kernel predicts it),
+the largest rise above the least loss before (as a share of it), the share that reaches a thousandth of the first. One
+picture: the curves, and the shares by R.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def picture(curves: dict[tuple[str, float], Curve], path: Path) -> None:
     ratios = sorted({ratio for _, ratio in curves})
     small = min((r for r in ratios if r >= 0.1), default=ratios[0])
     lifted = curves["layerwise", small].losses
-    worst = int((lifted.max(0).values / lifted[0]).argmax())
+    worst = int((lifted / lifted.cummin(0).values).max(0).values.argmax())
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for (style, ratio), dashes in ((("layerwise", small), "-"), (("flat", small), "-"),
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, float], Curv
                 relative = found.losses / found.losses[0]
                 metrics = {
                     "share whose loss rises": float(found.rises.double().mean()),
-                    "highest loss over first": float(relative.max()),
+                    "largest rise": float((found.losses / found.losses.cummin(0).values).max()) - 1,
                     "share that reaches zero": float((relative[-1] <= ZERO).double().mean()),
                 }
                 print(f"{row.name}: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)

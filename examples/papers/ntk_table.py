@@ -2,8 +2,8 @@
 
     python examples/papers/ntk_table.py [--quick] [--networks 20] [--steps 40000] [--plots DIR]
 
-No data is read. A seed is a draw of networks and of their data. The rows say in which share of the networks a property
-held: one that the paper guarantees should in all of them, one that it does not guarantee need not.
+No data is read. A seed is a draw of networks and of their data. The rows say in which share of the networks a
+property held: one that the paper guarantees should in all of them, one that it does not guarantee need not.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """What wine.py and housing.py share: tables of numbers, a small network, runs with local, global and no clipping.
 
 Features and targets are standardized by the training part's mean and deviation, which is no private step: a release
-would need public bounds. The losses written are of the whole training part, read now and then for the curves: the epsilon
-does not cover them either.
+would need public bounds. The losses written are of the whole training part, read now and then for the curves: the
+epsilon does not cover them either.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import sys
 import time
@@ -26,6 +27,7 @@ from examples.papers import common
 
 POINTS = 20  # moments at which the losses are kept, beside the end
 DELTA = 1e-5
+epsilons = functools.lru_cache(common.epsilons)  # the same for every seed
 COLOURS = {"local": "#4477aa", "global": "#bb5566", "not private": "black"}
 
 
@@ -112,7 +114,7 @@ def run(plan: Plan, way: Way, task: Task, seed: int, epochs: int) -> tuple[list[
     metrics = {"training loss": losses[-1], "test loss": loss_of(model, task.x_test, task.y_test),
                "training loss at half time": losses[POINTS // 2]}  # fmt: skip
     if private:
-        metrics |= common.epsilons(plan.sigma, batches.sample_rate, steps, DELTA)
+        metrics |= epsilons(plan.sigma, batches.sample_rate, steps, DELTA)
         metrics["share longer than R"] = found.clipped or 0.0
         optimizer.detach()
     return losses, metrics, steps

@@ -2,9 +2,9 @@
 
     python examples/papers/wine.py --data DIR --seeds 30 [--quick] [--plots DIR]
 
-DIR holds winequality-red.csv (1,599 x 11) of https://archive.ics.uci.edu/dataset/186/wine+quality.
-The paper's network, noise and learning rates are not known to us; ours were chosen by a few runs on this data, which the
-epsilon does not count. Every record is in every batch: sampling saves no privacy here.
+DIR holds winequality-red.csv (1,599 x 11) of https://archive.ics.uci.edu/dataset/186/wine+quality. The paper's
+network, noise and learning rates are not known to us; ours were chosen by a few runs on this data, which the epsilon
+does not count. Every record is in every batch: sampling saves no privacy here.
 """
 
 from __future__ import annotations
