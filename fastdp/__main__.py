@@ -1,4 +1,4 @@
-"""python -m fastdp demo | info | finetune | audit"""
+"""python -m fastdp demo | info | finetune | audit | ntk"""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser("finetune", help="fine-tune a model on a file of texts, privately")
     )
     add_audit_options(commands.add_parser("audit", help="test a training step, of any framework, for private bugs"))
+    ntk = commands.add_parser(
+        "ntk", help="what clipping does to convergence, on small random networks (Table 1 of Bu et al. 2023)"
+    )
+    ntk.add_argument("--networks", type=int, default=20, help="random networks, each with data (default: %(default)s)")
+    ntk.add_argument("--steps", type=int, default=4000, help="of gradient descent, at most (default: %(default)s)")
+    ntk.add_argument("--seed", type=int, default=0, help="of networks and data (default: %(default)s)")
+    ntk.add_argument("--out", type=Path, metavar="FILE", help="write the counts to this CSV file")
     return made
 
 
@@ -41,6 +48,12 @@ def main() -> None:
         from .audit.command import main as audit
 
         sys.exit(audit(options))
+    elif options.command == "ntk":
+        if options.networks < 1 or options.steps < 1:
+            parser().error("--networks and --steps are at least 1")
+        from .ntk_table import main as table
+
+        table(options.networks, options.steps, options.seed, options.out)
     else:
         from .info import report
 

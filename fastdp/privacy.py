@@ -203,6 +203,11 @@ class Privacy:
         return range(self._first, self._backwards + 1) if self._has_pending else range(0)
 
     @property
+    def busy(self) -> bool:
+        """Whether gradients of a logical batch are held that no noised step has ended."""
+        return self._has_pending or self._has_sums
+
+    @property
     def nonfinite_samples(self) -> int:
         """Samples dropped so far because their gradient was not finite."""
         return 0 if self._dropped is None else int(self._dropped)
