@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dp_loss import DPLoss as DPLoss
+from .reductions import reduce as reduce
+
 IGNORE = -100
 
 
@@ -83,14 +86,3 @@ def classification_loss(
     if logits.shape[1] == 1:
         return reduce((wide - target.to(wide.dtype)).square()[:, 0], reduction)
     return reduce(F.binary_cross_entropy_with_logits(wide, target.to(wide.dtype), reduction="none").mean(1), reduction)
-
-
-def reduce(each: Tensor, reduction: str) -> Tensor:
-    """Losses [B] -> their mean (0 of an empty batch), sum, or themselves ("none")."""
-    if reduction == "none":
-        return each
-    if reduction == "sum":
-        return each.sum()
-    if reduction != "mean":
-        raise ValueError(f"reduction must be mean, sum or none, not {reduction!r}")
-    return each.sum() / max(len(each), 1)
