@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .arguments import nested_tensors
 from .errors import SampleMixingError, StepError
 from .layouts.layout import tag_of
+from .module_hooks import ModuleHook
 
 ACTIVATIONS = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
@@ -190,7 +191,7 @@ class PreActivations:
         if args and isinstance(args[0], Tensor):
             if getattr(module, "inplace", False):
                 raise StepError(f"'{layer}' overwrites its input, the pre-activation: set its inplace to False")
-            self._note(layer, args[0])
+            self._note(layer, module, args[0])
 
     def _output(self, layer: str, module: nn.Module, args: Any, out: Any) -> None:
         if not isinstance(out, Tensor):
@@ -200,15 +201,21 @@ class PreActivations:
                 f"'{layer}' has backward hooks (of Opacus, perhaps), which do not see the gradient of a penalty on its "
                 "output: make the activation function a module and name that one"
             )
-        self._note(layer, out)
+        self._note(layer, module, out)
 
-    def _note(self, layer: str, tensor: Tensor) -> None:
+    def _note(self, layer: str, module: nn.Module, tensor: Tensor) -> None:
         found = self._running
         if found is None or runs_again():
             return  # a module called alone, or a checkpointed one that is computed again
         if found.with_gradient and not torch.is_grad_enabled():
             found.unasked.append(layer)
             return
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None and _may_run_twice(module):
+            raise StepError(
+                f"'{layer}' lies in a checkpointed block, which an engine with a memory_budget may run backward from "
+                "its outputs alone, without the gradient of a penalty within: leave out memory_budget, or the layer "
+                "(layers=)"
+            )
         with torch._C.DisableTorchFunction():  # an engine's mode is on
             found.noted.append(Noted(layer, tensor, tensor._version))
 
@@ -251,7 +258,7 @@ class PreActivations:
                     f"the logits {many} whose pre-activations are known: call the loss once for each forward, on what "
                     "that forward made, before or after others, but not twice"
                 )
-            self.forwards = [f for f in self.forwards if f is not reached[0] and _alive(f)]
+            self.forwards = [f for f in self.forwards if f is not reached[0]]
             return reached[0]
         without = [f for f in self.forwards if not f.with_gradient]
         if without and (not self._skipped or _is_output(logits, without[0])):
@@ -293,15 +300,17 @@ def _reached(logits: Tensor, forwards: list[Forward]) -> list[Forward]:
     return found
 
 
-def _alive(forward: Forward) -> bool:
-    """Whether something of the forward can still come to a loss: an output, or what was made of one."""
-    return any(ref() is not None for ref in forward.outputs)
-
-
 def _is_output(logits: Tensor, forward: Forward) -> bool:
     made = [ref() for ref in forward.outputs]
     kept = {t.untyped_storage().data_ptr() for t in made if t is not None}
     return logits.untyped_storage().data_ptr() in kept
+
+
+def _may_run_twice(module: nn.Module) -> bool:
+    """Whether a fastdp engine with a memory budget is on the module."""
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    engines = [owner.forward for owner in owners if isinstance(owner, ModuleHook) and owner.forward is not None]
+    return any(engine.planner.memory_budget is not None for engine in engines)
 
 
 def runs_again() -> bool:

@@ -156,10 +156,9 @@ def results(options: Any, task: str, data: common.Images, setting: Setting, mode
                                        **{**columns, "epochs": epoch, "steps": None, "epsilon": None})  # fmt: skip
                 rows += by_epoch
             common.write(options.out, rows)
-            print(
-                f"{data.name}, {case}, seed {seed}: accuracy {100 * found['accuracy']:.2f} %, ECE {100 * found['ece']:.1f}"
-                f" %, epsilon {found['epsilon_prv']:.2f}, {done.seconds:.0f} s", flush=True,
-            )  # fmt: skip
+            shown = f"accuracy {100 * found['accuracy']:.2f} %, ECE {100 * found['ece']:.1f} %"
+            shown += f", epsilon {found['epsilon_prv']:.2f}, {done.seconds:.0f} s"
+            print(f"{data.name}, {case}, seed {seed}: {shown}", flush=True)
             yield
         if (path := common.picture(options, f"papers_dp_loss_{task}_{mode}")) is not None:
             draw(histories, path, data.name)
