@@ -17,6 +17,7 @@ import datetime
 import io
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +93,7 @@ def command_of(stem: str, given: Sequence[str]) -> str:
                 rest.pop(0)
             words += ["--data DIR"] if name == "--data" else []
         else:
-            words.append(f"{name}={value}" if value else name)
+            words.append(shlex.quote(f"{name}={value}" if value else name))
     return " ".join(words)
 
 
@@ -196,7 +197,7 @@ class Run(NamedTuple):
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss: Any = F.cross_entropy, *,
           steps: int, forward: Callable[[nn.Module, Any], Tensor] | None = None,
           before: Callable[[int], object] | None = None, after_pass: Callable[[int], object] | None = None,
-          text: str = "", lines: bool = True) -> Run:  # fmt: skip
+          so_far: Callable[[Run], object] | None = None, text: str = "", lines: bool = True) -> Run:  # fmt: skip
     """One loop for private and other optimizers, in place.
 
     Args:
@@ -204,7 +205,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
         loss: loss(logits, labels) -> mean of the batch; its attribute `epoch`, if it has one, is set before each step.
         forward: forward(model, batch) -> mean loss, in the place of loss(model(*inputs), labels) on (*inputs, labels).
         before: called with the number of logical steps done before each of them (schedules).
-        after_pass: called with the number of passes done after each.
+        after_pass: called with the number of passes done after each; so_far: with the Run until then.
         lines: print a line a pass where no one watches a progress bar.
 
     Raises ValueError for steps < 1, FloatingPointError where the weights are no longer finite at the end of a pass.
@@ -248,10 +249,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
         if lines and not sys.stderr.isatty():
             spent = time.perf_counter() - start
             print(f"  {text}: step {done} of {steps}, training loss {losses[-1]:.4f}, {spent:.0f} s", flush=True)
+        share = over / max(all_norms, 1) if private else None
+        run = Run(done, done / batches.steps_per_epoch, time.perf_counter() - start, share, list(losses))
         if after_pass is not None:
             after_pass(len(losses))
-    clipped = over / max(all_norms, 1) if private else None
-    return Run(done, done / batches.steps_per_epoch, time.perf_counter() - start, clipped, losses)
+        if so_far is not None:
+            so_far(run)
+    return run
 
 
 def _beyond(optimizer: Any) -> tuple[int, int]:
