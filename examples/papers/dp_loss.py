@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +31,7 @@ from fastdp.dp_loss import focal_loss
 from fastdp.losses import DPLoss
 
 DELTA = 1e-5
-LOOKED_AT = (
-    "cosine", "norm_mean", "norm_p10", "norm_median", "norm_p90", "clipped", "weights", "logits", "pre_activations",
-)  # fmt: skip
+LOOKED_AT = ("cosine", "norm_median", "norm_p90", "clipped", "weights", "logits", "pre_activations")
 
 
 class Setting(NamedTuple):
@@ -53,7 +51,7 @@ SETTINGS = {
     "fashion": Setting(2048, 40, 4.0, 2.15, 0.1, 20.0, 1e4),
     "cifar10": Setting(1024, 30, 2.0, 1.54, 0.1, 15.0, 1e5),
 }
-EXPERIMENTS = {"mnist": "dp_loss MNIST", "fashion": "dp_loss Fashion-MNIST", "cifar10": "dp_loss CIFAR-10"}
+EXPERIMENTS = {"mnist": "DPLoss, MNIST", "fashion": "DPLoss, Fashion-MNIST", "cifar10": "DPLoss, CIFAR-10"}
 LOSSES = ("cross-entropy", "dploss")
 ABLATION = ("focal", "sse", "focal + sse", "sse + reg", "dploss sae", "dploss huber", "dploss logits")
 
@@ -122,46 +120,44 @@ def run(
     optimizer.detach()
     found = common.test_metrics(common.logits_of(model, data.x_test), data.y_test)
     found["clipped"] = done.clipped or 0.0
+    if isinstance(loss, DPLoss):
+        found.update({n: v for n, v in (("threshold", loss.threshold), ("beta", loss.beta)) if math.isfinite(v)})
     found.update(common.epsilons(setting.sigma, batches.sample_rate, done.steps, DELTA))
     return found, history, done
 
 
-def case_of(name: str, setting: Setting) -> str:
-    """The case's name, with what DPLoss adds."""
-    parts = []
-    if name not in ("cross-entropy", "focal"):
-        parts += [] if name.startswith("sse") else [f"threshold {setting.threshold:g}"]
-        parts += [f"beta {setting.beta:g}"] if name.startswith("dploss") or "reg" in name else []
-    return f"{name} ({', '.join(parts)})" if parts else name
+def kept(epochs: int) -> list[int]:
+    """The epochs whose diagnostics are written: all of ten, else every fifth and the first."""
+    return [e for e in range(1, epochs + 1) if epochs <= 10 or e == 1 or e % 5 == 0]
 
 
-def results(options: Any, task: str, data: common.Images, setting: Setting, mode: str) -> Iterator[None]:
-    """Runs and writes each case and seed."""
+def write(options: Any, task: str, data: common.Images, setting: Setting, mode: str) -> list[common.Row]:
+    """Runs each loss and seed, writes its rows as soon as it is done, and a picture in the end."""
     histories: dict[str, History] = {}
+    written: list[common.Row] = []
+    names = list(dict.fromkeys(options.losses + (list(ABLATION) if options.ablation else [])))
     for seed in common.seeds(options):
-        for name in options.losses + (list(ABLATION) if options.ablation else []):
-            found, history, done = run(task, name, data, setting, seed)
-            case, histories[name] = case_of(name, setting), history
-            columns = {
+        for name in names:
+            found, histories[name], done = run(task, name, data, setting, seed)
+            columns: dict[str, Any] = {
                 "train_records": len(data.x), "epochs": setting.epochs, "steps": done.steps, "batch": setting.batch,
                 "sigma": setting.sigma, "epsilon": found["epsilon_prv"], "delta": DELTA, "accountant": "prv",
                 "lr": setting.lr, "R": setting.R, "clipping": "local", "style": "flat", "seconds": round(done.seconds),
             }  # fmt: skip
-            experiment = EXPERIMENTS[task] + (" ablation" if name in ABLATION else "")
-            rows = common.rows(options, experiment, case, mode, seed, found, **columns)
-            for epoch, (accuracy, report) in enumerate(zip(history.accuracy, history.reports, strict=True), 1):
-                values = {k: v for k, v in report.values().items() if k in LOOKED_AT}
-                by_epoch = common.rows(options, f"{experiment} by epoch", case, mode, seed,
-                                       {"accuracy": accuracy, **values},
-                                       **{**columns, "epochs": epoch, "steps": None, "epsilon": None})  # fmt: skip
-                rows += by_epoch
+            rows = common.rows(options, EXPERIMENTS[task], name, mode, seed, found, **columns)
+            for epoch in kept(len(histories[name].reports)):
+                values = histories[name].reports[epoch - 1].values()
+                seen = {"accuracy": histories[name].accuracy[epoch - 1], **{key: values[key] for key in LOOKED_AT}}
+                so_far = {**columns, "epochs": epoch, "steps": None, "epsilon": None, "accountant": None, "delta": None}
+                rows += common.rows(options, f"{EXPERIMENTS[task]} by epoch", name, mode, seed, seen, **so_far)
             common.write(options.out, rows)
+            written += rows
             shown = f"accuracy {100 * found['accuracy']:.2f} %, ECE {100 * found['ece']:.1f} %"
             shown += f", epsilon {found['epsilon_prv']:.2f}, {done.seconds:.0f} s"
-            print(f"{data.name}, {case}, seed {seed}: {shown}", flush=True)
-            yield
-        if (path := common.picture(options, f"papers_dp_loss_{task}_{mode}")) is not None:
-            draw(histories, path, data.name)
+            print(f"{data.name}, {name}, seed {seed}: {shown}", flush=True)
+    if (path := common.picture(options, f"papers_dp_loss_{task}_{mode}")) is not None:
+        draw(histories, path, f"{data.name}, {setting.epochs} epochs, {len(data.x):,} images")
+    return written
 
 
 def draw(histories: dict[str, History], path: Path, title: str) -> None:
@@ -184,8 +180,8 @@ def draw(histories: dict[str, History], path: Path, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and write the rows."""
+def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
+    """Train, write the rows and return them."""
     made = common.parser(__doc__)
     made.add_argument("--tasks", nargs="+", choices=list(SETTINGS), default=["mnist", "fashion", "cifar10"])
     made.add_argument("--losses", nargs="+", choices=[*LOSSES, *ABLATION], default=list(LOSSES))
@@ -197,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = made.parse_args(arguments)
     if options.quick:
         options.tasks = [t for t in options.tasks if t != "cifar10"] or options.tasks
+    written: list[common.Row] = []
     readers = {"mnist": common.mnist, "fashion": common.fashion_mnist, "cifar10": common.cifar10}
     for task in options.tasks:
         full, records, test = SETTINGS[task], options.records, None
@@ -212,8 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         setting = setting._replace(**given)
         mode = "quick" if options.quick else "short" if records or setting.epochs < full.epochs else "full"
         data = common.subset(readers[task](options.data), records, test)
-        for _ in results(options, task, data, setting, mode):
-            pass
+        written += write(options, task, data, setting, mode)
+    return written
 
 
 if __name__ == "__main__":
