@@ -109,6 +109,47 @@ def test_samples_that_lie_elsewhere():
         loss(model(x[:2]), y)
 
 
+class Tokens(nn.Module):
+    """Rows of all samples in one dimension, or in any order."""
+
+    def __init__(self, routed: bool) -> None:
+        super().__init__()
+        self.body, self.act, self.head, self.routed = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), routed
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        if not self.routed:
+            return self.head(self.act(self.body(rows))).unflatten(0, x.shape[:2]).mean(1)
+        chosen = (rows[:, 0] > 0).nonzero().squeeze(1)
+        out = torch.zeros(len(rows), 5).index_copy(0, chosen, self.head(self.act(self.body(rows[chosen]))))
+        return out.unflatten(0, x.shape[:2]).sum(1)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_rows_of_tokens_are_added_up_by_sample(routed):
+    torch.manual_seed(0)
+    model, x, y = Tokens(routed), torch.randn(4, 6, 3), torch.tensor([0, 1, 2, 3])
+    loss = DPLoss(model, threshold=0.5, beta=5.0)
+    engine = fastdp.PerSampleGradients(model)
+    each = loss(model(x), y, "none")
+    each.mean().backward()
+    found = engine.norms()
+    engine.detach()
+    for i in range(4):
+        model.zero_grad()
+        rows = model.body(x[i][x[i, :, 0] > 0] if routed else x[i])
+        logits = model.head(rows.tanh())
+        logits = (logits.sum(0) if routed else logits.mean(0))[None]
+        plain = DPLoss(model, threshold=0.5, beta=math.inf)(logits, y[i : i + 1])
+        alone = plain + (1 - loss.alpha) / 5.0 * rows.square().sum()
+        assert float(each[i].detach()) == pytest.approx(float(alone.detach()), rel=1e-5)
+        alone.backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        assert float(found[i]) == pytest.approx(float(norm), rel=1e-5)
+    with pytest.raises(StepError, match="first dimension is not the batch"):
+        loss(model(x), y)  # without an engine nothing says whose the rows are
+
+
 def test_mixing_samples_before_an_activation_is_refused():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 5))
     loss = DPLoss(model, threshold=0.5, beta=20.0)
