@@ -150,11 +150,20 @@ def test_rows_of_tokens_are_added_up_by_sample(routed):
         loss(model(x), y)  # without an engine nothing says whose the rows are
 
 
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.act = nn.Linear(3, 4), nn.Tanh()
+
+    def forward(self, x):
+        return self.act(self.body(x) - self.body(x).mean(0))
+
+
 def test_mixing_samples_before_an_activation_is_refused():
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 5))
+    model = Centred()
     loss = DPLoss(model, threshold=0.5, beta=20.0)
     fastdp.PerSampleGradients(model)
-    with pytest.raises(SampleMixingError):
+    with pytest.raises(SampleMixingError, match="pre-activation of 'act' depends on several samples"):
         loss(model(torch.randn(4, 3)), torch.tensor([0, 1, 2, 3]))
 
 
@@ -179,6 +188,20 @@ def test_checkpointing_is_exact_or_refused():
     loss = DPLoss(model, threshold=0.5, beta=20.0)
     with pytest.raises(StepError, match="ran without gradient"):
         loss(model(x.requires_grad_()), y)
+
+
+def test_a_model_that_is_computed_again_as_a_whole():
+    model, (x, y) = cnn(), images()
+    loss = DPLoss(model, threshold=0.5, beta=20.0)
+    wanted = loss(model(x), y)
+    wanted.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss(checkpoint(model, x, use_reentrant=False), y).backward()
+    assert all(torch.allclose(p.grad, g, atol=1e-6) for p, g in zip(model.parameters(), grads, strict=True))
+    assert not loss.inputs.forwards  # what is computed again is no forward that waits for its loss
+    with pytest.raises(StepError, match="come of no forward"):
+        loss(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
 
 
 def test_activations_in_place_are_refused():
