@@ -94,7 +94,8 @@ def test_samples_that_lie_elsewhere():
     model, x, y = Rows(), torch.randn(4, 4, 3), torch.tensor([0, 1, 2, 3])
     loss = DPLoss(model, threshold=0.5, beta=5.0)
     engine = fastdp.PerSampleGradients(model, batch_first=False)
-    loss(model(x), y).backward()
+    each = loss(model(x), y, "none")
+    each.mean().backward()
     found = engine.norms()
     engine.detach()
     for i in range(4):
@@ -102,7 +103,9 @@ def test_samples_that_lie_elsewhere():
         row = model.body(x[:, i])
         logits = model.head(row.tanh()).mean(0)[None]
         plain = DPLoss(model, threshold=0.5, beta=math.inf)(logits, y[i : i + 1])
-        (plain + (1 - loss.alpha) / 5.0 * row.square().sum()).backward()
+        one = plain + (1 - loss.alpha) / 5.0 * row.square().sum()
+        assert float(each[i].detach()) == pytest.approx(float(one.detach()), rel=1e-5)
+        one.backward()
         norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
         assert float(found[i]) == pytest.approx(float(norm), rel=1e-5)
     with pytest.raises(StepError, match="first dimension is not the batch"):
