@@ -1,16 +1,21 @@
-"""How far predicted probabilities can be trusted: NLL, ECE, MCE, reliability diagrams.
+"""How far predicted probabilities can be trusted: NLL, ECE, MCE, confidence histograms, reliability diagrams.
 
-Source: Guo et al. 2017; used for private models by Bu et al., Convergence and calibration of DP deep learning.
+Source: Guo et al., On calibration of modern neural networks, 2017; used for private models by Bu et al., Convergence
+and calibration of deep learning with differential privacy, 2023.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .drawing import bars
 
 
 class Calibration(NamedTuple):
@@ -25,44 +30,178 @@ class Calibration(NamedTuple):
     bin_count: Tensor
 
 
-def calibration(logits: Tensor, labels: Tensor, bins: int = 15) -> Calibration:
-    """Of class logits [N,C] and labels [N]: bins of equal width over the confidence of the predicted class.
+class ConfidenceHistogram(NamedTuple):
+    """How many predictions [bins] have a confidence in (k / bins, (k + 1) / bins], and what lines are drawn in it."""
+
+    edges: Tensor
+    counts: Tensor
+    confidence: float  # mean over all predictions
+    accuracy: float
+
+    def __str__(self) -> str:
+        names, counts = _bin_names(len(self.counts)), self.counts.tolist()
+        return f"{bars(names, counts)}\nmean confidence {self.confidence:.3f}, accuracy {self.accuracy:.3f}"
+
+
+def calibration(logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False) -> Calibration:
+    """Bins of equal width over the confidence of the predicted class.
 
     ECE = sum_m |B_m| / N |acc(B_m) - conf(B_m)|; MCE the largest of these gaps. A confidence on an edge belongs
-    to the bin below. Raises ValueError on shapes or without data.
+    to the bin below (an edge k / bins in the type of given probabilities; of logits everything is float64).
+
+    Args: logits [N, C] of two or more classes, or [N] of two (of class 1 against class 0); labels [N], whole numbers
+    from 0 to C - 1; bins >= 1; probabilities: what is given are probabilities, not logits: rows that sum to 1 to 1e-3,
+    or the probability of class 1. The NLL of a label of probability 0 is infinite.
+
+    Raises ValueError on other shapes or labels, without data, on NaN, and on infinite logits that leave no
+    probabilities.
+
+    >>> round(calibration(torch.tensor([0.9, 0.9, 0.4]), torch.tensor([1, 0, 0]), probabilities=True).ece, 4)
+    0.4
     """
-    if logits.dim() != 2 or labels.shape != logits.shape[:1] or not len(labels):
-        raise ValueError(f"expected logits [N,C] and labels [N]; got {tuple(logits.shape)} and {tuple(labels.shape)}")
-    logits = logits.detach().double()
-    confidence, predicted = logits.softmax(1).max(1)
-    right = (predicted == labels).double()
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=logits.device)
-    which = (torch.bucketize(confidence, edges, right=False) - 1).clamp(0, bins - 1)
+    found = _predictions(logits, labels, probabilities)
+    confidence, right, which = found.confidence, found.right, _bin_of(found.confidence, bins)
     count = torch.bincount(which, minlength=bins)
     total = count.clamp(min=1)
-    mean_confidence = torch.bincount(which, confidence, bins) / total
+    mean_confidence = torch.bincount(which, confidence.double(), bins) / total
     accuracy = torch.bincount(which, right, bins) / total
     gap = (accuracy - mean_confidence).abs()
     return Calibration(
-        float(F.cross_entropy(logits, labels)), float(right.mean()), float((gap * count).sum() / len(labels)),
+        float(found.losses.mean()), float(right.mean()), float((gap * count).sum() / len(right)),
         float(gap.max()), mean_confidence, accuracy, count,
     )  # fmt: skip
 
 
-def reliability_diagram(results: dict[str, Calibration], path: str | Path) -> None:
-    """Accuracy against confidence of each model, as PNG. Needs matplotlib (the extra `plots`)."""
-    from matplotlib.figure import Figure
+def nll(logits: Tensor, labels: Tensor, *, probabilities: bool = False) -> float:
+    """Mean negative log-likelihood in nats, of arguments as of `calibration`."""
+    return float(_predictions(logits, labels, probabilities).losses.mean())
 
+
+def ece(logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False) -> float:
+    """Expected calibration error, a share, of arguments as of `calibration`."""
+    return calibration(logits, labels, bins, probabilities=probabilities).ece
+
+
+def mce(logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False) -> float:
+    """Maximum calibration error, a share, of arguments as of `calibration`."""
+    return calibration(logits, labels, bins, probabilities=probabilities).mce
+
+
+def confidence_histogram(
+    logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False
+) -> ConfidenceHistogram:
+    """Counts of the predicted classes' confidences by bin, of arguments as of `calibration`; printed, a drawing."""
+    found = _predictions(logits, labels, probabilities)
+    count = torch.bincount(_bin_of(found.confidence, bins), minlength=bins)
+    edges = torch.arange(bins + 1, dtype=torch.float64) / bins
+    return ConfidenceHistogram(edges, count, float(found.confidence.double().mean()), float(found.right.mean()))
+
+
+class _Predictions(NamedTuple):
+    """Of each sample: confidence of the predicted class, whether it is right (float64), the label's -log p."""
+
+    confidence: Tensor
+    right: Tensor
+    losses: Tensor
+
+
+def _predictions(logits: Tensor, labels: Tensor, probabilities: bool) -> _Predictions:
+    what = "probabilities" if probabilities else "logits"
+    if logits.dim() not in (1, 2) or labels.shape != logits.shape[:1] or not len(labels):
+        raise ValueError(
+            f"expected {what} [N, C] (or [N] of two classes) and labels [N]; got {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    if logits.dim() == 2 and logits.shape[1] < 2:
+        raise ValueError(f"one class, of which every prediction is sure: for two classes give {what} [N] or [N, 2]")
+    if not logits.is_floating_point():
+        raise ValueError(f"{what} are floats, not {logits.dtype}")
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"labels are whole numbers, not {labels.dtype}")
+    logits, labels = logits.detach(), labels.detach().long().to(logits.device)
+    classes = logits.shape[1] if logits.dim() == 2 else 2
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise ValueError(f"labels lie from 0 to {classes - 1}; got {int(labels.min())} to {int(labels.max())}")
+    if bool(logits.isnan().any()):
+        first = int(logits.reshape(len(labels), -1).isnan().any(1).nonzero()[0])
+        raise ValueError(f"the {what} of sample {first} are NaN: a calibration of the others would not be the model's")
+    if probabilities:
+        shares = logits if logits.dim() == 2 else torch.stack([1 - logits, logits], 1)
+        wide = shares.double()
+        if bool((wide < 0).any()) or bool(((wide.sum(1) - 1).abs() > 1e-3).any()):
+            raise ValueError("these are no probabilities (negative, or rows that do not sum to 1): give logits as such")
+        losses = -wide.gather(1, labels[:, None])[:, 0].log()
+    else:
+        wide = logits.double() if logits.dim() == 2 else F.pad(logits.double()[:, None], (1, 0))
+        shares = wide.softmax(1)
+        if bool(shares.isnan().any()):
+            first = int(shares.isnan().any(1).nonzero()[0])
+            raise ValueError(f"the logits of sample {first} are infinite and leave no probabilities")
+        losses = F.cross_entropy(wide, labels, reduction="none")
+    confidence, predicted = shares.max(1)
+    return _Predictions(confidence, (predicted == labels).double(), losses)
+
+
+def _bin_of(confidence: Tensor, bins: int) -> Tensor:
+    """Number of the bin (k / bins, (k + 1) / bins] of each confidence."""
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise ValueError(f"bins must be a whole number of at least 1, not {bins!r}")
+    edges = (torch.arange(bins + 1, dtype=torch.float64) / bins).to(confidence.device, confidence.dtype)
+    return (torch.bucketize(confidence, edges, right=False) - 1).clamp(0, bins - 1)
+
+
+# --------------------------------------------------------------------------- pictures
+
+
+def reliability_diagram(results: Mapping[str, Calibration], path: str | Path | None = None) -> str:
+    """Accuracy against confidence of each model: a drawing in characters, and a PNG at `path` by matplotlib.
+
+    Where matplotlib (the extra `plots`) is missing, the drawing goes into `path` with the ending .txt instead, with a
+    warning. Returns the drawing. Raises ValueError without results.
+    """
+    if not results:
+        raise ValueError("no results to draw")
+    text = "\n\n".join(_drawing(name, found) for name, found in results.items())
+    if path is None:
+        return text
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        instead = Path(path).with_suffix(".txt")
+        instead.write_text(text + "\n", encoding="utf-8")
+        warnings.warn(f"no matplotlib (pip install matplotlib): the diagram is in {instead}", stacklevel=2)
+        return text
     figure = Figure(figsize=(4.2 * len(results), 4.4), layout="constrained")
     for position, (name, found) in enumerate(results.items()):
         axes = figure.add_subplot(1, len(results), position + 1)
         bins = len(found.bin_count)
         centres = (torch.arange(bins) + 0.5) / bins
-        filled = found.bin_count > 0
-        axes.bar(centres[filled], found.bin_accuracy[filled].cpu(), 1 / bins, color="#4477aa", edgecolor="white")
+        filled = (found.bin_count > 0).cpu()
+        axes.bar(centres[filled], found.bin_accuracy.cpu()[filled], 1 / bins, color="#4477aa", edgecolor="white")
         axes.plot([0, 1], [0, 1], "--", color="#bb5566", label="calibrated")
-        axes.plot(found.bin_confidence[filled].cpu(), found.bin_accuracy[filled].cpu(), "o", ms=3, color="black")
+        axes.plot(found.bin_confidence.cpu()[filled], found.bin_accuracy.cpu()[filled], "o", ms=3, color="black")
         axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal")
         axes.set_title(f"{name}\nECE {100 * found.ece:.1f} %, NLL {found.nll:.3f}", fontsize=10)
         axes.legend(loc="upper left", frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
+    return text
+
+
+def _drawing(name: str, found: Calibration, width: int = 40) -> str:
+    """A line a bin that has samples: its accuracy as a bar, its mean confidence as a |."""
+    lines = [f"{name}: accuracy {100 * found.accuracy:.1f} %, ECE {100 * found.ece:.1f} %, NLL {found.nll:.3f}"]
+    names = _bin_names(len(found.bin_count))
+    rows = zip(names, found.bin_accuracy.tolist(), found.bin_confidence.tolist(), found.bin_count.tolist(), strict=True)
+    for label, accuracy, confidence, count in rows:
+        if not count:
+            continue
+        line = list(f"{'#' * round(width * accuracy):<{width + 1}}")
+        line[round(width * confidence)] = "|"
+        lines.append(f"{label} {''.join(line)} {accuracy:.2f} of {count:g}")
+    lines.append("# accuracy, | mean confidence: a calibrated bar ends at its |")
+    return "\n".join(lines)
+
+
+def _bin_names(bins: int) -> list[str]:
+    digits = 2 if bins <= 50 else 3
+    return [f"{k / bins:.{digits}f}-{(k + 1) / bins:.{digits}f}" for k in range(bins)]
