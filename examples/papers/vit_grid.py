@@ -1,0 +1,232 @@
+"""Learning rate x clipping norm on a pre-trained ViT: what private training makes of every pair, in accuracy and ECE.
+
+    python examples/papers/vit_grid.py --data DIR [--quick] [--seeds 3] [--plots DIR]
+
+Bu et al., Convergence and calibration of deep learning with differential privacy. The ViT is frozen and its features
+are computed once; a linear head, or one with a hidden layer (flat and layerwise clipping), is trained by DP-SGD.
+Where R is small, every gradient is clipped to the length R: the step is lr x R times a sum of unit vectors and noise,
+so all pairs of the same lr x R train alike, and good ones lie on a diagonal. Where R is large, nothing is clipped: R
+only scales the noise, and lr alone scales the signal. The privacy is the same in all cells.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
+
+import fastdp
+from examples.papers import common
+from examples.papers import pretrained as frozen
+from examples.papers import vit_grid_plots as plots
+from fastdp.calibration import calibration
+
+EXPERIMENT = "ViT lr x R grid, CIFAR-10"
+DEV = 5000  # training images held out, on which the best cell is chosen
+STEP = math.sqrt(10)  # from one lr or R to the next
+RADII = tuple(0.1 * STEP**k for k in range(8))  # 0.1 to 316
+RATES = tuple(1e-4 * STEP**k for k in range(12))  # 0.0001 to 31.6
+SMALL, LARGE = 0.99, 0.01  # R is small where this share of gradients is longer, large where no more than that is
+
+
+class Case(NamedTuple):
+    head: str
+    style: str
+
+    def __str__(self) -> str:
+        return f"{self.head} head, {self.style}"
+
+
+CASES = (Case("linear", "flat"), Case("mlp", "flat"), Case("mlp", "layerwise"))
+
+
+class Cell(NamedTuple):
+    """One run: test metrics by name (and dev_accuracy, temperature), the share of gradients clipped."""
+
+    case: str
+    lr: float
+    R: float
+    seed: int
+    clipped: float
+    metrics: dict[str, float]
+
+
+def parser() -> common.Parser:
+    """The options."""
+    made = common.parser(__doc__ or "", "vit_grid")
+    made.add_argument("--cases", nargs="+", choices=[str(case) for case in CASES], help="default: all")
+    made.add_argument("--model", help="a ViT-S/14: folder, hub name or ONNX file; default: an installed package's")
+    made.add_argument("--cache", type=Path, help="keep the features in this file")
+    made.add_argument("--records", type=int, default=45000, help="to train on; 5,000 more are held out")
+    made.add_argument("--test-records", type=int, default=10000)
+    made.add_argument("--cells", type=Path, default=common.ROOT / "benchmarks/data/vit_grid_cells.csv",
+                      help="rows of every cell are added to this CSV file; --out gets what they come to")  # fmt: skip
+    made.add_argument("--epsilon", type=float, default=2.0, help="at delta 1e-5 by PRV; the noise follows")
+    made.add_argument("--delta", type=float, default=1e-5)
+    made.add_argument("--batch", type=int, default=1000)
+    made.add_argument("--epochs", type=int, default=10)
+    made.add_argument("--every", type=int, default=1, help="take every so many of the learning rates and norms")
+    return made
+
+
+# ---------------------------------------------------------------------- data
+
+
+def read(options: Any) -> frozen.Features:
+    """Features of the images to train on, of those held out and of the test's. Exits with where to get them."""
+    few = (options.records, DEV, options.test_records)
+    if options.cache is not None and options.cache.exists():
+        kept = torch.load(options.cache, weights_only=True)
+        if all(len(y) >= n for (_, y), n in zip(kept, few, strict=True)):
+            return frozen.Features(*((x[:n], y[:n]) for (x, y), n in zip(kept, few, strict=True)))
+    data = common.cifar10(options.data)
+    body = frozen.load_vit(options.model)
+    parts = ((data.x[DEV:], data.y[DEV:]), (data.x[:DEV], data.y[:DEV]), (data.x_test, data.y_test))
+    parts = tuple((x[:n], y[:n]) for (x, y), n in zip(parts, few, strict=True))
+    print(f"features of {sum(len(y) for _, y in parts):,} images", flush=True)
+    made = [(frozen.vit_features(body, x * 0.25 + 0.5), y) for x, y in parts]  # 0 to 1, as the ViT takes them
+    if options.cache is not None:
+        torch.save(made, options.cache)
+    return frozen.Features(*made)
+
+
+def head_of(kind: str, width: int, seed: int, classes: int = 10) -> nn.Module:
+    """A linear layer on normalised features [B, width], or one with 64 hidden units before it."""
+    torch.manual_seed(seed)
+    norm = nn.LayerNorm(width, elementwise_affine=False)
+    if kind == "linear":
+        made = nn.Sequential(norm, nn.Linear(width, classes))
+    else:
+        made = nn.Sequential(norm, nn.Linear(width, 64), nn.GELU(), nn.Linear(64, classes))
+    nn.init.normal_(made[-1].weight, std=0.01)
+    return made
+
+
+# ---------------------------------------------------------------------- one cell
+
+
+def temperature(logits: Tensor, labels: Tensor) -> float:
+    """The T for which softmax(logits / T) has the least NLL (Guo et al. 2017): above 1 where confidence is too high.
+
+    logits [N, C], labels [N]; found between 0.01 and 1000. The NLL is convex in 1 / T, so that this is the least.
+    """
+    wide = logits.detach().double()
+
+    def slope(log_t: float) -> float:
+        """Of the NLL by 1 / T: mean expected logit less mean logit of the label."""
+        expected = ((wide / math.exp(log_t)).softmax(1) * wide).sum(1)
+        return float((expected - wide.gather(1, labels[:, None])[:, 0]).mean())
+
+    low, high = math.log(0.01), math.log(1000)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
+    return math.exp((low + high) / 2)
+
+
+def train_cell(data: frozen.Features, case: Case, lr: float, R: float, seed: int, sigma: float, options: Any,
+               noise_seed: int | None = None) -> tuple[Cell, dict[str, Any]]:  # fmt: skip
+    """One private run and its setting, as columns of a row. noise_seed: for tests, which voids the privacy.
+
+    Weights that leave the range of floats are a result: the accuracy is that of guessing, NLL is not a number.
+    """
+    x, y = data.train
+    model = head_of(case.head, x.shape[1], seed)
+    batches = common.loader(x, y, min(options.batch, len(y) // 4), seed=noise_seed)
+    steps = options.epochs * batches.steps_per_epoch
+    optimizer = fastdp.DPSGD(model, lr=lr, noise_multiplier=sigma, max_grad_norm=R, style=case.style, seed=noise_seed)
+    done = common.train(model, optimizer, batches, steps=steps, text=f"{case}, lr {lr:.2g}, R {R:.3g}", lines=False)
+    setting = {
+        "train_records": len(y), "epochs": options.epochs, "steps": done.steps, "batch": batches.expected_batch_size,
+        "sigma": sigma, "delta": options.delta, "accountant": "prv", "clipping": "local", "style": case.style,
+    }  # fmt: skip
+    optimizer.detach()
+    dev, test = (common.logits_of(model, part[0], 5000) for part in (data.dev, data.test))
+    metrics = {**common.test_metrics(test, data.test[1]), "temperature": temperature(dev, data.dev[1]),
+               "dev_accuracy": calibration(dev, data.dev[1]).accuracy, "clipped": done.clipped or 0.0}  # fmt: skip
+    return Cell(str(case), lr, R, seed, done.clipped or 0.0, metrics), setting | {"seconds": done.seconds}
+
+
+# ---------------------------------------------------------------------- what the cells come to
+
+
+def explained(cells: Sequence[Cell], by: Callable[[Cell], float], metric: str = "accuracy") -> float:
+    """The share of the metric's variance between cells that lies between groups of the same by(cell); NaN of none."""
+    values = torch.tensor([cell.metrics[metric] for cell in cells], dtype=torch.float64)
+    names = [f"{by(cell):.4g}" for cell in cells]
+    if len(cells) < 2 or not float(values.var(correction=0)):
+        return math.nan
+    within = 0.0
+    for name in set(names):
+        group = values[torch.tensor([other == name for other in names])]
+        within += float((group - group.mean()).square().sum())
+    return 1 - within / float((values - values.mean()).square().sum())
+
+
+def summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
+    """Of one case and seed: {which R: metrics}: the cell best on held-out images, and what accuracy depends on."""
+    regimes = {"any R": list(cells), "small R": [cell for cell in cells if cell.clipped >= SMALL],
+               "large R": [cell for cell in cells if cell.clipped <= LARGE]}  # fmt: skip
+    found = {}
+    for name, some in regimes.items():
+        if not some:
+            continue
+        best = max(some, key=lambda cell: cell.metrics["dev_accuracy"])
+        found[name] = {**best.metrics, "best_lr": best.lr, "best_R": best.R, "cells": float(len(some)),
+                       "accuracy_explained_by_lr_R": explained(some, lambda cell: cell.lr * cell.R),
+                       "accuracy_explained_by_lr": explained(some, lambda cell: cell.lr)}  # fmt: skip
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Cell]:
+    """Train every cell of every case; write cells, what they come to, and pictures."""
+    options = parser().parse_args(arguments)
+    if options.quick:
+        options.records, options.test_records = min(options.records, 2000), min(options.test_records, 1000)
+        options.batch, options.every = min(options.batch, 200), max(options.every, 2)
+    data = read(options)
+    mode = "quick" if options.quick else "full" if len(data.train[1]) >= 45000 else "short"
+    batch = min(options.batch, len(data.train[1]) // 4)
+    rate = batch / len(data.train[1])
+    steps = options.epochs * fastdp.accounting.steps_per_epoch(rate)
+    sigma = fastdp.noise_multiplier_for(target_epsilon=options.epsilon, delta=options.delta, sample_rate=rate,
+                                        steps=steps)  # fmt: skip
+    spent = fastdp.accounting.epsilon_of([(sigma, rate, steps)], options.delta)
+    rates, radii = RATES[:: options.every], RADII[:: options.every]
+    cells: list[Cell] = []
+    for case in (case for case in CASES if not options.cases or str(case) in options.cases):
+        for seed in common.seeds(options):
+            mine: list[Cell] = []
+            for R in radii:
+                for lr in rates:
+                    cell, setting = train_cell(data, case, lr, R, seed, sigma, options)
+                    setting["epsilon"] = spent
+                    mine.append(cell)
+                    common.write(options.cells, common.rows(
+                        options, EXPERIMENT, f"{case}; one cell", mode, seed, cell.metrics, **setting, lr=lr, R=R,
+                    ))  # fmt: skip
+                print(f"{case}, seed {seed}, R {R:.3g}: " + " ".join(
+                    f"{100 * cell.metrics['accuracy']:.0f}" for cell in mine[-len(rates) :]), flush=True)  # fmt: skip
+            setting["seconds"] = None
+            for regime, metrics in summary(mine).items():
+                print(f"  {regime}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+                common.write(options.out, common.rows(
+                    options, EXPERIMENT, f"{case}; {regime}", mode, seed, metrics, **setting,
+                ))  # fmt: skip
+            cells += mine
+    for name, draw in (("vit_grid", plots.heat_maps), ("vit_grid_temperature", plots.by_radius)):
+        if (path := common.picture(options, name)) is not None:
+            draw(cells, path)
+            print(f"wrote {path}")
+    return cells
+
+
+if __name__ == "__main__":
+    main()

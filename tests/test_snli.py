@@ -1,0 +1,180 @@
+"""examples/papers/snli.py and pretrained.py: kept states are the frozen forward's, mix-up training switches as said."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+
+import pytest
+import torch
+
+import fastdp
+from examples.papers import common, pretrained, snli
+
+transformers = pytest.importorskip("transformers")
+
+PAIRS = [("a b c", "d"), ("a", "b c d e f g h"), ("b b", "c c"), ("d e f", "a b")]
+
+
+class Tokenizer:
+    """One token a letter: 1 first, 2 after each text; the second text is segment 1."""
+
+    def __call__(self, first, second, truncation, max_length):
+        found = {"input_ids": [], "token_type_ids": []}
+        for a, b in zip(first, second, strict=True):
+            parts = [
+                [1, *(3 + ord(x) - ord("a") for x in a.split()), 2],
+                [*(3 + ord(x) - ord("a") for x in b.split()), 2],
+            ]
+            found["input_ids"].append((parts[0] + parts[1])[:max_length])
+            found["token_type_ids"].append(([0] * len(parts[0]) + [1] * len(parts[1]))[:max_length])
+        return found
+
+
+def body(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertModel(config, add_pooling_layer=False).eval()
+
+
+def data(count=48):
+    """States of pairs whose first letter of the second text is the label."""
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 3, (count,), generator=draw)
+    pairs = [("a b", " ".join(["dfh"[int(y)], *"abc"[: i % 3]])) for i, y in enumerate(labels)]
+    model = pretrained.FrozenBert(body())
+    return model, pretrained.states_of(model, Tokenizer(), pairs, labels, 12, batch=16)
+
+
+def options(**more):
+    return argparse.Namespace(**{
+        "small": 0.1, "large": 10.0, "switch": 0.5, "epsilon": 8.0, "delta": 1e-5, "batch": 12, "epochs": 2,
+        "lr": 1e-3, "head_lr": 1e-2, **more,
+    })  # fmt: skip
+
+
+def test_kept_states_are_those_of_the_whole_model():
+    """Also segments, padding and the order by length: the last block on kept states = all blocks on the pairs."""
+    labels = torch.tensor([0, 1, 2, 0])
+    model = pretrained.FrozenBert(body())
+    kept = pretrained.states_of(model, Tokenizer(), PAIRS, labels, 10, batch=3)
+    states, mask, found = pretrained.collate([kept[i] for i in range(4)])
+    with torch.no_grad():
+        out = pretrained.LastBlock(model.last, 16).block(states, attention_mask=mask[:, None, None, :])
+    order = sorted(range(4), key=lambda i: min(10, len("".join(PAIRS[i]).replace(" ", "")) + 3))
+    assert found.tolist() == labels[order].tolist()
+    made = Tokenizer()([p for p, _ in PAIRS], [h for _, h in PAIRS], True, 10)
+    for place, number in enumerate(order):
+        ids, types = (torch.tensor([made[name][number]]) for name in ("input_ids", "token_type_ids"))
+        with torch.no_grad():
+            whole = body()(input_ids=ids, token_type_ids=types).last_hidden_state[0]
+        assert int(mask[place].sum()) == len(whole)
+        torch.testing.assert_close(out[place, : len(whole)], whole, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_changes_no_logits():
+    model, kept = data()
+    trained = pretrained.LastBlock(model.last, 16)
+    with torch.no_grad():
+        together = trained(pretrained.collate([kept[0], kept[len(kept) - 1]]))
+        alone = trained(pretrained.collate([kept[0]]))
+    assert len(kept[0][0]) < len(kept[len(kept) - 1][0])
+    torch.testing.assert_close(together[:1], alone, rtol=1e-4, atol=1e-6)
+
+
+def test_the_model_is_exact_and_couples_no_samples():
+    model, kept = data()
+    trained = pretrained.LastBlock(model.last, 16)
+    report = fastdp.verify(trained, snli.losses, pretrained.collate([kept[i] for i in (0, 20, 47)]))
+    assert report.ok, str(report)
+
+
+def test_split_keeps_records_whole():
+    _, kept = data()
+    first, second = snli.split(kept, 10)
+    assert (len(first), len(second)) == (38, 10)
+    rows = {(tuple(s.flatten().tolist()), int(y)) for s, y in (kept[i] for i in range(len(kept)))}
+    for part in (first, second):
+        assert all((tuple(s.flatten().tolist()), int(y)) in rows for s, y in (part[i] for i in range(len(part))))
+
+
+def test_lines_of_other_files_are_refused(tmp_path):
+    path = tmp_path / "snli_dev.tsv"
+    path.write_text('neutral\tA "man .\tA dog .\ncontradiction\tB .\tC .\n')
+    pairs, labels = pretrained.read_pairs(path)
+    assert pairs == [('A "man .', "A dog ."), ("B .", "C .")] and labels.tolist() == [1, 2]
+    path.write_text("neutral\tA .\tB .\n-\tA .\tB .\n")
+    with pytest.raises(ValueError, match="snli_dev.tsv, line 2"):
+        pretrained.read_pairs(path)
+
+
+@pytest.mark.parametrize("style", ["flat", "layerwise"])
+def test_mix_up_switches_once_and_costs_the_same_privacy(style, monkeypatch):
+    model, kept = data()
+    seen = []
+    step = fastdp.DPAdamW.step
+
+    def watched(self, closure=None):
+        seen.append((self._privacy.clipping.clipping, self.max_grad_norm, self._privacy.clipping.style))
+        return step(self, closure)
+
+    monkeypatch.setattr(fastdp.DPAdamW, "step", watched)
+    settings = {}
+    for case in (snli.Case("local", "local", style=style), snli.Case("mix-up", "local", "global", style)):
+        seen.clear()
+        trained = pretrained.LastBlock(model.last, 16)
+        settings[case.name] = snli.run(trained, kept, case, 0, options(switch=0.25))
+    assert seen == [("local", 0.1, style)] * 2 + [("global", 10.0, style)] * 6
+    assert settings["mix-up"]["R"] == "0.1 then 10" and settings["mix-up"]["clipping"] == "local then global"
+    same = [settings["local"][name] == settings["mix-up"][name] for name in ("sigma", "epsilon", "steps", "delta")]
+    assert all(same) and 0 < settings["local"]["epsilon"] <= 8
+
+
+def test_rescaled_moments_make_a_jump_of_r_invisible():
+    """All gradients are clipped: with another R they are only longer, and Adam's steps are the same."""
+    found = []
+    for jump in (False, True):
+        model, kept = data()
+        torch.manual_seed(1)
+        trained = pretrained.LastBlock(model.last, 16)
+        optimizer = fastdp.DPAdamW(trained, lr=1e-2, weight_decay=0.0, eps=1e-20, noise_multiplier=0.5,
+                                   max_grad_norm=1e-4, expected_batch_size=16, sample_rate=0.3, seed=5)  # fmt: skip
+        for number in range(6):
+            if jump and number == 3:
+                optimizer.set_clipping(max_grad_norm=1e-2)
+                snli.rescale(optimizer, 100.0)
+            batch = pretrained.collate([kept[i] for i in range(8 * number, 8 * number + 8)])
+            snli.losses(trained, batch).backward()
+            assert float(optimizer.norms.min()) > 1e-2
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.detach()
+        found.append(torch.cat([p.detach().flatten() for p in trained.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+
+
+def test_all_cases_end_to_end(tmp_path, monkeypatch):
+    (tmp_path / "snli_dev.tsv").write_text(
+        "".join(f"{pretrained.CLASSES[i % 3]}\ta b\t{'dfh'[i % 3]} a\n" for i in range(40))
+    )
+    (tmp_path / "snli_test.tsv").write_text("entailment\ta b\td\nneutral\ta\tf b\ncontradiction\ta\th\n" * 4)
+    monkeypatch.setattr(pretrained, "bert", lambda name: (pretrained.FrozenBert(body()), Tokenizer()))
+    out = tmp_path / "out.csv"
+    arguments = ["--data", str(tmp_path), "--quick", "--epochs", "1", "--out", str(out), "--cache", str(tmp_path / "c")]
+    rows = snli.main(arguments)
+    with out.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert len(written) == len(rows) == 4 * len(snli.CASES) and tuple(written[0]) == common.COLUMNS
+    assert {row["case"] for row in written} == {f"{case.name}; trained on dev" for case in snli.CASES}
+    private = [row for row in written if not row["case"].startswith("non-private")]
+    assert len({row["epsilon"] for row in private}) == 1 and 0 < float(private[0]["epsilon"]) <= 8
+    assert all(math.isinf(float(row["epsilon"])) for row in written if row not in private)
+    (tmp_path / "snli_test.tsv").unlink()
+    monkeypatch.setattr(snli, "CASES", snli.CASES[:1])
+    assert len(snli.main(arguments)) == 4  # from the kept states
+    with pytest.raises(SystemExit, match="snli_test.tsv"):
+        snli.main([*arguments[:-1], str(tmp_path / "other")])
