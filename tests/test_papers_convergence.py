@@ -35,7 +35,19 @@ def test_small_layerwise_clipping_lifts_the_loss_and_a_large_r_does_not(tmp_path
     pytest.importorskip("matplotlib")
     out = tmp_path / "rows.csv"
     curves = layerwise_loss.main(
-        ["--quick", "--networks", "4", "--steps", "1000", "--out", str(out), "--plots", str(tmp_path)]
+        [
+            "--quick",
+            "--networks",
+            "5",
+            "--steps",
+            "400",
+            "--first-seed",
+            "2",
+            "--out",
+            str(out),
+            "--plots",
+            str(tmp_path),
+        ]
     )
     assert bool(curves["layerwise", 0.1].rises.any()) and not bool(curves["layerwise", 100.0].rises.any())
     large = curves["layerwise", 100.0].losses
