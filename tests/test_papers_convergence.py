@@ -40,7 +40,7 @@ def test_small_layerwise_clipping_lifts_the_loss_and_a_large_r_does_not(tmp_path
             "--networks",
             "5",
             "--steps",
-            "400",
+            "500",
             "--first-seed",
             "2",
             "--out",
