@@ -25,7 +25,7 @@ FILE = "california_housing.csv.gz"
 WHERE = "Write it with scikit-learn: fetch_california_housing(as_frame=True).frame.to_csv(PATH, index=False)"
 PLAN = Plan(
     "California Housing",
-    (Way("local", "local", 1.0, 2e-3), Way("global", "global", 20.0, 2e-3), Way("not private", "", 0.0, 2e-3)),
+    (Way("local", "local", 1.0, 1e-3), Way("global", "global", 10.0, 1e-3), Way("not private", "", 0.0, 1e-3)),
     fastdp.DPAdam, torch.optim.Adam, batch=256, epochs=10, sigma=1.0, width=32,
 )  # fmt: skip
 

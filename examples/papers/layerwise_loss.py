@@ -1,6 +1,6 @@
 """Theorem 1 of the convergence paper: under layerwise clipping with a small R the loss may rise, and need not end at 0.
 
-    python examples/papers/layerwise_loss.py [--quick] [--networks 20] [--steps 20000] [--plots DIR]
+    python examples/papers/layerwise_loss.py [--quick] [--networks 20] [--steps 8000] [--plots DIR]
 
 No data is read, and there is no noise: gradient descent in float64 with a small step on the clipped gradients of
 small random networks (those of `python -m fastdp ntk`). R goes from a hundredth to a hundred times a network's median
@@ -91,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, float], Curv
     """Train all, print, write rows; returns the curves of the last seed by (style, R over the median)."""
     made = common.parser(__doc__ or "")
     made.add_argument("--networks", type=int, help="of each seed (default: 20; quick: 8)")
-    made.add_argument("--steps", type=int, help="at most (default: 20000; quick: 2000)")
+    made.add_argument("--steps", type=int, help="at most (default: 8000; quick: 2000)")
     options = made.parse_args(arguments)
     networks = options.networks or (8 if options.quick else 20)
-    steps = options.steps or (2000 if options.quick else 20_000)
+    steps = options.steps or (2000 if options.quick else 8_000)
     curves: dict[tuple[str, float], Curve] = {}
     for seed in common.seeds(options):
         nets = draw(networks, seed)

@@ -1,6 +1,6 @@
 """Table 1 of the convergence paper, measured on small random networks: `python -m fastdp ntk`, as rows.
 
-    python examples/papers/ntk_table.py [--quick] [--networks 20] [--steps 40000] [--plots DIR]
+    python examples/papers/ntk_table.py [--quick] [--networks 20] [--steps 20000] [--plots DIR]
 
 No data is read. A seed is a draw of networks and of their data. The rows say in which share of the networks a
 property held: one that the paper guarantees should in all of them, one that it does not guarantee need not.
@@ -39,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Measure, print, write rows."""
     made = common.parser(__doc__ or "")
     made.add_argument("--networks", type=int, help="of each seed (default: 20; quick: 8)")
-    made.add_argument("--steps", type=int, help="of gradient descent, at most (default: 40000; quick: 2000)")
+    made.add_argument("--steps", type=int, help="of gradient descent, at most (default: 20000; quick: 2000)")
     options = made.parse_args(arguments)
     networks = options.networks or (8 if options.quick else 20)
-    steps = options.steps or (2000 if options.quick else 40_000)
+    steps = options.steps or (2000 if options.quick else 20_000)
     mode, results = "quick" if options.quick else "full", []
     for seed in common.seeds(options):
         nets, results = draw(networks, seed), []

@@ -25,8 +25,8 @@ FILE = "winequality-red.csv"
 WHERE = "It is the red wine of https://archive.ics.uci.edu/dataset/186/wine+quality (CC BY 4.0)."
 PLAN = Plan(
     "Wine Quality",
-    (Way("local", "local", 1.0, 0.5), Way("global", "global", 20.0, 0.025), Way("not private", "", 0.0, 0.05)),
-    fastdp.DPSGD, torch.optim.SGD, batch=0, epochs=500, sigma=25.0, width=32,
+    (Way("local", "local", 1.0, 0.3), Way("global", "global", 10.0, 0.015), Way("not private", "", 0.0, 0.1)),
+    fastdp.DPSGD, torch.optim.SGD, batch=0, epochs=300, sigma=20.0, width=32,
 )  # fmt: skip
 
 
