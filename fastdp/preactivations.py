@@ -188,10 +188,11 @@ class PreActivations:
         self.forwards.append(found)
 
     def _input(self, layer: str, module: nn.Module, args: Any, out: Any) -> None:
-        if args and isinstance(args[0], Tensor):
-            if getattr(module, "inplace", False):
-                raise StepError(f"'{layer}' overwrites its input, the pre-activation: set its inplace to False")
-            self._note(layer, module, args[0])
+        if not args or not isinstance(args[0], Tensor):
+            raise StepError(f"'{layer}' was called without a tensor as its first argument: its input is not seen")
+        if getattr(module, "inplace", False):
+            raise StepError(f"'{layer}' overwrites its input, the pre-activation: set its inplace to False")
+        self._note(layer, module, args[0])
 
     def _output(self, layer: str, module: nn.Module, args: Any, out: Any) -> None:
         if not isinstance(out, Tensor):

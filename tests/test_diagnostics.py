@@ -160,6 +160,24 @@ def test_backwards_without_a_loader_add_up():
     assert watch.report().samples == 10
 
 
+def test_every_nth_logical_batch_is_looked_at():
+    model, (x, y) = network().eval(), data(12)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=2.0, expected_batch_size=4)
+    watch = GradientDiagnostics(optimizer, every=2)
+    seen, norms, logits = [], [], []
+    for k in range(3):
+        with torch.no_grad():
+            logits.append(float(model(x[4 * k : 4 * k + 4]).square().sum(1).mean().sqrt()))
+        F.cross_entropy(model(x[4 * k : 4 * k + 4]), y[4 * k : 4 * k + 4]).backward()
+        norms.append(optimizer.norms.clone())
+        seen.append(watch.report())
+        optimizer.step()
+        optimizer.zero_grad()
+    for report, batch in zip(seen, (0, 0, 2), strict=True):
+        assert torch.equal(report.norms, norms[batch])
+        assert report.logits == pytest.approx(logits[batch], rel=1e-6)
+
+
 def test_samples_that_are_not_finite_are_told_and_in_no_sum():
     model, (x, y) = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (torch.randn(6, 3), torch.arange(6) % 2)
     x[2] = math.nan

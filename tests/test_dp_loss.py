@@ -105,6 +105,7 @@ def test_verify_passes(options, budget):
     loss = DPLoss(model, **{"threshold": 0.5, "beta": 20.0, **options})
     assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), batch, memory_budget=budget).ok
     assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1], "sum"), batch, loss_reduction="sum").ok
+    assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), batch, group_by=[0, 1, 0, 2, 2, 1]).ok
 
 
 def test_a_planted_mean_over_the_batch_is_found(monkeypatch: pytest.MonkeyPatch):

@@ -216,6 +216,12 @@ def test_activations_in_place_are_refused():
     loss = DPLoss(model, threshold=0.5, beta=20.0, layers=["0"])
     with pytest.raises(StepError, match="written to in place"):
         loss(model(torch.randn(4, 3)), torch.tensor([0, 1, 2, 3]))
+    loss.remove()
+    model[1] = nn.Tanh()
+    model.forward = lambda x: model[2](model[1](input=model[0](x)))
+    DPLoss(model, threshold=0.5, beta=20.0)
+    with pytest.raises(StepError, match="first argument"):
+        model(torch.randn(4, 3))
 
 
 def test_compiled_models_are_exact():
