@@ -127,7 +127,7 @@ def test_mix_up_switches_once_and_costs_the_same_privacy(style, monkeypatch):
     for case in (snli.Case("local", "local", style=style), snli.Case("mix-up", "local", "global", style)):
         seen.clear()
         trained = pretrained.LastBlock(model.last, 16)
-        settings[case.name] = snli.run(trained, kept, case, 0, options(switch=0.25))
+        settings[case.name] = snli.run(trained, kept, case, 0, options(switch=0.25))[0]
     assert seen == [("local", 0.1, style)] * 2 + [("global", 10.0, style)] * 6
     assert settings["mix-up"]["R"] == "0.1 then 10" and settings["mix-up"]["clipping"] == "local then global"
     same = [settings["local"][name] == settings["mix-up"][name] for name in ("sigma", "epsilon", "steps", "delta")]
@@ -168,7 +168,7 @@ def test_all_cases_end_to_end(tmp_path, monkeypatch):
     rows = snli.main(arguments)
     with out.open(newline="") as file:
         written = list(csv.DictReader(file))
-    assert len(written) == len(rows) == 4 * len(snli.CASES) and tuple(written[0]) == common.COLUMNS
+    assert len(written) == len(rows) == 5 * len(snli.CASES) - 1 and tuple(written[0]) == common.COLUMNS
     assert {row["case"] for row in written} == {f"{case.name}; trained on dev" for case in snli.CASES}
     private = [row for row in written if not row["case"].startswith("non-private")]
     assert len({row["epsilon"] for row in private}) == 1 and 0 < float(private[0]["epsilon"]) <= 8
@@ -178,3 +178,32 @@ def test_all_cases_end_to_end(tmp_path, monkeypatch):
     assert len(snli.main(arguments)) == 4  # from the kept states
     with pytest.raises(SystemExit, match="snli_test.tsv"):
         snli.main([*arguments[:-1], str(tmp_path / "other")])
+
+
+def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Each process one pass: clipping switches where planned, all steps are counted, the weights go on."""
+    case, seen, model_of = snli.Case("mix-up", "local", "global"), [], []
+    step = fastdp.DPAdamW.step
+
+    def watched(self, closure=None):
+        seen.append((self._privacy.clipping.clipping, sum(n for *_, n in self.history)))
+        return step(self, closure)
+
+    monkeypatch.setattr(fastdp.DPAdamW, "step", watched)
+    keeper = snli.Keeper(tmp_path / "run.pt", until=-1.0)
+    for part in range(3):
+        model, kept = data()
+        trained = pretrained.LastBlock(model.last, 16)
+        model_of.append(trained)
+        if part < 2:
+            with pytest.raises(snli.Stopped):
+                snli.run(trained, kept, case, 0, options(epochs=3), keeper)
+            continue
+        setting, _ = snli.run(trained, kept, case, 0, options(epochs=3), keeper)
+    assert seen == [("local", n) for n in range(6)] + [("global", n) for n in range(6, 12)]
+    assert setting["steps"] == 12 and 7.9 < setting["epsilon"] <= 8
+    kept_state = torch.load(tmp_path / "run.pt", weights_only=True)["model"]
+    torch.testing.assert_close(dict(model_of[-1].state_dict()), dict(kept_state))
+    again = pretrained.LastBlock(data()[0].last, 16)  # nothing is left to do: the weights are those kept
+    assert snli.run(again, kept, case, 0, options(epochs=3), keeper)[0]["epsilon"] == setting["epsilon"]
+    torch.testing.assert_close(dict(again.state_dict()), dict(kept_state))

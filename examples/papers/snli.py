@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +64,10 @@ def parser() -> common.Parser:
     made.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
     made.add_argument("--model", help="a BERT: a hub name or folder; default: an installed package's, else the hub's")
     made.add_argument("--cache", type=Path, help="keep the frozen blocks' output in this file (0.8 GB)")
+    made.add_argument("--states", type=Path, metavar="FOLDER", help="keep runs in this folder after each pass over the "
+                      "data, and go on with those that are there")  # fmt: skip
+    made.add_argument("--minutes", type=float, default=math.inf, help="with --states: stop after the pass that lasts "
+                      "longer; run again to go on")  # fmt: skip
     made.add_argument("--held-out", type=int, help="test on so many of the training records instead (tuning)")
     made.add_argument("--epsilon", type=float, default=8.0, help="at delta 1e-5 by PRV; the noise follows")
     made.add_argument("--delta", type=float, default=1e-5)
@@ -71,7 +76,7 @@ def parser() -> common.Parser:
     made.add_argument("--lr", type=float, default=5e-4, help="of the block")
     made.add_argument("--head-lr", type=float, default=5e-3, help="of the new classifier")
     made.add_argument("--small", type=float, default=0.1, help="R of local clipping")
-    made.add_argument("--large", type=float, default=10.0, help="R of global clipping")
+    made.add_argument("--large", type=float, default=5.0, help="R of global clipping")
     made.add_argument("--switch", type=float, default=0.5, help="the share of mix-up's steps that clip locally")
     return made
 
@@ -179,46 +184,100 @@ def losses(model: nn.Module, batch: frozen.Batch) -> Tensor:
     return classification_loss(model(batch), batch[2])
 
 
-def run(model: frozen.LastBlock, data: frozen.States, case: Case, seed: int, options: Any) -> dict[str, Any]:
-    """Train in place; the setting of the run, as columns of a row."""
-    private = bool(case.first)
-    batches = fastdp.poisson_loader(
-        data, expected_batch_size=min(options.batch, len(data) // 4), max_physical_batch_size=64,
-        collate_fn=frozen.collate, seed=None if private else seed,
-    )  # fmt: skip
-    steps, sigma = options.epochs * batches.steps_per_epoch, 0.0
+class Stopped(Exception):
+    """The time that was given is over; the state is kept."""
+
+
+class Keeper:
+    """Keeps a run's state at the end of each pass, so that it can go on in another process.
+
+    What is drawn after that is drawn anew: private sampling and noise owe nothing to the steps before, and the
+    accountant's history is part of the optimizer's state.
+    """
+
+    def __init__(self, path: Path | None, until: float) -> None:
+        self.path, self.until = path, until
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, float, float]:
+        """Steps done, seconds, and the share of gradients longer than R; (0, 0, 0) at the start."""
+        if self.path is None or not self.path.exists():
+            return 0, 0.0, 0.0
+        kept = torch.load(self.path, weights_only=True)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        return kept["steps"], kept["seconds"], kept["beyond"]
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seconds: float, beyond: float,
+             last: bool) -> None:  # fmt: skip
+        """After a pass; raises Stopped when the time is over, unless it was the last."""
+        if self.path is None:
+            return
+        new = self.path.with_suffix(".new")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps,
+                    "seconds": seconds, "beyond": beyond}, new)  # fmt: skip
+        new.replace(self.path)
+        if time.monotonic() > self.until and not last:
+            raise Stopped
+
+
+def run(model: frozen.LastBlock, data: frozen.States, case: Case, seed: int, options: Any,
+        keeper: Keeper | None = None) -> tuple[dict[str, Any], float | None]:  # fmt: skip
+    """Train in place; the setting of the run, as columns of a row, and the share of gradients longer than R.
+
+    Local clipping shortens those gradients, global clipping drops them. Raises Stopped.
+    """
+    private, keeper = bool(case.first), keeper or Keeper(None, math.inf)
+    batch = min(options.batch, len(data) // 4)
+    steps, sigma = options.epochs * fastdp.accounting.steps_per_epoch(batch / len(data)), 0.0
     if private:
-        sigma = noise_for(options.epsilon, options.delta, batches.sample_rate, steps)
+        sigma = noise_for(options.epsilon, options.delta, batch / len(data), steps)
     optimizer = optimizer_of(model, case, sigma, options)
+    first, seconds, beyond = keeper.load(model, optimizer)
+    batches = fastdp.poisson_loader(
+        data, expected_batch_size=batch, max_physical_batch_size=64, collate_fn=frozen.collate,
+        seed=None if private else 1000 * seed + first,
+    )  # fmt: skip
     plan = schedule(case, steps, options) if private else None
 
     def before(step: int) -> None:
         if plan is None:
             return
         old = optimizer.max_grad_norm  # type: ignore[attr-defined]
-        plan.apply(optimizer, step)
+        plan.apply(optimizer, first + step)  # type: ignore[arg-type]
         if (new := optimizer.max_grad_norm) != old:  # type: ignore[attr-defined]
             rescale(optimizer, new / old)
 
-    done = common.train(model, optimizer, batches, steps=steps, forward=losses, before=before, text=case.name)
+    def so_far(now: common.Run) -> None:
+        nonlocal total
+        share = (beyond * first + (now.clipped or 0.0) * now.steps) / (first + now.steps)
+        total = first + now.steps, seconds + now.seconds, share
+        keeper.save(model, optimizer, *total, last=total[0] == steps)
+
+    total = first, seconds, beyond
+    if first < steps:
+        common.train(model, optimizer, batches, steps=steps - first, forward=losses, before=before, text=case.name,
+                     so_far=so_far)  # fmt: skip
     epsilon = math.inf
     if isinstance(optimizer, fastdp.DPAdamW):
         epsilon = optimizer.epsilon(options.delta)
         optimizer.detach()
     rs = [radius(kind, options) for kind in (case.first, case.then) if kind]
     return {
-        "train_records": len(data), "epochs": options.epochs, "steps": done.steps,
-        "batch": batches.expected_batch_size, "sigma": sigma, "epsilon": epsilon,
-        "delta": options.delta if private else None, "accountant": "prv" if private else None, "lr": options.lr,
-        "R": " then ".join(f"{r:g}" for r in rs), "clipping": " then ".join(k for k in (case.first, case.then) if k),
-        "style": case.style if private else None, "seconds": done.seconds,
-    }  # fmt: skip
+        "train_records": len(data), "epochs": options.epochs, "steps": total[0], "batch": batch, "sigma": sigma,
+        "epsilon": epsilon, "delta": options.delta if private else None, "accountant": "prv" if private else None,
+        "lr": options.lr, "R": " then ".join(f"{r:g}" for r in rs),
+        "clipping": " then ".join(k for k in (case.first, case.then) if k),
+        "style": case.style if private else None, "seconds": total[1],
+    }, total[2] if private else None  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     """Train all cases, print and write their rows; one reliability diagram of the first seed's."""
     options = parser().parse_args(arguments)
+    options.command = frozen.told(options.command)
     options.epochs = options.epochs or (3 if options.quick else 10)
+    if options.states is not None:
+        options.states.mkdir(parents=True, exist_ok=True)
     bert, train, test, source = read(options)
     if options.held_out:
         train, test = split(train, options.held_out)
@@ -227,18 +286,31 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     found: list[common.Row] = []
     diagrams: dict[str, Any] = {}
     pristine = {name: value.clone() for name, value in bert.last.state_dict().items()}
+    until = time.monotonic() + 60 * options.minutes
     for seed in common.seeds(options):
         for case in (case for case in CASES if not options.cases or case.name in options.cases):
+            state = None if options.states is None else options.states / f"{case.name}, seed {seed}.pt"
+            done = None if state is None else state.with_suffix(".done")
+            if done is not None and done.exists():
+                continue
             bert.last.load_state_dict(pristine)
             torch.manual_seed(seed)
             model = frozen.LastBlock(bert.last, bert.width)
-            setting = run(model, train, case, seed, options)
+            try:
+                setting, beyond = run(model, train, case, seed, options, Keeper(state, until))
+            except Stopped:
+                print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
+                return found
             logits = logits_of(model, test)
             metrics = common.test_metrics(logits, test.labels)
+            if beyond is not None:
+                metrics["longer_than_R_share"] = beyond
             show(case.name, seed, metrics, setting)
             rows = common.rows(options, EXPERIMENT, f"{case.name}; {said}", mode, seed, metrics, **setting)
             common.write(options.out, rows)
             found += rows
+            if done is not None:
+                done.touch()
             if seed == options.first_seed:
                 diagrams[case.name] = calibration(logits, test.labels)
     if (path := common.picture(options, "snli_reliability")) is not None:
