@@ -99,6 +99,7 @@ def test_pictures(tmp_path):
     cells = grid(lambda lr, R: 0.5 * lr)
     cells += [c._replace(seed=1, metrics={**c.metrics, "accuracy": 0.0}) for c in cells]
     assert vit_grid_plots._mean(cells, "accuracy", case="c", lr=1.0, R=10.0) == 0.25  # of two seeds
+    cells += [c._replace(case="less") for c in cells if c.lr > 0.05 and c.R < 500]  # each case has axes of its own
     for draw in (vit_grid_plots.heat_maps, vit_grid_plots.by_radius):
         draw(cells, tmp_path / "picture.png")
         assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
