@@ -64,10 +64,10 @@ def parser() -> common.Parser:
     made.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
     made.add_argument("--model", help="a BERT: a hub name or folder; default: an installed package's, else the hub's")
     made.add_argument("--cache", type=Path, help="keep the frozen blocks' output in this file (0.8 GB)")
-    made.add_argument("--states", type=Path, metavar="FOLDER", help="keep runs in this folder after each pass over the "
-                      "data, and go on with those that are there")  # fmt: skip
-    made.add_argument("--minutes", type=float, default=math.inf, help="with --states: stop after the pass that lasts "
-                      "longer; run again to go on")  # fmt: skip
+    made.add_argument("--states", type=Path, metavar="FOLDER", help="with --minutes: keep the run that is not "
+                      "over in this folder, and go on with those that are there")  # fmt: skip
+    made.add_argument("--minutes", type=float, default=math.inf, help="with --states: stop after so long; run the same "
+                      "command again to go on")  # fmt: skip
     made.add_argument("--held-out", type=int, help="test on so many of the training records instead (tuning)")
     made.add_argument("--epsilon", type=float, default=8.0, help="at delta 1e-5 by PRV; the noise follows")
     made.add_argument("--delta", type=float, default=1e-5)
@@ -188,8 +188,17 @@ class Stopped(Exception):
     """The time that was given is over; the state is kept."""
 
 
+class Progress(NamedTuple):
+    """Of a run: logical steps and seconds so far; gradients that were longer than R, and of how many."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    longer: int = 0
+    gradients: int = 0
+
+
 class Keeper:
-    """Keeps a run's state at the end of each pass, so that it can go on in another process.
+    """Keeps a run's state in a file when its time is over, between two logical steps, and takes it up.
 
     What is drawn after that is drawn anew: private sampling and noise owe nothing to the steps before, and the
     accountant's history is part of the optimizer's state.
@@ -198,26 +207,24 @@ class Keeper:
     def __init__(self, path: Path | None, until: float) -> None:
         self.path, self.until = path, until
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, float, float]:
-        """Steps done, seconds, and the share of gradients longer than R; (0, 0, 0) at the start."""
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+        """The progress of the state that there is, into model and optimizer."""
         if self.path is None or not self.path.exists():
-            return 0, 0.0, 0.0
+            return Progress()
         kept = torch.load(self.path, weights_only=True)
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
-        return kept["steps"], kept["seconds"], kept["beyond"]
+        return Progress(*kept["progress"])
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seconds: float, beyond: float,
-             last: bool) -> None:  # fmt: skip
-        """After a pass; raises Stopped when the time is over, unless it was the last."""
-        if self.path is None:
-            return
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Write the state, all or nothing."""
+        assert self.path is not None
         new = self.path.with_suffix(".new")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps,
-                    "seconds": seconds, "beyond": beyond}, new)  # fmt: skip
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": tuple(progress)}, new)
         new.replace(self.path)
-        if time.monotonic() > self.until and not last:
-            raise Stopped
+
+    def over(self) -> bool:
+        return self.path is not None and time.monotonic() > self.until
 
 
 def run(model: frozen.LastBlock, data: frozen.States, case: Case, seed: int, options: Any,
@@ -232,43 +239,47 @@ def run(model: frozen.LastBlock, data: frozen.States, case: Case, seed: int, opt
     if private:
         sigma = noise_for(options.epsilon, options.delta, batch / len(data), steps)
     optimizer = optimizer_of(model, case, sigma, options)
-    first, seconds, beyond = keeper.load(model, optimizer)
+    first = keeper.load(model, optimizer)
     batches = fastdp.poisson_loader(
         data, expected_batch_size=batch, max_physical_batch_size=64, collate_fn=frozen.collate,
-        seed=None if private else 1000 * seed + first,
+        seed=None if private else 1000 * seed + first.steps,
     )  # fmt: skip
     plan = schedule(case, steps, options) if private else None
+    counts, start = [first.longer, first.gradients], time.monotonic()
+
+    def count(*_: Any) -> None:
+        for place, number in enumerate(common._beyond(optimizer)):
+            counts[place] += number
+
+    def so_far(done: int) -> Progress:
+        return Progress(first.steps + done, first.seconds + time.monotonic() - start, *counts)
 
     def before(step: int) -> None:
+        if step and keeper.over():
+            keeper.save(model, optimizer, so_far(step))
+            raise Stopped
         if plan is None:
             return
         old = optimizer.max_grad_norm  # type: ignore[attr-defined]
-        plan.apply(optimizer, first + step)  # type: ignore[arg-type]
+        plan.apply(optimizer, first.steps + step)  # type: ignore[arg-type]
         if (new := optimizer.max_grad_norm) != old:  # type: ignore[attr-defined]
             rescale(optimizer, new / old)
 
-    def so_far(now: common.Run) -> None:
-        nonlocal total
-        share = (beyond * first + (now.clipped or 0.0) * now.steps) / (first + now.steps)
-        total = first + now.steps, seconds + now.seconds, share
-        keeper.save(model, optimizer, *total, last=total[0] == steps)
-
-    total = first, seconds, beyond
-    if first < steps:
-        common.train(model, optimizer, batches, steps=steps - first, forward=losses, before=before, text=case.name,
-                     so_far=so_far)  # fmt: skip
-    epsilon = math.inf
+    if private:
+        optimizer.register_step_pre_hook(count)
+    common.train(model, optimizer, batches, steps=steps - first.steps, forward=losses, before=before, text=case.name)
+    done, epsilon = so_far(steps - first.steps), math.inf
     if isinstance(optimizer, fastdp.DPAdamW):
         epsilon = optimizer.epsilon(options.delta)
         optimizer.detach()
     rs = [radius(kind, options) for kind in (case.first, case.then) if kind]
     return {
-        "train_records": len(data), "epochs": options.epochs, "steps": total[0], "batch": batch, "sigma": sigma,
+        "train_records": len(data), "epochs": options.epochs, "steps": done.steps, "batch": batch, "sigma": sigma,
         "epsilon": epsilon, "delta": options.delta if private else None, "accountant": "prv" if private else None,
         "lr": options.lr, "R": " then ".join(f"{r:g}" for r in rs),
         "clipping": " then ".join(k for k in (case.first, case.then) if k),
-        "style": case.style if private else None, "seconds": total[1],
-    }, total[2] if private else None  # fmt: skip
+        "style": case.style if private else None, "seconds": done.seconds,
+    }, done.longer / max(done.gradients, 1) if private else None  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
