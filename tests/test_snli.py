@@ -127,7 +127,7 @@ def test_mix_up_switches_once_and_costs_the_same_privacy(style, monkeypatch):
     for case in (snli.Case("local", "local", style=style), snli.Case("mix-up", "local", "global", style)):
         seen.clear()
         trained = pretrained.LastBlock(model.last, 16)
-        settings[case.name] = snli.run(trained, kept, case, 0, options(switch=0.25))
+        settings[case.name] = snli.run(trained, kept, case, 0, options(switch=0.25))[0]
     assert seen == [("local", 0.1, style)] * 2 + [("global", 10.0, style)] * 6
     assert settings["mix-up"]["R"] == "0.1 then 10" and settings["mix-up"]["clipping"] == "local then global"
     same = [settings["local"][name] == settings["mix-up"][name] for name in ("sigma", "epsilon", "steps", "delta")]
@@ -168,7 +168,7 @@ def test_all_cases_end_to_end(tmp_path, monkeypatch):
     rows = snli.main(arguments)
     with out.open(newline="") as file:
         written = list(csv.DictReader(file))
-    assert len(written) == len(rows) == 4 * len(snli.CASES) and tuple(written[0]) == common.COLUMNS
+    assert len(written) == len(rows) == 5 * len(snli.CASES) - 1 and tuple(written[0]) == common.COLUMNS
     assert {row["case"] for row in written} == {f"{case.name}; trained on dev" for case in snli.CASES}
     private = [row for row in written if not row["case"].startswith("non-private")]
     assert len({row["epsilon"] for row in private}) == 1 and 0 < float(private[0]["epsilon"]) <= 8
@@ -178,3 +178,30 @@ def test_all_cases_end_to_end(tmp_path, monkeypatch):
     assert len(snli.main(arguments)) == 4  # from the kept states
     with pytest.raises(SystemExit, match="snli_test.tsv"):
         snli.main([*arguments[:-1], str(tmp_path / "other")])
+
+
+def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
+    """One step in each process: clipping switches where planned, all steps are counted, the weights go on."""
+    case, seen, states = snli.Case("mix-up", "local", "global"), [], []
+    step, keeper = fastdp.DPAdamW.step, snli.Keeper(tmp_path / "run.pt", until=-1.0)
+
+    def watched(self, closure=None):
+        weights = self.param_groups[1]["params"][0].detach().clone()
+        seen.append((self._privacy.clipping.clipping, sum(n for *_, n in self.history), weights))
+        return step(self, closure)
+
+    monkeypatch.setattr(fastdp.DPAdamW, "step", watched)
+    for part in range(4):
+        model, kept = data()
+        trained = pretrained.LastBlock(model.last, 16)
+        if part < 3:
+            with pytest.raises(snli.Stopped):
+                snli.run(trained, kept, case, 0, options(epochs=1), keeper)
+            states.append(torch.load(keeper.path, weights_only=True))
+        else:
+            setting, beyond = snli.run(trained, kept, case, 0, options(epochs=1), keeper)
+    assert [place for *place, _ in seen] == [["local", 0], ["local", 1], ["global", 2], ["global", 3]]
+    for state, (*_, weights) in zip(states, seen[1:], strict=True):
+        assert torch.equal(state["model"]["head.weight"], weights)
+    assert setting["steps"] == 4 and 7.9 < setting["epsilon"] <= 8 and 0 < beyond < 1
+    assert [state["progress"][0] for state in states] == [1, 2, 3] and states[2]["progress"][3] > 12

@@ -99,6 +99,7 @@ def test_pictures(tmp_path):
     cells = grid(lambda lr, R: 0.5 * lr)
     cells += [c._replace(seed=1, metrics={**c.metrics, "accuracy": 0.0}) for c in cells]
     assert vit_grid_plots._mean(cells, "accuracy", case="c", lr=1.0, R=10.0) == 0.25  # of two seeds
+    cells += [c._replace(case="less") for c in cells if c.lr > 0.05 and c.R < 500]  # each case has axes of its own
     for draw in (vit_grid_plots.heat_maps, vit_grid_plots.by_radius):
         draw(cells, tmp_path / "picture.png")
         assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
@@ -116,10 +117,18 @@ def test_the_experiment_end_to_end(tmp_path, monkeypatch):
     with (tmp_path / "c.csv").open(newline="") as file:
         written = list(csv.DictReader(file))
     assert tuple(written[0]) == common.COLUMNS and len(written) == len(cells) * len(cells[0].metrics)
+    assert "--cache FILE" in written[0]["command"] and " /" not in written[0]["command"]
     assert {float(row["epsilon"]) <= 2 for row in written} == {True} and len({row["sigma"] for row in written}) == 1
     with (tmp_path / "o.csv").open(newline="") as file:
         cases = {row["case"] for row in csv.DictReader(file)}
     assert {f"{case}; {R} R" for case in vit_grid.CASES for R in ("any", "small", "large")} == cases
+    monkeypatch.setattr(vit_grid, "RATES", (0.1, 1.0, 10.0))
+    again = vit_grid.main([*arguments, "--resume", "--cases", "mlp head, layerwise"])
+    assert [c.lr for c in again] == [0.1, 1.0, 10.0] * 2
+    for old in cells[-4:]:  # taken, not run again: their noise would be another
+        new = next(c for c in again if (c.lr, c.R) == (old.lr, old.R))
+        assert new.metrics == pytest.approx(old.metrics, rel=1e-5)
+        assert new.clipped == new.metrics["clipped"]
     with pytest.raises(SystemExit, match="CIFAR-10"):
         vit_grid.main(arguments[2:])
 

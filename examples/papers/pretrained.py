@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,12 @@ def in_package(package: str, file: str) -> Path | None:
     found = importlib.util.find_spec(package)
     places = list(found.submodule_search_locations or []) if found else []
     return Path(places[0]) / file if places and (Path(places[0]) / file).exists() else None
+
+
+def told(command: str) -> str:
+    """A command line without this machine's folders: --cache FILE, --states FOLDER, as --data is DIR already."""
+    command = re.sub(r"--(cache|cells)[ =]\S+", r"--\1 FILE", command)
+    return re.sub(r"--states[ =]\S+", "--states FOLDER", command)
 
 
 # ---------------------------------------------------------------------- text

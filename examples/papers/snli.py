@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +64,10 @@ def parser() -> common.Parser:
     made.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
     made.add_argument("--model", help="a BERT: a hub name or folder; default: an installed package's, else the hub's")
     made.add_argument("--cache", type=Path, help="keep the frozen blocks' output in this file (0.8 GB)")
+    made.add_argument("--states", type=Path, metavar="FOLDER", help="with --minutes: keep the run that is not "
+                      "over in this folder, and go on with those that are there")  # fmt: skip
+    made.add_argument("--minutes", type=float, default=math.inf, help="with --states: stop after so long; run the same "
+                      "command again to go on")  # fmt: skip
     made.add_argument("--held-out", type=int, help="test on so many of the training records instead (tuning)")
     made.add_argument("--epsilon", type=float, default=8.0, help="at delta 1e-5 by PRV; the noise follows")
     made.add_argument("--delta", type=float, default=1e-5)
@@ -71,7 +76,7 @@ def parser() -> common.Parser:
     made.add_argument("--lr", type=float, default=5e-4, help="of the block")
     made.add_argument("--head-lr", type=float, default=5e-3, help="of the new classifier")
     made.add_argument("--small", type=float, default=0.1, help="R of local clipping")
-    made.add_argument("--large", type=float, default=10.0, help="R of global clipping")
+    made.add_argument("--large", type=float, default=5.0, help="R of global clipping")
     made.add_argument("--switch", type=float, default=0.5, help="the share of mix-up's steps that clip locally")
     return made
 
@@ -179,46 +184,111 @@ def losses(model: nn.Module, batch: frozen.Batch) -> Tensor:
     return classification_loss(model(batch), batch[2])
 
 
-def run(model: frozen.LastBlock, data: frozen.States, case: Case, seed: int, options: Any) -> dict[str, Any]:
-    """Train in place; the setting of the run, as columns of a row."""
-    private = bool(case.first)
-    batches = fastdp.poisson_loader(
-        data, expected_batch_size=min(options.batch, len(data) // 4), max_physical_batch_size=64,
-        collate_fn=frozen.collate, seed=None if private else seed,
-    )  # fmt: skip
-    steps, sigma = options.epochs * batches.steps_per_epoch, 0.0
+class Stopped(Exception):
+    """The time that was given is over; the state is kept."""
+
+
+class Progress(NamedTuple):
+    """Of a run: logical steps and seconds so far; gradients that were longer than R, and of how many."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    longer: int = 0
+    gradients: int = 0
+
+
+class Keeper:
+    """Keeps a run's state in a file when its time is over, between two logical steps, and takes it up.
+
+    What is drawn after that is drawn anew: private sampling and noise owe nothing to the steps before, and the
+    accountant's history is part of the optimizer's state.
+    """
+
+    def __init__(self, path: Path | None, until: float) -> None:
+        self.path, self.until = path, until
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+        """The progress of the state that there is, into model and optimizer."""
+        if self.path is None or not self.path.exists():
+            return Progress()
+        kept = torch.load(self.path, weights_only=True)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        return Progress(*kept["progress"])
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Write the state, all or nothing."""
+        assert self.path is not None
+        new = self.path.with_suffix(".new")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": tuple(progress)}, new)
+        new.replace(self.path)
+
+    def over(self) -> bool:
+        return self.path is not None and time.monotonic() > self.until
+
+
+def run(model: frozen.LastBlock, data: frozen.States, case: Case, seed: int, options: Any,
+        keeper: Keeper | None = None) -> tuple[dict[str, Any], float | None]:  # fmt: skip
+    """Train in place; the setting of the run, as columns of a row, and the share of gradients longer than R.
+
+    Local clipping shortens those gradients, global clipping drops them. Raises Stopped.
+    """
+    private, keeper = bool(case.first), keeper or Keeper(None, math.inf)
+    batch = min(options.batch, len(data) // 4)
+    steps, sigma = options.epochs * fastdp.accounting.steps_per_epoch(batch / len(data)), 0.0
     if private:
-        sigma = noise_for(options.epsilon, options.delta, batches.sample_rate, steps)
+        sigma = noise_for(options.epsilon, options.delta, batch / len(data), steps)
     optimizer = optimizer_of(model, case, sigma, options)
+    first = keeper.load(model, optimizer)
+    batches = fastdp.poisson_loader(
+        data, expected_batch_size=batch, max_physical_batch_size=64, collate_fn=frozen.collate,
+        seed=None if private else 1000 * seed + first.steps,
+    )  # fmt: skip
     plan = schedule(case, steps, options) if private else None
+    counts, start = [first.longer, first.gradients], time.monotonic()
+
+    def count(*_: Any) -> None:
+        for place, number in enumerate(common._beyond(optimizer)):
+            counts[place] += number
+
+    def so_far(done: int) -> Progress:
+        return Progress(first.steps + done, first.seconds + time.monotonic() - start, *counts)
 
     def before(step: int) -> None:
+        if step and keeper.over():
+            keeper.save(model, optimizer, so_far(step))
+            raise Stopped
         if plan is None:
             return
         old = optimizer.max_grad_norm  # type: ignore[attr-defined]
-        plan.apply(optimizer, step)
+        plan.apply(optimizer, first.steps + step)  # type: ignore[arg-type]
         if (new := optimizer.max_grad_norm) != old:  # type: ignore[attr-defined]
             rescale(optimizer, new / old)
 
-    done = common.train(model, optimizer, batches, steps=steps, forward=losses, before=before, text=case.name)
-    epsilon = math.inf
+    if private:
+        optimizer.register_step_pre_hook(count)
+    common.train(model, optimizer, batches, steps=steps - first.steps, forward=losses, before=before, text=case.name)
+    done, epsilon = so_far(steps - first.steps), math.inf
     if isinstance(optimizer, fastdp.DPAdamW):
         epsilon = optimizer.epsilon(options.delta)
         optimizer.detach()
     rs = [radius(kind, options) for kind in (case.first, case.then) if kind]
     return {
-        "train_records": len(data), "epochs": options.epochs, "steps": done.steps,
-        "batch": batches.expected_batch_size, "sigma": sigma, "epsilon": epsilon,
-        "delta": options.delta if private else None, "accountant": "prv" if private else None, "lr": options.lr,
-        "R": " then ".join(f"{r:g}" for r in rs), "clipping": " then ".join(k for k in (case.first, case.then) if k),
+        "train_records": len(data), "epochs": options.epochs, "steps": done.steps, "batch": batch, "sigma": sigma,
+        "epsilon": epsilon, "delta": options.delta if private else None, "accountant": "prv" if private else None,
+        "lr": options.lr, "R": " then ".join(f"{r:g}" for r in rs),
+        "clipping": " then ".join(k for k in (case.first, case.then) if k),
         "style": case.style if private else None, "seconds": done.seconds,
-    }  # fmt: skip
+    }, done.longer / max(done.gradients, 1) if private else None  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     """Train all cases, print and write their rows; one reliability diagram of the first seed's."""
     options = parser().parse_args(arguments)
+    options.command = frozen.told(options.command)
     options.epochs = options.epochs or (3 if options.quick else 10)
+    if options.states is not None:
+        options.states.mkdir(parents=True, exist_ok=True)
     bert, train, test, source = read(options)
     if options.held_out:
         train, test = split(train, options.held_out)
@@ -227,18 +297,31 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     found: list[common.Row] = []
     diagrams: dict[str, Any] = {}
     pristine = {name: value.clone() for name, value in bert.last.state_dict().items()}
+    until = time.monotonic() + 60 * options.minutes
     for seed in common.seeds(options):
         for case in (case for case in CASES if not options.cases or case.name in options.cases):
+            state = None if options.states is None else options.states / f"{case.name}, seed {seed}.pt"
+            done = None if state is None else state.with_suffix(".done")
+            if done is not None and done.exists():
+                continue
             bert.last.load_state_dict(pristine)
             torch.manual_seed(seed)
             model = frozen.LastBlock(bert.last, bert.width)
-            setting = run(model, train, case, seed, options)
+            try:
+                setting, beyond = run(model, train, case, seed, options, Keeper(state, until))
+            except Stopped:
+                print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
+                return found
             logits = logits_of(model, test)
             metrics = common.test_metrics(logits, test.labels)
+            if beyond is not None:
+                metrics["longer_than_R_share"] = beyond
             show(case.name, seed, metrics, setting)
             rows = common.rows(options, EXPERIMENT, f"{case.name}; {said}", mode, seed, metrics, **setting)
             common.write(options.out, rows)
             found += rows
+            if done is not None:
+                done.touch()
             if seed == options.first_seed:
                 diagrams[case.name] = calibration(logits, test.labels)
     if (path := common.picture(options, "snli_reliability")) is not None:

@@ -11,6 +11,7 @@ only scales the noise, and lr alone scales the signal. The privacy is the same i
 
 from __future__ import annotations
 
+import csv
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ def parser() -> common.Parser:
     made.add_argument("--test-records", type=int, default=10000)
     made.add_argument("--cells", type=Path, default=common.ROOT / "benchmarks/data/vit_grid_cells.csv",
                       help="rows of every cell are added to this CSV file; --out gets what they come to")  # fmt: skip
+    made.add_argument("--resume", action="store_true", help="take the cells of --cells that were run in this setting")
     made.add_argument("--epsilon", type=float, default=2.0, help="at delta 1e-5 by PRV; the noise follows")
     made.add_argument("--delta", type=float, default=1e-5)
     made.add_argument("--batch", type=int, default=1000)
@@ -132,10 +134,10 @@ def temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def train_cell(data: frozen.Features, case: Case, lr: float, R: float, seed: int, sigma: float, options: Any,
-               noise_seed: int | None = None) -> tuple[Cell, dict[str, Any]]:  # fmt: skip
-    """One private run and its setting, as columns of a row. noise_seed: for tests, which voids the privacy.
+               noise_seed: int | None = None) -> tuple[Cell, float]:  # fmt: skip
+    """One private run, and how many seconds it took. noise_seed: for tests, which voids the privacy.
 
-    Weights that leave the range of floats are a result: the accuracy is that of guessing, NLL is not a number.
+    Raises FloatingPointError where the weights leave the range of floats.
     """
     x, y = data.train
     model = head_of(case.head, x.shape[1], seed)
@@ -143,15 +145,23 @@ def train_cell(data: frozen.Features, case: Case, lr: float, R: float, seed: int
     steps = options.epochs * batches.steps_per_epoch
     optimizer = fastdp.DPSGD(model, lr=lr, noise_multiplier=sigma, max_grad_norm=R, style=case.style, seed=noise_seed)
     done = common.train(model, optimizer, batches, steps=steps, text=f"{case}, lr {lr:.2g}, R {R:.3g}", lines=False)
-    setting = {
-        "train_records": len(y), "epochs": options.epochs, "steps": done.steps, "batch": batches.expected_batch_size,
-        "sigma": sigma, "delta": options.delta, "accountant": "prv", "clipping": "local", "style": case.style,
-    }  # fmt: skip
     optimizer.detach()
     dev, test = (common.logits_of(model, part[0], 5000) for part in (data.dev, data.test))
     metrics = {**common.test_metrics(test, data.test[1]), "temperature": temperature(dev, data.dev[1]),
                "dev_accuracy": calibration(dev, data.dev[1]).accuracy, "clipped": done.clipped or 0.0}  # fmt: skip
-    return Cell(str(case), lr, R, seed, done.clipped or 0.0, metrics), setting | {"seconds": done.seconds}
+    return Cell(str(case), lr, R, seed, done.clipped or 0.0, metrics), done.seconds
+
+
+def kept_cells(path: Path, columns: dict[str, Any]) -> dict[tuple[str, str, str, str], dict[str, float]]:
+    """{(case, seed, lr, R) as written: metrics} of the cells in a file whose rows have these columns."""
+    found: dict[tuple[str, str, str, str], dict[str, float]] = {}
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if all(row[name] == str(value) for name, value in columns.items()):
+                    key = (row["case"], row["seed"], row["lr"], row["R"])
+                    found.setdefault(key, {})[row["metric"]] = float(row["value"])
+    return found
 
 
 # ---------------------------------------------------------------------- what the cells come to
@@ -182,12 +192,14 @@ def summary(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
         found[name] = {**best.metrics, "best_lr": best.lr, "best_R": best.R, "cells": float(len(some)),
                        "accuracy_explained_by_lr_R": explained(some, lambda cell: cell.lr * cell.R),
                        "accuracy_explained_by_lr": explained(some, lambda cell: cell.lr)}  # fmt: skip
+        found[name] = {metric: value for metric, value in found[name].items() if not math.isnan(value)}
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Cell]:
     """Train every cell of every case; write cells, what they come to, and pictures."""
     options = parser().parse_args(arguments)
+    options.command = frozen.told(options.command)
     if options.quick:
         options.records, options.test_records = min(options.records, 2000), min(options.test_records, 1000)
         options.batch, options.every = min(options.batch, 200), max(options.every, 2)
@@ -199,22 +211,32 @@ def main(arguments: Sequence[str] | None = None) -> list[Cell]:
     sigma = fastdp.noise_multiplier_for(target_epsilon=options.epsilon, delta=options.delta, sample_rate=rate,
                                         steps=steps)  # fmt: skip
     spent = fastdp.accounting.epsilon_of([(sigma, rate, steps)], options.delta)
+    setting = {
+        "train_records": len(data.train[1]), "epochs": options.epochs, "steps": steps, "batch": batch,
+        "sigma": sigma, "epsilon": spent, "delta": options.delta, "accountant": "prv", "clipping": "local",
+    }  # fmt: skip
+    same = {"mode": mode, "sigma": f"{sigma:.6g}", **{n: setting[n] for n in ("train_records", "epochs", "batch")}}
+    old = kept_cells(options.cells, same) if options.resume else {}
     rates, radii = RATES[:: options.every], RADII[:: options.every]
     cells: list[Cell] = []
     for case in (case for case in CASES if not options.cases or str(case) in options.cases):
+        setting["style"] = case.style
         for seed in common.seeds(options):
             mine: list[Cell] = []
             for R in radii:
                 for lr in rates:
-                    cell, setting = train_cell(data, case, lr, R, seed, sigma, options)
-                    setting["epsilon"] = spent
+                    known = old.get((f"{case}; one cell", str(seed), f"{lr:.6g}", f"{R:.6g}"))
+                    if known is not None:
+                        mine.append(Cell(str(case), lr, R, seed, known["clipped"], known))
+                        continue
+                    cell, seconds = train_cell(data, case, lr, R, seed, sigma, options)
                     mine.append(cell)
                     common.write(options.cells, common.rows(
                         options, EXPERIMENT, f"{case}; one cell", mode, seed, cell.metrics, **setting, lr=lr, R=R,
+                        seconds=seconds,
                     ))  # fmt: skip
                 print(f"{case}, seed {seed}, R {R:.3g}: " + " ".join(
                     f"{100 * cell.metrics['accuracy']:.0f}" for cell in mine[-len(rates) :]), flush=True)  # fmt: skip
-            setting["seconds"] = None
             for regime, metrics in summary(mine).items():
                 print(f"  {regime}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
                 common.write(options.out, common.rows(

@@ -17,18 +17,24 @@ def _mean(cells: Sequence[Any], metric: str, **which: Any) -> float:
     return sum(found) / len(found)
 
 
-def _axes(cells: Sequence[Any]) -> tuple[list[str], list[float], list[float]]:
-    """Cases, learning rates and clipping norms in order."""
-    return list(dict.fromkeys(c.case for c in cells)), sorted({c.lr for c in cells}), sorted({c.R for c in cells})
+def _cases(cells: Sequence[Any]) -> list[str]:
+    return list(dict.fromkeys(c.case for c in cells))
+
+
+def _axes(cells: Sequence[Any], case: str) -> tuple[list[float], list[float]]:
+    """Learning rates and clipping norms of a case, in order."""
+    mine = [c for c in cells if c.case == case]
+    return sorted({c.lr for c in mine}), sorted({c.R for c in mine})
 
 
 def heat_maps(cells: Sequence[Any], path: str | Path) -> None:
     """A row of two maps for each case: test accuracy and ECE in %, means over seeds; lr across, R upwards."""
     from matplotlib.figure import Figure
 
-    cases, rates, radii = _axes(cells)
-    figure = Figure(figsize=(1.2 + 1.0 * len(rates), 0.8 + 2.6 * len(cases)), layout="constrained")
+    cases = _cases(cells)
+    figure = Figure(figsize=(12, 0.8 + 2.6 * len(cases)), layout="constrained")
     for row, case in enumerate(cases):
+        rates, radii = _axes(cells, case)
         for column, (metric, colours) in enumerate((("accuracy", "viridis"), ("ece", "magma_r"))):
             values = torch.tensor([[100 * _mean(cells, metric, case=case, lr=lr, R=R) for lr in rates] for R in radii])
             axes = figure.add_subplot(len(cases), 2, 2 * row + column + 1)
@@ -48,7 +54,7 @@ def heat_maps(cells: Sequence[Any], path: str | Path) -> None:
 
 def best_rates(cells: Sequence[Any], case: str) -> list[tuple[float, float]]:
     """(R, the lr of the best mean accuracy on held-out images) of each R."""
-    _, rates, radii = _axes(cells)
+    rates, radii = _axes(cells, case)
     score = lambda lr, R: _mean(cells, "dev_accuracy", case=case, lr=lr, R=R)
     return [(R, max(rates, key=lambda lr: score(lr, R))) for R in radii]
 
@@ -61,7 +67,7 @@ def by_radius(cells: Sequence[Any], path: str | Path) -> None:
     told = (("accuracy", "accuracy, %", 100), ("ece", "ECE, %", 100), ("temperature", "best temperature", 1))
     for place, (metric, label, scale) in enumerate(told):
         axes = figure.add_subplot(1, len(told), place + 1)
-        for case, colour in zip(_axes(cells)[0], COLOURS, strict=False):
+        for case, colour in zip(_cases(cells), COLOURS, strict=False):
             best = best_rates(cells, case)
             values = [scale * _mean(cells, metric, case=case, lr=lr, R=R) for R, lr in best]
             axes.plot([R for R, _ in best], values, "o-", ms=4, color=colour, label=case)
