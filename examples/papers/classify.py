@@ -179,7 +179,7 @@ def keep(path: Path, experiment: str, case: str, mode: str, seed: int, found: Ca
         for number, count in enumerate(found.bin_count.tolist()):
             values = [found.bin_confidence[number], found.bin_accuracy[number], found.nll, found.ece]
             cells = [f"{float(value):.6g}" for value in values]
-            writer.writerow([experiment, case, mode, seed, number, count, *cells, common.commit()])
+            writer.writerow([experiment, case, mode, seed, number, count, *cells, common.COMMIT])
 
 
 def kept(path: Path, mode: str | None, cases: Sequence[str]) -> dict[str, Calibration]:
