@@ -25,13 +25,17 @@ BINS = ("experiment", "case", "mode", "seed", "bin", "count", "confidence", "acc
 
 
 class Case(NamedTuple):
-    """A way to clip, with its learning rate (of the mean of the clipped gradients); clipping "none": not private."""
+    """A way to clip, with its learning rate (of the mean of the clipped gradients); clipping "none": not private.
+
+    epochs: of this case alone, in the place of the experiment's.
+    """
 
     name: str
     clipping: str
     R: float | None
     lr: float
     style: str = "flat"
+    epochs: float | None = None
 
     @property
     def private(self) -> bool:
@@ -160,8 +164,8 @@ def main(setting: Setting, options: Any) -> list[common.Row]:
                 print(f"{case.name}, seed {seed}, {found.columns['epochs']:g} epochs: {told}; "
                       f"{found.columns['seconds']:.0f} s", flush=True)  # fmt: skip
 
-            run(case, setting, data, seed, epochs, f"{case.name}, seed {seed}", tell, options.same_epsilon,
-                options.every)  # fmt: skip
+            run(case, setting, data, seed, case.epochs or epochs, f"{case.name}, seed {seed}", tell,
+                options.same_epsilon, options.every)  # fmt: skip
     draw(options, bins, setting, "quick" if options.quick else None)
     return all_rows
 
