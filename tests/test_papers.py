@@ -169,7 +169,7 @@ def test_a_step_of_every_case(stem, tmp_path, monkeypatch, capsys):
     for case in setting.cases:
         mine = [row for row in rows if row["case"] == case.name]
         found, first = {row["metric"]: row["value"] for row in mine}, mine[0]
-        assert first["steps"] == 1 and first["mode"] == "short" and first["lr"] == case.lr
+        assert first["steps"] == (8 if case.epochs else 1) and first["mode"] == "short" and first["lr"] == case.lr
         assert 0 <= found["accuracy"] <= 1 and found["nll"] > 0 and found["ece"] <= found["mce"]
         if not case.private:
             assert "epsilon_gdp" not in found and "sigma" not in first
