@@ -63,9 +63,9 @@ def picture(curves: dict[tuple[str, float], Curve], path: Path) -> None:
     from matplotlib.figure import Figure
 
     ratios = sorted({ratio for _, ratio in curves})
-    small = min((r for r in ratios if r >= 0.1), default=ratios[0])
-    lifted = curves["layerwise", small].losses
-    worst = int((lifted / lifted.cummin(0).values).max(0).values.argmax())
+    rise = {r: (c.losses / c.losses.cummin(0).values).max(0).values for (s, r), c in curves.items() if s == "layerwise"}
+    small = max(rise, key=lambda r: float(rise[r].max()))
+    worst = int(rise[small].argmax())
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for (style, ratio), dashes in ((("layerwise", small), "-"), (("flat", small), "-"),

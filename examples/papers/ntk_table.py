@@ -1,6 +1,6 @@
 """Table 1 of the convergence paper, measured on small random networks: `python -m fastdp ntk`, as rows.
 
-    python examples/papers/ntk_table.py [--quick] [--networks 20] [--steps 20000] [--plots DIR]
+    python examples/papers/ntk_table.py [--quick] [--steps 20000] [--only TEXT] [--plots DIR]
 
 No data is read. A seed is a draw of networks and of their data. The rows say in which share of the networks a
 property held: one that the paper guarantees should in all of them, one that it does not guarantee need not.
@@ -29,7 +29,16 @@ def picture(results: Sequence[Result], path: Path) -> None:
     for y, (row, networks, held, _) in enumerate(results):
         for x, (n, claim) in enumerate(zip(held, row.paper or (None,) * 5, strict=True)):
             said = {True: "guaranteed", False: "not guaranteed", None: ""}[claim]
-            axes.text(x, y, f"{n} of {networks}\n{said}", ha="center", va="center", fontsize=7)
+            dark = n in (0, networks)
+            axes.text(
+                x,
+                y,
+                f"{n} of {networks}\n{said}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if dark else "black",
+            )
     axes.set_yticks(range(len(results)), [r.row.name for r in results], fontsize=8)
     axes.set_xticks(range(len(COLUMNS)), COLUMNS, fontsize=8)
     figure.savefig(path, dpi=130)
@@ -40,13 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     made = common.parser(__doc__ or "")
     made.add_argument("--networks", type=int, help="of each seed (default: 20; quick: 8)")
     made.add_argument("--steps", type=int, help="of gradient descent, at most (default: 20000; quick: 2000)")
+    made.add_argument("--only", default="", metavar="TEXT", help="ways of clipping with this in their name")
     options = made.parse_args(arguments)
+    rows = [row for row in ROWS if options.only in row.name]
+    if not rows:
+        made.error(f"--only: none of {', '.join(row.name for row in ROWS)}")
     networks = options.networks or (8 if options.quick else 20)
     steps = options.steps or (2000 if options.quick else 20_000)
     mode, results = "quick" if options.quick else "full", []
     for seed in common.seeds(options):
         nets, results = draw(networks, seed), []
-        for row in ROWS:
+        for row in rows:
             start = time.perf_counter()
             found = measure(nets, row, steps, row.name)
             results.append(found)
