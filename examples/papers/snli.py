@@ -102,7 +102,7 @@ def read(options: Any) -> tuple[frozen.FrozenBert, frozen.States, frozen.States,
     """The frozen blocks, what enters the last block of training and test pairs, and the file trained on."""
     model, tokenizer = frozen.bert(options.model)
     if options.cache is not None and options.cache.exists():
-        kept = torch.load(options.cache, weights_only=True)
+        kept = torch.load(options.cache, weights_only=True, mmap=True)
         if kept["source"] in ("train", "dev"):
             return model, frozen.States(**kept["train"]), frozen.States(**kept["test"]), kept["source"]
     parts, source = texts(options)
