@@ -40,6 +40,7 @@ from fastdp.demo import progress
 from fastdp.sampling import current
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMIT = commit()  # of the code that runs: hours later the checkout may be at another
 MODES = ("quick", "short", "full")  # two minutes; less than the paper's setting, as the row says; the paper's
 COLUMNS = (
     "experiment", "case", "mode", "seed", "metric", "value", "train_records", "epochs", "steps", "batch", "sigma",
@@ -121,7 +122,7 @@ def write(out: Path, found: Sequence[Row]) -> None:
     Threads, torch, commit and date are filled in. One write of whole lines, so that runs side by side keep theirs.
     Raises ValueError on a column that is not of COLUMNS, or a file with others.
     """
-    known = {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": commit(),
+    known = {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": COMMIT,
              "date": datetime.date.today().isoformat()}  # fmt: skip
     for row in found:
         if wrong := [name for name in row if name not in COLUMNS]:

@@ -76,12 +76,12 @@ def _idx_files(folders: Sequence[Path], where: str) -> list[np.ndarray]:
     return found
 
 
-def _images(arrays: Sequence[np.ndarray | Tensor], mean: Sequence[float], std: Sequence[float], name: str) -> Images:
+def _images(arrays: Sequence[np.ndarray], mean: Sequence[float], std: Sequence[float], name: str) -> Images:
     """uint8 [N, C, H, W] and labels of both parts -> floats less the mean over the deviation, in random order."""
     made: list[Tensor] = []
     shift, scale = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
     for images, labels in (arrays[:2], arrays[2:]):
-        x, y = torch.as_tensor(np.ascontiguousarray(images)), torch.as_tensor(np.asarray(labels).astype(np.int64))
+        x, y = torch.from_numpy(np.array(images)), torch.from_numpy(np.asarray(labels).astype(np.int64))
         if len(x) != len(y):
             raise ValueError(f"{name}: {len(x)} images and {len(y)} labels")
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))  # files are sorted by class

@@ -176,23 +176,25 @@ def status(asked: Sequence[Row], rows: Sequence[Row]) -> str:
     return table(("experiment", *MODES, "missing"), lines)
 
 
-def accounting(rows: Sequence[Row]) -> str:
-    """epsilon of the papers' settings by three accountants."""
+def accounting(asked: Sequence[Row], rows: Sequence[Row]) -> str:
+    """epsilon of the papers' settings by three accountants, and what the papers say."""
     lines = []
     mine = [row for row in rows if row["experiment"] == "accounting"]
     for case in dict.fromkeys(row["case"] for row in mine):
         row = [row for row in mine if row["case"] == case][-1]
         found = [ours(mine, "accounting", case, f"epsilon_{name}") for name in ("gdp", "rdp", "prv")]
         spent = [number("epsilon", each.values[-1]) if each else "" for each in found]
+        said = [theirs(r) for r in asked if (r["experiment"], r["case"]) == ("accounting", case)]
+        spent = [*(said or ["not known to us"])[:1], *spent]
         lines.append([case, *(row[name] for name in ("sigma", "batch", "train_records", "epochs", "delta")), *spent])
-    return table(("setting", "sigma", "batch", "records", "epochs", "delta", "GDP", "RDP", "PRV"), lines)
+    return table(("setting", "sigma", "batch", "records", "epochs", "delta", "paper", "GDP", "RDP", "PRV"), lines)
 
 
 def page(text: str, asked: Sequence[Row], rows: Sequence[Row]) -> str:
     """docs/papers.md of today. Raises ValueError where it lacks a table's place."""
     trained = [row for row in rows if row["experiment"] != "accounting"]
     figured = [row for row in asked if row["experiment"] != "accounting"]
-    for name, body in (("accounting", accounting(rows)), ("status", status(figured, trained)),
+    for name, body in (("accounting", accounting(asked, rows)), ("status", status(figured, trained)),
                        ("experiments", experiments(figured, trained))):  # fmt: skip
         text = between(text, name, body)
     return text

@@ -1,0 +1,236 @@
+"""What the experiments of the papers share: data files, rows, the training loop."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastdp
+from examples.papers import common, images
+
+TRAIN, TEST = 8, 4
+
+
+def pictures(count: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """Image k is all of brightness 25 k, and its label is k."""
+    labels = np.arange(count, dtype=np.uint8)
+    return (25 * labels).reshape(-1, *[1] * len(shape)) * np.ones(shape, np.uint8), labels
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+
+
+def idx_files(folder: Path, end: str = ".gz") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count in (("train", TRAIN), ("t10k", TEST)):
+        for kind, array in zip(("images-idx3", "labels-idx1"), pictures(count, 28, 28), strict=True):
+            data = idx_bytes(array)
+            (folder / f"{part}-{kind}-ubyte{end}").write_bytes(gzip.compress(data) if end else data)
+
+
+def check(found: common.Images, mean: float, std: float, shape: tuple[int, ...], close: float = 1e-6) -> None:
+    """Every image still has its own label, and the stated scale."""
+    assert found.x.shape == (TRAIN, *shape) and found.x_test.shape == (TEST, *shape) and found.x.dtype == torch.float32
+    assert sorted(found.y.tolist()) == list(range(TRAIN)) and found.y.tolist() != sorted(found.y.tolist())
+    for x, y in ((found.x, found.y), (found.x_test, found.y_test)):
+        wanted = (25 * y.double() / 255 - mean) / std
+        assert float((x.double() - wanted.view(-1, 1, 1, 1)).abs().max()) < close
+
+
+@pytest.mark.parametrize(
+    "names", [("X_train", "y_train", "X_test", "y_test"), ("x_train", "y_train", "x_test", "y_test")]
+)
+def test_mnist_of_an_archive(tmp_path, names):
+    np.savez(
+        tmp_path / "mnist.npz", **dict(zip(names, (*pictures(TRAIN, 28, 28), *pictures(TEST, 28, 28)), strict=True))
+    )
+    check(common.mnist(tmp_path), 0.1307, 0.3081, (1, 28, 28))
+
+
+@pytest.mark.parametrize(("folder", "end"), [(".", ".gz"), ("MNIST/raw", "")])
+def test_mnist_of_idx_files(tmp_path, folder, end):
+    idx_files(tmp_path / folder, end)
+    check(common.mnist(tmp_path), 0.1307, 0.3081, (1, 28, 28))
+
+
+def test_fashion_mnist(tmp_path, monkeypatch):
+    """From DIR/fashion-mnist, or the system's; MNIST's idx files beside it are not taken for it."""
+    monkeypatch.setattr(images, "SYSTEM", tmp_path / "system")
+    idx_files(tmp_path / "data")
+    with pytest.raises(SystemExit, match="dataset-fashion-mnist"):
+        common.fashion_mnist(tmp_path / "data")
+    idx_files(tmp_path / "data/fashion-mnist")
+    check(common.fashion_mnist(tmp_path / "data"), 0.2860, 0.3530, (1, 28, 28))
+    idx_files(tmp_path / "system")
+    check(common.fashion_mnist(None), 0.2860, 0.3530, (1, 28, 28))
+
+
+def test_cifar10_exact_and_jpeg(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    exact: dict[str, np.ndarray] = {}
+    lossy: dict[str, np.ndarray] = {}
+    for part, count in (("train", TRAIN), ("test", TEST)):
+        x, y = pictures(count, 32, 32, 3)
+        exact |= {f"x_{part}": x, f"y_{part}": y[:, None]}  # Keras's labels are columns
+        encoded = []
+        for picture in x:
+            image.fromarray(picture).save(file := io.BytesIO(), "JPEG", quality=95)
+            encoded.append(file.getvalue())
+        lossy |= {f"jpeg_{part}": np.frombuffer(b"".join(encoded), np.uint8), f"y_{part}": y,
+                  f"len_{part}": np.array([len(e) for e in encoded])}  # fmt: skip
+    np.savez(tmp_path / "cifar10_jpeg.npz", **lossy)
+    found = common.cifar10(tmp_path)
+    check(found, 0.5, 0.25, (3, 32, 32), close=0.05)
+    assert found.name == "CIFAR-10 (JPEG)"
+    np.savez(tmp_path / "cifar10.npz", **exact)
+    check(common.cifar10(tmp_path), 0.5, 0.25, (3, 32, 32))
+    assert common.cifar10(tmp_path).name == "CIFAR-10"
+    part = common.subset(found, 3, 2)
+    assert torch.equal(part.x, found.x[:3]) and torch.equal(part.y_test, found.y_test[:2])
+
+
+def test_damaged_and_missing_files(tmp_path):
+    idx_files(tmp_path, "")
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="cut short"):
+        common.mnist(tmp_path)
+    path.write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match="no idx file"):
+        common.mnist(tmp_path)
+    for read in (common.mnist, common.cifar10):
+        with pytest.raises(SystemExit, match="--data DIR"):
+            read(None)
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_rows_are_appended_with_all_columns(tmp_path):
+    options = common.parser("Words.", "script").parse_args(
+        ["--data", "/secret/place", "--seeds=2", "--out", "/x/y.csv"]
+    )
+    assert options.command == "python examples/papers/script.py --data DIR --seeds=2"
+    assert list(common.seeds(options)) == [0, 1]
+    rows = common.rows(options, "E", "c, d", "short", 1, {"accuracy": 1 / 3, "nll": 2}, sigma=1.1)
+    path = tmp_path / "new" / "rows.csv"
+    common.write(path, rows)
+    common.write(path, rows[:1])
+    with path.open() as file:
+        found = list(csv.DictReader(file))
+    assert [row["metric"] for row in found] == ["accuracy", "nll", "accuracy"]
+    assert tuple(found[0]) == common.COLUMNS and found[0]["case"] == "c, d" and found[0]["value"] == "0.333333"
+    assert found[0]["torch"] == torch.__version__ and found[0]["threads"] == str(torch.get_num_threads())
+    assert found[0]["lr"] == "" and found[0]["date"] and found[0]["command"] == options.command
+    with pytest.raises(ValueError, match="no column of a result: learning_rate"):
+        common.write(path, [{**rows[0], "learning_rate": 1}])
+    with pytest.raises(ValueError, match="mode must be one of"):
+        common.rows(options, "E", "c", "long", 0, {})
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n")
+    with pytest.raises(ValueError, match="other columns: a, b"):
+        common.write(other, rows)
+
+
+def test_a_command_can_be_typed_again():
+    assert common.command_of("s", ["--cases", "local, R = 1", "--plots", "x", "--data=y", "--quick"]) == (
+        "python examples/papers/s.py --cases 'local, R = 1' --data DIR --quick"
+    )
+
+
+# ---------------------------------------------------------------------- training
+
+
+def problem(records: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(records, 5) * torch.linspace(0.1, 30, records).view(-1, 1)
+    return x, torch.randint(0, 3, (records,))
+
+
+@pytest.mark.parametrize("style", ["flat", "layerwise"])
+def test_training_counts_logical_steps_and_long_gradients(style):
+    """The share of norms above R is that of one-sample gradients; rate 1, so that every step sees every record."""
+    x, y = problem()
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    norms = []
+    for k in range(len(x)):
+        grads = torch.autograd.grad(F.cross_entropy(model(x[k : k + 1]), y[k : k + 1]), list(model.parameters()))
+        squares = [float(g.square().sum()) for g in grads]
+        norms.append([sum(squares)] if style == "flat" else [squares[0] + squares[1], squares[2] + squares[3]])
+    limit = 2.0**2 / len(norms[0])
+    wanted = sum(n > limit for each in norms for n in each) / (len(norms) * len(norms[0]))
+    assert 0.2 < wanted < 0.9
+    batches = common.loader(x, y, len(x), max_physical_batch_size=16, steps=2)
+    optimizer = fastdp.DPSGD(model, lr=0.0, noise_multiplier=1.0, max_grad_norm=2.0, style=style)
+    seen: list[int] = []
+    run = common.train(model, optimizer, batches, steps=3, before=seen.append, lines=False)
+    assert seen == [0, 1, 2] and run.steps == 3 and run.epochs == 1.5 and len(run.losses) == 2
+    assert optimizer.history == [(1.0, 1.0, 3)]
+    assert run.clipped == pytest.approx(wanted)
+    with torch.no_grad():
+        assert run.losses[0] == pytest.approx(float(F.cross_entropy(model(x), y)), rel=1e-5)
+    optimizer.detach()
+
+
+def test_empty_batches_cost_a_step_and_break_nothing():
+    x, y = problem()
+    model = torch.nn.Linear(5, 3)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    run = common.train(model, optimizer, common.loader(x, y, 0.2), steps=30, lines=False)
+    assert run.steps == 30 and sum(steps for _, _, steps in optimizer.history) == 30
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    optimizer.detach()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert common.train(model, plain, common.loader(x, y, 0.2, seed=0), steps=30, lines=False).clipped is None
+
+
+def test_a_loss_is_told_the_epoch_and_forward_takes_its_place():
+    class Loss:
+        epoch, seen = -1.0, []
+
+        def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.seen.append(self.epoch)
+            return F.cross_entropy(logits, labels)
+
+    x, y = problem()
+    model, loss, passes = torch.nn.Linear(5, 3), Loss(), []
+    plain = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batches = common.loader(x, y, 20, seed=0)
+    common.train(model, plain, batches, loss, steps=4, after_pass=passes.append, lines=False)
+    assert loss.seen == [0.0, 0.5, 1.0, 1.5] and passes == [1, 2]
+    called = []
+
+    def forward(net: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        called.append(len(batch))
+        return F.cross_entropy(net(batch[0]), batch[1])
+
+    common.train(model, plain, batches, steps=1, forward=forward, lines=False)
+    assert called == [2]
+
+
+def test_diverging_training_and_no_steps_are_errors():
+    x, y = problem()
+    model = torch.nn.Linear(5, 3)
+    plain = torch.optim.SGD(model.parameters(), lr=float("inf"))
+    with pytest.raises(FloatingPointError, match="not finite after 2 steps"):
+        common.train(model, plain, common.loader(x, y, 20, seed=0), steps=2, lines=False)
+    with pytest.raises(ValueError, match="steps must be 1 or more"):
+        common.train(model, plain, common.loader(x, y, 20, seed=0), steps=0)
+
+
+def test_metrics_and_logits():
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Dropout(0.5))
+    x, y = problem(7)
+    logits = common.logits_of(model, x, batch=3)
+    assert model.training and torch.allclose(logits, model[0](x).detach(), atol=1e-5)
+    found = common.test_metrics(logits, y)
+    assert found["accuracy"] == pytest.approx(float((logits.argmax(1) == y).double().mean()))
+    assert found["nll"] == pytest.approx(float(F.cross_entropy(logits, y)), rel=1e-5)
