@@ -27,6 +27,7 @@ COLUMNS = ("symmetric", "positive in quadratic form", "positive in eigenvalues",
 SAMPLES, FEATURES, WIDTH = 8, 3, 16
 SMALL, LARGE = 0.1, 1e4  # R over the median norm of the network's per-sample gradients before training
 SPREAD = 0.5  # of the logarithms of the sizes of records and targets
+RATE = 0.1  # learning rate times the largest eigenvalue of H / samples before training; above 2 it diverges
 ZERO = 1e-3  # of the first loss: reached
 MOMENTS = 6  # at which the matrix is looked at
 
@@ -97,7 +98,7 @@ def draw(networks: int, seed: int) -> Networks:
             x = torch.randn(SAMPLES, FEATURES, dtype=torch.float64) * size[:, :1]
             y = torch.randn(SAMPLES, dtype=torch.float64) * size[:, 1]
         kernel = ntk(model, x, y, loss_of)
-        rates.append(0.5 * SAMPLES / float(torch.linalg.eigvalsh(kernel.matrix)[-1]))
+        rates.append(RATE * SAMPLES / float(torch.linalg.eigvalsh(kernel.matrix)[-1]))
         scales.append(float(kernel.norms(kernel.clipping())[0].median()))
         models.append(dict(model.named_parameters()))
         xs.append(x)

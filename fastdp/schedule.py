@@ -4,9 +4,9 @@
 >>> mixed.at(499)["clipping"], mixed.at(500)["clipping"], mixed.at(500)["max_grad_norm"]
 ('local', 'global', 1.0)
 
-In the loop, before the forward: `mixed.apply(optimizer)`. Everything goes through the optimizer's own `set_clipping` and
-`noise_multiplier`, so that the noise follows the sensitivity and the accountant counts what was drawn. The schedule must
-not depend on the data.
+In the loop, before the forward: `mixed.apply(optimizer)`. Everything goes through the optimizer's own `set_clipping`
+and `noise_multiplier`, so that the noise follows the sensitivity and the accountant counts what was drawn. The schedule
+must not depend on the data.
 
 Source: Bu, Wang, Dai, Long (TMLR 2023, arXiv 2106.07830), who train with one clipping first and then with another.
 """

@@ -16,8 +16,14 @@ from .runs import backward, data, model_of
 
 
 def optimizer_of(model, **options):
-    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 6, "sample_rate": 0.1, **options}
-    return fastdp.DPSGD(model, lr=0.1, **given)
+    given = {
+        "accountant": "rdp",
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        "expected_batch_size": 6,
+        "sample_rate": 0.1,
+    }
+    return fastdp.DPSGD(model, lr=0.1, **{**given, **options})
 
 
 def step(optimizer, model):
@@ -43,7 +49,7 @@ def test_the_optimizer_follows_and_the_accountant_counts():
     assert stds == pytest.approx([0.5, 0.5, 100.0, 100.0, 150.0, 150.0])  # sigma x sensitivity
     assert optimizer.history == [(1.0, 0.1, 2), (2.0, 0.1, 2), (3.0, 0.1, 2)]
     assert optimizer.history == schedule.history(6, 0.1, noise_multiplier=1.0)
-    assert optimizer.epsilon(1e-5) == epsilon_of(schedule.history(6, 0.1, 1.0), 1e-5)
+    assert optimizer.epsilon(1e-5) == epsilon_of(schedule.history(6, 0.1, 1.0), 1e-5, "rdp")
     rule = optimizer._privacy.clipping
     assert (rule.clipping, rule.style, rule.max_grad_norm) == ("global", "layerwise", 50.0)
     assert set(optimizer.norms) == {"0", "2"}

@@ -1,0 +1,125 @@
+"""Theorem 1 of the convergence paper: under layerwise clipping with a small R the loss may rise, and need not end at 0.
+
+    python examples/papers/layerwise_loss.py [--quick] [--networks 20] [--steps 8000] [--plots DIR]
+
+No data is read, and there is no noise: gradient descent in float64 with a small step on the clipped gradients of
+small random networks (those of `python -m fastdp ntk`). R goes from a hundredth to a hundred times a network's median
+norm, flat and layerwise. Rows: the share of networks whose loss rises (in a step of which the kernel predicts it),
+the largest rise above the least loss before (as a share of it), the share that reaches a thousandth of the first. One
+picture: the curves, and the shares by R.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.papers import common
+from fastdp.demo import progress
+from fastdp.ntk_table import ZERO, Networks, Row, descend, draw
+
+RATIOS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # R over the median norm before training
+QUICK = (0.1, 1.0, 100.0)
+NAMES = {"flat": "#4477aa", "layerwise": "#bb5566"}
+
+
+class Curve(NamedTuple):
+    """Mean losses [T, S] of all networks before each step; rises [S]: whether one rose where K said so."""
+
+    losses: Tensor
+    rises: Tensor
+
+
+def curve(nets: Networks, row: Row, steps: int) -> Curve:
+    """Train without noise, each network until ZERO of its first loss."""
+    weights, losses = nets.weights, []
+    rises, rising = (torch.zeros(len(nets.y), dtype=torch.bool) for _ in range(2))
+    going = torch.ones(len(nets.y), dtype=torch.bool)
+    for step in range(steps + 1):
+        found = descend(nets, row, weights, going)
+        if losses:
+            rises |= rising & (found.losses > losses[-1])
+        losses.append(found.losses)
+        going = going & (found.losses > ZERO * losses[0])
+        rising = going & (found.cosine > 1e-9)
+        keep = {name: going.view(-1, *[1] * (w.dim() - 1)) for name, w in weights.items()}
+        weights = {name: torch.where(keep[name], w, weights[name]) for name, w in found.weights.items()}
+        progress(step, steps, f"{row.name}")
+        if not going.any():
+            break
+    return Curve(torch.stack(losses), rises)
+
+
+def picture(curves: dict[tuple[str, float], Curve], path: Path) -> None:
+    """Left: losses of the network that layerwise clipping lifts most; right: shares of networks by R."""
+    from matplotlib.figure import Figure
+
+    ratios = sorted({ratio for _, ratio in curves})
+    rise = {r: (c.losses / c.losses.cummin(0).values).max(0).values for (s, r), c in curves.items() if s == "layerwise"}
+    small = max(rise, key=lambda r: float(rise[r].max()))
+    worst = int(rise[small].argmax())
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for (style, ratio), dashes in ((("layerwise", small), "-"), (("flat", small), "-"),
+                                   (("layerwise", ratios[-1]), "--"), (("flat", ratios[-1]), ":")):  # fmt: skip
+        losses = curves[style, ratio].losses[:, worst]
+        losses = losses[: int((losses > ZERO * losses[0]).sum()) + 1]
+        left.plot(
+            range(1, len(losses) + 1), losses, dashes, color=NAMES[style], label=f"{style}, R = {ratio:g} medians"
+        )
+    left.set(xlabel="step", ylabel="training loss", xscale="log", yscale="log", title="one network")
+    for style, colour in NAMES.items():
+        shares = [float(curves[style, ratio].rises.double().mean()) for ratio in ratios]
+        right.plot(ratios, shares, "o-", color=colour, label=style)
+    right.set(
+        xlabel="R over the median norm", ylabel="share of networks whose loss rises", xscale="log", ylim=(-0.05, 1.05)
+    )
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, float], Curve]:
+    """Train all, print, write rows; returns the curves of the last seed by (style, R over the median)."""
+    made = common.parser(__doc__ or "")
+    made.add_argument("--networks", type=int, help="of each seed (default: 20; quick: 8)")
+    made.add_argument("--steps", type=int, help="at most (default: 8000; quick: 2000)")
+    options = made.parse_args(arguments)
+    networks = options.networks or (8 if options.quick else 20)
+    steps = options.steps or (2000 if options.quick else 8_000)
+    curves: dict[tuple[str, float], Curve] = {}
+    for seed in common.seeds(options):
+        nets = draw(networks, seed)
+        for style in NAMES:
+            for ratio in QUICK if options.quick else RATIOS:
+                row = Row(f"{style}, R = {ratio:g} medians", "", "local", ratio, style, None)
+                start = time.perf_counter()
+                found = curves[style, ratio] = curve(nets, row, steps)
+                relative = found.losses / found.losses[0]
+                metrics = {
+                    "share whose loss rises": float(found.rises.double().mean()),
+                    "largest rise": float((found.losses / found.losses.cummin(0).values).max()) - 1,
+                    "share that reaches zero": float((relative[-1] <= ZERO).double().mean()),
+                }
+                print(f"{row.name}: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
+                common.write(options.out, common.rows(
+                    options, "Theorem 1, layerwise", row.name, "quick" if options.quick else "full", seed, metrics,
+                    train_records=8, steps=steps, batch=8, sigma=0.0, clipping="local", style=style,
+                    seconds=time.perf_counter() - start,
+                ))  # fmt: skip
+    path = common.picture(options, "layerwise_loss")
+    if path is not None:
+        picture(curves, path)
+    return curves
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What wine.py and housing.py share: tables of numbers, a small network, runs with local, global and no clipping.
+
+Features and targets are standardized by the training part's mean and deviation, which is no private step: a release
+would need public bounds. The losses written are of the whole training part, read now and then for the curves: the
+epsilon does not cover them either.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import gzip
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import fastdp
+from examples.papers import common
+
+POINTS = 20  # moments at which the losses are kept, beside the end
+DELTA = 1e-5
+epsilons = functools.lru_cache(common.epsilons)  # the same for every seed
+COLOURS = {"local": "#4477aa", "global": "#bb5566", "not private": "black"}
+
+
+class Task(NamedTuple):
+    """Standardized: x [N, F], y [N, 1], and the same of the test part."""
+
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+class Way(NamedTuple):
+    """A way to train: clipping "local" or "global" of fastdp, or "" for none; max_grad_norm; learning rate."""
+
+    name: str
+    clipping: str
+    max_grad_norm: float
+    lr: float
+
+
+class Plan(NamedTuple):
+    """An experiment: optimizers by name, the batch (0: all records), steps, noise and delta."""
+
+    name: str
+    ways: tuple[Way, ...]
+    private: Callable[..., fastdp.PrivateOptimizer]
+    plain: Callable[..., torch.optim.Optimizer]
+    batch: int
+    epochs: int
+    sigma: float
+    width: int
+
+
+def read(path: Path, delimiter: str) -> tuple[list[str], Tensor]:
+    """Column names, and numbers [N, columns] in the file's order."""
+    opened: Any = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    with opened as file:
+        rows = list(csv.reader(file, delimiter=delimiter))
+    return rows[0], torch.tensor([[float(cell) for cell in row] for row in rows[1:]])
+
+
+def split(numbers: Tensor, share: float = 0.8) -> Task:
+    """The last column is the target; the same random fifth is left out in every run."""
+    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(0))
+    train, test = (numbers[part] for part in order.tensor_split([int(share * len(numbers))]))
+    mean, std = train.mean(0), train.std(0)
+    train, test = (train - mean) / std, (test - mean) / std
+    return Task(train[:, :-1], train[:, -1:], test[:, :-1], test[:, -1:])
+
+
+def network(features: int, width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    with torch.no_grad():
+        return float(F.mse_loss(model(x), y))
+
+
+def run(plan: Plan, way: Way, task: Task, seed: int, epochs: int) -> tuple[list[float], dict[str, float], int]:
+    """Training losses at POINTS + 1 moments, metrics, steps. A seed draws the weights."""
+    torch.manual_seed(seed)
+    model = network(task.x.shape[1], plan.width)
+    private, batch = bool(way.clipping), plan.batch or len(task.x)
+    batches = common.loader(task.x, task.y, batch, None if private else seed)
+    optimizer: Any
+    if private:
+        optimizer = plan.private(model, lr=way.lr, noise_multiplier=plan.sigma, max_grad_norm=way.max_grad_norm,
+                                 clipping=way.clipping)  # fmt: skip
+    else:
+        optimizer = plan.plain(model.parameters(), lr=way.lr)
+    steps = epochs * batches.steps_per_epoch
+    kept = {round(k * steps / POINTS) for k in range(POINTS)}
+    losses: list[float] = []
+
+    def before(done: int) -> None:
+        if done in kept:
+            losses.append(loss_of(model, task.x, task.y))
+
+    found = common.train(model, optimizer, batches, F.mse_loss, steps=steps, before=before, lines=False,
+                         text=f"{way.name}, seed {seed}")  # fmt: skip
+    losses.append(loss_of(model, task.x, task.y))
+    metrics = {"training loss": losses[-1], "test loss": loss_of(model, task.x_test, task.y_test),
+               "training loss at half time": losses[POINTS // 2]}  # fmt: skip
+    if private:
+        metrics |= epsilons(plan.sigma, batches.sample_rate, steps, DELTA)
+        metrics["share longer than R"] = found.clipped or 0.0
+        optimizer.detach()
+    return losses, metrics, steps
+
+
+def picture(plan: Plan, curves: dict[str, list[list[float]]], path: Path) -> None:
+    """Mean of the runs, and a band of one standard deviation."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.4, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    for name, found in curves.items():
+        stacked = torch.tensor(found)
+        mean, std = stacked.mean(0), stacked.std(0, correction=0)
+        moments = torch.linspace(0, 1, POINTS + 1)
+        axes.plot(moments, mean, color=COLOURS[name], label=f"{name} ({len(found)} runs)")
+        axes.fill_between(moments, mean - std, mean + std, color=COLOURS[name], alpha=0.2, lw=0)
+    axes.set(
+        xlabel="share of the steps", ylabel="training loss (standardized, squared)", title=plan.name, ylim=(0, None)
+    )
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def main(plan: Plan, options: Any, task: Task) -> dict[str, list[list[float]]]:
+    """All runs; rows are written after each. Returns the loss curves by way."""
+    mode, epochs = ("quick", max(1, plan.epochs // 10)) if options.quick else ("full", plan.epochs)
+    curves: dict[str, list[list[float]]] = {way.name: [] for way in plan.ways}
+    for seed in common.seeds(options):
+        for way in plan.ways:
+            start = time.perf_counter()
+            losses, metrics, steps = run(plan, way, task, seed, epochs)
+            curves[way.name].append(losses)
+            private = dict(sigma=plan.sigma, delta=DELTA, R=way.max_grad_norm, clipping=way.clipping, style="flat")
+            common.write(options.out, common.rows(
+                options, plan.name, way.name, mode, seed, metrics, train_records=len(task.x), epochs=epochs,
+                steps=steps, batch=plan.batch or len(task.x), lr=way.lr, seconds=time.perf_counter() - start,
+                **(private if way.clipping else {}),
+            ))  # fmt: skip
+            print(f"seed {seed}, {way.name}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items()), flush=True)
+    for name, found in curves.items():
+        last = torch.tensor(found)[:, -1]
+        print(
+            f"{name}: training loss {float(last.mean()):.4f} +- {float(last.std(correction=0)):.4f} ({len(found)} runs)"
+        )
+    path = common.picture(options, options.stem)
+    if path is not None:
+        picture(plan, curves, path)
+    return curves
+
+
+def data(options: Any, file: str, where: str) -> Path:
+    """The file in the folder that was given; exits with where to get it."""
+    if options.data is None or not (options.data / file).exists():
+        given = f"not in {options.data}" if options.data else "give its folder as --data"
+        raise SystemExit(f"this experiment reads {file}: {given}.\n{where}")
+    return Path(options.data) / file
