@@ -76,7 +76,7 @@ def parser() -> common.Parser:
     made.add_argument("--lr", type=float, default=5e-4, help="of the block")
     made.add_argument("--head-lr", type=float, default=5e-3, help="of the new classifier")
     made.add_argument("--small", type=float, default=0.1, help="R of local clipping")
-    made.add_argument("--large", type=float, default=5.0, help="R of global clipping")
+    made.add_argument("--large", type=float, default=20.0, help="R of global clipping")
     made.add_argument("--switch", type=float, default=0.5, help="the share of mix-up's steps that clip locally")
     return made
 
