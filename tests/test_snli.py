@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import math
 
 import pytest
@@ -165,7 +166,9 @@ def test_all_cases_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "bert", lambda name: (pretrained.FrozenBert(body()), Tokenizer()))
     out = tmp_path / "out.csv"
     arguments = ["--data", str(tmp_path), "--quick", "--epochs", "1", "--out", str(out), "--cache", str(tmp_path / "c")]
-    rows = snli.main(arguments)
+    pictures = ["--plots", str(tmp_path)] if importlib.util.find_spec("matplotlib") else []
+    rows = snli.main([*arguments, *pictures])
+    assert (tmp_path / "out_bins.csv").exists() and (not pictures or (tmp_path / "snli_reliability.png").exists())
     with out.open(newline="") as file:
         written = list(csv.DictReader(file))
     assert len(written) == len(rows) == 5 * len(snli.CASES) - 1 and tuple(written[0]) == common.COLUMNS

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
 import fastdp
-from examples.papers import common
+from examples.papers import classify, common
 from examples.papers import pretrained as frozen
 from fastdp.calibration import calibration, reliability_diagram
 from fastdp.losses import classification_loss
@@ -76,7 +76,7 @@ def parser() -> common.Parser:
     made.add_argument("--lr", type=float, default=5e-4, help="of the block")
     made.add_argument("--head-lr", type=float, default=5e-3, help="of the new classifier")
     made.add_argument("--small", type=float, default=0.1, help="R of local clipping")
-    made.add_argument("--large", type=float, default=5.0, help="R of global clipping")
+    made.add_argument("--large", type=float, default=20.0, help="R of global clipping")
     made.add_argument("--switch", type=float, default=0.5, help="the share of mix-up's steps that clip locally")
     return made
 
@@ -102,7 +102,7 @@ def read(options: Any) -> tuple[frozen.FrozenBert, frozen.States, frozen.States,
     """The frozen blocks, what enters the last block of training and test pairs, and the file trained on."""
     model, tokenizer = frozen.bert(options.model)
     if options.cache is not None and options.cache.exists():
-        kept = torch.load(options.cache, weights_only=True)
+        kept = torch.load(options.cache, weights_only=True, mmap=True)
         if kept["source"] in ("train", "dev"):
             return model, frozen.States(**kept["train"]), frozen.States(**kept["test"]), kept["source"]
     parts, source = texts(options)
@@ -283,7 +283,7 @@ def run(model: frozen.LastBlock, data: frozen.States, case: Case, seed: int, opt
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
-    """Train all cases, print and write their rows; one reliability diagram of the first seed's."""
+    """Train all cases, print and write their rows; draw the reliability diagram of each case's last run."""
     options = parser().parse_args(arguments)
     options.command = frozen.told(options.command)
     options.epochs = options.epochs or (3 if options.quick else 10)
@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     mode = "quick" if options.quick else "full" if source == "train" else "short"
     said = f"trained on {source}" + f", tested on {options.held_out} of it" * bool(options.held_out)
     found: list[common.Row] = []
-    diagrams: dict[str, Any] = {}
+    bins = options.out.with_name(f"{options.out.stem}_bins.csv")
     pristine = {name: value.clone() for name, value in bert.last.state_dict().items()}
     until = time.monotonic() + 60 * options.minutes
     for seed in common.seeds(options):
@@ -320,12 +320,12 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
             rows = common.rows(options, EXPERIMENT, f"{case.name}; {said}", mode, seed, metrics, **setting)
             common.write(options.out, rows)
             found += rows
+            classify.keep(bins, EXPERIMENT, f"{case.name}; {said}", mode, seed, calibration(logits, test.labels))
             if done is not None:
                 done.touch()
-            if seed == options.first_seed:
-                diagrams[case.name] = calibration(logits, test.labels)
-    if (path := common.picture(options, "snli_reliability")) is not None:
-        reliability_diagram(diagrams, path)
+    if bins.exists() and (path := common.picture(options, "snli_reliability")) is not None:
+        drawn = classify.kept(bins, None, [f"{case.name}; {said}" for case in CASES])
+        reliability_diagram({name.partition(";")[0]: one for name, one in drawn.items()}, path)
         print(f"wrote {path}")
     return found
 
