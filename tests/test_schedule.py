@@ -135,6 +135,16 @@ def test_parts_of_a_batch_are_one_step():
     assert optimizer.history == [(1.0, 0.5, 1), (2.0, 0.5, 3)] and parts > 8
 
 
+def test_what_no_later_entry_changes_stays():
+    """Also for an optimizer that is given the schedule in its midst, and knows nothing of the entries before."""
+    schedule = Schedule([(0, {"clipping": "automatic", "gamma": 0.5}), (2, {"clipping": "global"}), (3, {"style": "flat"})])
+    assert schedule.at(1) == {"clipping": "automatic", "gamma": 0.5}
+    assert schedule.at(3) == {"clipping": "global", "gamma": 0.5, "style": "flat"}
+    optimizer = optimizer_of(model_of())
+    schedule.apply(optimizer, 3)
+    assert (optimizer._privacy.clipping.clipping, optimizer._privacy.clipping.gamma) == ("global", 0.5)
+
+
 def test_epochs():
     schedule = Schedule([(0, {"clipping": "local"}), (1.5, {"clipping": "global"})], steps_per_epoch=4)
     assert [schedule.at(n)["clipping"] for n in (5, 6)] == ["local", "global"]
