@@ -137,7 +137,9 @@ def test_parts_of_a_batch_are_one_step():
 
 def test_what_no_later_entry_changes_stays():
     """Also for an optimizer that is given the schedule in its midst, and knows nothing of the entries before."""
-    schedule = Schedule([(0, {"clipping": "automatic", "gamma": 0.5}), (2, {"clipping": "global"}), (3, {"style": "flat"})])
+    schedule = Schedule(
+        [(0, {"clipping": "automatic", "gamma": 0.5}), (2, {"clipping": "global"}), (3, {"style": "flat"})]
+    )
     assert schedule.at(1) == {"clipping": "automatic", "gamma": 0.5}
     assert schedule.at(3) == {"clipping": "global", "gamma": 0.5, "style": "flat"}
     optimizer = optimizer_of(model_of())
