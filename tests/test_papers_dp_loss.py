@@ -70,6 +70,9 @@ def test_a_run_writes_what_it_saw(tmp_path, monkeypatch):
     cosines = [row["value"] for row in mine if row["metric"] == "cosine"]
     assert all(0 < cosine <= 1 + 1e-6 for cosine in cosines) and len(set(cosines)) == 2
     assert (tmp_path / "papers_dp_loss_mnist_short.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "again").mkdir()
+    dp_loss.main(["--draw", "--out", str(out), "--plots", str(tmp_path / "again")])
+    assert (tmp_path / "again" / "papers_dp_loss_mnist_short.png").stat().st_size > 10_000
     assert dp_loss.kept(40) == [1, 5, 10, 15, 20, 25, 30, 35, 40] and dp_loss.kept(3) == [1, 2, 3]
 
 

@@ -12,9 +12,10 @@ weights, logits and pre-activations and the cosine between clipped and unclipped
 
 from __future__ import annotations
 
+import csv
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,12 +157,12 @@ def write(options: Any, task: str, data: common.Images, setting: Setting, mode: 
             shown += f", epsilon {found['epsilon_prv']:.2f}, {done.seconds:.0f} s"
             print(f"{data.name}, {name}, seed {seed}: {shown}", flush=True)
     if (path := common.picture(options, f"papers_dp_loss_{task}_{mode}")) is not None:
-        draw(histories, path, f"{data.name}, {setting.epochs} epochs, {len(data.x):,} images")
+        draw(written, path, f"{data.name}, {setting.epochs} epochs, {len(data.x):,} images")
     return written
 
 
-def draw(histories: dict[str, History], path: Path, title: str) -> None:
-    """Accuracy, cosine and norms by epoch, a line a loss."""
+def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Accuracy, cosine and norms by epoch, a line a loss and seed, of the rows by epoch among these."""
     from matplotlib.figure import Figure
 
     panels = ("accuracy", "cosine", "norm_median", "weights", "logits", "pre_activations")
@@ -170,14 +171,30 @@ def draw(histories: dict[str, History], path: Path, title: str) -> None:
     figure = Figure(figsize=(12, 6.4), layout="constrained")
     for place, (key, label) in enumerate(zip(panels, names, strict=True)):
         axes = figure.add_subplot(2, 3, place + 1)
-        for name, history in histories.items():
-            values = history.accuracy if key == "accuracy" else [r.values()[key] for r in history.reports]
-            axes.plot(range(1, len(values) + 1), values, label=name, lw=1.3)
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for row in rows:
+            if row["metric"] == key and row["experiment"].endswith("by epoch"):
+                lines.setdefault(f"{row['case']}, seed {row['seed']}", []).append(
+                    (int(row["epochs"]), float(row["value"]))
+                )
+        for name, points in lines.items():
+            axes.plot(*zip(*sorted(points), strict=True), label=name, lw=1.3)
         axes.set(xlabel="epoch", title=label)
         if not place:
             axes.legend(frameon=False, fontsize=8)
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
+
+
+def redraw(options: Any) -> None:
+    """A picture of each data set's rows in --out, of the highest mode that it was run in."""
+    with options.out.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for task in options.tasks:
+        mine = [row for row in rows if row["experiment"] == f"{EXPERIMENTS[task]} by epoch"]
+        mode = max((row["mode"] for row in mine), key=common.MODES.index, default="")
+        if mine and (path := common.picture(options, f"papers_dp_loss_{task}_{mode}")) is not None:
+            draw([row for row in mine if row["mode"] == mode], path, f"{EXPERIMENTS[task]} ({mode})")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
@@ -190,7 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     made.add_argument("--records", type=int, help="train on so many images only")
     for name in ("threshold", "beta", "lr", "sigma"):
         made.add_argument(f"--{name}", type=float, help="in the place of the setting's")
+    made.add_argument("--draw", action="store_true", help="train nothing: draw the rows in --out into --plots")
     options = made.parse_args(arguments)
+    if options.draw:
+        redraw(options)
+        return []
     if options.quick:
         options.tasks = [t for t in options.tasks if t != "cifar10"] or options.tasks
     written: list[common.Row] = []
