@@ -156,7 +156,7 @@ def _bin_of(confidence: Tensor, bins: int) -> Tensor:
 def reliability_diagram(results: Mapping[str, Calibration], path: str | Path | None = None) -> str:
     """Accuracy against confidence of each model: a drawing in characters, and a PNG at `path` by matplotlib.
 
-    Where matplotlib (the extra `plots`) is missing, the drawing goes into `path` with the ending .txt instead, with a
+    Where matplotlib (of the extra `demo`) is missing, the drawing goes into `path` with the ending .txt instead, with a
     warning. Returns the drawing. Raises ValueError without results.
     """
     if not results:

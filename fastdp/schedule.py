@@ -6,7 +6,9 @@
 
 In the loop, before the forward: `mixed.apply(optimizer)`. Everything goes through the optimizer's own `set_clipping`
 and `noise_multiplier`, so that the noise follows the sensitivity and the accountant counts what was drawn. The schedule
-must not depend on the data.
+must not depend on the data. Global clipping leaves out every sample whose gradient is longer than R, so R belongs above
+nearly all norms (`optimizer.norms`): MEASURED on SNLI, after a switch that dropped 44 % of the samples accuracy fell to
+chance.
 
 Source: Bu, Wang, Dai, Long (TMLR 2023, arXiv 2106.07830), who train with one clipping first and then with another.
 """
