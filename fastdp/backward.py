@@ -15,7 +15,7 @@ from .links import leaves_of
 from .ops.common import exactly
 from .people import People
 from .planner import Planner
-from .replay import Replays
+from .replay import Block, Replays
 from .tracked import Tracked
 from .uses.base import Use
 from .whose import Whose
@@ -49,6 +49,7 @@ class Backward:
         self.gradients: Gradients | None = None  # of the last backward
         self.replays = Replays(self)
         self.collect: Callable[[Use], None] | None = None  # takes the uses of a block that runs again
+        self.running: Block | None = None  # that block
         # which elements captured calls used of each parameter since the last backward
         self.uses_of: dict[int, list[tuple[int, int]]] = {}
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors

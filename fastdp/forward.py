@@ -107,10 +107,12 @@ class Forward:
         active.stack.append(path)
         if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             return  # no checkpointing around this call: nothing will be computed again
-        if self._begins_block(active):
-            self._entered[-1] = self.backward.replays.entered(path, module)
+        block = self.backward.replays.entered(path, module) if self._begins_block(active) else None
         with torch._C.DisableTorchFunction():  # the mode is on
             self._remember_layouts(active, path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
+        if block is not None:
+            self._entered[-1] = block
+            block.inner.__enter__()
 
     def _begin_pass(self, path: str, args: Any, kwargs: Any) -> Pass:
         """The outermost forward; also of a module that checkpointing computes again."""
@@ -135,7 +137,14 @@ class Forward:
         tag_packed((args, kwargs), self._batch)
         active.mode.__enter__()
         PLAINLY.begin()
+        if (block := self._running(path)) is not None:
+            block.inner.__enter__()
         return active
+
+    def _running(self, path: str) -> Block | None:
+        """The block that runs a second time, if this is its module."""
+        block = self.backward.running
+        return block if block is not None and block.path == path else None
 
     def runs_again(self) -> bool:
         """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
@@ -198,8 +207,11 @@ class Forward:
             if self._active is not None and self._active.stack:
                 self._active.stack.pop()
             if isinstance(started, Block):
+                started.inner.__exit__(None, None, None)
                 started.watch(nested_tensors(out))
             return None
+        if (block := self._running(path)) is not None:
+            block.inner.__exit__(None, None, None)
         PLAINLY.end()
         started.mode.__exit__(None, None, None)
         self._active = None

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from .arguments import nested_tensors
 from .errors import SampleMixingError, StepError
 from .layouts.layout import tag_of
-from .module_hooks import ModuleHook
 
 ACTIVATIONS = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
@@ -211,12 +210,6 @@ class PreActivations:
         if found.with_gradient and not torch.is_grad_enabled():
             found.unasked.append(layer)
             return
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None and _may_run_twice(module):
-            raise StepError(
-                f"'{layer}' lies in a checkpointed block, which an engine with a memory_budget may run backward from "
-                "its outputs alone, without the gradient of a penalty within: leave out memory_budget, or the layer "
-                "(layers=)"
-            )
         with torch._C.DisableTorchFunction():  # an engine's mode is on
             found.noted.append(Noted(layer, tensor, tensor._version))
 
@@ -305,13 +298,6 @@ def _is_output(logits: Tensor, forward: Forward) -> bool:
     made = [ref() for ref in forward.outputs]
     kept = {t.untyped_storage().data_ptr() for t in made if t is not None}
     return logits.untyped_storage().data_ptr() in kept
-
-
-def _may_run_twice(module: nn.Module) -> bool:
-    """Whether a fastdp engine with a memory budget is on the module."""
-    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-    engines = [owner.forward for owner in owners if isinstance(owner, ModuleHook) and owner.forward is not None]
-    return any(engine.planner.memory_budget is not None for engine in engines)
 
 
 def runs_again() -> bool:

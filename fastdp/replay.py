@@ -4,27 +4,36 @@ Flat clipping needs all norms before any clipped sum, so a use's input and outpu
 backward; under checkpointing that is the very memory the user wanted to save. A block whose forward is computed
 again anyway may instead keep its own input and output gradient: the norms of its uses are taken at once, and at the
 end the block runs forward and backward a second time, now with known clip factors. Costs a forward, an input gradient
-and the norms of the block; saves everything between. A block that does not repeat itself (random numbers outside of
-torch's generators) cannot break the bound: its norms are taken again, and no sample counts for more than before.
+and the norms of the block; saves everything between.
+
+The loss may take tensors from inside the block, too (a penalty on activations): what is still alive when the block's
+forward ends keeps its whole gradient, which takes the place of the one that arrives there in the second run. The norms
+are taken again, and must be the same: a block that does not repeat itself (random numbers outside of torch's
+generators) is refused.
 
 Source: the two-backward form of ghost clipping, Li et al. 2022.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .arguments import nested_tensors
+from .errors import StepError
 from .layouts.calls import map_tensors
 from .links import leaves_of, link_of, span_of
 from .uses.base import Use
 
-SAME = 1e-6  # squared norms of the same data, computed twice, differ by less
-
+SAME = 1e-6  # squared norms of the same data, computed twice by the same way, differ by less
+APART = 1e-3  # those of another gradient differ by more, relatively
+APART_16_BIT = 3e-2  # the same under autocast, or of 16-bit parameters
 
 Part = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
@@ -35,25 +44,65 @@ def part_of(operand: Tensor) -> Part:
     return id(leaf), tuple(operand.shape), operand.stride(), int(operand.storage_offset())
 
 
+class Inner(TorchFunctionMode):
+    """Numbers the differentiable results of the torch functions that a block's forward calls, in their order.
+
+    wanted: the numbers of those to hold on to; the others are known only as long as somebody else holds them.
+    """
+
+    def __init__(self, wanted: Collection[int] = ()) -> None:
+        super().__init__()
+        self.wanted, self.count = wanted, 0
+        self.seen: dict[int, weakref.ref[Tensor]] = {}
+        self.held: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # an engine's mode is on
+            for tensor in nested_tensors(out):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    self.seen[self.count] = weakref.ref(tensor)
+                    if self.count in self.wanted:
+                        self.held[self.count] = tensor
+                    self.count += 1
+        return out
+
+    def alive(self, besides: Iterable[Tensor]) -> dict[int, Tensor]:
+        """Those that somebody holds, by number, besides some: what a loss may take."""
+        known = {id(tensor) for tensor in besides}
+        found = {}
+        for number in reversed(self.seen):  # of a tensor written to in place, as it is in the end
+            tensor = self.seen[number]()
+            if tensor is not None and id(tensor) not in known:
+                known.add(id(tensor))
+                found[number] = tensor
+        return found
+
+
 class Block:
     """A module inside a checkpointed region: what its second run needs."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self.module = path, module
+        self.inner = Inner()
         self.grads: list[Tensor | None] = []  # of its outputs
+        self.inner_grads: dict[int, Tensor] = {}  # of tensors within that outlive its forward
         self.arguments: tuple[Any, Any] | None = None  # known when it is computed again
         self.norm_sq: dict[Part, Tensor] = {}  # of the operands whose data was dropped
         self.calls = 1
         self._random: list[Any] = []
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
-    def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Keep the gradients that arrive at the outputs."""
+    def watch(self, outputs: list[Tensor]) -> None:
+        """Keep the gradients that arrive at the outputs, and at what outlives the forward within."""
         for tensor in outputs:
             place = len(self.grads)
             self.grads.append(None)
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad, place=place: self._keep(place, grad))
+        for number, tensor in self.inner.alive(outputs).items():
+            tensor.register_hook(functools.partial(self.inner_grads.__setitem__, number))
+        self.inner = Inner()
 
     def _keep(self, place: int, grad: Tensor) -> None:
         before = self.grads[place]
@@ -68,12 +117,14 @@ class Block:
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
 
     def can_replay(self) -> bool:
-        return self.arguments is not None and self.calls == 1 and any(g is not None for g in self.grads)
+        arrived = bool(self.inner_grads) or any(g is not None for g in self.grads)
+        return self.arguments is not None and self.calls == 1 and arrived
 
     def run(self) -> None:
         """Forward and backward again; what the pass records goes wherever the backward sends it."""
         assert self.arguments is not None
         args, kwargs = map_tensors(self.arguments, _fresh)
+        self.inner = Inner(self.inner_grads)
         now = [torch.get_rng_state(), *[(d, torch.cuda.get_rng_state(d)) for d, _ in self._random[1:]]]
         _set_random(self._random)
         try:
@@ -84,6 +135,13 @@ class Block:
         pairs = [
             (t, g) for t, g in zip(nested_tensors(out), self.grads, strict=True) if g is not None and t.requires_grad
         ]
+        for number, whole in self.inner_grads.items():
+            tensor = self.inner.held.get(number)
+            if tensor is None or tensor.shape != whole.shape:
+                raise StepError(_unrepeated(self.path, "other tensors were made in it the second time"))
+            tensor.register_hook(functools.partial(_instead, whole))
+            pairs.append((tensor, torch.zeros_like(whole)))  # so that the backward comes there in any case
+        self.inner = Inner()
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
 
@@ -118,6 +176,7 @@ class Collector(Protocol):
     """Where uses go while a block runs again: the backward hands them to `collect` if it is set."""
 
     collect: Callable[[Use], None] | None
+    running: Block | None
 
 
 class Replays:
@@ -157,18 +216,23 @@ class Replays:
             return self._last[2]
         found: dict[Part, Tensor] = {}
         self._last = None
+        low = any(enabled for _, enabled, _ in block._autocast)
 
         def collect(use: Use) -> None:
             part = part_of(use.operand)
             before = block.norm_sq.get(part)
             if before is not None:
-                found[part] = use.clipped_sum(c.to(before.device) * _at_most(before, use.norm_sq()))
+                now = use.norm_sq()
+                _check_same(block.path, use.name, before, now, low or use.operand.dtype.itemsize < 4)
+                found[part] = use.clipped_sum(c.to(before.device) * _at_most(before, now))
 
-        self.backward.collect = collect
+        self.backward.collect, self.backward.running = collect, block
         try:
             block.run()
         finally:
-            self.backward.collect = None
+            self.backward.collect, self.backward.running = None, None
+        if found.keys() != block.norm_sq.keys():
+            raise StepError(_unrepeated(block.path, "parameters that it used before had no gradient the second time"))
         self._last = (block, c, found)
         return found
 
@@ -182,6 +246,30 @@ def _shares_nothing(operand: Tensor, uses_of: dict[int, list[tuple[int, int]]]) 
     if link is not None and (start, stop) == (0, max(leaves[0].numel() - 1, 0)):
         return False  # a whole parameter seen otherwise: no slice
     return sum(start <= last and first <= stop for first, last in uses_of.get(id(leaves[0]), ())) == 1
+
+
+def _check_same(path: str, name: str, before: Tensor, now: Tensor, low_precision: bool) -> None:
+    """Raises StepError where squared norms [B] of one use are not those of the first backward."""
+    tolerance = APART_16_BIT if low_precision else APART
+    finite = torch.isfinite(before)
+    apart = torch.where(finite, (now - before).abs() - tolerance * before, torch.zeros_like(before))
+    if bool((finite != torch.isfinite(now)).any()) or bool((apart > 0).any()):
+        worst = float((now.clamp(min=0).sqrt() - before.sqrt()).abs().nan_to_num(0).max())
+        raise StepError(_unrepeated(path, f"the norms of samples at {name}() differ by up to {worst:.3g}"))
+
+
+def _unrepeated(path: str, what: str) -> str:
+    return (
+        f"checkpointed block '{path}' was run backward a second time, as memory_budget= asks, and gave another "
+        f"gradient: {what}. A block that draws random numbers outside torch's generators does so, and one where the "
+        "loss takes a tensor from within that no torch function returned (of a custom autograd function): return that "
+        "tensor from the block, make the block repeat itself, or leave out memory_budget="
+    )
+
+
+def _instead(whole: Tensor, _: Tensor) -> Tensor:
+    """The hook that puts a gradient in the place of the one that arrives."""
+    return whole
 
 
 def _at_most(before: Tensor, now: Tensor) -> Tensor:

@@ -185,8 +185,7 @@ def test_checkpointing_is_exact_or_refused():
     model = Checkpointed(False)
     loss = DPLoss(model, threshold=0.5, beta=20.0)
     assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), (x, y)).ok
-    with pytest.raises(StepError, match="memory_budget"):
-        fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), (x, y), memory_budget=1)
+    assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), (x, y), memory_budget=1).ok
     model = Checkpointed(True)
     loss = DPLoss(model, threshold=0.5, beta=20.0)
     with pytest.raises(StepError, match="ran without gradient"):

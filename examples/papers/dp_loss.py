@@ -131,6 +131,13 @@ def run(
     return found, history, done
 
 
+def held_out(data: common.Images, count: int) -> common.Images:
+    """The last `count` training images in the place of the test set: to choose settings by. Raises ValueError."""
+    if not 0 < count < len(data.x):
+        raise ValueError(f"--held-out must be between 1 and {len(data.x) - 1}, not {count}")
+    return common.Images(data.x[:-count], data.y[:-count], data.x[-count:], data.y[-count:], f"{data.name}, held out")
+
+
 def kept(epochs: int) -> list[int]:
     """The epochs whose diagnostics are written: all of ten, else every fifth and the first."""
     return [e for e in range(1, epochs + 1) if epochs <= 10 or e == 1 or e % 5 == 0]
@@ -209,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     made.add_argument("--ablation", action="store_true", help="also each term of DPLoss left out or changed")
     made.add_argument("--epochs", type=int, help="fewer than the setting's; the threshold shrinks with them")
     made.add_argument("--records", type=int, help="train on so many images only")
+    made.add_argument("--held-out", type=int, help="choose settings: test on so many training images left out for it")
     for name in ("threshold", "beta", "lr", "sigma", "momentum"):
         made.add_argument(f"--{name}", type=float, help="in the place of the setting's")
     made.add_argument("--draw", action="store_true", help="train nothing: draw the rows in --out into --plots")
@@ -232,7 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
         given = {n: getattr(options, n) for n in changed if getattr(options, n) is not None}
         setting = setting._replace(**given)
         mode = "quick" if options.quick else "short" if records or setting.epochs < full.epochs else "full"
-        data = common.subset(readers[task](options.data), records, test)
+        data = readers[task](options.data)
+        if options.held_out:
+            data, mode = held_out(data, options.held_out), "short"
+        data = common.subset(data, records, test)
         written += write(options, task, data, setting, mode)
     return written
 
