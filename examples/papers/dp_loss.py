@@ -57,6 +57,7 @@ SETTINGS = {
 }
 EXPERIMENTS = {"mnist": "DPLoss, MNIST", "fashion": "DPLoss, Fashion-MNIST", "cifar10": "DPLoss, CIFAR-10"}
 LOSSES = ("cross-entropy", "dploss")
+CHANGES = ("threshold", "beta", "lr", "sigma", "momentum")  # of a Setting, by options
 ABLATION = ("focal", "sse", "focal + sse", "sse + reg", "dploss sae", "dploss huber", "dploss logits")
 
 
@@ -131,6 +132,11 @@ def run(
     return found, history, done
 
 
+def changes(options: Any) -> dict[str, float]:
+    """What the command line puts in the place of a setting's values."""
+    return {name: getattr(options, name) for name in CHANGES if getattr(options, name) is not None}
+
+
 def held_out(data: common.Images, count: int) -> common.Images:
     """The last `count` training images in the place of the test set: to choose settings by. Raises ValueError."""
     if not 0 < count < len(data.x):
@@ -147,6 +153,7 @@ def write(options: Any, task: str, data: common.Images, setting: Setting, mode: 
     """Runs each loss and seed, writes its rows as soon as it is done, and a picture in the end."""
     histories: dict[str, History] = {}
     written: list[common.Row] = []
+    experiment = EXPERIMENTS[task] + (", held out" if options.held_out else "")
     names = list(dict.fromkeys(options.losses + (list(ABLATION) if options.ablation else [])))
     for seed in common.seeds(options):
         for name in names:
@@ -156,17 +163,18 @@ def write(options: Any, task: str, data: common.Images, setting: Setting, mode: 
                 "sigma": setting.sigma, "epsilon": found["epsilon_prv"], "delta": DELTA, "accountant": "prv",
                 "lr": setting.lr, "R": setting.R, "clipping": "local", "style": "flat", "seconds": round(done.seconds),
             }  # fmt: skip
-            rows = common.rows(options, EXPERIMENTS[task], name, mode, seed, found, **columns)
+            case = name + "".join(f", {key} {value:g}" for key, value in changes(options).items())
+            rows = common.rows(options, experiment, case, mode, seed, found, **columns)
             for epoch in kept(len(histories[name].reports)):
                 values = histories[name].reports[epoch - 1].values()
                 seen = {"accuracy": histories[name].accuracy[epoch - 1], **{key: values[key] for key in LOOKED_AT}}
                 so_far = {**columns, "epochs": epoch, "steps": None, "epsilon": None, "accountant": None, "delta": None}
-                rows += common.rows(options, f"{EXPERIMENTS[task]} by epoch", name, mode, seed, seen, **so_far)
+                rows += common.rows(options, f"{experiment} by epoch", case, mode, seed, seen, **so_far)
             common.write(options.out, rows)
             written += rows
             shown = f"accuracy {100 * found['accuracy']:.2f} %, ECE {100 * found['ece']:.1f} %"
             shown += f", epsilon {found['epsilon_prv']:.2f}, {done.seconds:.0f} s"
-            print(f"{data.name}, {name}, seed {seed}: {shown}", flush=True)
+            print(f"{data.name}, {case}, seed {seed}: {shown}", flush=True)
     if (path := common.picture(options, f"papers_dp_loss_{task}_{mode}")) is not None:
         draw(written, path, f"{data.name}, {setting.epochs} epochs, {len(data.x):,} images")
     return written
@@ -217,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     made.add_argument("--epochs", type=int, help="fewer than the setting's; the threshold shrinks with them")
     made.add_argument("--records", type=int, help="train on so many images only")
     made.add_argument("--held-out", type=int, help="choose settings: test on so many training images left out for it")
-    for name in ("threshold", "beta", "lr", "sigma", "momentum"):
+    for name in CHANGES:
         made.add_argument(f"--{name}", type=float, help="in the place of the setting's")
     made.add_argument("--draw", action="store_true", help="train nothing: draw the rows in --out into --plots")
     options = made.parse_args(arguments)
@@ -236,9 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
             setting = full._replace(batch=512, epochs=6, threshold=3.0)
         if options.epochs is not None:
             setting = setting._replace(epochs=options.epochs, threshold=full.threshold * options.epochs / full.epochs)
-        changed = ("threshold", "beta", "lr", "sigma", "momentum")
-        given = {n: getattr(options, n) for n in changed if getattr(options, n) is not None}
-        setting = setting._replace(**given)
+        setting = setting._replace(**changes(options))
         mode = "quick" if options.quick else "short" if records or setting.epochs < full.epochs else "full"
         data = readers[task](options.data)
         if options.held_out:
