@@ -67,8 +67,7 @@ def parser() -> common.Parser:
     made.add_argument("--cache", type=Path, help="keep the features in this file")
     made.add_argument("--records", type=int, default=45000, help="to train on; 5,000 more are held out")
     made.add_argument("--test-records", type=int, default=10000)
-    made.add_argument("--cells", type=Path, default=common.ROOT / "benchmarks/data/vit_grid_cells.csv",
-                      help="rows of every cell are added to this CSV file; --out gets what they come to")  # fmt: skip
+    made.add_argument("--cells", type=Path, help="rows of the cells; default: vit_grid_cells.csv beside --out")
     made.add_argument("--resume", action="store_true", help="take the cells of --cells that were run in this setting")
     made.add_argument("--epsilon", type=float, default=2.0, help="at delta 1e-5 by PRV; the noise follows")
     made.add_argument("--delta", type=float, default=1e-5)
@@ -200,9 +199,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Cell]:
     """Train every cell of every case; write cells, what they come to, and pictures."""
     options = parser().parse_args(arguments)
     options.command = frozen.told(options.command)
+    options.cells = options.cells or options.out.with_name("vit_grid_cells.csv")
     if options.quick:
-        options.records, options.test_records = min(options.records, 2000), min(options.test_records, 1000)
-        options.batch, options.every = min(options.batch, 200), max(options.every, 2)
+        options.records, options.test_records = min(options.records, 1600), min(options.test_records, 800)
+        options.batch, options.every = min(options.batch, 200), max(options.every, 3)
     data = read(options)
     mode = "quick" if options.quick else "full" if len(data.train[1]) >= 45000 else "short"
     batch = min(options.batch, len(data.train[1]) // 4)
