@@ -71,8 +71,8 @@ class Inner(TorchFunctionMode):
         """Those that somebody holds, by number, besides some: what a loss may take."""
         known = {id(tensor) for tensor in besides}
         found = {}
-        for number in reversed(self.seen):  # of a tensor written to in place, as it is in the end
-            tensor = self.seen[number]()
+        for number, seen in self.seen.items():
+            tensor = seen()
             if tensor is not None and id(tensor) not in known:
                 known.add(id(tensor))
                 found[number] = tensor
@@ -117,8 +117,7 @@ class Block:
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
 
     def can_replay(self) -> bool:
-        arrived = bool(self.inner_grads) or any(g is not None for g in self.grads)
-        return self.arguments is not None and self.calls == 1 and arrived
+        return self.arguments is not None and self.calls == 1 and any(g is not None for g in self.grads)
 
     def run(self) -> None:
         """Forward and backward again; what the pass records goes wherever the backward sends it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -100,6 +101,31 @@ def test_regression(script, folder, tmp_path, monkeypatch):
     assert not [row for row in rows if row["case"] == "not private" and row["metric"].startswith("epsilon")]
     assert all(c[0] > c[-1] for c in found["not private"])  # it learns
     assert (tmp_path / f"{script.__name__.rpartition('.')[2]}.png").exists()
+
+
+def test_a_regression_run_measures_what_it_says(monkeypatch):
+    """Without noise a step moves the weights by at most lr x R; the test loss is of the test part."""
+    task = regression.split(torch.randn(50, 4, generator=torch.Generator().manual_seed(1)))
+    task = task._replace(y=task.y + 20)  # so that all gradients point the same way
+    way = regression.Way("local", "local", 0.01, 0.5)
+    plan = wine.PLAN._replace(ways=(way,), sigma=0.0, epochs=40)
+    models: list[nn.Module] = []
+    network = regression.network
+    monkeypatch.setattr(regression, "network", lambda *sizes: models.append(network(*sizes)) or models[-1])
+    losses, metrics, steps = regression.run(plan, way, task, 0, plan.epochs)
+    torch.manual_seed(0)
+    start = network(3, plan.width)
+    far = (
+        torch.cat([(a - b).flatten() for a, b in zip(models[0].parameters(), start.parameters(), strict=True)])
+        .norm()
+        .detach()
+    )
+    assert steps == 40 and 0.5 < float(far) / (40 * way.lr * way.max_grad_norm) <= 1.0001
+    for name, x, y in (("training loss", task.x, task.y), ("test loss", task.x_test, task.y_test)):
+        assert metrics[name] == pytest.approx(regression.loss_of(models[0], x, y), rel=1e-6)
+    assert len(losses) == regression.POINTS + 1 and metrics["training loss at half time"] == losses[10]
+    assert losses[0] == pytest.approx(regression.loss_of(start, task.x, task.y), rel=1e-6)
+    assert metrics["share longer than R"] > 0.9
 
 
 def test_the_split_is_the_same_in_every_run_and_standardized(folder):

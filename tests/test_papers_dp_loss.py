@@ -89,3 +89,34 @@ def test_quick_leaves_cifar_out_unless_it_is_all(tmp_path, monkeypatch):
     ((_, setting, mode),) = dp_loss.main(["--tasks", "mnist", "--beta", "7", "--threshold", "2", "--epochs", "4", *out])
     assert (setting.beta, setting.threshold, setting.epochs, mode) == (7.0, 2.0, 4, "short")
     assert [mode for _, _, mode in dp_loss.main(["--tasks", "mnist", *out])] == ["full"]
+
+
+def test_settings_are_trained_with_and_named(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(common, "mnist", lambda data: fake())
+    monkeypatch.setattr(
+        fastdp, "DPSGD", lambda *args, real=fastdp.DPSGD, **given: made.append(given) or real(*args, **given)
+    )
+    monkeypatch.setitem(dp_loss.SETTINGS, "mnist", dp_loss.SETTINGS["mnist"]._replace(batch=10))
+    given = ["--tasks", "mnist", "--losses", "cross-entropy", "--epochs", "1", "--out", str(tmp_path / "rows.csv")]
+    assert {row["case"] for row in dp_loss.main(given)} == {"cross-entropy"}
+    assert {row["case"] for row in dp_loss.main([*given, "--momentum", "0", "--lr", "3"])} == {
+        "cross-entropy, lr 3, momentum 0"
+    }
+    assert [(g["momentum"], g["lr"]) for g in made] == [(0.9, 4.0), (0.0, 3.0)]
+
+
+def test_settings_are_chosen_on_training_images(tmp_path, monkeypatch):
+    whole, seen = fake(), []
+    monkeypatch.setattr(common, "mnist", lambda data: whole)
+    monkeypatch.setattr(dp_loss, "run", lambda task, name, data, *rest: seen.append(data) or stop())
+    with pytest.raises(KeyboardInterrupt):
+        dp_loss.main(["--tasks", "mnist", "--held-out", "20", "--out", str(tmp_path / "rows.csv")])
+    assert torch.equal(seen[0].x, whole.x[:40]) and torch.equal(seen[0].x_test, whole.x[40:])
+    assert torch.equal(seen[0].y_test, whole.y[40:]) and len(seen[0].y) == 40
+    with pytest.raises(ValueError, match="--held-out must be between 1 and 59"):
+        dp_loss.held_out(whole, 60)
+
+
+def stop():
+    raise KeyboardInterrupt
