@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,7 @@ class Forward:
             self._remember_layouts(active, path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
         if block is not None:
             self._entered[-1] = block
+            block.inner.given = [weakref.ref(t) for t in nested_tensors((args, kwargs))]
             block.inner.__enter__()
 
     def _begin_pass(self, path: str, args: Any, kwargs: Any) -> Pass:

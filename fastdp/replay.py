@@ -53,6 +53,7 @@ class Inner(TorchFunctionMode):
     def __init__(self, wanted: Collection[int] = ()) -> None:
         super().__init__()
         self.wanted, self.count = wanted, 0
+        self.given: list[weakref.ref[Tensor]] = []  # the block's inputs, which functions may return as they are
         self.seen: dict[int, weakref.ref[Tensor]] = {}
         self.held: dict[int, Tensor] = {}
 
@@ -60,7 +61,7 @@ class Inner(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # an engine's mode is on
             for tensor in nested_tensors(out):
-                if tensor.requires_grad and tensor.grad_fn is not None:
+                if tensor.requires_grad:  # of the second run, too, where inputs are leaves
                     self.seen[self.count] = weakref.ref(tensor)
                     if self.count in self.wanted:
                         self.held[self.count] = tensor
@@ -68,8 +69,8 @@ class Inner(TorchFunctionMode):
         return out
 
     def alive(self, besides: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Those that somebody holds, by number, besides some: what a loss may take."""
-        known = {id(tensor) for tensor in besides}
+        """Those that somebody holds, by number, besides inputs and outputs: what a loss may take."""
+        known = {id(tensor) for tensor in (*besides, *(ref() for ref in self.given))}
         found = {}
         for number, seen in self.seen.items():
             tensor = seen()

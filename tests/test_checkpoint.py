@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -137,6 +138,46 @@ def test_regions_that_take_parameters_themselves(name: str, reentrant: bool, bud
     total = sum(engine.clipped_sum(torch.ones(6))[n].norm() for n in exact)
     assert all(float((rows[n].double() - g).norm()) < 1e-5 * total for n, g in exact.items())
     engine.detach()
+
+
+# Functions of data [2, 4, 6, 6], the parameters [6, 6], [6] and whole layers: one of each rule
+HOLDING: dict[str, Callable[[Direct, Tensor], Tensor]] = {
+    "linear": lambda m, h: nn.functional.linear(h, m.weight),
+    "bias": lambda m, h: h + m.scale,
+    "scale": lambda m, h: m.scale * h,
+    "divided": lambda m, h: h / m.scale,
+    "product from the left": lambda m, h: m.weight @ h,
+    "einsum": lambda m, h: torch.einsum("bcij,jk->bcik", h, m.weight),
+    "convolution": lambda m, h: nn.functional.conv2d(h, m.weight[:4, :4, None, None]),
+    "layer norm": lambda m, h: nn.functional.layer_norm(h, (6,), m.scale, m.scale),
+    "rms norm": lambda m, h: nn.functional.rms_norm(h, (6,), m.scale),
+    "group norm": lambda m, h: nn.functional.group_norm(h, 2, m.scale[:4], m.scale[:4]),
+    "joined": lambda m, h: torch.cat([h, m.weight.expand(2, 4, 6, 6)], 3)[..., 3:9],
+    "attention": lambda m, h: nn.functional.scaled_dot_product_attention(h @ m.weight, h, h + m.scale),
+    "generic": lambda m, h: torch.hypot(h, m.scale),
+    "generic in place": lambda m, h: h.clone().hypot_(m.scale),
+    "generic of several": lambda m, h: torch.addcmul(h, h, m.weight),
+    "prelu": lambda m, h: nn.functional.prelu(h, m.scale[:4]),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_what_lies_within_a_region_is_held_by_nothing(name: str) -> None:
+    """Else checkpointing would save nothing: under it, backward makes the data of captured calls anew."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def region(m: Direct, y: Tensor) -> Tensor:
+        h = y.tanh()
+        seen.append(weakref.ref(h))
+        return HOLDING[name](m, h).tanh()
+
+    torch.manual_seed(0)
+    model = Direct(region, reentrant=False)
+    fastdp.PerSampleGradients(model)
+    out = model(torch.randn(2, 4, 6, 6))
+    assert seen[0]() is None
+    out.square().sum((1, 2, 3)).mean().backward()
+    assert len(seen) == 2  # made anew
 
 
 def test_an_error_elsewhere_does_not_blame_the_checkpointing() -> None:

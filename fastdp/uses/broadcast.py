@@ -79,12 +79,17 @@ def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> U
     return Lazy(operand, layout.batch, name, own_rows)
 
 
+_DATA = object()  # a side of an elementwise call that is data: the call's node must not hold it
+
+
 class _Elementwise(Captured):
     """x (op) w with op one of add, sub, mul, div; either side may be the operand."""
 
     def __init__(self, recorder: Recorder, name: str, sides: tuple[Any, Any], alpha: Any, layout: Layout) -> None:
         super().__init__(recorder, name, recorder.path)
-        self.sides = tuple(Operand.of(s) if isinstance(s, Tensor) and recorder.is_parameter(s) else s for s in sides)
+        self.sides = tuple(
+            s if not isinstance(s, Tensor) else Operand.of(s) if recorder.is_parameter(s) else _DATA for s in sides
+        )
         self.alpha, self.layout = alpha, layout
         self.kind = next(k for k in ("add", "sub", "mul", "div") if k in name.replace("multiply", "mul"))
         self.ndim = 0
@@ -92,9 +97,7 @@ class _Elementwise(Captured):
 
     def run(self, *data: Tensor) -> Tensor:
         values = list(data)
-        sides = [
-            s.value if isinstance(s, Operand) else (values.pop(0) if isinstance(s, Tensor) else s) for s in self.sides
-        ]
+        sides = [s.value if isinstance(s, Operand) else values.pop(0) if s is _DATA else s for s in self.sides]
         if self.kind in ("add", "sub") and self.alpha != 1:
             out = getattr(torch, self.kind)(*sides, alpha=self.alpha)
         else:
@@ -114,7 +117,7 @@ class _Elementwise(Captured):
     def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if self.kind in ("mul", "div"):
             return super().input_grads(saved, grads)
-        positions = [k for k, side in enumerate(self.sides) if isinstance(side, Tensor)]
+        positions = [k for k, side in enumerate(self.sides) if side is _DATA]
         found: list[Tensor | None] = []
         for k, wanted in zip(positions, self.shapes, strict=True):
             g = self._gradient(grads[0], None, None, k)
@@ -131,7 +134,7 @@ class _Elementwise(Captured):
                 other = self.sides[1 - position]
                 if isinstance(other, Operand):
                     other = other.value
-                elif isinstance(other, Tensor):
+                elif other is _DATA:
                     other = values[0] if values else None
                 full = self._gradient(grads[0], side, other, position)
                 use = uses_of_broadcast(side.tensor, cut(full, self.layout), self.layout, self.ndim, self.name)

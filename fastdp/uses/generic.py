@@ -37,6 +37,20 @@ class _Slot:
         self.kind, self.number = kind, number
 
 
+def _filled(value: Any, where: dict[str, Sequence[Tensor]]) -> Any:
+    """A call's argument with tensors in the slots. (A closure that calls itself would hold them until gc runs.)"""
+    if isinstance(value, _Slot):
+        return where[value.kind][value.number]
+    if isinstance(value, tuple):
+        items = [_filled(item, where) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_filled(item, where) for item in value]
+    if isinstance(value, dict):
+        return {key: _filled(item, where) for key, item in value.items()}
+    return value
+
+
 class _Generic(Captured):
     def __init__(self, recorder: Recorder, func: Any, args: Any, kwargs: Any, in_place: bool) -> None:
         super().__init__(recorder, function_name(func), recorder.path)
@@ -82,20 +96,7 @@ class _Generic(Captured):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, made of these tensors."""
         where = {"operand": operands, "data": data, "constant": constants}
-
-        def fill(value: Any) -> Any:
-            if isinstance(value, _Slot):
-                return where[value.kind][value.number]
-            if isinstance(value, tuple):
-                items = [fill(item) for item in value]
-                return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-            if isinstance(value, list):
-                return [fill(item) for item in value]
-            if isinstance(value, dict):
-                return {key: fill(item) for key, item in value.items()}
-            return value
-
-        return fill(self.args), fill(self.kwargs)
+        return _filled(self.args, where), _filled(self.kwargs, where)
 
     def apply(self, operands: Sequence[Tensor], data: Sequence[Tensor], constants: Sequence[Tensor]) -> Any:
         """The function of these tensors."""
@@ -296,6 +297,7 @@ def capture_whole(
         call.out_layouts.append(sample_layout(recorder, tensor, call.name))
     if recorder.batch > 0:
         call.check(out)
+    call.data = []  # backward gets them from autograd, which frees them, or makes them anew under checkpointing
     return out
 
 
