@@ -128,12 +128,14 @@ class Privacy:
         self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))
         dropped = (~torch.isfinite(torch.stack(norm_sq))).any(0).sum()
         self._dropped = dropped if self._dropped is None else self._dropped + dropped
-        for parameters, c in zip(members, factors, strict=True):
-            _add(self._pending, gradients.clipped_sum(c, parameters, self._buffers))
+        # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
+        sums = [gradients.clipped_sum(c, p, self._buffers) for p, c in zip(members, factors, strict=True)]
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending = True
         self._plan = Plan(gradients)
+        for group in sums:
+            _add(self._pending, group)
 
     def _in_hand(self) -> sampling.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""

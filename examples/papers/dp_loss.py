@@ -50,10 +50,12 @@ class Setting(NamedTuple):
     momentum: float = 0.9
 
 
+# beta: the best but for none at all of 1e3 to 1e7 on held-out images of Fashion-MNIST; on CIFAR-10, whose network has 34
+# times as many pre-activations, as much for each of them
 SETTINGS = {
-    "mnist": Setting(2048, 40, 4.0, 2.15, 0.1, 20.0, 1e4),
-    "fashion": Setting(2048, 40, 4.0, 2.15, 0.1, 20.0, 1e4),
-    "cifar10": Setting(1024, 30, 2.0, 1.54, 0.1, 15.0, 1e5),
+    "mnist": Setting(2048, 40, 4.0, 2.15, 0.1, 20.0, 1e7),
+    "fashion": Setting(2048, 40, 4.0, 2.15, 0.1, 20.0, 1e7),
+    "cifar10": Setting(1024, 30, 2.0, 1.54, 0.1, 15.0, 3e8),
 }
 EXPERIMENTS = {"mnist": "DPLoss, MNIST", "fashion": "DPLoss, Fashion-MNIST", "cifar10": "DPLoss, CIFAR-10"}
 LOSSES = ("cross-entropy", "dploss")
