@@ -50,8 +50,8 @@ class Setting(NamedTuple):
     momentum: float = 0.9
 
 
-# beta: the best but for none at all of 1e3 to 1e7 on held-out images of Fashion-MNIST; on CIFAR-10, whose network has 34
-# times as many pre-activations, as much for each of them
+# beta: the best but for none at all of 1e3 to 1e7 on held-out images of Fashion-MNIST; on CIFAR-10, whose network has
+# 34 times as many pre-activations, as much for each of them
 SETTINGS = {
     "mnist": Setting(2048, 40, 4.0, 2.15, 0.1, 20.0, 1e7),
     "fashion": Setting(2048, 40, 4.0, 2.15, 0.1, 20.0, 1e7),
