@@ -128,7 +128,8 @@ def _predictions(logits: Tensor, labels: Tensor, probabilities: bool) -> _Predic
     if probabilities:
         shares = logits if logits.dim() == 2 else torch.stack([1 - logits, logits], 1)
         wide = shares.double()
-        if bool((wide < 0).any()) or bool(((wide.sum(1) - 1).abs() > 1e-3).any()):
+        rounding = max(1e-3, torch.finfo(logits.dtype).eps)  # each of them is off by that share of itself at most
+        if bool((wide < 0).any()) or bool(((wide.sum(1) - 1).abs() > rounding).any()):
             raise ValueError("these are no probabilities (negative, or rows that do not sum to 1): give logits as such")
         losses = -wide.gather(1, labels[:, None])[:, 0].log()
     else:

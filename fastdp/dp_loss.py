@@ -121,6 +121,12 @@ class DPLoss:
         if labels.is_floating_point() or labels.is_complex():
             raise ValueError(f"labels are whole numbers, not {labels.dtype}")
         reduce(logits.new_zeros(1), reduction)  # checked before the pre-activations are taken
+        if labels.device.type == "cpu" and len(
+            labels
+        ):  # elsewhere a look would wait for the device, whose kernels check
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= logits.shape[1]:
+                raise ValueError(f"labels lie from 0 to {logits.shape[1] - 1}; got {low} to {high}: leave others out")
         wide = logits if logits.dtype == torch.float64 else logits.float()
         labels, alpha = labels.long(), self.alpha
         parts = {"focal": focal_loss(wide, labels, self.focal), self.error: self._error(wide, labels)}

@@ -164,8 +164,11 @@ def _checked(step: int, settings: dict[str, Any]) -> dict[str, Any]:
     style = settings.get("style", "flat")
     if isinstance(style, str) and style not in ("flat", "layerwise"):
         raise ValueError(f"step {step}: style must be 'flat', 'layerwise' or a list of groups, not {style!r}")
+    found = dict(settings)
     for name, least in (("max_grad_norm", 1e-15), ("gamma", 0.0), ("noise_multiplier", 0.0)):
         value = settings.get(name, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
             raise ValueError(f"step {step}: {name} must be a finite number of at least {least:g}, not {value!r}")
-    return settings
+        if name in found and not isinstance(value, int):
+            found[name] = float(value)  # numpy's, too
+    return found

@@ -135,6 +135,7 @@ def test_what_is_impossible_costs_infinitely_much():
         (torch.tensor([[1.0, 2.0]]), torch.tensor([0]), {"probabilities": True}, "no probabilities"),
         (torch.tensor([[-0.5, 1.5]]), torch.tensor([0]), {"probabilities": True}, "no probabilities"),
         (torch.tensor([1.5]), torch.tensor([0]), {"probabilities": True}, "no probabilities"),
+        (torch.tensor([[0.5, 0.52]]).bfloat16(), torch.tensor([0]), {"probabilities": True}, "no probabilities"),
         (torch.zeros(2, 3), torch.zeros(2).long(), {"bins": 0}, "bins"),
         (torch.zeros(2, 3), torch.zeros(2).long(), {"bins": 2.5}, "bins"),
     ],
@@ -146,6 +147,14 @@ def test_what_makes_no_sense_is_refused(given, labels, options, match):
     if "bins" not in options:
         with pytest.raises(ValueError, match=match):
             nll(given, labels, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("classes", [4, 100])
+def test_probabilities_of_16_bits_are_taken(dtype, classes):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(500, classes) * 3, torch.randint(classes, (500,))
+    assert ece(logits.softmax(1).to(dtype), labels, probabilities=True) == pytest.approx(ece(logits, labels), abs=0.01)
 
 
 def test_drawings_in_characters(tmp_path, monkeypatch: pytest.MonkeyPatch):

@@ -245,6 +245,8 @@ def test_alpha_and_arguments():
         (torch.zeros(2, 3), torch.zeros(2), "mean"),
         (torch.zeros(2, 3), torch.zeros(3, dtype=torch.long), "mean"),
         (torch.zeros(2, 3), torch.tensor([0, 1]), "max"),
+        (torch.zeros(2, 3), torch.tensor([0, 3]), "mean"),
+        (torch.zeros(2, 3), torch.tensor([-100, 1]), "mean"),
     ):
         with pytest.raises(ValueError):
             loss(logits, labels, reduction)

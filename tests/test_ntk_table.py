@@ -70,6 +70,13 @@ def test_what_is_guaranteed_holds_and_what_is_not_fails_somewhere():
     assert "6/6 (yes)" in text and "(no)" in text
 
 
+@pytest.mark.parametrize("name", [row.name for row in ROWS if row.paper and row.paper[3]])
+def test_a_rise_where_the_paper_guarantees_none_is_seen(name, monkeypatch):
+    """With steps that are too long the loss rises, whatever the kernel says: the column can fail."""
+    monkeypatch.setattr(ntk_table, "RATE", 3.0)
+    assert measure(draw(4, seed=0), BY_NAME[name], 60).held[3] < 4
+
+
 def test_only_layerwise_clipping_makes_an_eigenvalue_negative():
     nets = draw(8, seed=1)
     flat, layerwise = (looked_at(nets, BY_NAME[f"small R, {style}"], nets.weights) for style in ("flat", "layerwise"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -124,7 +125,8 @@ def test_parts_of_a_batch_are_one_step():
         TensorDataset(torch.randn(40, 4)), sample_rate=0.5, max_physical_batch_size=4, seed=0
     )
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
-    schedule, parts = Schedule([(1, {"noise_multiplier": 2.0, "clipping": "global"})]), 0
+    numbers = {"noise_multiplier": np.float64(2.0), "max_grad_norm": np.float64(0.5), "clipping": "global"}
+    schedule, parts = Schedule([(1, numbers)]), 0
     for _ in range(2):
         for (x,) in loader:
             schedule.apply(optimizer)

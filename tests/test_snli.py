@@ -179,6 +179,8 @@ def test_all_cases_end_to_end(tmp_path, monkeypatch):
     (tmp_path / "snli_test.tsv").unlink()
     monkeypatch.setattr(snli, "CASES", snli.CASES[:1])
     assert len(snli.main(arguments)) == 4  # from the kept states
+    with pytest.raises(SystemExit, match="snli_test.tsv"):  # those of --quick are no full run's
+        snli.main([argument for argument in arguments if argument != "--quick"])
     with pytest.raises(SystemExit, match="snli_test.tsv"):
         snli.main([*arguments[:-1], str(tmp_path / "other")])
 
@@ -208,3 +210,21 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
         assert torch.equal(state["model"]["head.weight"], weights)
     assert setting["steps"] == 4 and 7.9 < setting["epsilon"] <= 8 and 0 < beyond < 1
     assert [state["progress"][0] for state in states] == [1, 2, 3] and states[2]["progress"][3] > 12
+
+
+def test_states_of_other_settings_are_other_runs(tmp_path, monkeypatch):
+    model, kept = data()
+    monkeypatch.setattr(snli, "read", lambda options: (model, kept, kept, "dev"))
+    monkeypatch.setattr(snli, "CASES", snli.CASES[1:2])
+    same = ["--epochs", "1", "--out", str(tmp_path / "rows.csv"), "--states", str(tmp_path / "states")]
+    counts = [len(snli.main([*same, *more])) for more in ([], [], ["--small", "0.2"], ["--small", "0.2"])]
+    assert counts == [5, 0, 5, 0]
+
+
+def test_adams_moments_are_rescaled_once_at_the_switch(monkeypatch):
+    model, kept = data()
+    ratios, rescale = [], snli.rescale
+    monkeypatch.setattr(snli, "rescale", lambda optimizer, ratio: ratios.append(ratio) or rescale(optimizer, ratio))
+    given = options(epochs=1)
+    snli.run(pretrained.LastBlock(model.last, 16), kept, snli.Case("mix-up", "local", "global"), 0, given)
+    assert ratios == [given.large / given.small]

@@ -54,7 +54,8 @@ Row = dict[str, Any]
 
 
 class Parser(argparse.ArgumentParser):
-    """Adds `command`, as a reader would type it, to what it parses; refuses counts below one."""
+    """Adds `command`, as a reader would type it, and the names of what is `changed` from its default to what it parses;
+    refuses counts below one."""
 
     stem = "experiment"
 
@@ -64,6 +65,9 @@ class Parser(argparse.ArgumentParser):
         if found.seeds < 1 or found.first_seed < 0:
             self.error("--seeds must be 1 or more, and --first-seed 0 or more")
         found.command = command_of(self.stem, given)
+        found.changed = {
+            a.dest for a in self._actions if hasattr(found, a.dest) and getattr(found, a.dest) != a.default
+        }
         return found
 
 

@@ -231,6 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
         made.add_argument(f"--{name}", type=float, help="in the place of the setting's")
     made.add_argument("--draw", action="store_true", help="train nothing: draw the rows in --out into --plots")
     options = made.parse_args(arguments)
+    for name in ("epochs", "records", "held_out"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            made.error(f"--{name.replace('_', '-')} must be 1 or more")
     if options.draw:
         redraw(options)
         return []
@@ -247,10 +250,15 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
         if options.epochs is not None:
             setting = setting._replace(epochs=options.epochs, threshold=full.threshold * options.epochs / full.epochs)
         setting = setting._replace(**changes(options))
-        mode = "quick" if options.quick else "short" if records or setting.epochs < full.epochs else "full"
+        less = (
+            records
+            or options.held_out
+            or (setting.epochs, setting.lr, setting.sigma) != (full.epochs, full.lr, full.sigma)
+        )
+        mode = "quick" if options.quick else "short" if less else "full"
         data = readers[task](options.data)
         if options.held_out:
-            data, mode = held_out(data, options.held_out), "short"
+            data = held_out(data, options.held_out)
         data = common.subset(data, records, test)
         written += write(options, task, data, setting, mode)
     return written

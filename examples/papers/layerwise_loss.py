@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, float], Curv
     options = made.parse_args(arguments)
     networks = options.networks or (8 if options.quick else 20)
     steps = options.steps or (2000 if options.quick else 8_000)
+    mode = "quick" if options.quick else "full" if (networks, steps) == (20, 8_000) else "short"
     curves: dict[tuple[str, float], Curve] = {}
     for seed in common.seeds(options):
         nets = draw(networks, seed)
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[tuple[str, float], Curv
                 }
                 print(f"{row.name}: " + ", ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
                 common.write(options.out, common.rows(
-                    options, "Theorem 1, layerwise", row.name, "quick" if options.quick else "full", seed, metrics,
+                    options, "Theorem 1, layerwise", row.name, mode, seed, metrics,
                     train_records=8, steps=steps, batch=8, sigma=0.0, clipping="local", style=style,
                     seconds=time.perf_counter() - start,
                 ))  # fmt: skip

@@ -14,6 +14,7 @@ import functools
 import math
 import sys
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ WHERE = (
     "snli_train.tsv (550,152), which is trained on where it is there, else snli_dev.tsv. With a network: "
     "datasets.load_dataset('snli'), without the rows of label -1; or https://nlp.stanford.edu/projects/snli."
 )
+SETTINGS = ("model", "held_out", "epsilon", "delta", "batch", "epochs", "lr", "head_lr", "small", "large", "switch")
 LONGEST = 48  # tokens; one pair in fifty is longer, and loses its end
 
 
@@ -101,17 +103,20 @@ def texts(options: Any) -> tuple[dict[str, tuple[list[tuple[str, str]], Tensor]]
 def read(options: Any) -> tuple[frozen.FrozenBert, frozen.States, frozen.States, str]:
     """The frozen blocks, what enters the last block of training and test pairs, and the file trained on."""
     model, tokenizer = frozen.bert(options.model)
+    asked = {"model": str(options.model), "quick": options.quick}  # whose cache serves
     if options.cache is not None and options.cache.exists():
         kept = torch.load(options.cache, weights_only=True, mmap=True)
-        if kept["source"] in ("train", "dev"):
+        if kept.get("asked") == asked:
             return model, frozen.States(**kept["train"]), frozen.States(**kept["test"]), kept["source"]
+        print(f"{options.cache} is of another model or of fewer or more pairs: made anew", flush=True)
     parts, source = texts(options)
     if options.quick:
         parts = {part: (pairs[:2000], labels[:2000]) for part, (pairs, labels) in parts.items()}
     print(f"output of the frozen blocks, of {sum(len(y) for _, y in parts.values()):,} pairs", flush=True)
     made = {part: frozen.states_of(model, tokenizer, *both, LONGEST) for part, both in parts.items()}
     if options.cache is not None:
-        torch.save({**{part: _state(data) for part, data in made.items()}, "source": source}, options.cache)
+        kept = {part: _state(data) for part, data in made.items()}
+        torch.save({**kept, "source": source, "asked": asked}, options.cache)
     return model, made["train"], made["test"], source
 
 
@@ -292,7 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     bert, train, test, source = read(options)
     if options.held_out:
         train, test = split(train, options.held_out)
-    mode = "quick" if options.quick else "full" if source == "train" else "short"
+    whole = source == "train" and not options.changed & set(SETTINGS)
+    mode = "quick" if options.quick else "full" if whole else "short"
+    # runs of other settings have files of other names in --states
+    kind = f"{zlib.crc32(repr([source, mode, len(train), *(getattr(options, n) for n in SETTINGS)]).encode()):08x}"
     said = f"trained on {source}" + f", tested on {options.held_out} of it" * bool(options.held_out)
     found: list[common.Row] = []
     bins = options.out.with_name(f"{options.out.stem}_bins.csv")
@@ -300,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     until = time.monotonic() + 60 * options.minutes
     for seed in common.seeds(options):
         for case in (case for case in CASES if not options.cases or case.name in options.cases):
-            state = None if options.states is None else options.states / f"{case.name}, seed {seed}.pt"
+            state = None if options.states is None else options.states / f"{case.name}, seed {seed}, {kind}.pt"
             done = None if state is None else state.with_suffix(".done")
             if done is not None and done.exists():
                 continue

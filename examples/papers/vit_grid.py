@@ -87,6 +87,7 @@ def read(options: Any) -> frozen.Features:
         kept = torch.load(options.cache, weights_only=True)
         if all(len(y) >= n for (_, y), n in zip(kept, few, strict=True)):
             return frozen.Features(*((x[:n], y[:n]) for (x, y), n in zip(kept, few, strict=True)))
+        print(f"{options.cache} holds fewer images than asked for: made anew", flush=True)
     data = common.cifar10(options.data)
     body = frozen.load_vit(options.model)
     parts = ((data.x[DEV:], data.y[DEV:]), (data.x[:DEV], data.y[:DEV]), (data.x_test, data.y_test))
@@ -204,7 +205,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Cell]:
         options.records, options.test_records = min(options.records, 1600), min(options.test_records, 800)
         options.batch, options.every = min(options.batch, 200), max(options.every, 3)
     data = read(options)
-    mode = "quick" if options.quick else "full" if len(data.train[1]) >= 45000 else "short"
+    whole = len(data.train[1]) >= 45000 and not options.changed & {
+        "epsilon",
+        "delta",
+        "batch",
+        "epochs",
+        "test_records",
+    }
+    mode = "quick" if options.quick else "full" if whole else "short"
     batch = min(options.batch, len(data.train[1]) // 4)
     rate = batch / len(data.train[1])
     steps = options.epochs * fastdp.accounting.steps_per_epoch(rate)
