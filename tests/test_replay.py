@@ -139,15 +139,19 @@ class Whim(Block):
 
     kind, runs = "", 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(D, D)
+
     def forward(self, x: Tensor, scale: float) -> Tensor:
         self.runs += 1
         if self.runs > 2 and self.kind == "other tensors":
             x.flatten(0, 1).flatten()
         self.kept = self.norm(x).tanh()
         if self.runs < 3:
-            return super().forward(x, scale)
-        if self.kind == "other parameters":
-            return x + self.down(F.pad(x, (0, 2 * D))) * scale
+            return super().forward(x, scale) + 0 * self.spare(x)
+        if self.kind != "other parameters":
+            x = x + 0 * self.spare(x)
         return super().forward(x, scale * {"larger": 2.0, "nan": float("nan"), "rounding": 1.0002}.get(self.kind, 1.0))
 
 
