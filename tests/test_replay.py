@@ -423,3 +423,38 @@ def test_a_step_of_the_optimizer() -> None:
 def test_budgets_are_positive(budget: int) -> None:
     with pytest.raises(ValueError, match="memory_budget"):
         PerSampleGradients(nn.Linear(2, 2), memory_budget=budget)
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("run_number", [1, 2, 3])
+def test_training_goes_on_after_an_interrupt(run_number: int, budget: int | None) -> None:
+    """Ctrl-C in the forward, in checkpointing's second one, or in that of the second backward."""
+
+    class Stopped(Block):
+        runs = 0
+
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            self.runs += 1
+            if self.runs == run_number:
+                raise KeyboardInterrupt
+            return super().forward(x, scale)
+
+    torch.manual_seed(0)
+    model, ids = Model(2, Stopped).eval(), torch.randint(0, V, (B, T))
+    optimizer = fastdp.DPSGD(
+        model, lr=1.0, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B, memory_budget=budget
+    )
+    plain = copy.deepcopy(model)
+    plain.checkpointed = False
+    if run_number < 3 or budget:
+        with pytest.raises(KeyboardInterrupt):
+            backward(model, ids)
+    for block in (*model.blocks, *plain.blocks):
+        block.runs = 3
+    optimizer.zero_grad()
+    backward(model, ids)
+    engine = PerSampleGradients(plain)
+    backward(plain, ids)
+    torch.testing.assert_close(optimizer.norms, engine.norms())
+    optimizer.step()
+    assert not torch.overrides._get_current_function_mode_stack()
