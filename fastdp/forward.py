@@ -235,8 +235,8 @@ class Forward:
         return tensor.requires_grad and layout is not None and bool(layout.guessed)
 
     def _drop_interrupted(self) -> None:
-        """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before, or a block's forward
-        within a backward."""
+        """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before, or one that a
+        backward computed again."""
         if self._active is None or ("" not in self._active.stack and self.runs_again()):
             return
         while self._active.mode in torch.overrides._get_current_function_mode_stack():
