@@ -39,7 +39,8 @@ class DPLoss:
             copy or pickle of it has none. It may have a fastdp optimizer or Opacus's GradSampleModule around it, before
             or after. A torch.compile'd model is left by compiled code at each hook.
         threshold: e_t: the epoch at which both halves weigh the same.
-        beta: > 0; the larger, the less pre-activations matter; math.inf: not at all, and no hooks are put.
+        beta: > 0; the larger, the less pre-activations matter; math.inf: not at all, and no hooks are put. L_reg is in
+            the thousands even for a small CNN: docs/papers.md tries 1e3 to 1e7 on one.
         focal: gamma >= 0 of the focal loss; 0 makes it cross-entropy.
         error: "sse", "sae" or "huber".
         layers: names of modules: of an activation function the input counts, of any other module the output. None: the

@@ -259,8 +259,9 @@ def _check_same(block: Block, name: str, before: Tensor, now: Tensor, low_precis
     off = torch.where(finite, (now.sqrt() - root).abs(), torch.zeros_like(root))
     all_uses = sum((n.to(before.device) for n in block.norm_sq.values()), torch.zeros_like(before)).sqrt()
     if bool((finite != torch.isfinite(now)).any()) or bool((off > own * root + whole * all_uses).any()):
-        worst = float(off.nan_to_num(0).max())
-        raise StepError(_unrepeated(block.path, f"the norms of samples at {name}() differ by up to {worst:.3g}"))
+        known = off[torch.isfinite(off)]
+        by = f"by up to {float(known.max()):.3g}" if len(known) else "and are not finite"
+        raise StepError(_unrepeated(block.path, f"the norms of samples at {name}() differ {by}"))
 
 
 def _unrepeated(path: str, what: str) -> str:
