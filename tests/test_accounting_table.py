@@ -40,6 +40,6 @@ def test_steps_and_limits():
     with pytest.raises(AccountingError, match="no step"):
         table([Setting("", 1.0, 10, 30, 0.1, 1e-5)])
     with pytest.raises(AccountingError, match="batch <= records"):
-        table([Setting("", 1.0, 31, 30, 1, 1e-5)])
+        table([Setting("", 1.0, 31, 30, 10, 1e-5)])
     nothing = table([Setting("", 0.0, 10, 100, 1, 1e-5)])[0]
     assert nothing[1:] == (math.inf,) * 4
