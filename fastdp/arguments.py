@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import sampling
 from .errors import StepError
-from .layouts.layout import ATTRIBUTE, INPUT, Layout, tag, tag_of
+from .layouts.layout import ATTRIBUTE, INPUT, Layout, is_stale, tag, tag_of
 from .marks import layout_said, mark_of, samples_said, tag_marked
 
 
@@ -26,8 +26,10 @@ def tag_inputs(
     """
     for number, tensor in enumerate(nested_tensors(values)):
         mark = mark_of(tensor)
+        if INPUT in tensor.__dict__ and (is_stale(tensor) or known is not None):
+            tag(tensor, None)  # the same input again, in another step
         if mark is None and tag_of(tensor, batch) is not None:
-            continue
+            continue  # made in sight: of this batch, or of an earlier one
         layout = None
         if mark is not None:  # said since an earlier forward, perhaps
             layout = layout_said(mark, tensor, batch)

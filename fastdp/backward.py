@@ -10,6 +10,7 @@ from torch import Tensor
 from .capture import Pass
 from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError
 from .gradients import Gradients, check_unwritten
+from .layouts.doubts import take as take_doubts
 from .layouts.layout import Layout
 from .links import leaves_of
 from .ops.common import exactly
@@ -19,6 +20,22 @@ from .replay import Block, Replays
 from .tracked import Tracked
 from .uses.base import Use
 from .whose import Whose
+
+
+def mixing_error(layout: Layout) -> SampleMixingError:
+    """What to say of an output of the model that several samples made."""
+    remedy = "remove the operation, or use one that works on each sample alone."
+    if layout.guessed:
+        remedy += (
+            " Or is it a table (numbers of positions, say)? An input was taken, on sight, for several rows of "
+            f"each of the {layout.batch} samples: fastdp.mark_rows(tensor, None) says that it is of no sample, "
+            "mark_rows(tensor, sample_of_row) whose its rows are."
+        )
+    return SampleMixingError(
+        f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
+        f"for such a model; {remedy}",
+        layout.mixed,
+    )
 
 
 class _Tape:
@@ -45,6 +62,7 @@ class Backward:
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
         self.whose = Whose()
+        self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
         self.replays = Replays(self)
@@ -88,20 +106,9 @@ class Backward:
     def reached(self, layout: Layout | None, grad: Tensor) -> None:
         """A gradient arrives at an output of the model."""
         tape = self._begin()
-        if layout is not None and layout.mixed and grad.dim():
+        if layout is not None and layout.mixed and not layout.total:
             tape.failed = True
-            remedy = "remove the operation, or use one that works on each sample alone."
-            if layout.guessed:
-                remedy += (
-                    " Or is it a table (numbers of positions, say)? An input was taken, on sight, for several rows of "
-                    f"each of the {layout.batch} samples: fastdp.mark_rows(tensor, None) says that it is of no sample, "
-                    "mark_rows(tensor, sample_of_row) whose its rows are."
-                )
-            raise SampleMixingError(
-                f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
-                f"for such a model; {remedy}"
-            )
-
+            raise mixing_error(layout)
         if layout is not None and layout.guessed:
             tape.failed = True
             raise BatchLayoutError(
@@ -154,6 +161,7 @@ class Backward:
             tape.failed = True
             raise problem
         recorder.backward_id, tape.batch, tape.people = tape.number, recorder.batch, recorder.people
+        recorder.moment.reached = True
         return True
 
     def _repeats(self, recorder: Pass, tape: _Tape) -> bool:
@@ -185,8 +193,11 @@ class Backward:
         tape, self._tape = self._tape, None
         self.replays, self.uses_of = Replays(self), {}
         self._open_forwards = max(0, self._open_forwards - 1)
+        doubts = take_doubts()
         if tape is None or tape.failed:
             return
+        if tape.batch is not None:
+            self.ended()
         self._check_uncaptured()
         self._check_owned(tape.uses)
         check_unwritten(tape.uses, tape.versions)
@@ -197,6 +208,7 @@ class Backward:
         self.whose.use(tape.people)
         with torch.no_grad(), exactly():
             gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
+            gradients.doubts = doubts
             if self.on_end is not None:
                 self.on_end(gradients)
             else:

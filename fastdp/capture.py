@@ -20,7 +20,9 @@ from .arguments import refuse_ragged
 from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
-from .layouts.layout import Layout, tag, tag_of
+from .layouts.layout import Layout, Moment, tag, tag_of
+from .layouts.pieces import stamp
+from .layouts.positions import note_made
 from .layouts.propagate import propagate
 from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
@@ -68,6 +70,7 @@ class Forward(Enters, Protocol):
     """What a pass and the module hooks need of the forward's side (`fastdp.forward.Forward`)."""
 
     model: nn.Module
+    owner: object  # stands for the engine, in the moments of its batches
     token: Tensor
     token_node: Any  # where autograd would add up the token's gradient
     memo: Memo
@@ -92,7 +95,13 @@ class Pass:
     """One outermost forward of the model (or of one of its modules)."""
 
     def __init__(
-        self, forward: Forward, batch: int, tracked: dict[int, str], count: bool = True, people: People | None = None
+        self,
+        forward: Forward,
+        batch: int,
+        tracked: dict[int, str],
+        count: bool = True,
+        people: People | None = None,
+        moment: Moment | None = None,
     ) -> None:
         self.count = count  # uses of parameters: not again where a forward is recomputed
         self.people = people  # whose the samples are, where a person has several
@@ -105,6 +114,8 @@ class Pass:
         self.backward_id = 0  # of the backward that went through this pass
         self.unseen = ""  # what took data out of sight, if something did
         self.mode = _CaptureMode(self)
+        self.moment = moment or Moment(forward.owner)
+        self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.watcher: Watcher | None = None
         self.reads = forward.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
@@ -241,6 +252,7 @@ class Pass:
                     tensor.__dict__[_CONSTANT] = True
             return out
         out = self._ask(func, args, kwargs)
+        stamp(func, args, kwargs, out, self.batch)
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
         elif self.watcher is not None:
@@ -280,6 +292,7 @@ class Pass:
                 note_parts(out, func, args, kwargs, self.is_parameter)
                 return out
             out = func(*args, **kwargs)
+            note_made(func, args, kwargs, out, self.batch, self._is_owned)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
                 self.backward.last_use_of[id(leaf)] = self.place(function_name(func))
             return out
@@ -302,10 +315,18 @@ class Pass:
             if read:
                 self.reads.note(read, out)
         else:
+            note_made(func, args, kwargs, out, self.batch, self._is_owned)
             for tensor in tensors_in(out):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
         return out
+
+    def _is_owned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer of the model."""
+        if self._owned is None:
+            model = self.forward.model
+            self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._owned
 
     def check_unwritten(self) -> None:
         """Raises UncapturedUseError where what the pass relies on was written to after it was used or taken."""

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import following
 from .arguments import batch_of, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from .backward import Backward
 from .capture import Pass
 from .compiled import Switches
 from .errors import BatchLayoutError, ParameterError
-from .layouts.layout import Layout, tag_of
+from .layouts.layout import Layout, Moment, set_moment, tag_of
 from .memo import Memo
 from .module_hooks import ModuleHook
 from .people import People
@@ -55,6 +56,8 @@ class Forward:
         self.token = torch.zeros((), requires_grad=True)
         self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo = Memo()
+        self.owner = object()
+        self._moments: list[Moment] = []  # of forwards that no backward has gone through
         self.reads = Reads(model)
         self._entered: list[Pass | Block | None] = []
         self._active: Pass | None = None
@@ -63,6 +66,7 @@ class Forward:
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
         self._switches: Switches | None = None
+        backward.ended = self.backward_ended
 
     @property
     def planner(self) -> Planner:
@@ -82,6 +86,7 @@ class Forward:
     def detach(self) -> None:
         """Take every hook off the model."""
         self._drop_interrupted()
+        following.stop()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -132,7 +137,12 @@ class Forward:
         tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
-        active = Pass(self, self._batch, tracked, not recomputing or not path, self._people)
+        following.stop()
+        moment = self._moments[-1] if recomputing and self._moments else None
+        active = Pass(self, self._batch, tracked, not recomputing or not path, self._people, moment)
+        if not recomputing:
+            self._moments.append(active.moment)
+        set_moment(active.moment)
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
@@ -160,7 +170,8 @@ class Forward:
             return
         self._batch = batch
         tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
-        active = self._active = Pass(self, batch, tracked, False, self._people)
+        moment = self._moments[-1] if self._moments else None
+        active = self._active = Pass(self, batch, tracked, False, self._people, moment)
         active.stack.append(path)
         tag_inputs(values, batch, self.batching.dim, layouts, self.batching.folded)
         try:
@@ -223,11 +234,22 @@ class Forward:
             return None
         apart = outputs_apart(out, self._is_guess)
         unseen = Layout(self._batch, mixed=started.unseen) if started.unseen else None
+        layouts: list[Layout] = []
         for tensor in nested_tensors(out if apart is None else apart):
             if tensor.requires_grad:
                 layout = tag_of(tensor, self._batch) or unseen
                 tensor.register_hook(functools.partial(self.backward.reached, layout))
+                layouts += [] if layout is None else [layout]
+        if not self.runs_again():
+            following.start(self._batch, started.moment, self.memo, layouts)
         return apart
+
+    def backward_ended(self) -> None:
+        """A backward went through forwards: what is kept of their batches belongs to the past."""
+        for moment in self._moments:
+            moment.alive = moment.alive and not (moment.reached or moment.survived)
+            moment.survived = True
+        self._moments = [moment for moment in self._moments if moment.alive]
 
     def _is_guess(self, tensor: Tensor) -> bool:
         """Whether it matters if the loss takes this output itself, or only what the model goes on to make of it."""

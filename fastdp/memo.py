@@ -15,6 +15,7 @@ from torch import Tensor
 from .layouts import routing, rows, written
 from .layouts.calls import function_name, is_in_place, tensors_in
 from .layouts.layout import Layout, tag_of
+from .layouts.positions import NUMBERING_OR_DRAWING, is_marked, made_in_sight
 from .layouts.propagate import REFUSING, RULES
 from .layouts.trial import UNCHECKED, VIEWS
 from .links import link_of
@@ -56,6 +57,8 @@ def _classify(func: Any) -> str:
     modules = {rows.__name__, routing.__name__, written.__name__}
     by_value = rule is not None and rule.__module__ in modules and func not in (torch.Tensor.__getitem__, torch.where)
     if by_value or is_in_place(name) or func in COMPOSITES or func in REFUSING or name in _BY_LENGTHS:
+        return "depends"
+    if name in NUMBERING_OR_DRAWING:
         return "depends"
     if name == "where":
         return "where"
@@ -110,7 +113,7 @@ class Memo:
             layout = tag_of(tensor, batch)
             if layout is not None and (layout.mixed or layout.owner is not None):
                 return
-            if layout is None and had_data:
+            if (layout is None and had_data) or made_in_sight(tensor):
                 return  # of unknown rows: looked at every time
             found.append(CONSTANT if layout is None else layout)
         if len(self._known) >= SIZE:
@@ -146,9 +149,11 @@ class _Described:
                 if layout is None:
                     if needs_grad and not value.is_leaf:
                         raise _Depends  # of unseen origin, perhaps
+                    if is_marked(value):
+                        raise _Depends
                     self.constants.append(shape)
                 else:
-                    if layout.mixed or layout.owner is not None:
+                    if layout.mixed or layout.owner is not None or layout.piece is not None:
                         raise _Depends
                     if self.rows is not None:
                         # of ids a slice is known by its bounds; what other functions do depends on the ids

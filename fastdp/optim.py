@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import fused, loops
+from . import following, fused, loops
 from .clipping import ClippingFunction
 from .errors import ParameterError, StepError
 from .privacy import Privacy
@@ -42,6 +42,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Noise the clipped sum and update; with a closure, call it once before."""
+        following.sweep()
         privacy = self._attached()
         self._refuse_scaler(privacy)
         loops.refuse_division()
@@ -92,6 +93,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has taken."""
+        following.sweep()
         privacy = self._privacy_or_none()
         if privacy is not None:
             privacy.zero_grad()

@@ -11,7 +11,9 @@ from .alone import JOINING
 from .calls import Call, tensors_in
 from .layout import Layout, tag
 from .masks import masks_others
+from .pieces import cut, joined_rows
 from .propagate import Rule, ask, combined, has_data_beside_first, one_row, rule, spellings
+from .totals import equal_counts, note_terms, total_of
 from .trial import Tags
 
 T = torch.Tensor
@@ -29,16 +31,21 @@ def _cat(call: Call) -> Tags:
     if len(known) < len(layouts) or len({layout.dim for layout in known}) > 1:
         return [(call.out, combined(call, call.out, "joins constants to the batch"))]
     mixed = next((layout.mixed for layout in known if layout.mixed), "")
+    piece, problem = joined_rows(known)
+    if problem:
+        return [(call.out, combined(call, call.out, problem, mixed))]
     owner = torch.cat([layout.owners(tensor.device) for layout, tensor in zip(known, tensors, strict=True)])
     if all(layout.owner is None and layout.outer == 1 and layout.inner == known[0].inner for layout in known):
         return [(call.out, known[0]._replace(outer=len(known), mixed=mixed))]
-    whole = Layout(call.batch, known[0].dim, owner=owner, mixed=mixed, order=_joined_order(known, call.out.device))
+    order = _joined_order(known, call.out.device)
+    whole = Layout(call.batch, known[0].dim, owner=owner, mixed=mixed, order=order, piece=piece)
     return [(call.out, whole.taken(whole.dim, torch.arange(owner.numel(), device=owner.device)))]
 
 
 def _joined(call: Call, tensors: list[Tensor], dim: int) -> Tags:
     """Tensors of one sample each (or rows of samples along `dim`) one after another; empty constants count for none."""
     known: list[Layout] = []
+    single = all((found := call.layout(tensor)) is None or found.alone >= 0 for tensor in tensors)
     for tensor in tensors:
         layout = call.layout(tensor)
         if layout is None and tensor.numel() == 0:
@@ -48,9 +55,13 @@ def _joined(call: Call, tensors: list[Tensor], dim: int) -> Tags:
             return [(call.out, combined(call, call.out, "joins rows of different samples"))]
         known.append(layout)
     device = call.out.device
+    piece, problem = (None, "") if single else joined_rows(known)
+    if problem:
+        return [(call.out, combined(call, call.out, problem))]
     owner = torch.cat([layout.owners(device) for layout in known])
     places, guessed = any(layout.places for layout in known), any(layout.guessed for layout in known)
-    whole = Layout(call.batch, dim, owner=owner, order=_joined_order(known, device), places=places, guessed=guessed)
+    order = _joined_order(known, device)
+    whole = Layout(call.batch, dim, owner=owner, order=order, places=places, guessed=guessed, piece=piece)
     return [(call.out, whole.taken(dim, torch.arange(owner.numel(), device=device)))]
 
 
@@ -126,7 +137,7 @@ def _split(call: Call) -> Tags:
         if not layout.may_end(start, stop):
             tags.append((part, combined(call, part, "cuts rows off an order that depends on other samples")))
         else:
-            found = layout.taken(layout.dim, rows[start:stop])
+            found = cut(source, layout, layout.taken(layout.dim, rows[start:stop]))
             tags.append((part, found._replace(sized=found.sized or (sized and found.alone >= 0))))
         start = stop
     return tags
@@ -143,12 +154,24 @@ def _reduce(call: Call) -> Tags:
     if layout is None or layout.mixed or not isinstance(call.out, Tensor) or len(call.args) > 3:
         return ask(call)
     if isinstance(dims, bool) or dims is None or (isinstance(dims, tuple | list) and not dims):
-        return [(call.out, combined(call, call.out, "combines the samples of the batch"))]
+        return [(call.out, _over_samples(call, layout))]
     over = {dim % source.dim() for dim in (dims if isinstance(dims, tuple | list) else (dims,))}
     if layout.dim in over:
-        return [(call.out, combined(call, call.out, "combines the samples of the batch"))]
+        return [(call.out, _over_samples(call, layout))]
     kept = call.out.dim() == source.dim()
     return [(call.out, layout if kept else layout._replace(dim=layout.dim - sum(d < layout.dim for d in over)))]
+
+
+def _over_samples(call: Call, layout: Layout) -> Layout | None:
+    """Of a reduction over the samples: a total, if it is a sum, or a mean over a number that no data made."""
+    source = call.args[0]
+    if call.name not in ("sum", "mean"):
+        return combined(call, call.out, "combines the samples of the batch")
+    if call.name == "mean" and not equal_counts(layout, source.device):
+        return combined(call, call.out, "divides by the number of rows in the batch, which several samples made")
+    if call.out.numel() == 1 and call.name == "sum":
+        note_terms(call.out, source, layout)
+    return total_of(call, call.out, layout)
 
 
 def along(position: int, name: str) -> Rule:

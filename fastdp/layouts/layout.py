@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 ATTRIBUTE = "_fastdp_layout"
 INPUT = "_fastdp_input"  # on the model's arguments: their rows may be packed in ways that shapes do not tell
+_MOMENT = "_fastdp_moment"  # of the batch whose samples a tagged tensor carries
 RELAID = "_fastdp_relaid"  # version at which a tensor's memory got other rows: what its views said before is past
 _WHEN = "_fastdp_tagged_at"  # version at which a view was tagged
 NOBODY = -1  # owner of memory that no sample was written to
@@ -37,6 +38,9 @@ class Layout(NamedTuple):
     `guessed` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
     2: rows that an index counted over the whole batch picked, which must not pass for constants either.
     `shifted` is there where `mixed` came of one number taken from all rows alike (`layouts.shifted`).
+    `total`, beside `mixed`, says that the numbers are sums over the samples of terms of one sample each, with weights
+    that no sample's data changes (`layouts.totals`): what a loss may be.
+    `piece` is there for a part of the batch that was cut out by position (`layouts.pieces`).
     """
 
     batch: int
@@ -51,6 +55,8 @@ class Layout(NamedTuple):
     sized: bool = False
     guessed: int = 0
     shifted: Any = None
+    total: bool = False
+    piece: Any = None
 
     @property
     def rows(self) -> int:
@@ -64,6 +70,11 @@ class Layout(NamedTuple):
         """One row a sample, in order, along `dim`."""
         whole = self.owner is None and self.outer == 1 and self.inner == 1 and self.alone < 0
         return whole and not self.mixed and not self.places
+
+    @property
+    def parted(self) -> bool:
+        """Whether rows may be of a part of the samples only."""
+        return self.owner is not None or self.alone >= 0
 
     def owners(self, device: torch.device) -> Tensor:
         """Sample of each row, int64 [rows]."""
@@ -88,7 +99,8 @@ class Layout(NamedTuple):
 
     def of_sample(self, sample: int, sized: bool = False) -> Layout:
         """Layout of a tensor made of this one sample."""
-        return Layout(self.batch, places=self.places, alone=sample, sized=sized or self.sized, guessed=self.guessed)
+        sized = sized or self.sized
+        return Layout(self.batch, places=self.places, alone=sample, sized=sized, guessed=self.guessed, piece=self.piece)
 
     def along(self, dim: int, size: int, device: torch.device) -> Layout:
         """A sample's tensor as `size` rows along a dimension, all of that sample; other layouts as they are."""
@@ -129,10 +141,60 @@ class Layout(NamedTuple):
         )
 
 
+class Moment:
+    """The batch whose samples a tensor carries: alive until a backward has gone through the forward that made it.
+
+    owner: a token of the engine whose batch it is; reached: by the backward that runs; survived: one that did not.
+    """
+
+    __slots__ = ("owner", "alive", "reached", "survived")
+
+    def __init__(self, owner: Any = None) -> None:
+        self.owner, self.alive = owner, True
+        self.reached = self.survived = False
+
+    def __deepcopy__(self, memo: Any) -> Moment:
+        return self
+
+    def __reduce__(self) -> Any:
+        return (Moment, ())  # a tensor that is loaded again is of no running engine
+
+
+_NOBODYS = Moment()
+_now = _NOBODYS  # the moment of what is tagged now
+
+
+def set_moment(moment: Moment | None) -> None:
+    """From now on, what is tagged carries samples of this moment's batch."""
+    global _now
+    _now = _NOBODYS if moment is None else moment
+
+
+def moment_of(tensor: Tensor) -> Moment | None:
+    """Whose batch a tensor's samples are of."""
+    found: Moment | None = tensor.__dict__.get(_MOMENT)
+    return found
+
+
+def is_stale(tensor: Tensor) -> bool:
+    """Whether a tensor carries samples of an earlier batch of the engine that tags now."""
+    moment = tensor.__dict__.get(_MOMENT)
+    return moment is not None and not moment.alive and moment.owner is _now.owner
+
+
+STALE = (
+    "carries samples of an earlier batch (kept from one step to the next: a state, a queue, a memory bank, an average "
+    "of activations). A sample of that batch would act in two steps, and clipping does not bound the second. Keep no "
+    "data between steps: make it anew in every forward, train it as a parameter, or let only parameters be averaged "
+    "(a momentum encoder)"
+)
+
+
 def tag(tensor: Tensor, layout: Layout | None) -> None:
     """Write the layout on the tensor (the Python object)."""
     if layout is not None:
         tensor.__dict__[ATTRIBUTE] = layout
+        tensor.__dict__[_MOMENT] = _now
         if tensor._is_view():
             tensor.__dict__[_WHEN] = tensor._version
     else:
@@ -142,6 +204,8 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout written on the tensor, if it speaks of a batch of this size."""
     layout = tensor.__dict__.get(ATTRIBUTE)
+    if layout is not None and tensor.__dict__[_MOMENT] is not _now and is_stale(tensor):
+        return Layout(batch, mixed=f"a tensor of shape {tuple(tensor.shape)} {STALE}")
     if layout is None or layout.batch != batch:
         return _seen_through(tensor, batch) if not is_lazy(tensor) and tensor._is_view() else None
     if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
@@ -158,9 +222,11 @@ def _seen_through(view: Tensor, batch: int) -> Layout | None:
     """The layout of a view by that of its base, whose memory was written to since the view was made."""
     base = view._base
     known = None if base is None else base.__dict__.get(ATTRIBUTE)
-    if base is None or known is None or known.batch != batch:
+    if base is None or known is None:
         return None
-    return of_view(view, base, known)
+    if is_stale(base):
+        return Layout(batch, mixed=f"a tensor of shape {tuple(view.shape)} {STALE}")
+    return of_view(view, base, known) if known.batch == batch else None
 
 
 def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout | None:

@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import positions, totals
 from .alone import of_one_sample
 from .calls import Call, tensors_in
 from .counted import counted
 from .guesses import with_guesses
 from .layout import ATTRIBUTE, RELAID, Layout, tag, tag_of
 from .memory import written_through
+from .positions import by_place
 from .reads import read_of
 from .shifted import begins, follow
 from .trial import UNCHECKED, VIEWS, Tags, cached_trial, is_blind_to_order, is_independent
@@ -61,13 +63,14 @@ def propagate(call: Call) -> str:
     if not outputs and call.name != "__setitem__":
         return read_of(call, None) if call.batch > 1 else ""
     rule = RULES.get(call.func)
+    inputs = call.inputs()
     if call.batch <= 1:
         if call.func in REFUSING and rule is not None:
             rule(call)
+        stale = next((layout.mixed for _, layout in inputs if layout.mixed), "")  # of an earlier batch
         for tensor in outputs or tensors_in(call.args[0]):
-            tag(tensor, Layout(call.batch))
+            tag(tensor, Layout(call.batch, mixed=stale))
         return ""
-    inputs = call.inputs()
     tags = _layouts_of(call, inputs)
     if any(layout.guessed for _, layout in inputs):
         tags = with_guesses(call, inputs, tags, functools.partial(_layouts_of, call))
@@ -91,7 +94,10 @@ def _written(call: Call) -> list[Tensor]:
 
 
 def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
+    if any(layout.total for _, layout in inputs):
+        return totals.follow(call, inputs)
     if any(layout.mixed for _, layout in inputs):
+        totals.carry_terms(call)
         if any(layout.shifted is not None for _, layout in inputs):
             return follow(call, inputs, functools.partial(_layouts_of, call))
         tags = begins(call)
@@ -100,7 +106,11 @@ def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
         numbers = counted(call)
         if numbers is not None:
             return [(call.out, numbers)]
-    tags = of_one_sample(call) if any(layout.alone >= 0 for _, layout in inputs) else None
+    tags = None
+    if any(layout.alone >= 0 for _, layout in inputs):
+        tags = of_one_sample(call)
+        if tags is not None and len(tags) == 1 and tags[0][1] is not None and tags[0][1].mixed:
+            tags = totals.sums_of_single_samples(call, inputs) or tags
     if tags is None:
         rule = RULES.get(call.func)
         tags = rule(call) if rule is not None else ask(call)
@@ -132,6 +142,8 @@ def ask(call: Call) -> Tags:
     if order is not None and order.order is not None and (by_position if found is not None else _spans(call, order)):
         why = "meets numbers by position with rows whose order depends on the data"
         return [(t, combined(call, t, why, mixed)) for t in outputs]
+    if by_position and any(meets_places(call, layout.rows) for _, layout in inputs if not layout.mixed):
+        return [(t, by_place_layout(call, t, mixed)) for t in outputs]
     if found is None or len(found) != len(outputs):
         tags: Tags = [(tensor, _guess(call, tensor, inputs, mixed)) for tensor in outputs]
     else:
@@ -145,6 +157,17 @@ def ask(call: Call) -> Tags:
         why = "treats rows by their position, in an order that depends on the data"
         return [(t, combined(call, t, why)) for t in outputs]
     return tags
+
+
+def meets_places(call: Call, rows: int) -> bool:
+    """Whether a constant among the arguments has numbers for the rows of the batch by their place."""
+    constants = [t for t in tensors_in((call.args, call.kwargs)) if tag_of(t, call.batch) is None]
+    return any(by_place(t, dim, rows) for t in constants for dim in range(t.dim()))
+
+
+def by_place_layout(call: Call, tensor: Tensor, mixed: str = "") -> Layout | None:
+    """The layout of a result in which numbers by place in the batch have entered."""
+    return combined(call, tensor, positions.WHY, mixed)
 
 
 def _spans(call: Call, order: Layout) -> bool:
@@ -210,7 +233,8 @@ def _grown_layout(
     dim, growth = grown
     if order is not None:
         if growth == 1 and tensor.size(dim) == order.rows:
-            return Layout(call.batch, dim, owner=order.owner, mixed=mixed, order=order.order)
+            piece = order.piece
+            return Layout(call.batch, dim, owner=order.owner, mixed=mixed, order=order.order, piece=piece)
     else:
         for _, layout in inputs:
             if layout.outer * layout.inner == growth:

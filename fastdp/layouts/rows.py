@@ -12,6 +12,7 @@ from .calls import Call, tensors_in
 from .chosen import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
 from .coordinates import is_position_within
 from .layout import Layout, is_one
+from .pieces import cut
 from .propagate import PICKING, ask, combined, one_row, rule
 from .trial import Tags
 
@@ -49,7 +50,8 @@ def _items(call: Call, source: Tensor, layout: Layout | None) -> Tags:
             return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
     if isinstance(entry, slice) and basic:
         picked = torch.arange(layout.rows, device=source.device)[entry]
-        return [(call.out, layout.taken(_kept_position(index, source.dim(), layout.dim), picked))]
+        found = layout.taken(_kept_position(index, source.dim(), layout.dim), picked)
+        return [(call.out, cut(source, layout, found))]
     if isinstance(entry, int):
         return [(call.out, _row_and(call, layout, entry, used))]
     if isinstance(entry, Tensor) and index[0] is entry and _counts_rows(call, layout, entry, used):
@@ -110,7 +112,7 @@ def _narrow(call: Call) -> Tags:
     if not layout.may_end(start, start + length):
         return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
     rows = torch.arange(start, start + length, device=source.device)
-    return [(call.out, layout.taken(layout.dim, rows))]
+    return [(call.out, cut(source, layout, layout.taken(layout.dim, rows)))]
 
 
 def _narrow_elsewhere(call: Call, layout: Layout, dim: int, start: Any, length: Any) -> Tags:
@@ -195,6 +197,8 @@ def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
     narrowed = numbers[(slice(None),) * leading + (0,) * (source.dim() - leading)] if source.numel() else numbers
     own_order = any(entry.own is not None for entry in entries.values()) and bool(along)
     found = _one_dimension(call, narrowed[items], layout, order, own_order)
+    if found is not None and all(entry.layout is None for entry in entries.values()):
+        found = cut(source, layout, found)  # by constants
     if found is not None and found.alone >= 0:
         found = found._replace(sized=any(e.layout is not None and e.layout.sized for e in entries.values()))
     return [(call.out, found)]

@@ -10,7 +10,8 @@ from .calls import Call, tensors_in
 from .coordinates import keep_coordinates
 from .counted import note_groups, repeated
 from .layout import Layout, reshaped
-from .propagate import ask, combined, has_data_beside_first, rule, spellings
+from .positions import by_place
+from .propagate import ask, by_place_layout, combined, has_data_beside_first, rule, spellings
 from .trial import UNCHECKED, Tags
 
 T = torch.Tensor
@@ -116,6 +117,9 @@ _ELEMENTWISE = (
 ).split()
 
 
+ELEMENTWISE_NAMES = frozenset(_ELEMENTWISE)
+
+
 @rule(*spellings(*_ELEMENTWISE))
 def elementwise(call: Call) -> Tags:
     """Element by element with broadcasting: samples stay where they lie, counted from the right.
@@ -135,7 +139,21 @@ def elementwise(call: Call) -> Tags:
     if any(layout.mixed or layout.owner is not None for _, layout in inputs) or len(found) != 1:
         return ask(call)
     layout = found.pop()
-    return [(out, layout)] if out.size(layout.dim) == layout.rows else ask(call)
+    if out.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+        return ask(call)
+    return [(out, _beside_places(call, out, layout, inputs))]
+
+
+def _beside_places(call: Call, out: Tensor, layout: Layout, inputs: list[tuple[Tensor, Layout]]) -> Layout | None:
+    """The result's layout, if a constant has numbers of its own for each row: whole numbers are places then."""
+    if len(inputs) == len(call.args) and not call.kwargs:
+        return layout
+    tagged = {id(tensor) for tensor, _ in inputs}
+    constants = [t for t in tensors_in((call.args, call.kwargs)) if id(t) not in tagged]
+    if not any(by_place(t, layout.dim - out.dim() + t.dim(), layout.rows) for t in constants):
+        return layout
+    whole = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
+    return layout._replace(places=True) if whole else by_place_layout(call, out)
 
 
 def _elementwise_in_any_order(call: Call, out: Tensor, inputs: list[tuple[Tensor, Layout]]) -> Tags:
@@ -151,6 +169,8 @@ def _elementwise_in_any_order(call: Call, out: Tensor, inputs: list[tuple[Tensor
     constants = [t for t in tensors_in((call.args, call.kwargs)) if id(t) not in tagged and t.dim() >= -beside]
     if first.order is not None and any(t.size(beside) != 1 for t in constants):
         return [(out, combined(call, out, "meets numbers by position with rows whose order depends on the data"))]
+    if any(by_place(t, t.dim() + beside, first.rows) for t in constants) and out.is_floating_point():
+        return [(out, by_place_layout(call, out))]
     return [(out, first)] if out.size(first.dim) == first.rows else ask(call)
 
 

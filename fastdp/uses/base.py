@@ -18,6 +18,8 @@ from ..clock import Clock
 from ..costs import Segments, Shape
 from ..errors import BatchLayoutError, SampleMixingError, StepError
 from ..layouts.layout import Layout, samplewise, tag, tag_of
+from ..layouts.positions import WHY, by_place, rows_alike
+from ..links import link_of
 from ..ops.common import accumulate, chunks, exactly
 from ..ops.rows import square_sum, weighted_sum
 from ..planner import Planner
@@ -336,13 +338,32 @@ def refuse_contraction(recorder: Recorder, layout: Layout, dim: int, name: str) 
 def refuse_by_position(recorder: Recorder, operand: Tensor, layout: Layout, ndim: int, name: str) -> None:
     """A parameter with numbers for each row, beside rows whose order other samples decide."""
     dim = layout.dim - ndim + operand.dim()
-    if layout.batch > 1 and layout.order is not None and 0 <= dim < operand.dim() and operand.size(dim) != 1:
-        place = recorder.place(name)
+    if layout.batch <= 1 or not 0 <= dim < operand.dim() or operand.size(dim) == 1:
+        return
+    place = recorder.place(name)
+    if layout.order is None and by_place(operand, dim, layout.rows):
+        raise SampleMixingError(f"{place}: a constant {WHY}.", f"{place}: a constant {WHY}")
+    if layout.order is None and recorder.is_parameter(operand) and layout.alone < 0 and not _alike(operand, dim):
+        raise SampleMixingError(f"{place}: a parameter {WHY}.", f"{place}: a parameter {WHY}")
+    if layout.order is not None:
         raise SampleMixingError(
             f"{place}: a parameter meets rows by their position, in an order that depends on other samples. Restore "
             "the order first.",
             f"{place} meets a parameter with rows whose order depends on the data",
         )
+
+
+def _alike(operand: Tensor, dim: int) -> bool:
+    """Whether a parameter, or what is made of it, has the same numbers for all rows of a dimension."""
+    link = link_of(operand)
+    if link is not None and link.kind == "broadcast":
+        above = dim - operand.dim() + link.parent.dim()
+        return above < 0 or link.parent.size(above) == 1 or _alike(link.parent, above)
+    if link is not None and link.kind == "lookup" and link.ids is not None and dim < link.ids.dim():
+        return rows_alike(link.ids, dim)
+    if link is None or link.isometric:  # numbers of its own for each row, also while they happen to be equal
+        return operand.stride(dim) == 0
+    return rows_alike(operand, dim)
 
 
 def cut(tensor: Tensor, layout: Layout) -> Tensor:

@@ -1,0 +1,193 @@
+"""From the model's output to the loss: the calls between a forward and its backward are followed too.
+
+In practice it is the loss that couples samples: contrastive losses over the batch, means over the tokens of the batch,
+class weights, shapes that broadcast to [B, B]. So after a forward (and, of batches that a `fastdp.poisson_loader` hands
+out, before it) a function mode stays on until `backward()`. It changes nothing; it carries layouts on, and looks at
+what backward is called on: that must be a total over the samples (`layouts.totals`).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+
+from .backward import mixing_error
+from .errors import SampleMixingError
+from .layouts.calls import Call, function_name, map_tensors, tensors_in
+from .layouts.layout import Layout, Moment, set_moment, tag, tag_of
+from .layouts.losses import LOSSES
+from .layouts.pieces import BY_POSITION, stamp
+from .layouts.positions import made_in_sight, note_made
+from .layouts.propagate import propagate
+from .layouts.shapes import ELEMENTWISE_NAMES
+from .layouts.trial import target_as_it_is
+from .memo import CONSTANT, Memo, inquires
+from .stance import PLAINLY
+
+_SEEN_WITH = "_fastdp_seen_with"  # on a tensor: the size of a batch beside which it was first met
+_LABELS = frozenset(
+    "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda".split()
+)
+_ROWS = frozenset("__getitem__ index_select flip roll".split())
+_HERE = threading.local()
+
+
+class Following(TorchFunctionMode):
+    """Follows one batch outside of forwards.
+
+    batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made.
+    """
+
+    def __init__(self, batch: int, moment: Moment, memo: Memo, mixed: list[Layout]) -> None:
+        super().__init__()
+        self.batch, self.moment, self.memo, self.mixed = batch, moment, memo, mixed
+        self.lost = False  # backward was called on something that could not be followed
+        self.over = False  # backward has begun
+        PLAINLY.begin()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.over or func is torch.autograd.grad or inquires(func):
+            return func(*args, **kwargs)
+        if func is Tensor.backward or func is torch.autograd.backward:
+            self._check(args[0] if args else kwargs.get("tensors", ()))
+            self.finish()
+            return func(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)
+        return self._call(func, args, kwargs)
+
+    def finish(self) -> None:
+        """Follow no longer, though the mode may still be on the stack: torch puts it back after a call that it saw."""
+        if not self.over:
+            self.over = True
+            PLAINLY.end()
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._presume_labels(func, args, kwargs)
+        if not any(tag_of(tensor, self.batch) is not None for tensor in tensors_in((args, kwargs))):
+            out = func(*args, **kwargs)
+            note_made(func, args, kwargs, out, self.batch, lambda tensor: isinstance(tensor, nn.Parameter))
+            return out
+        signature = self.memo.signature(func, args, kwargs, self.batch, {})
+        known = self.memo.layouts(signature)
+        overwritten = target_as_it_is(func, args) if known is None else None
+        out = func(*args, **kwargs)
+        if known is not None:
+            for tensor, layout in zip(tensors_in(out), known, strict=True):
+                tag(tensor, None if layout is CONSTANT else layout)
+            return out
+        try:
+            propagate(Call(func, args, kwargs, out, self.batch, "", overwritten))
+        except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
+            why = problem.mixed or str(problem)
+            map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
+        stamp(func, args, kwargs, out, self.batch)
+        if signature is not None:
+            self.memo.learn(signature, out, self.batch)
+        return out
+
+    def _presume_labels(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tensors of unseen origin with a row for each sample are taken for labels, beside the model's outputs."""
+        name = function_name(func)
+        if name in _ROWS:
+            tensors = () if any(tag_of(t, self.batch) is not None for t in tensors_in(args[1:])) else args[:1]
+        elif name in _LABELS or name in ELEMENTWISE_NAMES or name == "gather":
+            tensors = (*args, *kwargs.values())
+        elif func in LOSSES:
+            tensors = (*args, *[value for key, value in kwargs.items() if key not in ("weight", "pos_weight")])
+        else:
+            return
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                self._presume(tensor)
+
+    def _presume(self, tensor: Tensor) -> None:
+        if not tensor.dim() or tensor.is_sparse or tensor.is_nested or tag_of(tensor, self.batch) is not None:
+            return
+        first = tensor.__dict__.setdefault(_SEEN_WITH, self.batch)
+        if tensor.size(0) == self.batch == first and not made_in_sight(tensor):
+            tag(tensor, Layout(self.batch))
+
+    def _check(self, roots: Any) -> None:
+        """What backward is called on must be a sum over the samples, or each sample's own."""
+        for root in tensors_in(roots):
+            if not root.requires_grad:
+                continue
+            layout = tag_of(root, self.batch)
+            if layout is None:
+                self.lost = self.lost or not root.is_leaf
+            elif layout.mixed and not layout.total:
+                of_model = next((known for known in self.mixed if known.mixed == layout.mixed), None)
+                if of_model is not None:
+                    raise mixing_error(of_model)
+                raise SampleMixingError(_REFUSED.format(layout.mixed), layout.mixed)
+            elif layout.piece is not None:
+                raise SampleMixingError(_REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
+
+
+_REFUSED = (
+    "the loss is no sum or mean of each sample's own loss: {}. One sample's loss then changes the gradients of others, "
+    "and clipping does not bound that. Make it a sum or mean over the samples of losses that take one sample each; what "
+    "several samples must share, make it a constant."
+)
+
+
+def current() -> Following | None:
+    """What is followed in this thread."""
+    found: Following | None = getattr(_HERE, "following", None)
+    return found
+
+
+def start(batch: int, moment: Moment, memo: Memo, outputs: list[Layout]) -> None:
+    """Follow a batch from here on, in this thread, until `stop` or its backward."""
+    stop()
+    if batch > 1:
+        set_moment(moment)
+        mixed = [layout for layout in outputs if layout.mixed and not layout.total]
+        _HERE.following = Following(batch, moment, memo, mixed)
+        _insert(_HERE.following)
+
+
+def sweep() -> None:
+    """Take away what a backward has ended."""
+    if (found := current()) is not None and found.over:
+        stop()
+
+
+def stop() -> None:
+    """Follow no longer in this thread. (Not from within a call that the mode sees.)"""
+    found = current()
+    if found is not None:
+        found.finish()
+        _HERE.following = None
+        _remove()
+
+
+def _insert(mode: Following) -> None:
+    """To the bottom of the stack of modes, so that others may end in any order; only torch's own lies beneath."""
+    above = []
+    while torch.overrides._len_torch_function_stack():
+        if isinstance(top := torch.overrides._pop_mode(), DeviceContext):
+            torch.overrides._push_mode(top)
+            break
+        above.append(top)
+    torch.overrides._push_mode(mode)
+    for other in reversed(above):
+        torch.overrides._push_mode(other)
+
+
+def _remove() -> None:
+    """Take what is over off the stack of modes."""
+    kept = []
+    for _ in range(torch.overrides._len_torch_function_stack()):
+        top = torch.overrides._pop_mode()
+        if not (isinstance(top, Following) and top.over):
+            kept.append(top)
+    for mode in reversed(kept):
+        torch.overrides._push_mode(mode)

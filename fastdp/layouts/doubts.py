@@ -1,0 +1,19 @@
+"""Questions about values on a device, which are asked when the step is released: reading them now would wait for it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_OPEN: list[tuple[Tensor, str]] = []
+
+
+def doubt(flag: Tensor, why: str) -> None:
+    """If the flag (a bool on a device) is true, the backward to follow mixes samples, for this reason."""
+    _OPEN.append((flag, why))
+
+
+def take() -> list[tuple[Tensor, str]]:
+    """The open questions, which are then the caller's."""
+    found = list(_OPEN)
+    _OPEN.clear()
+    return found

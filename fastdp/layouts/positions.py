@@ -1,0 +1,97 @@
+"""Constants that meet the samples one by one: `h * torch.linspace(-3, 3, len(h))[:, None]`, `self.table[: len(h)]`.
+
+Which sample stands where must not matter: if one is removed, the others move to other places. So a constant with a
+number for each row of the batch must have the same for all of them, or be drawn at random, or come from where fastdp
+does not look (what a user made for these very samples). What is suspected is what is made within sight: the numbers of
+the places themselves (arange, linspace, eye), parts of tables and of parameters cut by the batch's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import function_name, is_in_place, tensors_in
+from .layout import ATTRIBUTE
+
+_MADE = "_fastdp_made"  # on a constant: how it was made within sight
+_ALIKE = "_fastdp_alike"  # on a constant: (dimension, version, whether its rows are alike)
+_PLACES, _RANDOM, _CONSTANT = "places", "random", "constant"
+_NUMBERING = frozenset("arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander".split())
+_DRAWING = frozenset(
+    "rand randn randint rand_like randn_like randint_like randperm normal bernoulli multinomial poisson bernoulli_ "
+    "normal_ uniform_ exponential_ random_ cauchy_ log_normal_ geometric_ dropout alpha_dropout trunc_normal_".split()
+)
+_FILLING = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full empty".split())
+_CUTTING = frozenset("__getitem__ narrow select split chunk split_with_sizes tensor_split unbind index_select".split())
+
+WHY = (
+    "meets the samples with different numbers by their place in the batch (a range, or a part of a table or parameter "
+    "cut by the batch's size). If one sample is removed, the others move to other places: use numbers that are the same "
+    "for every sample, or chosen by the sample's own data"
+)
+
+
+def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned: Callable[[Tensor], bool]) -> None:
+    """Note on the results of a call without data how they were made, where they may have a number for each sample.
+
+    is_owned: whether a tensor is a parameter or buffer of the model, which has no rows of samples.
+    """
+    name = function_name(func)
+    results = [*tensors_in(out), *(tensors_in(args[:1]) if is_in_place(name) else ())]
+    results = [tensor for tensor in results if tensor.dim() and tensor.numel() % max(batch, 1) == 0]
+    if not results or batch <= 1:
+        return
+    given = list(tensors_in((args, kwargs)))
+    known = {tensor.__dict__.get(_MADE) for tensor in given}
+    if name in _DRAWING or _RANDOM in known:
+        made = _RANDOM
+    elif name in _NUMBERING:
+        made = _PLACES
+    elif _PLACES in known:
+        # together with numbers of unseen origin, which may be the samples' own, they are as good as these
+        strange = any(_MADE not in t.__dict__ and batch in t.shape[:1] and not is_owned(t) for t in given)
+        made = "" if strange else _PLACES
+    else:
+        cuts = name in _CUTTING and given and batch in results[0].shape and is_owned(given[0])
+        made = _PLACES if cuts else _CONSTANT if name in _FILLING else ""
+    if made:
+        for tensor in results:
+            tensor.__dict__[_MADE] = made
+
+
+def made_in_sight(tensor: Tensor) -> bool:
+    """Whether a constant was made of nothing, by a torch function that was seen."""
+    return _MADE in tensor.__dict__
+
+
+def is_marked(tensor: Tensor) -> bool:
+    """Whether what a call makes of this constant depends on more than on its shape."""
+    return tensor.__dict__.get(_MADE) in (_PLACES, _RANDOM)
+
+
+NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING
+
+
+def by_place(tensor: Tensor, dim: int, rows: int) -> bool:
+    """Whether a constant has, along this dimension, different numbers for the rows of the batch by their place."""
+    if ATTRIBUTE in tensor.__dict__ or tensor.__dict__.get(_MADE) != _PLACES:
+        return False
+    return 0 <= dim < tensor.dim() and rows > 1 and tensor.size(dim) == rows and not rows_alike(tensor, dim)
+
+
+def rows_alike(tensor: Tensor, dim: int) -> bool:
+    """Whether all rows along a dimension hold the same numbers."""
+    if tensor.stride(dim) == 0 or tensor.numel() == 0:
+        return True
+    note = tensor.__dict__.get(_ALIKE)
+    if note is not None and note[:2] == (dim, tensor._version):
+        return bool(note[2])
+    with torch.no_grad():
+        values = tensor.detach()
+        alike = bool((values == values.narrow(dim, 0, 1)).all())
+    tensor.__dict__[_ALIKE] = (dim, tensor._version, alike)
+    return alike

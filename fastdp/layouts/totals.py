@@ -1,0 +1,161 @@
+"""Sums over the samples: what a loss may be (`Layout.total`).
+
+A loss must be a fixed linear function of terms of one sample each: their sum, or their mean over a number that the
+shapes tell. Such a total may be added to others, scaled by constants, and returned. Whatever else is done with it (a
+square, a product with data, a maximum, a division by a number that several samples made) makes a sample's gradient
+depend on the others: the result is mixed for good, and a gradient through it is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .calls import Call, tensors_in
+from .layout import Layout
+from .pieces import joined, settled, stamped
+from .trial import Tags
+
+_TERMS = "_fastdp_terms"  # on a number: what it was summed from, and that tensor's layout and version
+
+_ADDING = frozenset("add sub subtract rsub __add__ __radd__ __sub__ __rsub__ __iadd__ __isub__ add_ sub_".split())
+_SCALING = frozenset(
+    "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ __imul__ __itruediv__ mul_ div_".split()
+)
+# linear, and with one tensor of data: what they do to the numbers, they do to every sample's
+_LINEAR = frozenset(
+    "neg neg_ __neg__ positive sum mean view reshape flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_ expand "
+    "expand_as view_as reshape_as contiguous clone to float double half bfloat16 type type_as cpu cuda detach data "
+    "select narrow __getitem__ index_select unbind split chunk transpose permute t T mT movedim swapaxes flip "
+    "requires_grad_ retain_grad broadcast_to alias repeat cumsum diagonal".split()
+)
+_JOINING = frozenset("stack cat concat concatenate hstack vstack".split())
+_SHAPED = frozenset(
+    "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
+)
+_COUNTED = frozenset("float double half bfloat16 to long int clamp clamp_min clip clamp_ clamp_min_ detach".split())
+
+
+Inputs = list[tuple[Tensor, Layout]]
+
+
+def total_of(call: Call, tensor: Tensor, source: Layout) -> Layout:
+    """The layout of a sum over the samples (or a mean, by a number that shapes tell) of rows laid out like this."""
+    why = call.mixed("combines the samples of the batch")
+    fits = (tensor.is_floating_point() or tensor.is_complex()) and not source.mixed and not source.places
+    piece = source.piece and source.piece._replace(past=hash((source.piece.past, call.name, source.rows)))
+    return Layout(call.batch, mixed=source.mixed or why, total=fits, piece=piece, guessed=source.guessed)
+
+
+def follow(call: Call, inputs: Inputs) -> Tags:
+    """Layouts of the results of a call with a total among its arguments."""
+    outputs = list(tensors_in(call.out))
+    if call.name in _SHAPED:
+        return [(tensor, None) for tensor in outputs]
+    why = _broken(call, inputs)
+    pieces, problem = joined([layout.piece for _, layout in inputs if layout.total])
+    carry_terms(call)
+    if why or problem:
+        cause = next((lay.mixed for t, lay in inputs if lay.mixed and not lay.total and t.requires_grad), "")
+        return [(tensor, Layout(call.batch, mixed=cause or call.mixed(why or problem))) for tensor in outputs]
+    mixed = next(layout.mixed for _, layout in inputs if layout.total)
+    guessed = max(layout.guessed for _, layout in inputs)
+    floating = all(t.is_floating_point() or t.is_complex() for t in outputs)
+    piece = settled(pieces, call.batch)
+    if piece is not None and call.name not in _ADDING | _JOINING:
+        piece = stamped([piece], call.func, call.args, call.kwargs)
+    total = Layout(call.batch, mixed=mixed, total=floating, piece=piece, guessed=guessed)
+    return [(tensor, total) for tensor in outputs]
+
+
+def _broken(call: Call, inputs: Inputs) -> str:
+    """Why the result is no total; '' if it is one."""
+    name = call.name
+    totals = [tensor for tensor, layout in inputs if layout.total]
+    others = [(tensor, layout) for tensor, layout in inputs if not layout.total]
+    if name in _LINEAR:
+        return "takes a sum over the samples together with data" if others else ""
+    if name in _JOINING or name in _ADDING:
+        # of what has no gradient only the value is moved; one sample's own term is a term more
+        bad = any(t.requires_grad and layout.alone < 0 or t.dim() and not layout.mixed for t, layout in others)
+        return "joins a sum over the samples with single samples' data" if bad else ""
+    if name == "where" and not others:
+        return ""
+    if name not in _SCALING:
+        return "takes a sum over the samples, which may only be added to others, scaled by constants and returned"
+    if len(totals) > 1:
+        return "multiplies or divides one sum over the samples by another"
+    if "div" in name and call.args[0] is not totals[0]:
+        return "divides by a sum over the samples"
+    if all(_even(number) for number, _ in others):
+        return ""
+    return (
+        "scales a sum over the samples by a number that several samples made (how many tokens count in the batch, "
+        "say), so that each sample's weight depends on the others: divide by a constant, or take each sample's own "
+        "mean first"
+    )
+
+
+def sums_of_single_samples(call: Call, inputs: Inputs) -> Tags | None:
+    """The sum of terms of single samples, each made in a loop; None for other calls."""
+    if call.name not in _ADDING or not isinstance(call.out, Tensor) or not call.out.is_floating_point():
+        return None
+    if any(layout.alone < 0 or layout.mixed or layout.places for _, layout in inputs):
+        return None
+    guessed = max(layout.guessed for _, layout in inputs)
+    why = call.mixed("adds up samples")
+    return [(call.out, Layout(call.batch, mixed=why, total=True, guessed=guessed))]
+
+
+# --------------------------------------------------------------------------- numbers to divide by
+
+
+def note_terms(out: Tensor, source: Tensor, layout: Layout) -> None:
+    """Remember what a number was summed from, in case a total is divided by it."""
+    if not out.requires_grad:
+        out.__dict__[_TERMS] = (source, layout, source._version)
+
+
+def carry_terms(call: Call) -> None:
+    """A number that was cast, or kept from zero, is the same number."""
+    if call.name not in _COUNTED and call.name not in _LINEAR:
+        return
+    source = call.args[0]
+    note = source.__dict__.get(_TERMS) if isinstance(source, Tensor) else None
+    if note is not None and isinstance(call.out, Tensor) and call.out.numel() == source.numel():
+        call.out.__dict__[_TERMS] = note
+
+
+def _even(number: Tensor) -> bool:
+    """Whether every sample had the same part in a number: as many labels that count, say."""
+    note = number.__dict__.get(_TERMS)
+    if note is None:
+        return False
+    source, layout, version = note
+    return source._version == version and equal_parts(source, layout)
+
+
+def equal_parts(source: Tensor, layout: Layout) -> bool:
+    """Whether the sums over the rows of each sample are equal."""
+    if layout.mixed or layout.alone >= 0 or source.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+        return False
+    return not bool(parts_differ(source, layout))
+
+
+def parts_differ(source: Tensor, layout: Layout) -> Tensor:
+    """Whether the sums over the rows of each sample differ, as a tensor: true or false."""
+    rows = source.detach().movedim(layout.dim, 0).flatten(1) if source.dim() > 1 else source.detach().unsqueeze(1)
+    each = rows.sum(1) if rows.dtype.is_floating_point else rows.long().sum(1)
+    sums = torch.zeros(layout.batch, dtype=each.dtype, device=each.device)
+    sums.index_add_(0, layout.owners(each.device), each)
+    return (sums != sums[0]).any()
+
+
+def equal_counts(layout: Layout, device: torch.device) -> bool:
+    """Whether all samples have as many rows."""
+    if layout.owner is None:
+        return True
+    counts = torch.bincount(layout.owners(device), minlength=layout.batch)
+    if layout.piece is not None:  # of which samples it is, their places tell
+        counts = counts[counts > 0]
+    return bool((counts == counts[:1]).all())
