@@ -24,6 +24,7 @@ from .layouts.layout import Layout, Moment, tag, tag_of
 from .layouts.pieces import stamp
 from .layouts.positions import note_made
 from .layouts.propagate import propagate
+from .layouts.sizes import TELLING, Sizes
 from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
 from .memo import CONSTANT, Memo, inquires
@@ -75,6 +76,7 @@ class Forward(Enters, Protocol):
     token_node: Any  # where autograd would add up the token's gradient
     memo: Memo
     reads: Reads
+    sizes: Sizes
 
     @property
     def planner(self) -> Planner:
@@ -221,7 +223,10 @@ class Pass:
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function call."""
         if inquires(func):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func in TELLING:
+                self.forward.sizes.asked(args[0], out, self.batch)
+            return out
         if func in FOLLOWED and self.watcher is None:
             return self._follow(func, args, kwargs)
         return self._dispatch(func, args, kwargs)
@@ -293,6 +298,7 @@ class Pass:
                 return out
             out = func(*args, **kwargs)
             note_made(func, args, kwargs, out, self.batch, self._is_owned)
+            self._judge_sizes(Call(func, args, kwargs, out, self.batch, self.path), of_parameters=True)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
                 self.backward.last_use_of[id(leaf)] = self.place(function_name(func))
             return out
@@ -311,15 +317,29 @@ class Pass:
         if has_data and before is not None:
             propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
         elif has_data:
-            read = propagate(Call(func, args, kwargs, out, self.batch, self.path, overwritten))
+            call = Call(func, args, kwargs, out, self.batch, self.path, overwritten)
+            read = propagate(call)
             if read:
                 self.reads.note(read, out)
+            self._judge_sizes(call)
         else:
+            self.forward.sizes.note_number(func, args, kwargs, out)
             note_made(func, args, kwargs, out, self.batch, self._is_owned)
             for tensor in tensors_in(out):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
         return out
+
+    def _judge_sizes(self, call: Call, of_parameters: bool = False) -> None:
+        """Numbers that sizes told must not be computed with: warned of at first, refused once that is certain."""
+        why, certain = self.forward.sizes.problem(call)
+        if why and not certain:
+            self.reads.note(why, None)
+        elif why and of_parameters:
+            raise SampleMixingError(f"{why}, which changes from batch to batch: use a constant", why)
+        elif why:
+            for tensor in tensors_in(call.out):
+                tag(tensor, Layout(self.batch, mixed=f"{why}, which changes from batch to batch"))
 
     def _is_owned(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer of the model."""

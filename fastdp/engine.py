@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import following
 from . import uses as _rules  # noqa: F401  (registers the rules)
 from .backward import Backward
 from .errors import ParameterError, StepError
@@ -131,6 +132,7 @@ class PerSampleGradients:
         self._backward.profile = value
 
     def _last(self) -> Gradients:
+        following.sweep()
         if self._backward.gradients is None:
             raise StepError("no backward yet: call loss.backward() on the model's output first")
         self._backward.gradients.check_unwritten()

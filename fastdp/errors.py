@@ -45,3 +45,7 @@ class VerificationError(FastDPError):
 
 class BatchReadWarning(UserWarning):
     """The model's Python read a number made of several samples. `warnings.simplefilter("error", ...)` refuses it."""
+
+
+class LossReductionWarning(UserWarning):
+    """The loss is a sum over the samples where a mean was said, or the other way round."""

@@ -9,6 +9,7 @@ what backward is called on: that must be a total over the samples (`layouts.tota
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from .backward import mixing_error
-from .errors import SampleMixingError
+from .errors import LossReductionWarning, SampleMixingError
 from .layouts.calls import Call, function_name, map_tensors, tensors_in
-from .layouts.layout import Layout, Moment, set_moment, tag, tag_of
+from .layouts.layout import Layout, Moment, is_stale, set_moment, tag, tag_of
 from .layouts.losses import LOSSES
 from .layouts.pieces import BY_POSITION, stamp
 from .layouts.positions import made_in_sight, note_made
@@ -30,6 +31,7 @@ from .memo import CONSTANT, Memo, inquires
 from .stance import PLAINLY
 
 _SEEN_WITH = "_fastdp_seen_with"  # on a tensor: the size of a batch beside which it was first met
+_PRESUMED = "_fastdp_presumed"  # on a tensor that was taken for labels
 _LABELS = frozenset(
     "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda".split()
 )
@@ -40,12 +42,13 @@ _HERE = threading.local()
 class Following(TorchFunctionMode):
     """Follows one batch outside of forwards.
 
-    batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made.
+    batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made;
+    mean: whether the loss is to be a mean over the samples, else a sum.
     """
 
-    def __init__(self, batch: int, moment: Moment, memo: Memo, mixed: list[Layout]) -> None:
+    def __init__(self, batch: int, moment: Moment, memo: Memo, mixed: list[Layout], mean: bool) -> None:
         super().__init__()
-        self.batch, self.moment, self.memo, self.mixed = batch, moment, memo, mixed
+        self.batch, self.moment, self.memo, self.mixed, self.mean = batch, moment, memo, mixed, mean
         self.lost = False  # backward was called on something that could not be followed
         self.over = False  # backward has begun
         PLAINLY.begin()
@@ -69,8 +72,12 @@ class Following(TorchFunctionMode):
             PLAINLY.end()
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = tensors_in((args, kwargs))
+        for tensor in given:
+            if _PRESUMED in tensor.__dict__ and is_stale(tensor):
+                tag(tensor, None)  # the same labels again, in another step
         self._presume_labels(func, args, kwargs)
-        if not any(tag_of(tensor, self.batch) is not None for tensor in tensors_in((args, kwargs))):
+        if not any(tag_of(tensor, self.batch) is not None for tensor in given):
             out = func(*args, **kwargs)
             note_made(func, args, kwargs, out, self.batch, lambda tensor: isinstance(tensor, nn.Parameter))
             return out
@@ -113,6 +120,7 @@ class Following(TorchFunctionMode):
         first = tensor.__dict__.setdefault(_SEEN_WITH, self.batch)
         if tensor.size(0) == self.batch == first and not made_in_sight(tensor):
             tag(tensor, Layout(self.batch))
+            tensor.__dict__[_PRESUMED] = True
 
     def _check(self, roots: Any) -> None:
         """What backward is called on must be a sum over the samples, or each sample's own."""
@@ -129,12 +137,31 @@ class Following(TorchFunctionMode):
                 raise SampleMixingError(_REFUSED.format(layout.mixed), layout.mixed)
             elif layout.piece is not None:
                 raise SampleMixingError(_REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
+            elif layout.total not in ("", "either", "mean" if self.mean else "sum"):
+                warnings.warn(_REDUCTION[layout.total], LossReductionWarning, stacklevel=4)
 
+
+_REDUCTION = {
+    "sum": (
+        "the loss is a sum over the samples, but loss_reduction is 'mean' (the default): each sample's gradient is then "
+        "taken times the number of samples in the batch, and its clipping depends on how many others there are. Give "
+        "loss_reduction='sum' to the optimizer, or take the loss's mean over the samples."
+    ),
+    "mean": (
+        "the loss is a mean over the samples, but loss_reduction='sum' was given: each sample's gradient is then taken "
+        "by the number of samples in the batch, and its clipping depends on how many others there are. Leave "
+        "loss_reduction='mean', or take the loss's sum over the samples."
+    ),
+    "both": (
+        "the loss adds a sum over the samples to a mean over them: how much each part counts depends on how many samples "
+        "are in the batch. Take the mean (or the sum) of both."
+    ),
+}
 
 _REFUSED = (
-    "the loss is no sum or mean of each sample's own loss: {}. One sample's loss then changes the gradients of others, "
-    "and clipping does not bound that. Make it a sum or mean over the samples of losses that take one sample each; what "
-    "several samples must share, make it a constant."
+    "the loss is no sum or mean of each sample's own loss: {}. One sample then changes the gradients of others, and "
+    "clipping does not bound that. Make it a sum or mean over the samples of losses that take one sample each; what "
+    "several samples must share, make a constant."
 )
 
 
@@ -144,13 +171,13 @@ def current() -> Following | None:
     return found
 
 
-def start(batch: int, moment: Moment, memo: Memo, outputs: list[Layout]) -> None:
+def start(batch: int, moment: Moment, memo: Memo, outputs: list[Layout], mean: bool) -> None:
     """Follow a batch from here on, in this thread, until `stop` or its backward."""
     stop()
     if batch > 1:
         set_moment(moment)
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
-        _HERE.following = Following(batch, moment, memo, mixed)
+        _HERE.following = Following(batch, moment, memo, mixed, mean)
         _insert(_HERE.following)
 
 

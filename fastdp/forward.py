@@ -18,6 +18,7 @@ from .capture import Pass
 from .compiled import Switches
 from .errors import BatchLayoutError, ParameterError
 from .layouts.layout import Layout, Moment, set_moment, tag_of
+from .layouts.sizes import Sizes
 from .memo import Memo
 from .module_hooks import ModuleHook
 from .people import People
@@ -59,6 +60,7 @@ class Forward:
         self.owner = object()
         self._moments: list[Moment] = []  # of forwards that no backward has gone through
         self.reads = Reads(model)
+        self.sizes = Sizes()
         self._entered: list[Pass | Block | None] = []
         self._active: Pass | None = None
         self._batch = 0
@@ -143,6 +145,7 @@ class Forward:
         if not recomputing:
             self._moments.append(active.moment)
         set_moment(active.moment)
+        self.sizes.begin()
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
@@ -241,7 +244,7 @@ class Forward:
                 tensor.register_hook(functools.partial(self.backward.reached, layout))
                 layouts += [] if layout is None else [layout]
         if not self.runs_again():
-            following.start(self._batch, started.moment, self.memo, layouts)
+            following.start(self._batch, started.moment, self.memo, layouts, self.backward.mean)
         return apart
 
     def backward_ended(self) -> None:

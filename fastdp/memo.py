@@ -25,8 +25,8 @@ from .uses.experts import PRODUCTS, gathered_of
 SIZE = 20_000
 CONSTANT = Layout(-1)  # stands for "carries no sample"
 _ASKING = frozenset(
-    "size dim numel nelement stride is_contiguous element_size data_ptr ndimension storage_offset is_floating_point "
-    "is_complex get_device".split()
+    "__len__ size dim numel nelement stride is_contiguous element_size data_ptr ndimension storage_offset "
+    "is_floating_point is_complex get_device".split()
 )
 _ASKING_PROPERTIES = frozenset(
     "shape dtype device ndim requires_grad is_leaf layout is_cuda is_nested names itemsize".split()

@@ -171,7 +171,7 @@ def _over_samples(call: Call, layout: Layout) -> Layout | None:
         return combined(call, call.out, "divides by the number of rows in the batch, which several samples made")
     if call.out.numel() == 1 and call.name == "sum":
         note_terms(call.out, source, layout)
-    return total_of(call, call.out, layout)
+    return total_of(call, call.out, layout, call.name)
 
 
 def along(position: int, name: str) -> Rule:

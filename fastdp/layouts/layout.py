@@ -39,7 +39,8 @@ class Layout(NamedTuple):
     2: rows that an index counted over the whole batch picked, which must not pass for constants either.
     `shifted` is there where `mixed` came of one number taken from all rows alike (`layouts.shifted`).
     `total`, beside `mixed`, says that the numbers are sums over the samples of terms of one sample each, with weights
-    that no sample's data changes (`layouts.totals`): what a loss may be.
+    that no sample's data changes (`layouts.totals`): what a loss may be. "sum", or "mean" where it is divided by the
+    number of samples; "either", where a constant equals that number; "both", where one is added to the other.
     `piece` is there for a part of the batch that was cut out by position (`layouts.pieces`).
     """
 
@@ -55,7 +56,7 @@ class Layout(NamedTuple):
     sized: bool = False
     guessed: int = 0
     shifted: Any = None
-    total: bool = False
+    total: str = ""
     piece: Any = None
 
     @property

@@ -49,6 +49,10 @@ def _arguments(call: Call) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def _kind(given: dict[str, Any]) -> str:
+    return "sum" if given.get("reduction") == "sum" else "mean"
+
+
 @rule(*_BY_ELEMENT)
 def _by_element(call: Call) -> Tags:
     given = _arguments(call)
@@ -86,7 +90,7 @@ def _reduced(call: Call, given: dict[str, Any], terms: list[Tensor], places: set
         return ask(call)
     if given.get("reduction", "mean") != "sum" and not equal_counts(first, call.out.device):
         return [(call.out, combined(call, call.out, "divides by the number of rows that the samples' data made"))]
-    return [(call.out, total_of(call, call.out, first))]
+    return [(call.out, total_of(call, call.out, first, _kind(given)))]
 
 
 @rule(F.cross_entropy, F.nll_loss)
@@ -110,7 +114,7 @@ def _cross_entropy(call: Call) -> Tags:
             return [(call.out, combined(call, call.out, "divides by the number of rows that the samples' data made"))]
         if not by_class and _uneven(call, layout._replace(dim=dim), given):
             return [(call.out, combined(call, call.out, UNEVEN))]
-    return [(call.out, total_of(call, call.out, layout))]
+    return [(call.out, total_of(call, call.out, layout, _kind(given)))]
 
 
 def _uneven(call: Call, layout: Layout, given: dict[str, Any]) -> bool:

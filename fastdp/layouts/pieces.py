@@ -24,7 +24,7 @@ _ARITHMETIC = frozenset(
     f"{r}{i}{name}"
     for r in ("", "r")
     for i in ("", "i")
-    for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv maximum minimum clamp".split()
+    for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv maximum clamp".split()
 )
 
 BY_POSITION = (

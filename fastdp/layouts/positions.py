@@ -30,8 +30,8 @@ _CUTTING = frozenset("__getitem__ narrow select split chunk split_with_sizes ten
 
 WHY = (
     "meets the samples with different numbers by their place in the batch (a range, or a part of a table or parameter "
-    "cut by the batch's size). If one sample is removed, the others move to other places: use numbers that are the same "
-    "for every sample, or chosen by the sample's own data"
+    "cut by the batch's size). If one sample is removed, the others move to other places: use numbers that are the "
+    "same for every sample, or chosen by the sample's own data"
 )
 
 

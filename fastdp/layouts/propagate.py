@@ -95,7 +95,7 @@ def _written(call: Call) -> list[Tensor]:
 
 def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
     if any(layout.total for _, layout in inputs):
-        return totals.follow(call, inputs)
+        return begins(call) or totals.follow(call, inputs)
     if any(layout.mixed for _, layout in inputs):
         totals.carry_terms(call)
         if any(layout.shifted is not None for _, layout in inputs):

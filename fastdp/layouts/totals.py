@@ -39,12 +39,12 @@ _COUNTED = frozenset("float double half bfloat16 to long int clamp clamp_min cli
 Inputs = list[tuple[Tensor, Layout]]
 
 
-def total_of(call: Call, tensor: Tensor, source: Layout) -> Layout:
+def total_of(call: Call, tensor: Tensor, source: Layout, kind: str) -> Layout:
     """The layout of a sum over the samples (or a mean, by a number that shapes tell) of rows laid out like this."""
     why = call.mixed("combines the samples of the batch")
     fits = (tensor.is_floating_point() or tensor.is_complex()) and not source.mixed and not source.places
     piece = source.piece and source.piece._replace(past=hash((source.piece.past, call.name, source.rows)))
-    return Layout(call.batch, mixed=source.mixed or why, total=fits, piece=piece, guessed=source.guessed)
+    return Layout(call.batch, mixed=source.mixed or why, total=kind if fits else "", piece=piece, guessed=source.guessed)
 
 
 def follow(call: Call, inputs: Inputs) -> Tags:
@@ -64,8 +64,26 @@ def follow(call: Call, inputs: Inputs) -> Tags:
     piece = settled(pieces, call.batch)
     if piece is not None and call.name not in _ADDING | _JOINING:
         piece = stamped([piece], call.func, call.args, call.kwargs)
-    total = Layout(call.batch, mixed=mixed, total=floating, piece=piece, guessed=guessed)
+    kind = _kind(call, inputs) if floating else ""
+    total = Layout(call.batch, mixed=mixed, total=kind, piece=piece, guessed=guessed)
     return [(tensor, total) for tensor in outputs]
+
+
+def _kind(call: Call, inputs: Inputs) -> str:
+    """Whether the result is a sum over the samples or their mean."""
+    kinds = {layout.total for _, layout in inputs if layout.total}
+    if any(layout.alone >= 0 for t, layout in inputs if t.requires_grad):
+        kinds.add("sum")
+    if len(kinds - {"either"}) > 1:
+        return "both"
+    kind = next(iter(kinds - {"either"}), "either")
+    if call.name not in _SCALING:
+        return kind
+    if any(not layout.total for _, layout in inputs):  # by a number to which every sample gave as much
+        return "mean" if kind == "sum" else kind
+    values = [value for value in call.args if not isinstance(value, Tensor) or call.layout(value) is None]
+    values = [float(v) for v in values if not isinstance(v, Tensor) or (v.numel() == 1 and v.device.type == "cpu")]
+    return "either" if any(abs(v) in (call.batch, 1 / call.batch) for v in values) else kind
 
 
 def _broken(call: Call, inputs: Inputs) -> str:
@@ -104,7 +122,7 @@ def sums_of_single_samples(call: Call, inputs: Inputs) -> Tags | None:
         return None
     guessed = max(layout.guessed for _, layout in inputs)
     why = call.mixed("adds up samples")
-    return [(call.out, Layout(call.batch, mixed=why, total=True, guessed=guessed))]
+    return [(call.out, Layout(call.batch, mixed=why, total="sum", guessed=guessed))]
 
 
 # --------------------------------------------------------------------------- numbers to divide by

@@ -1,0 +1,120 @@
+"""Numbers that Python was told by sizes, and computes with: `h * len(h)`, `h / mask.nonzero().shape[0]`.
+
+The number of samples, or of rows that the data of several samples chose, is made by all samples; as a size it does no
+harm, as a factor it makes each sample's gradient depend on the others. Python's numbers cannot be followed, so they are
+told by value: a factor that equals such a number, in code that has asked for sizes, is warned of; where it follows
+that number from one batch to the next it is no coincidence, and refused.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import Call, function_name
+from .layout import ATTRIBUTE
+
+T = torch.Tensor
+TELLING = frozenset((T.__len__, T.size, T.numel, T.nelement, T.shape.__get__))  # type: ignore[attr-defined]
+_NUMBER = "_fastdp_number"  # on a constant made of one number: that number
+_MAKING = frozenset("tensor as_tensor asarray scalar_tensor full full_like new_tensor new_full".split())
+_COMPUTING = frozenset(
+    f"{before}{name}{after}"
+    for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv rsub".split()
+    for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
+)
+_LIBRARY = (__file__.rsplit("/layouts/", 1)[0], "/torch/_tensor.py", "/torch/overrides.py", "/torch/utils/_contextlib")
+
+
+class Sizes:
+    """What one engine's forwards were told by sizes, and where they computed with it."""
+
+    def __init__(self) -> None:
+        self._codes: set[CodeType] = set()  # that asked for sizes, in this forward
+        self._told: dict[float, str] = {}  # numbers that several samples' data made, in this forward
+        self._places: dict[Any, tuple[float, float] | None] = {}  # (number told, number computed with); None: cleared
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._codes.clear()
+        self._told.clear()
+
+    def asked(self, tensor: Any, found: Any, batch: int) -> None:
+        """Python asked for the size of a tensor."""
+        layout = tensor.__dict__.get(ATTRIBUTE) if isinstance(tensor, Tensor) else None
+        if layout is None or batch <= 1:
+            return
+        frame = sys._getframe(3)
+        while frame.f_back is not None and frame.f_code.co_filename.endswith(_LIBRARY[1:3]):
+            frame = frame.f_back
+        self._codes.add(frame.f_code)
+        if layout.order is not None or (layout.places and layout.mixed) or (layout.mixed and not layout.total):
+            numbers = found if isinstance(found, tuple) else (found,)
+            for number in numbers:
+                if number > 1:
+                    self._told[number] = "the number of rows that several samples' data made"
+        elif not isinstance(found, tuple) and found > batch and found == tensor.numel():
+            self._told[found] = "the number of elements in the batch"
+
+    def note_number(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A constant is made of a number."""
+        if not isinstance(out, Tensor) or out.numel() != 1 or function_name(func) not in _MAKING:
+            return
+        number = next((v for v in reversed((*args, *kwargs.values())) if _is_number(v)), None)
+        if number is not None:
+            out.__dict__[_NUMBER] = number
+
+    def problem(self, call: Call) -> tuple[str, bool]:
+        """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
+        if call.batch <= 1 or call.name not in _COMPUTING or not self._codes:
+            return "", False
+        for value in (*call.args, *call.kwargs.values()):
+            number = value.__dict__.get(_NUMBER) if isinstance(value, Tensor) else value
+            if _is_number(number):
+                found = self._of(call, float(number))
+                if found[0]:
+                    return found
+        return "", False
+
+    def _of(self, call: Call, number: float) -> tuple[str, bool]:
+        frame: Any = sys._getframe(2)
+        while frame is not None and frame.f_code not in self._codes:
+            frame = frame.f_back
+        if frame is None:
+            return "", False
+        place = (call.path, call.name, frame.f_code, frame.f_lineno)
+        source, what = next(((told, what) for told, what in self._sources(call.batch) if _same(number, told)), (0, ""))
+        before = self._places.get(place, ())
+        if before is None:
+            return "", False
+        if before and before[1] == number and before[0] != source:
+            self._places[place] = None  # the same number beside another size: a constant
+            return "", False
+        if not what:
+            return "", False
+        self._places.setdefault(place, (source, number))
+        certain = bool(before) and before[0] != source and before[1] != number
+        return f"{call.mixed()} computes with {number:g}, made of {what}", certain
+
+    def _sources(self, batch: int) -> list[tuple[float, str]]:
+        return [*self._told.items(), (batch, f"the number of samples ({batch})")]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _same(number: float, told: float) -> bool:
+    """Whether a number is one that was told, or its inverse or root."""
+    if not math.isfinite(number) or abs(number) in (0.0, 1.0):
+        return False
+    size = abs(number)
+    near = (told, 1 / told, math.sqrt(told), 1 / math.sqrt(told), told - 1, 1 / (told - 1) if told > 2 else told)
+    return any(math.isclose(size, one, rel_tol=1e-6) for one in near)
+
+
