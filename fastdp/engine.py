@@ -15,6 +15,7 @@ from .errors import ParameterError, StepError
 from .explain import Plan
 from .forward import Batching, Forward, check_unattached
 from .gradients import Gradients
+from .layouts.doubts import settle
 from .ops.common import exactly, sum_type
 from .planner import Planner
 from .tracked import Tracked
@@ -136,6 +137,7 @@ class PerSampleGradients:
         if self._backward.gradients is None:
             raise StepError("no backward yet: call loss.backward() on the model's output first")
         self._backward.gradients.check_unwritten()
+        settle(self._backward.gradients.doubts)
         return self._backward.gradients
 
     def norms(self) -> Tensor:

@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+from . import sampling
+from .arguments import nested_tensors
 from .backward import mixing_error
 from .errors import LossReductionWarning, SampleMixingError
 from .layouts.calls import Call, function_name, map_tensors, tensors_in
-from .layouts.layout import Layout, Moment, is_stale, set_moment, tag, tag_of
+from .layouts.layout import INPUT, Layout, Moment, is_stale, set_moment, tag, tag_of
 from .layouts.losses import LOSSES
 from .layouts.pieces import BY_POSITION, stamp
 from .layouts.positions import made_in_sight, note_made
 from .layouts.propagate import propagate
 from .layouts.shapes import ELEMENTWISE_NAMES
 from .layouts.trial import target_as_it_is
+from .marks import mark_of
 from .memo import CONSTANT, Memo, inquires
 from .stance import PLAINLY
 
@@ -179,6 +183,48 @@ def start(batch: int, moment: Moment, memo: Memo, outputs: list[Layout], mean: b
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
         _HERE.following = Following(batch, moment, memo, mixed, mean)
         _insert(_HERE.following)
+
+
+class Engine(Protocol):
+    """What following needs of an engine (`fastdp.forward.Forward`)."""
+
+    owner: object
+    memo: Memo
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether inputs have one row for each sample, along their first dimension."""
+
+    @property
+    def mean(self) -> bool:
+        """Whether the loss is to be a mean over the samples, else a sum."""
+
+
+ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # that are attached to a model
+_LAST: list[Moment] = []  # of the batch that a loader handed out last
+
+
+def handed_out(batch: Any, size: int) -> None:
+    """A loader hands out a batch: what is made of it before the model sees it is followed, too."""
+    stop()
+    for moment in _LAST:
+        moment.alive = False
+    _LAST.clear()
+    engines: list[Engine] = list(ENGINES)
+    if len(engines) != 1 or not engines[0].takes_rows or size <= 1:
+        return
+    engine = engines[0]
+    moment = Moment(engine.owner)
+    _LAST.append(moment)
+    start(size, moment, engine.memo, [], engine.mean)
+    with torch._C.DisableTorchFunction():
+        for tensor in nested_tensors(batch):
+            if tensor.dim() and tensor.size(0) == size and not tensor.is_nested and mark_of(tensor) is None:
+                tag(tensor, Layout(size))
+                tensor.__dict__[INPUT] = True
+
+
+sampling.tell_of_batches(handed_out)
 
 
 def sweep() -> None:

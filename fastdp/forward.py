@@ -71,6 +71,16 @@ class Forward:
         backward.ended = self.backward_ended
 
     @property
+    def takes_rows(self) -> bool:
+        """Whether inputs have one row for each sample, along their first dimension."""
+        return self.batching.dim == 0 and not self.batching.folded
+
+    @property
+    def mean(self) -> bool:
+        """Whether the loss is to be a mean over the samples, else a sum."""
+        return self.backward.mean
+
+    @property
     def planner(self) -> Planner:
         return self.backward.planner
 
@@ -84,11 +94,13 @@ class Forward:
             after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
             self._handles += [_numbered(before, -1, first=True), _numbered(after, -2)]
         self._switches = Switches(self)
+        following.ENGINES.add(self)
 
     def detach(self) -> None:
         """Take every hook off the model."""
         self._drop_interrupted()
         following.stop()
+        following.ENGINES.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -244,7 +256,7 @@ class Forward:
                 tensor.register_hook(functools.partial(self.backward.reached, layout))
                 layouts += [] if layout is None else [layout]
         if not self.runs_again():
-            following.start(self._batch, started.moment, self.memo, layouts, self.backward.mean)
+            following.start(self._batch, started.moment, self.memo, layouts, self.mean)
         return apart
 
     def backward_ended(self) -> None:

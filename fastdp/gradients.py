@@ -51,6 +51,7 @@ class Gradients:
         people: People | None = None,
     ) -> None:
         self.records, self.people = batch, people
+        self.doubts: list[tuple[Tensor, str]] = []  # whether the loss mixed samples, where a device knows
         self.batch = batch if people is None else people.count
         self.scale, self.device = scale, device
         self.uses = _joined(_padded([_settled(use) for use in whole_batch(uses)]))

@@ -14,9 +14,10 @@ from .accounting import Ledger, check_accountant
 from .buffers import Buffers, alias
 from .clipping import Clipping, ClippingFunction
 from .engine import PerSampleGradients
-from .errors import AccountingError, StepError
+from .errors import AccountingError, SampleMixingError, StepError
 from .explain import Plan
 from .gradients import Gradients
+from .layouts.doubts import settle
 from .ops.clip import GAMMA
 from .ops.noise import Noise
 from .whose import Unit
@@ -111,6 +112,7 @@ class Privacy:
         self._pending: dict[int, Tensor] = {}  # of backwards since the last call of step
         self._sums: dict[int, Tensor] = {}  # of the logical batch's steps so far
         self._has_pending = self._has_sums = False
+        self._doubts: list[tuple[Tensor, str]] = []
         self.unit.forget()
 
     # ------------------------------------------------------------------ backward
@@ -130,6 +132,7 @@ class Privacy:
         self._dropped = dropped if self._dropped is None else self._dropped + dropped
         # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
         sums = [gradients.clipped_sum(c, p, self._buffers) for p, c in zip(members, factors, strict=True)]
+        self._doubts += gradients.doubts
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending = True
@@ -273,6 +276,12 @@ class Privacy:
 
         The noise has the standard deviation noise_multiplier * sensitivity, for the logical batch.
         """
+        doubts, self._doubts = self._doubts, []
+        try:
+            settle(doubts)
+        except SampleMixingError:
+            self.discard()
+            raise
         divisor = 1.0
         if self.loss_reduction == "mean":
             assert self._expected is not None  # checked in ready()

@@ -44,6 +44,7 @@ class PhysicalBatch(NamedTuple):
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
 _MOMENTS = itertools.count()
+_TELL: list[Callable[[Any, int], None]] = []
 _ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advanced last at the end
 
 
@@ -63,6 +64,11 @@ def take(batch: PhysicalBatch) -> None:
 def active_loaders(since: int = -1) -> int:
     """How many Poisson loaders are being iterated, and have handed out a batch since that moment."""
     return len({batch.loader for batch in _ACTIVE.values() if batch.moment > since})
+
+
+def tell_of_batches(function: Callable[[Any, int], None]) -> None:
+    """Call a function with every batch that a loop over a loader is handed, and its number of records."""
+    _TELL.append(function)
 
 
 def now() -> int:
@@ -225,6 +231,8 @@ class PoissonLoader:
         try:
             for batch, begin in self.ahead(mine):
                 begin()
+                for tell in _TELL:
+                    tell(batch, active[mine].size)
                 yield batch
         finally:
             active.pop(mine, None)

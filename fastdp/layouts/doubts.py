@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..errors import SampleMixingError
+
 _OPEN: list[tuple[Tensor, str]] = []
 
 
@@ -17,3 +19,10 @@ def take() -> list[tuple[Tensor, str]]:
     found = list(_OPEN)
     _OPEN.clear()
     return found
+
+
+def settle(doubts: list[tuple[Tensor, str]]) -> None:
+    """Read the flags. Raises SampleMixingError if one is true."""
+    for flag, why in doubts:
+        if bool(flag):
+            raise SampleMixingError(f"the loss is no sum or mean of each sample's own loss: {why}.", why)

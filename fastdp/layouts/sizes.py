@@ -116,5 +116,3 @@ def _same(number: float, told: float) -> bool:
     size = abs(number)
     near = (told, 1 / told, math.sqrt(told), 1 / math.sqrt(told), told - 1, 1 / (told - 1) if told > 2 else told)
     return any(math.isclose(size, one, rel_tol=1e-6) for one in near)
-
-

@@ -44,7 +44,9 @@ def total_of(call: Call, tensor: Tensor, source: Layout, kind: str) -> Layout:
     why = call.mixed("combines the samples of the batch")
     fits = (tensor.is_floating_point() or tensor.is_complex()) and not source.mixed and not source.places
     piece = source.piece and source.piece._replace(past=hash((source.piece.past, call.name, source.rows)))
-    return Layout(call.batch, mixed=source.mixed or why, total=kind if fits else "", piece=piece, guessed=source.guessed)
+    return Layout(
+        call.batch, mixed=source.mixed or why, total=kind if fits else "", piece=piece, guessed=source.guessed
+    )
 
 
 def follow(call: Call, inputs: Inputs) -> Tags:
