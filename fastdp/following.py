@@ -16,14 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
 from . import sampling
 from .arguments import nested_tensors
 from .backward import mixing_error
 from .errors import LossReductionWarning, SampleMixingError
 from .layouts.calls import Call, function_name, map_tensors, tensors_in
-from .layouts.layout import INPUT, Layout, Moment, is_stale, set_moment, tag, tag_of
+from .layouts.layout import INPUT, LOADERS, Layout, Moment, is_stale, set_moment, tag, tag_of
 from .layouts.losses import LOSSES
 from .layouts.pieces import BY_POSITION, stamp
 from .layouts.positions import made_in_sight, note_made
@@ -147,9 +146,9 @@ class Following(TorchFunctionMode):
 
 _REDUCTION = {
     "sum": (
-        "the loss is a sum over the samples, but loss_reduction is 'mean' (the default): each sample's gradient is then "
-        "taken times the number of samples in the batch, and its clipping depends on how many others there are. Give "
-        "loss_reduction='sum' to the optimizer, or take the loss's mean over the samples."
+        "the loss is a sum over the samples, but loss_reduction is 'mean' (the default): each sample's gradient is "
+        "then taken times the number of samples in the batch, and its clipping depends on how many others there are. "
+        "Give loss_reduction='sum' to the optimizer, or take the loss's mean over the samples."
     ),
     "mean": (
         "the loss is a mean over the samples, but loss_reduction='sum' was given: each sample's gradient is then taken "
@@ -157,8 +156,8 @@ _REDUCTION = {
         "loss_reduction='mean', or take the loss's sum over the samples."
     ),
     "both": (
-        "the loss adds a sum over the samples to a mean over them: how much each part counts depends on how many samples "
-        "are in the batch. Take the mean (or the sum) of both."
+        "the loss adds a sum over the samples to a mean over them: how much each part counts depends on how many "
+        "samples are in the batch. Take the mean (or the sum) of both."
     ),
 }
 
@@ -211,12 +210,11 @@ def handed_out(batch: Any, size: int) -> None:
         moment.alive = False
     _LAST.clear()
     engines: list[Engine] = list(ENGINES)
-    if len(engines) != 1 or not engines[0].takes_rows or size <= 1:
+    if not engines or not all(engine.takes_rows for engine in engines) or size <= 1:
         return
-    engine = engines[0]
-    moment = Moment(engine.owner)
+    moment = Moment(LOADERS)
     _LAST.append(moment)
-    start(size, moment, engine.memo, [], engine.mean)
+    start(size, moment, engines[0].memo, [], engines[0].mean)
     with torch._C.DisableTorchFunction():
         for tensor in nested_tensors(batch):
             if tensor.dim() and tensor.size(0) == size and not tensor.is_nested and mark_of(tensor) is None:
@@ -243,13 +241,12 @@ def stop() -> None:
 
 
 def _insert(mode: Following) -> None:
-    """To the bottom of the stack of modes, so that others may end in any order; only torch's own lies beneath."""
-    above = []
-    while torch.overrides._len_torch_function_stack():
-        if isinstance(top := torch.overrides._pop_mode(), DeviceContext):
-            torch.overrides._push_mode(top)
-            break
-        above.append(top)
+    """To the bottom of the stack of modes, so that others may end in any order; only torch's default device, which
+    insists on that place, lies beneath."""
+    above = [torch.overrides._pop_mode() for _ in range(torch.overrides._len_torch_function_stack())]
+    default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    if above and above[-1] is default:
+        torch.overrides._push_mode(above.pop())
     torch.overrides._push_mode(mode)
     for other in reversed(above):
         torch.overrides._push_mode(other)

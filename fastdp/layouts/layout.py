@@ -161,6 +161,7 @@ class Moment:
         return (Moment, ())  # a tensor that is loaded again is of no running engine
 
 
+LOADERS = object()  # the owner of batches that a loader hands out, to whichever engine
 _NOBODYS = Moment()
 _now = _NOBODYS  # the moment of what is tagged now
 
@@ -180,7 +181,7 @@ def moment_of(tensor: Tensor) -> Moment | None:
 def is_stale(tensor: Tensor) -> bool:
     """Whether a tensor carries samples of an earlier batch of the engine that tags now."""
     moment = tensor.__dict__.get(_MOMENT)
-    return moment is not None and not moment.alive and moment.owner is _now.owner
+    return moment is not None and not moment.alive and moment.owner in (_now.owner, LOADERS)
 
 
 STALE = (

@@ -28,7 +28,7 @@ _COMPUTING = frozenset(
     for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv rsub".split()
     for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
 )
-_LIBRARY = (__file__.rsplit("/layouts/", 1)[0], "/torch/_tensor.py", "/torch/overrides.py", "/torch/utils/_contextlib")
+_LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
 
 
 class Sizes:
@@ -50,7 +50,7 @@ class Sizes:
         if layout is None or batch <= 1:
             return
         frame = sys._getframe(3)
-        while frame.f_back is not None and frame.f_code.co_filename.endswith(_LIBRARY[1:3]):
+        while frame.f_back is not None and frame.f_code.co_filename.endswith(_LIBRARY):
             frame = frame.f_back
         self._codes.add(frame.f_code)
         if layout.order is not None or (layout.places and layout.mixed) or (layout.mixed and not layout.total):
@@ -73,12 +73,12 @@ class Sizes:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
         if call.batch <= 1 or call.name not in _COMPUTING or not self._codes:
             return "", False
+        if any((layout := call.layout(t)) is not None and layout.total for t in call.args):
+            return "", False  # a sum over the samples may be divided by their number
         for value in (*call.args, *call.kwargs.values()):
-            number = value.__dict__.get(_NUMBER) if isinstance(value, Tensor) else value
-            if _is_number(number):
-                found = self._of(call, float(number))
-                if found[0]:
-                    return found
+            number: Any = value.__dict__.get(_NUMBER) if isinstance(value, Tensor) else value
+            if _is_number(number) and (found := self._of(call, float(number)))[0]:
+                return found
         return "", False
 
     def _of(self, call: Call, number: float) -> tuple[str, bool]:
@@ -88,17 +88,17 @@ class Sizes:
         if frame is None:
             return "", False
         place = (call.path, call.name, frame.f_code, frame.f_lineno)
-        source, what = next(((told, what) for told, what in self._sources(call.batch) if _same(number, told)), (0, ""))
-        before = self._places.get(place, ())
+        matching = ((told, what) for told, what in self._sources(call.batch) if _same(number, told))
+        source, what = next(matching, (float(call.batch), ""))
+        before = self._places.setdefault(place, (source, number))
         if before is None:
             return "", False
-        if before and before[1] == number and before[0] != source:
+        if before[1] == number and before[0] != source:
             self._places[place] = None  # the same number beside another size: a constant
             return "", False
         if not what:
             return "", False
-        self._places.setdefault(place, (source, number))
-        certain = bool(before) and before[0] != source and before[1] != number
+        certain = before[0] != source and before[1] != number
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain
 
     def _sources(self, batch: int) -> list[tuple[float, str]]:
@@ -114,5 +114,5 @@ def _same(number: float, told: float) -> bool:
     if not math.isfinite(number) or abs(number) in (0.0, 1.0):
         return False
     size = abs(number)
-    near = (told, 1 / told, math.sqrt(told), 1 / math.sqrt(told), told - 1, 1 / (told - 1) if told > 2 else told)
+    near = (told, 1 / told, math.sqrt(told), 1 / math.sqrt(told))
     return any(math.isclose(size, one, rel_tol=1e-6) for one in near)

@@ -1,0 +1,93 @@
+"""Which sample stands where must not matter, and how many there are must not be computed with."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastdp.errors import BatchReadWarning, SampleMixingError
+
+from .programs_by_hand import C, run, squares, truth
+
+BY_PLACE = {
+    "a range": lambda m, h: h * torch.linspace(-3, 3, 6)[: len(h), None],
+    "numbers of rows": lambda m, h: h + torch.arange(len(h))[:, None],
+    "the identity": lambda m, h: h + torch.eye(len(h), C),
+    "a part of a parameter": lambda m, h: h * m.w[: len(h)],
+    "rows of a table by number": lambda m, h: h + F.embedding(torch.arange(len(h)), m.w),
+    "a part of a buffer": lambda m, h: h * m.table[: len(h)],
+    "halves": lambda m, h: torch.cat([h[: len(h) // 2] * 3, -h[len(h) // 2 :]]),
+    "halves through two functions": lambda m, h: torch.cat([h[:3].relu(), h[3:].tanh()]),
+    "halves by two parameters": lambda m, h: torch.cat([h[:3] * m.w[0], h[3:] * m.w[1]]),
+    "the first by itself": lambda m, h: torch.cat([h[:1] * 3, h[1:]]),
+    "parts by number": lambda m, h: torch.cat([p * (1 + i) for i, p in enumerate(h.chunk(3))]),
+    "every second": lambda m, h: h[::2],
+    "a comparison": lambda m, h: torch.where(torch.arange(len(h))[:, None] < 3, h, -h),
+}
+NOT_BY_PLACE = {
+    "ones": lambda m, h: h * torch.ones(len(h), 1),
+    "along the width": lambda m, h: h * torch.linspace(1, 3, C),
+    "a token for each": lambda m, h: h + m.token.expand(len(h), -1),
+    "a token repeated": lambda m, h: h + m.token.repeat(len(h), 1),
+    "one row of a table": lambda m, h: h + F.embedding(torch.zeros(len(h), dtype=torch.long), m.w),
+    "places of the width": lambda m, h: h + m.w[:C].sum(1),
+    "equal parts": lambda m, h: torch.cat([p.relu() * 3 for p in h.split(4)]),
+    "parts put together again": lambda m, h: torch.cat([h[:2], h[2:]]),
+    "one at a time": lambda m, h: torch.stack([h[i].tanh() for i in range(len(h))]),
+    "an index": lambda m, h: h[torch.arange(len(h)), h.argmax(1)][:, None],
+    "there and back": lambda m, h: h.flip(0).tanh().flip(0),
+}
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_numbers_by_place_are_refused(name: str) -> None:
+    with pytest.raises(SampleMixingError):
+        run(BY_PLACE[name])
+
+
+@pytest.mark.parametrize("name", NOT_BY_PLACE)
+def test_what_is_the_same_for_every_sample_is_exact(name: str) -> None:
+    (found,) = run(NOT_BY_PLACE[name])
+    torch.testing.assert_close(found.double(), truth(NOT_BY_PLACE[name]), rtol=1e-5, atol=1e-6)
+
+
+def test_random_numbers_for_each_sample_may_differ() -> None:
+    for draw in (torch.rand, torch.randn):
+        assert len(run(lambda m, h, draw=draw: h * (draw(len(h), 1) + 0.5).floor())) == 1
+
+
+SIZES = {
+    "len": lambda m, h: h * len(h),
+    "shape": lambda m, h: h / h.shape[0],
+    "root": lambda m, h: h / h.size(0) ** 0.5,
+    "tensor": lambda m, h: h * torch.tensor(len(h)),
+    "full": lambda m, h: h * torch.full((1,), len(h)),
+    "of a parameter": lambda m, h: h * (m.token * len(h)),
+    "nonzero": lambda m, h: h * (h > 0).nonzero().shape[0],
+    "selected": lambda m, h: h / h[h > 0].shape[0],
+    "unique": lambda m, h: h * len(torch.unique((h * 3).long())),
+    "where": lambda m, h: h * torch.where(h > 0)[0].size(0),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_told_by_sizes(name: str) -> None:
+    """Warned of at once, refused in another batch."""
+    with pytest.warns(BatchReadWarning, match="computes with"):
+        run(SIZES[name])
+    with pytest.raises(SampleMixingError, match="computes with"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(SIZES[name], sizes=(6, 5, 7, 6, 4))
+
+
+def test_a_constant_that_equals_the_size_goes_on_working() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert len(run(lambda m, h: h.view(len(h), -1) / 6, sizes=(6, 5, 7, 6))) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(lambda m, h: h.view(len(h), -1) / 6, sizes=(5, 6, 7), loss=squares)
+        run(lambda m, h: h.view(h.shape[0], 2, -1).flatten(1) * 3, sizes=(6, 5, 7))
