@@ -21,10 +21,11 @@ from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.layout import Layout, Moment, tag, tag_of
-from .layouts.pieces import stamp
+from .layouts.pieces import NOTED, stamp
 from .layouts.positions import note_made
 from .layouts.propagate import propagate
 from .layouts.sizes import TELLING, Sizes
+from .layouts.totals import by_size
 from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
 from .memo import CONSTANT, Memo, inquires
@@ -258,6 +259,9 @@ class Pass:
             return out
         out = self._ask(func, args, kwargs)
         stamp(func, args, kwargs, out, self.batch)
+        if NOTED:
+            self.reads.note(NOTED.pop(), None)
+            NOTED.clear()
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
         elif self.watcher is not None:
@@ -322,6 +326,7 @@ class Pass:
             if read:
                 self.reads.note(read, out)
             self._judge_sizes(call)
+            note_made(func, args, kwargs, out, self.batch, self._is_owned)
         else:
             self.forward.sizes.note_number(func, args, kwargs, out)
             note_made(func, args, kwargs, out, self.batch, self._is_owned)
@@ -332,6 +337,7 @@ class Pass:
 
     def _judge_sizes(self, call: Call, of_parameters: bool = False) -> None:
         """Numbers that sizes told must not be computed with: warned of at first, refused once that is certain."""
+        by_size(call, self.forward.sizes.has_told())
         why, certain = self.forward.sizes.problem(call)
         if why and not certain:
             self.reads.note(why, None)

@@ -24,13 +24,16 @@ from .errors import LossReductionWarning, SampleMixingError
 from .layouts.calls import Call, function_name, map_tensors, tensors_in
 from .layouts.layout import INPUT, LOADERS, Layout, Moment, is_stale, set_moment, tag, tag_of
 from .layouts.losses import LOSSES
-from .layouts.pieces import BY_POSITION, stamp
+from .layouts.pieces import BY_POSITION, NOTED, stamp
 from .layouts.positions import made_in_sight, note_made
 from .layouts.propagate import propagate
 from .layouts.shapes import ELEMENTWISE_NAMES
+from .layouts.sizes import TELLING, Sizes
+from .layouts.totals import by_size
 from .layouts.trial import target_as_it_is
 from .marks import mark_of
 from .memo import CONSTANT, Memo, inquires
+from .reads import Reads
 from .stance import PLAINLY
 
 _SEEN_WITH = "_fastdp_seen_with"  # on a tensor: the size of a batch beside which it was first met
@@ -38,31 +41,40 @@ _PRESUMED = "_fastdp_presumed"  # on a tensor that was taken for labels
 _LABELS = frozenset(
     "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda".split()
 )
-_ROWS = frozenset("__getitem__ index_select flip roll".split())
+_ROWS = frozenset("__getitem__ index_select flip roll split chunk unbind narrow select tensor_split __iter__".split())
 _HERE = threading.local()
 
 
 class Following(TorchFunctionMode):
     """Follows one batch outside of forwards.
 
-    batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made;
-    mean: whether the loss is to be a mean over the samples, else a sum.
+    batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made.
     """
 
-    def __init__(self, batch: int, moment: Moment, memo: Memo, mixed: list[Layout], mean: bool) -> None:
+    def __init__(self, batch: int, moment: Moment, engine: Engine, mixed: list[Layout]) -> None:
         super().__init__()
-        self.batch, self.moment, self.memo, self.mixed, self.mean = batch, moment, memo, mixed, mean
+        self.batch, self.moment, self.engine, self.mixed = batch, moment, engine, mixed
+        self.memo, self.sizes = engine.memo, engine.sizes
         self.lost = False  # backward was called on something that could not be followed
         self.over = False  # backward has begun
         PLAINLY.begin()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.over or func is torch.autograd.grad or inquires(func):
+        if self.over or func is torch.autograd.grad:
             return func(*args, **kwargs)
+        if inquires(func):
+            out = func(*args, **kwargs)
+            if func in TELLING:
+                self.sizes.asked(args[0], out, self.batch)
+            return out
         if func is Tensor.backward or func is torch.autograd.backward:
-            self._check(args[0] if args else kwargs.get("tensors", ()))
-            self.finish()
+            roots = args[0] if args else kwargs.get("tensors", ())
+            given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
+            try:
+                self._check(self._weighted(roots, given))
+            finally:
+                self.finish()
             return func(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
@@ -82,7 +94,7 @@ class Following(TorchFunctionMode):
         self._presume_labels(func, args, kwargs)
         if not any(tag_of(tensor, self.batch) is not None for tensor in given):
             out = func(*args, **kwargs)
-            note_made(func, args, kwargs, out, self.batch, lambda tensor: isinstance(tensor, nn.Parameter))
+            note_made(func, args, kwargs, out, self.batch, _is_parameter)
             return out
         signature = self.memo.signature(func, args, kwargs, self.batch, {})
         known = self.memo.layouts(signature)
@@ -92,12 +104,18 @@ class Following(TorchFunctionMode):
             for tensor, layout in zip(tensors_in(out), known, strict=True):
                 tag(tensor, None if layout is CONSTANT else layout)
             return out
+        call = Call(func, args, kwargs, out, self.batch, "", overwritten)
         try:
-            propagate(Call(func, args, kwargs, out, self.batch, "", overwritten))
+            propagate(call)
+            by_size(call, self.sizes.has_told())
         except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
             why = problem.mixed or str(problem)
             map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
+        note_made(func, args, kwargs, out, self.batch, _is_parameter)
         stamp(func, args, kwargs, out, self.batch)
+        if NOTED:
+            self.engine.reads.note(NOTED.pop(), None)
+            NOTED.clear()
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
         return out
@@ -125,6 +143,20 @@ class Following(TorchFunctionMode):
             tag(tensor, Layout(self.batch))
             tensor.__dict__[_PRESUMED] = True
 
+    def _weighted(self, roots: Any, weights: Any) -> list[Tensor]:
+        """What backward from these tensors, with these gradients, is the gradient of."""
+        found = []
+        given = list(weights) if isinstance(weights, tuple | list) else [weights]
+        for number, root in enumerate(tensors_in(roots)):
+            weight = given[number] if number < len(given) else None
+            if isinstance(weight, Tensor) and root.dim():
+                even = not weight.requires_grad and bool((weight * self.batch == 1).all())
+                root = self._call(Tensor.sum, (self._call(Tensor.__mul__, (root, weight), {}),), {})
+                if even and (layout := tag_of(root, self.batch)) is not None and layout.total:
+                    tag(root, layout._replace(total="mean"))
+            found.append(root)
+        return found
+
     def _check(self, roots: Any) -> None:
         """What backward is called on must be a sum over the samples, or each sample's own."""
         for root in tensors_in(roots):
@@ -140,7 +172,7 @@ class Following(TorchFunctionMode):
                 raise SampleMixingError(_REFUSED.format(layout.mixed), layout.mixed)
             elif layout.piece is not None:
                 raise SampleMixingError(_REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
-            elif layout.total not in ("", "either", "mean" if self.mean else "sum"):
+            elif layout.total not in ("", "either", "mean" if self.engine.mean else "sum"):
                 warnings.warn(_REDUCTION[layout.total], LossReductionWarning, stacklevel=4)
 
 
@@ -154,6 +186,10 @@ _REDUCTION = {
         "the loss is a mean over the samples, but loss_reduction='sum' was given: each sample's gradient is then taken "
         "by the number of samples in the batch, and its clipping depends on how many others there are. Leave "
         "loss_reduction='mean', or take the loss's sum over the samples."
+    ),
+    "other": (
+        "the loss is divided or multiplied by the number of samples once too often: how much a sample counts depends "
+        "on how many others there are. Take the mean over the samples, or their sum, as loss_reduction says."
     ),
     "both": (
         "the loss adds a sum over the samples to a mean over them: how much each part counts depends on how many "
@@ -174,14 +210,18 @@ def current() -> Following | None:
     return found
 
 
-def start(batch: int, moment: Moment, memo: Memo, outputs: list[Layout], mean: bool) -> None:
+def start(batch: int, moment: Moment, engine: Engine, outputs: list[Layout]) -> None:
     """Follow a batch from here on, in this thread, until `stop` or its backward."""
     stop()
     if batch > 1:
         set_moment(moment)
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
-        _HERE.following = Following(batch, moment, memo, mixed, mean)
+        _HERE.following = Following(batch, moment, engine, mixed)
         _insert(_HERE.following)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
 
 
 class Engine(Protocol):
@@ -189,6 +229,8 @@ class Engine(Protocol):
 
     owner: object
     memo: Memo
+    sizes: Sizes
+    reads: Reads
 
     @property
     def takes_rows(self) -> bool:
@@ -214,7 +256,7 @@ def handed_out(batch: Any, size: int) -> None:
         return
     moment = Moment(LOADERS)
     _LAST.append(moment)
-    start(size, moment, engines[0].memo, [], engines[0].mean)
+    start(size, moment, engines[0], [])
     with torch._C.DisableTorchFunction():
         for tensor in nested_tensors(batch):
             if tensor.dim() and tensor.size(0) == size and not tensor.is_nested and mark_of(tensor) is None:

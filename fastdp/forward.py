@@ -256,7 +256,7 @@ class Forward:
                 tensor.register_hook(functools.partial(self.backward.reached, layout))
                 layouts += [] if layout is None else [layout]
         if not self.runs_again():
-            following.start(self._batch, started.moment, self.memo, layouts, self.mean)
+            following.start(self._batch, started.moment, self, layouts)
         return apart
 
     def backward_ended(self) -> None:

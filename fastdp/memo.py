@@ -15,7 +15,7 @@ from torch import Tensor
 from .layouts import routing, rows, written
 from .layouts.calls import function_name, is_in_place, tensors_in
 from .layouts.layout import Layout, tag_of
-from .layouts.positions import NUMBERING_OR_DRAWING, is_marked, made_in_sight
+from .layouts.positions import NUMBERING_OR_DRAWING, made_in_sight, may_matter
 from .layouts.propagate import REFUSING, RULES
 from .layouts.trial import UNCHECKED, VIEWS
 from .links import link_of
@@ -93,6 +93,8 @@ class Memo:
                 known.add((value,))
         except _Depends:
             return None
+        if known.made and not known.data:
+            return None  # what is made of it is noted
         if known.rows is not None and any(not known.rows.isdisjoint(shape) for shape in known.constants):
             return None
         return tuple(known.parts)
@@ -131,12 +133,13 @@ class _Depends(Exception):
 class _Described:
     """The parts of a signature, collected in one pass over the arguments."""
 
-    __slots__ = ("batch", "tracked", "rows", "view", "parts", "constants")
+    __slots__ = ("batch", "tracked", "rows", "view", "parts", "constants", "made", "data")
 
     def __init__(self, batch: int, tracked: dict[int, str], rows: set[int] | None, view: bool) -> None:
         self.batch, self.tracked, self.rows, self.view = batch, tracked, rows, view
         self.parts: list[Any] = []
         self.constants: list[torch.Size] = []
+        self.made = self.data = False  # whether a constant was made in sight; whether there is data
 
     def add(self, values: Any) -> None:
         parts = self.parts
@@ -149,10 +152,13 @@ class _Described:
                 if layout is None:
                     if needs_grad and not value.is_leaf:
                         raise _Depends  # of unseen origin, perhaps
-                    if is_marked(value):
-                        raise _Depends
+                    if made_in_sight(value):
+                        if may_matter(value, self.batch):
+                            raise _Depends
+                        self.made = True
                     self.constants.append(shape)
                 else:
+                    self.data = True
                     if layout.mixed or layout.owner is not None or layout.piece is not None:
                         raise _Depends
                     if self.rows is not None:

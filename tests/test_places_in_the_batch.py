@@ -22,7 +22,6 @@ BY_PLACE = {
     "halves": lambda m, h: torch.cat([h[: len(h) // 2] * 3, -h[len(h) // 2 :]]),
     "halves through two functions": lambda m, h: torch.cat([h[:3].relu(), h[3:].tanh()]),
     "halves by two parameters": lambda m, h: torch.cat([h[:3] * m.w[0], h[3:] * m.w[1]]),
-    "the first by itself": lambda m, h: torch.cat([h[:1] * 3, h[1:]]),
     "parts by number": lambda m, h: torch.cat([p * (1 + i) for i, p in enumerate(h.chunk(3))]),
     "every second": lambda m, h: h[::2],
     "a comparison": lambda m, h: torch.where(torch.arange(len(h))[:, None] < 3, h, -h),
@@ -52,6 +51,20 @@ def test_numbers_by_place_are_refused(name: str) -> None:
 def test_what_is_the_same_for_every_sample_is_exact(name: str) -> None:
     (found,) = run(NOT_BY_PLACE[name])
     torch.testing.assert_close(found.double(), truth(NOT_BY_PLACE[name]), rtol=1e-5, atol=1e-6)
+
+
+WARNED = {
+    "the first by itself": lambda m, h: torch.cat([h[:1] * 3, h[1:]]),
+    "a loop by number": lambda m, h: torch.stack([row * (i + 1) for i, row in enumerate(h)]),
+    "two parameters in turn": lambda m, h: torch.stack([row * m.w[i % 2] for i, row in enumerate(h)]),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_single_samples_that_go_different_ways_are_warned_of(name: str) -> None:
+    """What is done to one sample may depend on its own data: a loop is not refused."""
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(WARNED[name])
 
 
 def test_random_numbers_for_each_sample_may_differ() -> None:

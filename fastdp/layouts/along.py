@@ -75,6 +75,7 @@ def _stack(call: Call) -> Tags:
     known = [call.layout(tensor) for tensor in tensors]
     if any(layout is None or layout.alone < 0 for layout in known):
         return [(call.out, combined(call, call.out, "joins rows of different samples"))]
+    joined_rows([layout for layout in known if layout is not None])
     owner = torch.tensor([layout.alone for layout in known if layout is not None], device=call.out.device)
     places, guessed = (any(getattr(layout, name) for layout in known) for name in ("places", "guessed"))
     whole = Layout(call.batch, dim, owner=owner, places=places, guessed=guessed)

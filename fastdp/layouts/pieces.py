@@ -16,7 +16,9 @@ from torch import Tensor
 
 from .calls import function_name, is_in_place, tensors_in
 from .layout import ATTRIBUTE, Layout, tag, tag_of
+from .positions import is_random
 
+NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
 _CUTS = itertools.count(1)
 _SOURCE = "_fastdp_cut"  # on a tensor that was cut: the number of its parts, and the version
 
@@ -78,8 +80,8 @@ def stamped(pieces: Sequence[Piece], func: Any, args: Any, kwargs: Any) -> Piece
 
 def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
     """Note on the results of a call what was done to the parts of the batch among its arguments."""
-    if batch <= 1 or is_joining(func):
-        return
+    if batch <= 1 or is_joining(func) or any(type(item) is int and item == 0 for item in args[1:]):
+        return  # (0 + the first is how Python's sum begins)
     found = [layout for tensor in tensors_in((args, kwargs)) if (layout := tag_of(tensor, batch)) is not None]
     pieces = [layout.piece for layout in found if layout.piece is not None]
     if not pieces or any(layout.total for layout in found):
@@ -87,9 +89,15 @@ def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
     piece = stamped(pieces, func, args, kwargs)
     for tensor in tensors_in((out, args[:1] if is_in_place(function_name(func)) else ())):
         layout = tag_of(tensor, batch)
+        if layout is not None and layout.total and all(known.alone >= 0 for known in found):
+            continue  # single samples added up
         if layout is not None and (layout.total or (not layout.mixed and layout.parted)):
-            own = piece if layout.piece is None else layout.piece
-            tag(tensor, layout._replace(piece=own._replace(past=hash((piece.past, own.past)))))
+            own = layout.piece
+            if own is None or own in pieces:
+                new = piece if own is None else own._replace(past=piece.past)
+            else:  # the function's rule has noted something of its own
+                new = own._replace(past=hash((piece.past, own.past)))
+            tag(tensor, layout._replace(piece=new))
 
 
 def _describe(value: Any, into: list[Any], numbers: bool) -> None:
@@ -97,7 +105,7 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
     if isinstance(value, Tensor):
         if value.is_leaf and value.requires_grad:
             into.append(id(value))
-        elif ATTRIBUTE not in value.__dict__ and value.numel() <= 16 and value.device.type == "cpu":
+        elif ATTRIBUTE not in value.__dict__ and not is_random(value) and _is_small(value):
             into.append(tuple(value.detach().flatten().tolist()))
     elif isinstance(value, tuple | list):
         for item in value:
@@ -109,14 +117,21 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
         into.append(value)
 
 
+def _is_small(value: Tensor) -> bool:
+    return value.numel() <= 16 and value.device.type == "cpu"
+
+
 def is_joining(func: Any) -> bool:
     """Whether the function puts tensors together, whose past `joined` compares."""
     return function_name(func) in ("cat", "concat", "concatenate", "stack")
 
 
 def joined_rows(layouts: Sequence[Layout]) -> tuple[Piece | None, str]:
-    """The same for rows: single samples of a loop may differ, as their own data may say."""
-    if all(layout.alone >= 0 for layout in layouts) or all(layout.piece is None for layout in layouts):
+    """The same for rows, where some may be of no part."""
+    if all(layout.piece is None for layout in layouts):
+        return None, ""
+    if all(layout.alone >= 0 for layout in layouts):
+        joined([layout.piece for layout in layouts if layout.piece is not None])
         return None, ""
     piece, problem = joined([layout.piece for layout in layouts])
     return settled(piece, layouts[0].batch), problem
@@ -129,11 +144,17 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
         return None, ""
     if len(known) < len(pieces):
         return None, BY_POSITION
-    if len({(piece.source, piece.past) for piece in known}) > 1:
-        same = len({piece.samples for piece in known}) == 1
-        return (known[0]._replace(past=hash(tuple(known))), "") if same else (None, BY_POSITION)
     samples = frozenset().union(*(piece.samples for piece in known))
-    return known[0]._replace(samples=samples), ""
+    first = max(known, key=lambda piece: len(piece.samples))._replace(samples=samples)
+    different = [piece for piece in known if (piece.source, piece.past) != (first.source, first.past)]
+    if not different:
+        return first, ""
+    if len({piece.samples for piece in known}) == 1 and len(known[0].samples) > 1:
+        return first._replace(past=hash(tuple(known))), ""
+    if any(len(piece.samples) > 1 for piece in different):
+        return None, BY_POSITION
+    NOTED.append(f"a single sample {BY_POSITION}")  # its own data may have said so
+    return first, ""
 
 
 def settled(piece: Piece | None, batch: int) -> Piece | None:

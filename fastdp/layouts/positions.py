@@ -19,13 +19,13 @@ from .layout import ATTRIBUTE
 
 _MADE = "_fastdp_made"  # on a constant: how it was made within sight
 _ALIKE = "_fastdp_alike"  # on a constant: (dimension, version, whether its rows are alike)
-_PLACES, _RANDOM, _CONSTANT = "places", "random", "constant"
+_CONSTANT, _RANDOM = "constant", "random"
 _NUMBERING = frozenset("arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander".split())
+_FILLING = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full empty".split())
 _DRAWING = frozenset(
     "rand randn randint rand_like randn_like randint_like randperm normal bernoulli multinomial poisson bernoulli_ "
     "normal_ uniform_ exponential_ random_ cauchy_ log_normal_ geometric_ dropout alpha_dropout trunc_normal_".split()
 )
-_FILLING = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full empty".split())
 _CUTTING = frozenset("__getitem__ narrow select split chunk split_with_sizes tensor_split unbind index_select".split())
 
 WHY = (
@@ -36,28 +36,31 @@ WHY = (
 
 
 def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned: Callable[[Tensor], bool]) -> None:
-    """Note on the results of a call without data how they were made, where they may have a number for each sample.
+    """Note on the results of a call that carry no samples how they were made.
 
     is_owned: whether a tensor is a parameter or buffer of the model, which has no rows of samples.
     """
-    name = function_name(func)
-    results = [*tensors_in(out), *(tensors_in(args[:1]) if is_in_place(name) else ())]
-    results = [tensor for tensor in results if tensor.dim() and tensor.numel() % max(batch, 1) == 0]
-    if not results or batch <= 1:
+    if batch <= 1:
         return
-    given = list(tensors_in((args, kwargs)))
+    name = function_name(func)
+    results = [*tensors_in(out), *(tensors_in(args[:1]) if is_in_place(name) or name == "__setitem__" else ())]
+    results = [tensor for tensor in results if tensor.dim() and ATTRIBUTE not in tensor.__dict__]
+    if not results:
+        return
+    given = [tensor for tensor in tensors_in((args, kwargs)) if ATTRIBUTE not in tensor.__dict__]
     known = {tensor.__dict__.get(_MADE) for tensor in given}
-    if name in _DRAWING or _RANDOM in known:
+    if name in _CUTTING and given and is_owned(given[0]):
+        made = _CONSTANT
+    elif (name in _DRAWING and kwargs.get("generator") is None) or _RANDOM in known:
         made = _RANDOM
-    elif name in _NUMBERING:
-        made = _PLACES
-    elif _PLACES in known:
+    elif name in _NUMBERING or name in _FILLING or name in _DRAWING:
+        made = _CONSTANT
+    elif _CONSTANT in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
         strange = any(_MADE not in t.__dict__ and batch in t.shape[:1] and not is_owned(t) for t in given)
-        made = "" if strange else _PLACES
+        made = "" if strange else _CONSTANT
     else:
-        cuts = name in _CUTTING and given and batch in results[0].shape and is_owned(given[0])
-        made = _PLACES if cuts else _CONSTANT if name in _FILLING else ""
+        made = ""
     if made:
         for tensor in results:
             tensor.__dict__[_MADE] = made
@@ -68,17 +71,22 @@ def made_in_sight(tensor: Tensor) -> bool:
     return _MADE in tensor.__dict__
 
 
-def is_marked(tensor: Tensor) -> bool:
-    """Whether what a call makes of this constant depends on more than on its shape."""
-    return tensor.__dict__.get(_MADE) in (_PLACES, _RANDOM)
+def is_random(tensor: Tensor) -> bool:
+    """Whether a constant was drawn at random within sight."""
+    return tensor.__dict__.get(_MADE) == _RANDOM
 
 
-NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING
+def may_matter(tensor: Tensor, batch: int) -> bool:
+    """Whether what a call on data makes of this constant may depend on more than on its shape."""
+    return _MADE in tensor.__dict__ and any(size >= batch and not size % batch for size in tensor.shape)
+
+
+NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING | _FILLING
 
 
 def by_place(tensor: Tensor, dim: int, rows: int) -> bool:
     """Whether a constant has, along this dimension, different numbers for the rows of the batch by their place."""
-    if ATTRIBUTE in tensor.__dict__ or tensor.__dict__.get(_MADE) != _PLACES:
+    if ATTRIBUTE in tensor.__dict__ or tensor.__dict__.get(_MADE) != _CONSTANT:
         return False
     return 0 <= dim < tensor.dim() and rows > 1 and tensor.size(dim) == rows and not rows_alike(tensor, dim)
 

@@ -23,6 +23,7 @@ from .counted import counted
 from .guesses import with_guesses
 from .layout import ATTRIBUTE, RELAID, Layout, tag, tag_of
 from .memory import written_through
+from .pieces import cut
 from .positions import by_place
 from .reads import read_of
 from .shifted import begins, follow
@@ -208,7 +209,7 @@ def one_row(call: Call, tensor: Tensor, layout: Layout, row: int) -> Layout | No
     """A row of the batch without its dimension: the tensor of one sample."""
     if layout.order is not None:
         return combined(call, tensor, "picks a row of an order that depends on other samples")
-    return layout.of_sample(int(layout.owners(tensor.device)[row]))
+    return cut(call.args[0], layout, layout.of_sample(int(layout.owners(tensor.device)[row])))
 
 
 def _common_order(inputs: list[tuple[Tensor, Layout]]) -> tuple[Layout | None, bool]:

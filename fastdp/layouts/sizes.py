@@ -28,6 +28,7 @@ _COMPUTING = frozenset(
     for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv rsub".split()
     for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
 )
+_HERE = __file__.removesuffix("layouts/sizes.py")
 _LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
 
 
@@ -49,8 +50,8 @@ class Sizes:
         layout = tensor.__dict__.get(ATTRIBUTE) if isinstance(tensor, Tensor) else None
         if layout is None or batch <= 1:
             return
-        frame = sys._getframe(3)
-        while frame.f_back is not None and frame.f_code.co_filename.endswith(_LIBRARY):
+        frame = sys._getframe(2)
+        while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
             frame = frame.f_back
         self._codes.add(frame.f_code)
         if layout.order is not None or (layout.places and layout.mixed) or (layout.mixed and not layout.total):
@@ -68,6 +69,13 @@ class Sizes:
         number = next((v for v in reversed((*args, *kwargs.values())) if _is_number(v)), None)
         if number is not None:
             out.__dict__[_NUMBER] = number
+
+    def has_told(self) -> bool:
+        """Whether the code that calls now has asked for sizes of the batch."""
+        frame: Any = sys._getframe(2) if self._codes else None
+        while frame is not None and frame.f_code not in self._codes:
+            frame = frame.f_back
+        return frame is not None
 
     def problem(self, call: Call) -> tuple[str, bool]:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
@@ -103,6 +111,10 @@ class Sizes:
 
     def _sources(self, batch: int) -> list[tuple[float, str]]:
         return [*self._told.items(), (batch, f"the number of samples ({batch})")]
+
+
+def _is_ours(name: str) -> bool:
+    return name.endswith(_LIBRARY) or name.startswith(_HERE)
 
 
 def _is_number(value: Any) -> bool:

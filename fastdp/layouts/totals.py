@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .calls import Call, tensors_in
-from .layout import Layout
-from .pieces import joined, settled, stamped
+from .layout import Layout, tag
+from .pieces import joined, joined_rows, settled, stamped
 from .trial import Tags
 
 _TERMS = "_fastdp_terms"  # on a number: what it was summed from, and that tensor's layout and version
@@ -55,7 +55,9 @@ def follow(call: Call, inputs: Inputs) -> Tags:
     if call.name in _SHAPED:
         return [(tensor, None) for tensor in outputs]
     why = _broken(call, inputs)
-    pieces, problem = joined([layout.piece for _, layout in inputs if layout.total])
+    cut = any(layout.total and layout.piece is not None for _, layout in inputs)
+    known = [layout.piece for _, layout in inputs if layout.total or (layout.alone >= 0 and layout.piece is not None)]
+    pieces, problem = joined(known) if cut else (None, "")
     carry_terms(call)
     if why or problem:
         cause = next((lay.mixed for t, lay in inputs if lay.mixed and not lay.total and t.requires_grad), "")
@@ -79,13 +81,32 @@ def _kind(call: Call, inputs: Inputs) -> str:
     if len(kinds - {"either"}) > 1:
         return "both"
     kind = next(iter(kinds - {"either"}), "either")
-    if call.name not in _SCALING:
-        return kind
-    if any(not layout.total for _, layout in inputs):  # by a number to which every sample gave as much
-        return "mean" if kind == "sum" else kind
+    if call.name in _SCALING and any(not layout.total for _, layout in inputs):
+        return "mean" if kind == "sum" else kind  # by a number to which every sample gave as much
+    return kind
+
+
+def by_size(call: Call, told: bool) -> None:
+    """A total that is scaled by the number of samples: a sum becomes a mean, or a mean a sum.
+
+    told: whether the code has asked for that number; else a constant may happen to equal it.
+    """
+    found = call.layout(call.out)
+    if found is None or not found.total or call.name not in _SCALING or not isinstance(call.out, Tensor):
+        return
     values = [value for value in call.args if not isinstance(value, Tensor) or call.layout(value) is None]
     values = [float(v) for v in values if not isinstance(v, Tensor) or (v.numel() == 1 and v.device.type == "cpu")]
-    return "either" if any(abs(v) in (call.batch, 1 / call.batch) for v in values) else kind
+    number = abs(values[0]) if values else 1.0
+    divides = "div" in call.name
+    if number < 1 and number:
+        number, divides = 1 / number, not divides
+    number = round(number) if abs(number - round(number)) < 1e-6 * number else 0
+    if not number or number % call.batch:
+        return
+    kind = {("sum", True): "mean", ("mean", False): "sum"}.get((found.total, divides), "other")
+    if not told:
+        kind = "either" if kind != "other" else found.total
+    tag(call.out, found._replace(total=kind))
 
 
 def _broken(call: Call, inputs: Inputs) -> str:
@@ -103,9 +124,10 @@ def _broken(call: Call, inputs: Inputs) -> str:
         return ""
     if name not in _SCALING:
         return "takes a sum over the samples, which may only be added to others, scaled by constants and returned"
-    if len(totals) > 1:
+    divides = "div" in name and call.args[0] is totals[0]
+    if len(totals) > 1 and not (divides and all(_even(number) for number in totals[1:])):
         return "multiplies or divides one sum over the samples by another"
-    if "div" in name and call.args[0] is not totals[0]:
+    if "div" in name and not divides:
         return "divides by a sum over the samples"
     if all(_even(number) for number, _ in others):
         return ""
@@ -123,6 +145,7 @@ def sums_of_single_samples(call: Call, inputs: Inputs) -> Tags | None:
     if any(layout.alone < 0 or layout.mixed or layout.places for _, layout in inputs):
         return None
     guessed = max(layout.guessed for _, layout in inputs)
+    joined_rows([layout for _, layout in inputs])
     why = call.mixed("adds up samples")
     return [(call.out, Layout(call.batch, mixed=why, total="sum", guessed=guessed))]
 
