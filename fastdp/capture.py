@@ -21,6 +21,7 @@ from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.layout import Layout, tag, tag_of
+from .layouts.memory import keep_apart, look, shares
 from .layouts.propagate import propagate
 from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
@@ -253,7 +254,9 @@ class Pass:
         for tensor in tensors_in((args, kwargs)):
             if tensor.is_nested:
                 refuse_ragged(tensor, f"an argument of {self.place(function_name(func))}")
-            elif self.is_parameter(tensor):
+            if self.batch > 1:
+                self.look(tensor, func)
+            if self.is_parameter(tensor):
                 parameters.append(tensor)
             elif self.is_data(tensor):
                 has_data = True
@@ -305,7 +308,18 @@ class Pass:
             for tensor in tensors_in(out):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
+            keep_apart(tensors_in(out), tensors_in((args, kwargs)))
         return out
+
+    def look(self, tensor: Tensor, func: Any) -> None:
+        """See whether a tensor's memory says other than its tag (`layouts.memory.look`)."""
+        if id(tensor) not in self.tracked:
+            look(tensor, tag_of(tensor, self.batch), self.batch)
+        elif shares(tensor):
+            raise UncapturedUseError(
+                f"{self.place(function_name(func))} takes parameter '{self.tracked[id(tensor)]}', whose memory data was "
+                "written to (a start from the first batch?): a parameter must not tell of samples without noise."
+            )
 
     def check_unwritten(self) -> None:
         """Raises UncapturedUseError where what the pass relies on was written to after it was used or taken."""

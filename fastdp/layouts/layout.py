@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from .held import HELD, hold
+
 ATTRIBUTE = "_fastdp_layout"
 INPUT = "_fastdp_input"  # on the model's arguments: their rows may be packed in ways that shapes do not tell
 RELAID = "_fastdp_relaid"  # version at which a tensor's memory got other rows: what its views said before is past
@@ -133,10 +135,13 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
     """Write the layout on the tensor (the Python object)."""
     if layout is not None:
         tensor.__dict__[ATTRIBUTE] = layout
-        if tensor._is_view():
+        view = tensor._is_view()
+        if view:
             tensor.__dict__[_WHEN] = tensor._version
+        hold(tensor, layout, view)
     else:
         tensor.__dict__.pop(ATTRIBUTE, None)
+        tensor.__dict__.pop(HELD, None)
 
 
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:

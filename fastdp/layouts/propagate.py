@@ -20,6 +20,7 @@ from .alone import of_one_sample
 from .calls import Call, tensors_in
 from .counted import counted
 from .guesses import with_guesses
+from .held import written
 from .layout import ATTRIBUTE, RELAID, Layout, tag, tag_of
 from .memory import written_through
 from .reads import read_of
@@ -71,19 +72,27 @@ def propagate(call: Call) -> str:
     tags = _layouts_of(call, inputs)
     if any(layout.guessed for _, layout in inputs):
         tags = with_guesses(call, inputs, tags, functools.partial(_layouts_of, call))
-    into = [(tensor, tensor.__dict__.get(ATTRIBUTE)) for tensor in _written(call)]
+    into = [(tensor, tensor.__dict__.get(ATTRIBUTE), _root(tensor)) for tensor in _written(call)]
     from_places = call.func not in PICKING and any(layout.places for _, layout in inputs)
     for tensor, layout in tags:
         if from_places:
             layout = _made_of_places(call, tensor, layout)
         tag(tensor, layout)
-    for tensor, before in into:
+    for tensor, before, (root, held) in into:
         layout = tensor.__dict__.get(ATTRIBUTE)
         if tensor._is_view():
             written_through(call, tensor, before, layout and layout._replace(shifted=None))
         elif before is not None and before != layout:
             tensor.__dict__[RELAID] = tensor._version
+        if (after := root.__dict__.get(ATTRIBUTE)) is not None and after != held:
+            written(root, after, held)
     return read_of(call, tags)
+
+
+def _root(tensor: Tensor) -> tuple[Tensor, Layout | None]:
+    """The tensor that a view is seen through, else itself, and its layout."""
+    root = tensor._base if tensor._is_view() else tensor
+    return root, root.__dict__.get(ATTRIBUTE)  # type: ignore[return-value, union-attr]
 
 
 def _written(call: Call) -> list[Tensor]:
