@@ -20,8 +20,9 @@ from .arguments import refuse_ragged
 from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from .layouts.exposed import GIVING, Exposed
 from .layouts.layout import Layout, tag, tag_of
-from .layouts.memory import keep_apart, look, shares
+from .layouts.memory import keep_apart, look, shares, versions_of, write_unaccounted
 from .layouts.propagate import propagate
 from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
@@ -39,6 +40,7 @@ from .uses.experts import PRODUCTS, gathered_of
 from .uses.folded import folded
 from .uses.generic import capture_generic
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
 
 
@@ -107,6 +109,8 @@ class Pass:
         self.unseen = ""  # what took data out of sight, if something did
         self.mode = _CaptureMode(self)
         self.watcher: Watcher | None = None
+        self.exposed = Exposed(batch, forward.model)
+        self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
         self.reads = forward.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
@@ -231,7 +235,8 @@ class Pass:
         return out
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = self.memo.signature(func, args, kwargs, self.batch, self.tracked)
+        asked = bool(self.exposed)  # every call, once data has left torch
+        signature = None if asked else self.memo.signature(func, args, kwargs, self.batch, self.tracked)
         known = self.memo.layouts(signature)
         if known is not None:
             out = func(*args, **kwargs)
@@ -241,8 +246,9 @@ class Pass:
                 elif tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
             return out
+        self.unaccounted = False
         out = self._ask(func, args, kwargs)
-        if signature is not None:
+        if signature is not None and not self.unaccounted:
             self.memo.learn(signature, out, self.batch)
         elif self.watcher is not None:
             self.watcher.asked(func, args, kwargs, out)
@@ -251,6 +257,8 @@ class Pass:
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a kind not seen before, or with a parameter among its arguments."""
         parameters, has_data = [], False
+        if self.exposed:
+            self.exposed.check((args, kwargs))
         for tensor in tensors_in((args, kwargs)):
             if tensor.is_nested:
                 refuse_ragged(tensor, f"an argument of {self.place(function_name(func))}")
@@ -272,6 +280,11 @@ class Pass:
                         self._note_use(leaf, f"{self.place(function_name(func))}, {where}")
         elif parameters:
             watch_region(self.forward, self.path, self.batch)
+            if func is _SET_DATA and has_data:
+                raise UncapturedUseError(
+                    f"module '{self.path}' gives parameter {self.names_of(parameters)} the numbers of data (.data = ...): "
+                    "its gradient would be of other numbers. Compute with the data itself."
+                )
             if has_data:
                 target = args[0] if args and is_in_place(function_name(func)) else None
                 for parameter in parameters:
@@ -297,32 +310,47 @@ class Pass:
                 return out
         before = _unmoved(func, args)
         overwritten = target_as_it_is(func, args) if has_data and before is None else None
+        versions = versions_of(tensors_in((args, kwargs))) if has_data else []
         out = func(*args, **kwargs)
+        if func in GIVING and args and self.batch > 1:
+            giving = self.exposed.give(Call(func, args, kwargs, out, self.batch, self.path))
+            if giving:
+                self.reads.note(giving, None)
+        if self.exposed:
+            self.exposed.renew((args, kwargs))
         if has_data and before is not None:
             propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
         elif has_data:
-            read = propagate(Call(func, args, kwargs, out, self.batch, self.path, overwritten))
+            call = Call(func, args, kwargs, out, self.batch, self.path, overwritten)
+            read = propagate(call)
             if read:
                 self.reads.note(read, out)
+            self.unaccounted = write_unaccounted(call, versions)
         else:
             for tensor in tensors_in(out):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
             keep_apart(tensors_in(out), tensors_in((args, kwargs)))
+            if self.exposed:
+                self.exposed.made(func, out)
         return out
 
     def look(self, tensor: Tensor, func: Any) -> None:
         """See whether a tensor's memory says other than its tag (`layouts.memory.look`)."""
-        if id(tensor) not in self.tracked:
+        parameter = id(tensor) in self.tracked or link_of(tensor) is not None
+        if not parameter:
+            if self.exposed and tag_of(tensor, self.batch) is None:
+                self.exposed.meet(tensor)
             look(tensor, tag_of(tensor, self.batch), self.batch)
         elif shares(tensor):
             raise UncapturedUseError(
-                f"{self.place(function_name(func))} takes parameter '{self.tracked[id(tensor)]}', whose memory data was "
+                f"{self.place(function_name(func))} takes parameter {self.names_of([tensor])}, whose memory data was "
                 "written to (a start from the first batch?): a parameter must not tell of samples without noise."
             )
 
     def check_unwritten(self) -> None:
         """Raises UncapturedUseError where what the pass relies on was written to after it was used or taken."""
+        self.exposed.check(None)
         if self.used.written():
             raise UncapturedUseError(
                 f"module '{self.root}': a tensor made of parameters was written to in place after it had been used, "

@@ -17,6 +17,7 @@ from .capture import Pass
 from .compiled import Switches
 from .errors import BatchLayoutError, ParameterError
 from .layouts.layout import Layout, tag_of
+from .layouts.memory import look
 from .memo import Memo
 from .module_hooks import ModuleHook
 from .people import People
@@ -225,7 +226,7 @@ class Forward:
         unseen = Layout(self._batch, mixed=started.unseen) if started.unseen else None
         for tensor in nested_tensors(out if apart is None else apart):
             if tensor.requires_grad:
-                layout = tag_of(tensor, self._batch) or unseen
+                layout = look(tensor, tag_of(tensor, self._batch), self._batch) or unseen
                 tensor.register_hook(functools.partial(self.backward.reached, layout))
         return apart
 

@@ -31,6 +31,12 @@ class Held:
         self.layout, self.shape, self.stride = layout, tensor.shape, tensor.stride()
         self.offset = tensor.storage_offset()
 
+    def renewed(self) -> Held:
+        """The same, for another state of the memory: tensors tagged before are not believed any more."""
+        new = Held.__new__(Held)
+        new.layout, new.shape, new.stride, new.offset = self.layout, self.shape, self.stride, -1
+        return new
+
     def is_over(self, tensor: Tensor) -> bool:
         """Whether the tensor is the noted one's twin."""
         same = self.shape == tensor.shape and self.stride == tensor.stride()
@@ -58,8 +64,10 @@ class _Holding:
             if other is None or other is storage or other.device != storage.device:
                 continue
             begin = other.data_ptr()
-            if begin < start + storage.nbytes() and start < begin + other.nbytes():
-                return getattr(other, HELD, None)
+            held: Held | None = getattr(other, HELD, None)
+            if held is not None and begin < start + storage.nbytes() and start < begin + other.nbytes():
+                setattr(other, HELD, held.renewed())  # what is written here, nobody can tell the tensors there
+                return held
         return None
 
 
@@ -100,6 +108,12 @@ def written(tensor: Tensor, layout: Any, before: Any) -> None:
     held = Held(tensor, layout)
     setattr(storage, HELD, held)
     tensor.__dict__[HELD] = held
+
+
+def is_new_foreign(tensor: Tensor) -> bool:
+    """Whether the tensor lies in memory from outside of torch that no call took yet."""
+    storage = storage_of(tensor)
+    return storage is not None and not storage.resizable() and getattr(storage, _FOREIGN, None) is None
 
 
 def foreign(storage: torch.UntypedStorage) -> Held | None:

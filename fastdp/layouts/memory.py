@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .calls import Call
-from .held import HELD, Held, foreign, storage_of
+from .calls import Call, tensors_in
+from .held import HELD, Held, foreign, storage_of, written
 from .layout import ATTRIBUTE, INPUT, Layout, layout_of_owners, owner_map, tag
 
 _APART = "_fastdp_apart"  # on a tensor that shares memory with data and is none: a view of an input beside the data
@@ -32,7 +35,11 @@ def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
             return layout
         found = Layout(batch, mixed=_SHARED)
     else:
-        held = foreign(storage) if held is None else held
+        over = None if held is not None or is_apart(tensor) else foreign(storage)
+        if over is not None and over.layout.batch == batch:
+            found = Layout(batch, mixed=over.layout.mixed or _SHARED)
+            tag(tensor, found)
+            return found
         if held is None or held.layout.batch != batch or is_apart(tensor):
             return None
         found = held.layout if held.is_over(tensor) else Layout(batch, mixed=held.layout.mixed or _SHARED)
@@ -61,6 +68,34 @@ def keep_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     for tensor in outputs:
         if shares(tensor) and any(is_apart(t) and storage_of(t) is storage_of(tensor) for t in inputs):
             tensor.__dict__[_APART] = True
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each tensor was written to; -1 where torch does not count (inference tensors)."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+_IDEMPOTENT: set[Any] = {F.embedding, F.embedding_bag, torch.embedding_bag}  # rows to a largest norm, each by itself
+
+
+def write_unaccounted(call: Call, versions: list[int]) -> bool:
+    """See to what a call wrote without its rule's knowing: arguments whose versions changed. Returns whether any did."""
+    tensors = tensors_in((call.args, call.kwargs))
+    changed = [t for t, version in zip(tensors, versions, strict=False) if version >= 0 and t._version != version]
+    if not changed or call.func in _IDEMPOTENT:
+        return bool(changed)
+    spoken_of = {id(storage_of(t)) for t in (*tensors_in(call.out), *call.written())}
+    if call.name == "__setitem__":
+        spoken_of.add(id(storage_of(call.args[0])))
+    for tensor in changed:
+        if id(storage_of(tensor)) in spoken_of or call.name == "data":
+            continue
+        layout = Layout(call.batch, mixed=call.mixed("writes to an argument of its own, of what samples is not known"))
+        for held in (tensor, tensor._base if tensor._is_view() else tensor):
+            before = held.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
+            tag(held, layout)  # type: ignore[arg-type]
+            written(held, layout, before)  # type: ignore[arg-type]
+    return True
 
 
 def written_through(call: Call, view: Tensor, before: Layout | None, layout: Layout | None) -> None:

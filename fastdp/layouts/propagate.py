@@ -56,7 +56,7 @@ def propagate(call: Call) -> str:
     Returns what the call tells Python of several samples together, or ''.
     """
     if call.name == "data" and call.out is None:  # tensor.data = other
-        tag(call.args[0], call.layout(call.args[1]))
+        tag(call.args[0], _of_new_memory(call, *call.args[:2]))
         return ""
     outputs = list(tensors_in(call.out))
     if not outputs and call.name != "__setitem__":
@@ -87,6 +87,19 @@ def propagate(call: Call) -> str:
         if (after := root.__dict__.get(ATTRIBUTE)) is not None and after != held:
             written(root, after, held)
     return read_of(call, tags)
+
+
+def _of_new_memory(call: Call, tensor: Tensor, other: Tensor) -> Layout | None:
+    """tensor.data = other: its gradient still goes where it went, so the numbers must be of the same samples."""
+    before, layout = call.layout(tensor), call.layout(other)
+    if tensor.is_leaf or (layout is not None and layout.mixed):
+        return layout
+    if before is not None and layout is None and tensor.shape[before.dim : before.dim + 1] == (before.rows,):
+        return before
+    same = before is not None and layout is not None and before._replace(owner=None) == layout._replace(owner=None)
+    if same and before.same_rows(layout, tensor.device):  # type: ignore[union-attr, arg-type]
+        return layout
+    return None if before is layout is None else Layout(call.batch, mixed=call.mixed("takes numbers of other samples"))
 
 
 def _root(tensor: Tensor) -> tuple[Tensor, Layout | None]:
