@@ -280,7 +280,7 @@ class Pass:
                         self._note_use(leaf, f"{self.place(function_name(func))}, {where}")
         elif parameters:
             watch_region(self.forward, self.path, self.batch)
-            if func is _SET_DATA and has_data:
+            if func == _SET_DATA and has_data:
                 raise UncapturedUseError(
                     f"module '{self.path}' gives parameter {self.names_of(parameters)} the numbers of data (.data = ...): "
                     "its gradient would be of other numbers. Compute with the data itself."

@@ -168,6 +168,17 @@ def _group_norm(call: Call) -> Tags:
     return [(call.out, layout)]
 
 
+@rule(*spellings("renorm", "renorm_"))
+def _renorm(call: Call) -> Tags:
+    """Slices along a dimension, each by its own norm (where it is too large: numbers asked with may not be)."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None or layout.mixed or call.layout(call.argument(1, "p")) or call.layout(call.argument(3, "maxnorm")):
+        return ask(call)
+    if call.argument(2, "dim") % source.dim() != layout.dim or layout.rows != call.out.size(layout.dim):
+        return [(call.out, combined(call, call.out, "scales samples by a norm of several"))]
+    return [(call.out, layout)]
+
+
 UNCHECKED.update(spellings("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"))
 UNCHECKED.update(
     spellings("bernoulli", "multinomial", "rand_like", "randn_like", "empty_like", "randint_like", "dropout_")
