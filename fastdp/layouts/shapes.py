@@ -11,6 +11,7 @@ from .coordinates import keep_coordinates
 from .counted import note_groups, repeated
 from .layout import Layout, reshaped
 from .propagate import ask, combined, has_data_beside_first, rule, spellings
+from .targets import note_shape
 from .trial import UNCHECKED, Tags
 
 T = torch.Tensor
@@ -88,6 +89,8 @@ def _constant(call: Call) -> Tags:
     """Constants of a tensor's type, unless their numbers are data."""
     data = numbers_in(call)
     if not data:
+        for tensor in tensors_in(call.out):
+            note_shape(tensor, call.layout(call.args[0]))
         return [(tensor, None) for tensor in tensors_in(call.out)]
     if call.name == "new_tensor" and call.argument(1, "data") is data[0][0]:
         return [(call.out, data[0][1])]
