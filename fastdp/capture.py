@@ -22,7 +22,7 @@ from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.exposed import GIVING, Exposed
 from .layouts.layout import Layout, tag, tag_of
-from .layouts.memory import keep_apart, look, shares, versions_of, write_unaccounted
+from .layouts.memory import keep_apart, versions_of, write_unaccounted
 from .layouts.propagate import propagate
 from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
@@ -33,6 +33,7 @@ from .planner import Planner
 from .reads import Reads
 from .recorder import Recorder
 from .regions import Enters, custom_function, watch_region
+from .sight import Poison, look_at, refuse_numbers_of_data, unmoved
 from .uses.alone import one_sample_of
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
@@ -40,7 +41,6 @@ from .uses.experts import PRODUCTS, gathered_of
 from .uses.folded import folded
 from .uses.generic import capture_generic
 
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
 
 
@@ -257,13 +257,12 @@ class Pass:
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a kind not seen before, or with a parameter among its arguments."""
         parameters, has_data = [], False
-        if self.exposed:
-            self.exposed.check((args, kwargs))
+        self.exposed.check((args, kwargs))
         for tensor in tensors_in((args, kwargs)):
             if tensor.is_nested:
                 refuse_ragged(tensor, f"an argument of {self.place(function_name(func))}")
             if self.batch > 1:
-                self.look(tensor, func)
+                look_at(self, tensor, func)
             if self.is_parameter(tensor):
                 parameters.append(tensor)
             elif self.is_data(tensor):
@@ -280,12 +279,8 @@ class Pass:
                         self._note_use(leaf, f"{self.place(function_name(func))}, {where}")
         elif parameters:
             watch_region(self.forward, self.path, self.batch)
-            if func == _SET_DATA and has_data:
-                raise UncapturedUseError(
-                    f"module '{self.path}' gives parameter {self.names_of(parameters)} the numbers of data (.data = ...): "
-                    "its gradient would be of other numbers. Compute with the data itself."
-                )
             if has_data:
+                refuse_numbers_of_data(self, func, parameters)
                 target = args[0] if args and is_in_place(function_name(func)) else None
                 for parameter in parameters:
                     if link_of(parameter) is not None and parameter is not target:
@@ -308,16 +303,14 @@ class Pass:
                 out = out if one is None else one.tagged(out, func, args)
                 self.count_uses([found[0].operand for t in args if (found := gathered_of(t)) is not None])
                 return out
-        before = _unmoved(func, args)
+        before = unmoved(func, args)
         overwritten = target_as_it_is(func, args) if has_data and before is None else None
         versions = versions_of(tensors_in((args, kwargs))) if has_data else []
         out = func(*args, **kwargs)
-        if func in GIVING and args and self.batch > 1:
-            giving = self.exposed.give(Call(func, args, kwargs, out, self.batch, self.path))
+        if func in GIVING or self.exposed:
+            giving = self.exposed.after(Call(func, args, kwargs, out, self.batch, self.path))
             if giving:
                 self.reads.note(giving, None)
-        if self.exposed:
-            self.exposed.renew((args, kwargs))
         if has_data and before is not None:
             propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
         elif has_data:
@@ -331,22 +324,8 @@ class Pass:
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
             keep_apart(tensors_in(out), tensors_in((args, kwargs)))
-            if self.exposed:
-                self.exposed.made(func, out)
+            self.exposed.made(func, out)
         return out
-
-    def look(self, tensor: Tensor, func: Any) -> None:
-        """See whether a tensor's memory says other than its tag (`layouts.memory.look`)."""
-        parameter = id(tensor) in self.tracked or link_of(tensor) is not None
-        if not parameter:
-            if self.exposed and tag_of(tensor, self.batch) is None:
-                self.exposed.meet(tensor)
-            look(tensor, tag_of(tensor, self.batch), self.batch)
-        elif shares(tensor):
-            raise UncapturedUseError(
-                f"{self.place(function_name(func))} takes parameter {self.names_of([tensor])}, whose memory data was "
-                "written to (a start from the first batch?): a parameter must not tell of samples without noise."
-            )
 
     def check_unwritten(self) -> None:
         """Raises UncapturedUseError where what the pass relies on was written to after it was used or taken."""
@@ -395,38 +374,11 @@ class Pass:
 
         def poison(tensor: Tensor) -> Tensor:
             if tensor.is_floating_point() or tensor.is_complex():
-                tensor = _Poison.apply(tensor, self.token_for(()), problem)  # type: ignore[no-untyped-call]
+                tensor = Poison.apply(tensor, self.token_for(()), problem)  # type: ignore[no-untyped-call]
             tag(tensor, mixed)
             return tensor
 
         return map_tensors(out, poison)
-
-
-_MOVING_IN_PLACE = frozenset("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
-
-
-def _unmoved(func: Any, args: tuple[Any, ...]) -> tuple[Any, Tensor] | None:
-    """For a change of shape in place: the function that returns the same anew, and the tensor as it was."""
-    name = function_name(func)
-    if name not in _MOVING_IN_PLACE:
-        return None
-    with torch.no_grad():
-        as_it_was = args[0].detach()
-    as_it_was.__dict__.update(args[0].__dict__)
-    return getattr(torch.Tensor, name[:-1]), as_it_was
-
-
-class _Poison(torch.autograd.Function):
-    """The identity; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, token: Tensor, problem: SampleMixingError) -> Tensor:
-        ctx.problem = problem
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise SampleMixingError(str(ctx.problem))
 
 
 class _CaptureMode(TorchFunctionMode):

@@ -50,8 +50,15 @@ class Exposed:
     def __bool__(self) -> bool:
         return bool(self.memory or self.read or self.integers)
 
-    def give(self, call: Call) -> str:
-        """A call may give memory or numbers away. Returns what is to be warned of, or ''."""
+    def after(self, call: Call) -> str:
+        """A call was made: it may give memory or numbers away, or write to such memory. Returns what is to be warned
+        of, or ''."""
+        given = self._give(call) if call.func in GIVING and call.args and self.batch > 1 else ""
+        if self.memory:
+            self._renew((call.args, call.kwargs))
+        return given
+
+    def _give(self, call: Call) -> str:
         tensor = call.args[0]
         layout = call.layout(tensor)
         if call.func in _MEMORY and tensor.layout == torch.strided:
@@ -67,6 +74,8 @@ class Exposed:
 
     def check(self, args: Any) -> None:
         """Raises SampleMixingError where memory of these tensors (None: any) was written to out of sight."""
+        if not self.memory:
+            return
         storages = None if args is None else [storage_of(tensor) for tensor in tensors_in(args)]
         for given in self.memory:
             mine = storages is None or any(storage is given.storage for storage in storages)
@@ -76,8 +85,7 @@ class Exposed:
                     "are now, fastdp cannot know. Write to a copy of it (clone())."
                 )
 
-    def renew(self, args: Any) -> None:
-        """A call in sight has written to these tensors, perhaps."""
+    def _renew(self, args: Any) -> None:
         storages = [storage_of(tensor) for tensor in tensors_in(args)]
         for given in self.memory:
             if any(storage is given.storage for storage in storages):
@@ -93,7 +101,13 @@ class Exposed:
 
     def made(self, func: Any, out: Any) -> None:
         """A call without data has made a tensor of numbers of Python."""
-        if func not in _MAKING or not isinstance(out, Tensor) or not out.dim() or tag_of(out, self.batch) is not None:
+        if (
+            not self
+            or func not in _MAKING
+            or not isinstance(out, Tensor)
+            or not out.dim()
+            or tag_of(out, self.batch) is not None
+        ):
             return
         if out.is_floating_point() or out.is_complex():
             if self.read:

@@ -1,9 +1,9 @@
 """Memory that holds data, and tensors that came to it out of sight.
 
 torch makes tensors over a memory that exists already in ways that no function mode sees: `nn.Parameter(h)`,
-`Tensor._make_subclass`, `set_`, `from_dlpack`, `from_numpy`; and `.data` and `detach()` share memory without being views
-in autograd's books. So the memory itself (torch's storage, one Python object for as long as the memory lives) notes
-that it holds data, and every tensor that a call takes is asked whose memory it lies in (`memory.look`):
+`Tensor._make_subclass`, `set_`, `from_dlpack`, `from_numpy`; and `.data` and `detach()` share memory without being
+views in autograd's books. So the memory itself (torch's storage, one Python object for as long as the memory lives)
+notes that it holds data, and every tensor that a call takes is asked whose memory it lies in (`memory.look`):
 
 - one without a layout in memory that holds data is data;
 - one with a layout whose memory is another, or was written to with other samples through an alias, is mixed.

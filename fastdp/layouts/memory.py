@@ -79,7 +79,7 @@ _IDEMPOTENT: set[Any] = {F.embedding, F.embedding_bag, torch.embedding_bag}  # r
 
 
 def write_unaccounted(call: Call, versions: list[int]) -> bool:
-    """See to what a call wrote without its rule's knowing: arguments whose versions changed. Returns whether any did."""
+    """See to what a call wrote without its rule's knowing, by the versions of its arguments. Returns whether any is."""
     tensors = tensors_in((call.args, call.kwargs))
     changed = [t for t, version in zip(tensors, versions, strict=False) if version >= 0 and t._version != version]
     if not changed or call.func in _IDEMPOTENT:
