@@ -20,7 +20,9 @@ from .arguments import refuse_ragged
 from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from .layouts.exposed import GIVING, Exposed
 from .layouts.layout import Layout, Moment, tag, tag_of
+from .layouts.memory import keep_apart, versions_of, write_unaccounted
 from .layouts.pieces import NOTED, stamp
 from .layouts.positions import note_made
 from .layouts.propagate import propagate
@@ -35,6 +37,7 @@ from .planner import Planner
 from .reads import Reads
 from .recorder import Recorder
 from .regions import Enters, custom_function, watch_region
+from .sight import Poison, look_at, refuse_numbers_of_data, unmoved
 from .uses.alone import one_sample_of
 from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
@@ -120,6 +123,8 @@ class Pass:
         self.moment = moment or Moment(forward.owner)
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.watcher: Watcher | None = None
+        self.exposed = Exposed(batch, forward.model)
+        self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
         self.reads = forward.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
@@ -247,7 +252,8 @@ class Pass:
         return out
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = self.memo.signature(func, args, kwargs, self.batch, self.tracked)
+        asked = bool(self.exposed)  # every call, once data has left torch
+        signature = None if asked else self.memo.signature(func, args, kwargs, self.batch, self.tracked)
         known = self.memo.layouts(signature)
         if known is not None:
             out = func(*args, **kwargs)
@@ -257,12 +263,13 @@ class Pass:
                 elif tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
             return out
+        self.unaccounted = False
         out = self._ask(func, args, kwargs)
         stamp(func, args, kwargs, out, self.batch)
         if NOTED:
             self.reads.note(NOTED.pop(), None)
             NOTED.clear()
-        if signature is not None:
+        if signature is not None and not self.unaccounted:
             self.memo.learn(signature, out, self.batch)
         elif self.watcher is not None:
             self.watcher.asked(func, args, kwargs, out)
@@ -271,10 +278,13 @@ class Pass:
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a kind not seen before, or with a parameter among its arguments."""
         parameters, has_data = [], False
+        self.exposed.check((args, kwargs))
         for tensor in tensors_in((args, kwargs)):
             if tensor.is_nested:
                 refuse_ragged(tensor, f"an argument of {self.place(function_name(func))}")
-            elif self.is_parameter(tensor):
+            if self.batch > 1:
+                look_at(self, tensor, func)
+            if self.is_parameter(tensor):
                 parameters.append(tensor)
             elif self.is_data(tensor):
                 has_data = True
@@ -291,6 +301,7 @@ class Pass:
         elif parameters:
             watch_region(self.forward, self.path, self.batch)
             if has_data:
+                refuse_numbers_of_data(self, func, parameters)
                 target = args[0] if args and is_in_place(function_name(func)) else None
                 for parameter in parameters:
                     if link_of(parameter) is not None and parameter is not target:
@@ -315,9 +326,14 @@ class Pass:
                 out = out if one is None else one.tagged(out, func, args)
                 self.count_uses([found[0].operand for t in args if (found := gathered_of(t)) is not None])
                 return out
-        before = _unmoved(func, args)
+        before = unmoved(func, args)
         overwritten = target_as_it_is(func, args) if has_data and before is None else None
+        versions = versions_of(tensors_in((args, kwargs))) if has_data else []
         out = func(*args, **kwargs)
+        if func in GIVING or self.exposed:
+            giving = self.exposed.after(Call(func, args, kwargs, out, self.batch, self.path))
+            if giving:
+                self.reads.note(giving, None)
         if has_data and before is not None:
             propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
         elif has_data:
@@ -327,12 +343,15 @@ class Pass:
                 self.reads.note(read, out)
             self._judge_sizes(call)
             note_made(func, args, kwargs, out, self.batch, self._is_owned)
+            self.unaccounted = write_unaccounted(call, versions)
         else:
             self.forward.sizes.note_number(func, args, kwargs, out)
             note_made(func, args, kwargs, out, self.batch, self._is_owned)
             for tensor in tensors_in(out):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[_CONSTANT] = True
+            keep_apart(tensors_in(out), tensors_in((args, kwargs)))
+            self.exposed.made(func, out)
         return out
 
     def _judge_sizes(self, call: Call, of_parameters: bool = False) -> None:
@@ -356,6 +375,7 @@ class Pass:
 
     def check_unwritten(self) -> None:
         """Raises UncapturedUseError where what the pass relies on was written to after it was used or taken."""
+        self.exposed.check(None)
         if self.used.written():
             raise UncapturedUseError(
                 f"module '{self.root}': a tensor made of parameters was written to in place after it had been used, "
@@ -400,38 +420,11 @@ class Pass:
 
         def poison(tensor: Tensor) -> Tensor:
             if tensor.is_floating_point() or tensor.is_complex():
-                tensor = _Poison.apply(tensor, self.token_for(()), problem)  # type: ignore[no-untyped-call]
+                tensor = Poison.apply(tensor, self.token_for(()), problem)  # type: ignore[no-untyped-call]
             tag(tensor, mixed)
             return tensor
 
         return map_tensors(out, poison)
-
-
-_MOVING_IN_PLACE = frozenset("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
-
-
-def _unmoved(func: Any, args: tuple[Any, ...]) -> tuple[Any, Tensor] | None:
-    """For a change of shape in place: the function that returns the same anew, and the tensor as it was."""
-    name = function_name(func)
-    if name not in _MOVING_IN_PLACE:
-        return None
-    with torch.no_grad():
-        as_it_was = args[0].detach()
-    as_it_was.__dict__.update(args[0].__dict__)
-    return getattr(torch.Tensor, name[:-1]), as_it_was
-
-
-class _Poison(torch.autograd.Function):
-    """The identity; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, token: Tensor, problem: SampleMixingError) -> Tensor:
-        ctx.problem = problem
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise SampleMixingError(str(ctx.problem))
 
 
 class _CaptureMode(TorchFunctionMode):

@@ -18,6 +18,7 @@ from .capture import Pass
 from .compiled import Switches
 from .errors import BatchLayoutError, ParameterError
 from .layouts.layout import Layout, Moment, set_moment, tag_of
+from .layouts.memory import look
 from .layouts.sizes import Sizes
 from .memo import Memo
 from .module_hooks import ModuleHook
@@ -252,7 +253,7 @@ class Forward:
         layouts: list[Layout] = []
         for tensor in nested_tensors(out if apart is None else apart):
             if tensor.requires_grad:
-                layout = tag_of(tensor, self._batch) or unseen
+                layout = look(tensor, tag_of(tensor, self._batch), self._batch) or unseen
                 tensor.register_hook(functools.partial(self.backward.reached, layout))
                 layouts += [] if layout is None else [layout]
         if not self.runs_again():

@@ -91,6 +91,13 @@ def layout_said(mark: Mark, tensor: Tensor, batch: int) -> Layout | None:
     return Layout(batch, owner=owner).taken(0, torch.arange(len(owner), device=owner.device))
 
 
+def layouts_marked(batch: int, device: torch.device) -> list[Layout]:
+    """The layouts of the tensors that are marked, the latest first."""
+    owners = [mark.owner for kept in reversed(_marked.values()) if (t := kept()) is not None and (mark := mark_of(t))]
+    fitting = [owner.to(device) for owner in owners if owner is not None and (owner < batch).all()]
+    return [Layout(batch, owner=owner).taken(0, torch.arange(len(owner), device=device)) for owner in fitting]
+
+
 def tag_marked(batch: int) -> None:
     """Tag marked tensors that reach the model within other objects than its arguments' containers."""
     for kept in _marked.values():

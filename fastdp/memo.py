@@ -15,6 +15,7 @@ from torch import Tensor
 from .layouts import routing, rows, written
 from .layouts.calls import function_name, is_in_place, tensors_in
 from .layouts.layout import Layout, tag_of
+from .layouts.memory import is_apart, look, shares
 from .layouts.positions import NUMBERING_OR_DRAWING, made_in_sight, may_matter
 from .layouts.propagate import REFUSING, RULES
 from .layouts.trial import UNCHECKED, VIEWS
@@ -76,7 +77,7 @@ class Memo:
     ) -> Any:
         """What the layouts follow from; None where they depend on more."""
         kind = _kind(func)
-        if kind == "depends" or batch <= 1 or (kind == "where" and len(args) == 1):
+        if kind == "depends" or batch <= 1 or "out" in kwargs or (kind == "where" and len(args) == 1):
             return None
         if func in PRODUCTS and any(gathered_of(tensor) is not None for tensor in args):
             return None
@@ -148,8 +149,10 @@ class _Described:
                 needs_grad = value.requires_grad
                 if value.is_nested or needs_grad and (id(value) in self.tracked or link_of(value) is not None):
                     raise _Depends
-                layout, shape = tag_of(value, self.batch), value.shape
+                layout, shape = look(value, tag_of(value, self.batch), self.batch), value.shape
                 if layout is None:
+                    if is_apart(value) and shares(value):
+                        raise _Depends  # its views must be known for constants too
                     if needs_grad and not value.is_leaf:
                         raise _Depends  # of unseen origin, perhaps
                     if made_in_sight(value):

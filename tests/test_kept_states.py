@@ -143,3 +143,33 @@ def test_a_state_kept_by_the_loss() -> None:
 
     with pytest.raises(SampleMixingError, match="earlier batch"):
         run(lambda m, h: h, Centre(), sizes=(6, 6))
+
+
+def test_what_the_training_loop_keeps_of_outputs() -> None:
+    """Taken after backward, out of sight: the memory tells."""
+
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.kept = nn.Linear(D, D), None
+
+        def forward(self, x):
+            h = self.layer(x)
+            return h if self.kept is None else h + self.kept.mean(0)
+
+    model = Adding()
+    fastdp.PerSampleGradients(model)
+    out = model(torch.randn(6, D))
+    out.square().sum(1).mean().backward()
+    model.kept = out.detach()
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        model(torch.randn(6, D)).square().sum(1).mean().backward()
+
+
+def test_parts_of_one_tensor_may_be_the_batches() -> None:
+    model, data, labels = Program(lambda m, h: h), torch.randn(18, D), torch.randint(0, 4, (18,))
+    engine = fastdp.PerSampleGradients(model)
+    for start in (0, 6, 12, 3, 0):
+        nn.functional.cross_entropy(model(data[start : start + 6]), labels[start : start + 6]).backward()
+        assert engine.norms().shape == (6,)
+    engine.detach()

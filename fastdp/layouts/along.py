@@ -345,4 +345,6 @@ def _packed(call: Call) -> Tags:
     if not torch.equal(owners, torch.cat([owners[:n] for n in sizes])):
         return [(result, combined(call, result, "takes rows of several samples for one sequence"))]
     found = layout._replace(dim=0 if batch_first else 1, outer=1, inner=1, owner=owners[: sizes[0]], order=None)
-    return [(result, found)]
+    lengths = found._replace(dim=0, owner=owners[: sizes[0]].to(call.out[1].device))  # each its own sample's
+    rows = torch.arange(lengths.rows, device=call.out[1].device)
+    return [(result, found), (call.out[1], lengths.taken(0, rows))]

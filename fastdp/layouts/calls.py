@@ -16,6 +16,7 @@ _IN_PLACE_DUNDERS = frozenset(
 
 def is_in_place(name: str) -> bool:
     """Whether the function writes to its first argument."""
+    name = name.partition(".")[0]  # torch.ops.aten.add_.Tensor
     return name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from .held import HELD, hold
+
 ATTRIBUTE = "_fastdp_layout"
 INPUT = "_fastdp_input"  # on the model's arguments: their rows may be packed in ways that shapes do not tell
 _MOMENT = "_fastdp_moment"  # of the batch whose samples a tagged tensor carries
@@ -180,7 +182,11 @@ def moment_of(tensor: Tensor) -> Moment | None:
 
 def is_stale(tensor: Tensor) -> bool:
     """Whether a tensor carries samples of an earlier batch of the engine that tags now."""
-    moment = tensor.__dict__.get(_MOMENT)
+    return is_past(tensor.__dict__.get(_MOMENT))
+
+
+def is_past(moment: Moment | None) -> bool:
+    """Whether a moment is of an earlier batch of the engine that tags now."""
     return moment is not None and not moment.alive and moment.owner in (_now.owner, LOADERS)
 
 
@@ -192,22 +198,30 @@ STALE = (
 )
 
 
+def stale_layout(tensor: Tensor, batch: int) -> Layout:
+    """The layout of a tensor that carries samples of an earlier batch."""
+    return Layout(batch, mixed=f"a tensor of shape {tuple(tensor.shape)} {STALE}")
+
+
 def tag(tensor: Tensor, layout: Layout | None) -> None:
     """Write the layout on the tensor (the Python object)."""
     if layout is not None:
         tensor.__dict__[ATTRIBUTE] = layout
         tensor.__dict__[_MOMENT] = _now
-        if tensor._is_view():
+        view = tensor._is_view()
+        if view:
             tensor.__dict__[_WHEN] = tensor._version
+        hold(tensor, layout, view, None if INPUT in tensor.__dict__ else _now)
     else:
         tensor.__dict__.pop(ATTRIBUTE, None)
+        tensor.__dict__.pop(HELD, None)
 
 
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout written on the tensor, if it speaks of a batch of this size."""
     layout = tensor.__dict__.get(ATTRIBUTE)
     if layout is not None and tensor.__dict__[_MOMENT] is not _now and is_stale(tensor):
-        return Layout(batch, mixed=f"a tensor of shape {tuple(tensor.shape)} {STALE}")
+        return stale_layout(tensor, batch)
     if layout is None or layout.batch != batch:
         return _seen_through(tensor, batch) if not is_lazy(tensor) and tensor._is_view() else None
     if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
@@ -227,7 +241,9 @@ def _seen_through(view: Tensor, batch: int) -> Layout | None:
     if base is None or known is None:
         return None
     if is_stale(base):
-        return Layout(batch, mixed=f"a tensor of shape {tuple(view.shape)} {STALE}")
+        if INPUT in base.__dict__:
+            return None  # a part of what was an input then may be one now
+        return stale_layout(view, batch)
     return of_view(view, base, known) if known.batch == batch else None
 
 

@@ -2,10 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .calls import Call
-from .layout import ATTRIBUTE, Layout, layout_of_owners, owner_map, tag
+from .calls import Call, tensors_in
+from .held import HELD, Held, foreign, storage_of, written
+from .layout import ATTRIBUTE, INPUT, Layout, is_past, layout_of_owners, owner_map, stale_layout, tag
+
+_APART = "_fastdp_apart"  # on a tensor that shares memory with data and is none: a view of an input beside the data
+_SHARED = (
+    "a tensor shares its memory with data that was written to, or made data of another tensor, out of autograd's sight "
+    "(.data, detach(), set_, nn.Parameter, numpy, dlpack); make a new tensor, by clone()"
+)
+
+
+def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
+    """The layout that a tensor's memory allows, which is written on it: `layout` (that of its tag), mostly.
+
+    A constant over memory that holds data is data; a layout is not believed of memory that another took, or that other
+    samples were written to through an alias.
+    """
+    storage = storage_of(tensor)
+    if storage is None:
+        return layout
+    held: Held | None = getattr(storage, HELD, None)
+    if layout is not None:
+        if held is tensor.__dict__.get(HELD) or layout.mixed or _by_its_base(tensor, held):
+            return layout
+        found = Layout(batch, mixed=_SHARED)
+    else:
+        over = None if held is not None or is_apart(tensor) else foreign(storage)
+        if over is not None and over.layout.batch == batch:
+            found = Layout(batch, mixed=over.layout.mixed or _SHARED)
+            tag(tensor, found)
+            return found
+        if held is None or is_apart(tensor):
+            return None
+        if is_past(held.moment):
+            found = stale_layout(tensor, batch)
+            tag(tensor, found)
+            return found
+        if held.layout.batch != batch:
+            return None
+        found = held.layout if held.is_over(tensor) else Layout(batch, mixed=held.layout.mixed or _SHARED)
+    tag(tensor, found)
+    return found
+
+
+def _by_its_base(tensor: Tensor, held: Held | None) -> bool:
+    """Whether a view's base, by which its own layout is judged, is right about its memory."""
+    return tensor._is_view() and held is tensor._base.__dict__.get(HELD)  # type: ignore[union-attr]
+
+
+def is_apart(tensor: Tensor) -> bool:
+    """Whether a tensor without a layout is a constant although its memory holds data elsewhere."""
+    return INPUT in tensor.__dict__ or _APART in tensor.__dict__
+
+
+def shares(tensor: Tensor) -> bool:
+    """Whether a constant lies in memory that holds data."""
+    storage = storage_of(tensor)
+    return storage is not None and getattr(storage, HELD, None) is not None
+
+
+def keep_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Views of constants of a call without data are constants, as these are."""
+    for tensor in outputs:
+        if shares(tensor) and any(is_apart(t) and storage_of(t) is storage_of(tensor) for t in inputs):
+            tensor.__dict__[_APART] = True
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each tensor was written to; -1 where torch does not count (inference tensors)."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+_IDEMPOTENT: set[Any] = {F.embedding, F.embedding_bag, torch.embedding_bag}  # rows to a largest norm, each by itself
+
+
+def write_unaccounted(call: Call, versions: list[int]) -> bool:
+    """See to what a call wrote without its rule's knowing, by the versions of its arguments. Returns whether any is."""
+    tensors = tensors_in((call.args, call.kwargs))
+    changed = [t for t, version in zip(tensors, versions, strict=False) if version >= 0 and t._version != version]
+    if not changed or call.func in _IDEMPOTENT:
+        return bool(changed)
+    spoken_of = {id(storage_of(t)) for t in (*tensors_in(call.out), *call.written())}
+    if call.name == "__setitem__":
+        spoken_of.add(id(storage_of(call.args[0])))
+    for tensor in changed:
+        if id(storage_of(tensor)) in spoken_of or call.name == "data":
+            continue
+        layout = Layout(call.batch, mixed=call.mixed("writes to an argument of its own, of what samples is not known"))
+        for held in (tensor, tensor._base if tensor._is_view() else tensor):
+            before = held.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
+            tag(held, layout)  # type: ignore[arg-type]
+            written(held, layout, before)  # type: ignore[arg-type]
+    return True
 
 
 def written_through(call: Call, view: Tensor, before: Layout | None, layout: Layout | None) -> None:

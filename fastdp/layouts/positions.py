@@ -57,13 +57,15 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
         made = _CONSTANT
     elif _CONSTANT in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
-        strange = any(_MADE not in t.__dict__ and batch in t.shape[:1] and not is_owned(t) for t in given)
+        strange = any(_MADE not in t.__dict__ and t.dim() and not is_owned(t) for t in given)
         made = "" if strange else _CONSTANT
     else:
         made = ""
-    if made:
-        for tensor in results:
+    for tensor in results:
+        if made:
             tensor.__dict__[_MADE] = made
+        else:
+            tensor.__dict__.pop(_MADE, None)
 
 
 def made_in_sight(tensor: Tensor) -> bool:
@@ -103,3 +105,10 @@ def rows_alike(tensor: Tensor, dim: int) -> bool:
         alike = bool((values == values.narrow(dim, 0, 1)).all())
     tensor.__dict__[_ALIKE] = (dim, tensor._version, alike)
     return alike
+
+
+def was_by_place(before: Tensor, written: Tensor, dim: int, rows: int) -> bool:
+    """The same of a constant that was written to in place, as it was before."""
+    if before.shape[dim : dim + 1] != (rows,) or written.__dict__.get(_MADE) != _CONSTANT or rows <= 1:
+        return False
+    return bool((before != before.narrow(dim, 0, 1)).any())

@@ -21,6 +21,7 @@ from .alone import of_one_sample
 from .calls import Call, tensors_in
 from .counted import counted
 from .guesses import with_guesses
+from .held import written
 from .layout import ATTRIBUTE, RELAID, Layout, tag, tag_of
 from .memory import written_through
 from .pieces import cut
@@ -58,7 +59,7 @@ def propagate(call: Call) -> str:
     Returns what the call tells Python of several samples together, or ''.
     """
     if call.name == "data" and call.out is None:  # tensor.data = other
-        tag(call.args[0], call.layout(call.args[1]))
+        tag(call.args[0], _of_new_memory(call, *call.args[:2]))
         return ""
     outputs = list(tensors_in(call.out))
     if not outputs and call.name != "__setitem__":
@@ -75,19 +76,40 @@ def propagate(call: Call) -> str:
     tags = _layouts_of(call, inputs)
     if any(layout.guessed for _, layout in inputs):
         tags = with_guesses(call, inputs, tags, functools.partial(_layouts_of, call))
-    into = [(tensor, tensor.__dict__.get(ATTRIBUTE)) for tensor in _written(call)]
+    into = [(tensor, tensor.__dict__.get(ATTRIBUTE), _root(tensor)) for tensor in _written(call)]
     from_places = call.func not in PICKING and any(layout.places for _, layout in inputs)
     for tensor, layout in tags:
         if from_places:
             layout = _made_of_places(call, tensor, layout)
         tag(tensor, layout)
-    for tensor, before in into:
+    for tensor, before, (root, held) in into:
         layout = tensor.__dict__.get(ATTRIBUTE)
         if tensor._is_view():
             written_through(call, tensor, before, layout and layout._replace(shifted=None))
         elif before is not None and before != layout:
             tensor.__dict__[RELAID] = tensor._version
+        if (after := root.__dict__.get(ATTRIBUTE)) is not None and after != held:
+            written(root, after, held)
     return read_of(call, tags)
+
+
+def _of_new_memory(call: Call, tensor: Tensor, other: Tensor) -> Layout | None:
+    """tensor.data = other: its gradient still goes where it went, so the numbers must be of the same samples."""
+    before, layout = call.layout(tensor), call.layout(other)
+    if tensor.is_leaf or (layout is not None and layout.mixed):
+        return layout
+    if before is not None and layout is None and tensor.shape[before.dim : before.dim + 1] == (before.rows,):
+        return before
+    same = before is not None and layout is not None and before._replace(owner=None) == layout._replace(owner=None)
+    if same and before.same_rows(layout, tensor.device):  # type: ignore[union-attr, arg-type]
+        return layout
+    return None if before is layout is None else Layout(call.batch, mixed=call.mixed("takes numbers of other samples"))
+
+
+def _root(tensor: Tensor) -> tuple[Tensor, Layout | None]:
+    """The tensor that a view is seen through, else itself, and its layout."""
+    root = tensor._base if tensor._is_view() else tensor
+    return root, root.__dict__.get(ATTRIBUTE)  # type: ignore[return-value, union-attr]
 
 
 def _written(call: Call) -> list[Tensor]:

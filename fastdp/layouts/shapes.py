@@ -10,8 +10,9 @@ from .calls import Call, tensors_in
 from .coordinates import keep_coordinates
 from .counted import note_groups, repeated
 from .layout import Layout, reshaped
-from .positions import by_place
+from .positions import by_place, was_by_place
 from .propagate import ask, by_place_layout, combined, has_data_beside_first, rule, spellings
+from .targets import note_shape
 from .trial import UNCHECKED, Tags
 
 T = torch.Tensor
@@ -89,6 +90,8 @@ def _constant(call: Call) -> Tags:
     """Constants of a tensor's type, unless their numbers are data."""
     data = numbers_in(call)
     if not data:
+        for tensor in tensors_in(call.out):
+            note_shape(tensor, call.layout(call.args[0]))
         return [(tensor, None) for tensor in tensors_in(call.out)]
     if call.name == "new_tensor" and call.argument(1, "data") is data[0][0]:
         return [(call.out, data[0][1])]
@@ -149,8 +152,13 @@ def _beside_places(call: Call, out: Tensor, layout: Layout, inputs: list[tuple[T
     if len(inputs) == len(call.args) and not call.kwargs:
         return layout
     tagged = {id(tensor) for tensor, _ in inputs}
+    if out is call.args[0] and id(out) not in tagged:
+        tagged.add(id(out))  # a constant that was written to: what it holds now is data
     constants = [t for t in tensors_in((call.args, call.kwargs)) if id(t) not in tagged]
-    if not any(by_place(t, layout.dim - out.dim() + t.dim(), layout.rows) for t in constants):
+    places = [by_place(t, layout.dim - out.dim() + t.dim(), layout.rows) for t in constants]
+    if out is call.args[0] and call.before is not None and call.name != "copy_":
+        places.append(was_by_place(call.before, out, layout.dim, layout.rows))
+    if not any(places):
         return layout
     whole = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
     return layout._replace(places=True) if whole else by_place_layout(call, out)
@@ -185,6 +193,17 @@ def _group_norm(call: Call) -> Tags:
         return [(call.out, combined(call, call.out, "scales all samples by numbers made of the batch"))]
     if layout is not None and layout.dim != 0:
         return [(call.out, combined(call, call.out, "takes the batch for channels"))]
+    return [(call.out, layout)]
+
+
+@rule(*spellings("renorm", "renorm_"))
+def _renorm(call: Call) -> Tags:
+    """Slices along a dimension, each by its own norm (where it is too large: numbers asked with may not be)."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    if layout is None or layout.mixed or call.layout(call.argument(1, "p")) or call.layout(call.argument(3, "maxnorm")):
+        return ask(call)
+    if call.argument(2, "dim") % source.dim() != layout.dim or layout.rows != call.out.size(layout.dim):
+        return [(call.out, combined(call, call.out, "scales samples by a norm of several"))]
     return [(call.out, layout)]
 
 

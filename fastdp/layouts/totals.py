@@ -54,6 +54,9 @@ def follow(call: Call, inputs: Inputs) -> Tags:
     outputs = list(tensors_in(call.out))
     if call.name in _SHAPED:
         return [(tensor, None) for tensor in outputs]
+    if call.name == "__setitem__":
+        layout = Layout(call.batch, mixed=call.mixed("writes a sum over the samples into memory"))
+        return [(call.args[0], layout)]
     why = _broken(call, inputs)
     cut = any(layout.total and layout.piece is not None for _, layout in inputs)
     known = [layout.piece for _, layout in inputs if layout.total or (layout.alone >= 0 and layout.piece is not None)]
@@ -61,8 +64,9 @@ def follow(call: Call, inputs: Inputs) -> Tags:
     carry_terms(call)
     if why or problem:
         cause = next((lay.mixed for t, lay in inputs if lay.mixed and not lay.total and t.requires_grad), "")
-        return [(tensor, Layout(call.batch, mixed=cause or call.mixed(why or problem))) for tensor in outputs]
-    mixed = next(layout.mixed for _, layout in inputs if layout.total)
+        mixed = cause or f"{_begun(inputs)}, and {call.mixed(why or problem)}"
+        return [(tensor, Layout(call.batch, mixed=mixed)) for tensor in outputs]
+    mixed = _begun(inputs)
     guessed = max(layout.guessed for _, layout in inputs)
     floating = all(t.is_floating_point() or t.is_complex() for t in outputs)
     piece = settled(pieces, call.batch)
@@ -71,6 +75,11 @@ def follow(call: Call, inputs: Inputs) -> Tags:
     kind = _kind(call, inputs) if floating else ""
     total = Layout(call.batch, mixed=mixed, total=kind, piece=piece, guessed=guessed)
     return [(tensor, total) for tensor in outputs]
+
+
+def _begun(inputs: Inputs) -> str:
+    """What made the first sum over the samples."""
+    return next(layout.mixed for _, layout in inputs if layout.total)
 
 
 def _kind(call: Call, inputs: Inputs) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from .draws import DRAWS, Draw, is_close
 from .layout import Layout, tag_of
 
 Tags = list[tuple[Tensor, Layout | None]]
@@ -46,7 +47,42 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
             key = None
     if is_in_place(call.name) and call.before is None:
         return False
-    values, before = _generic(call, data) or ([t for t, _ in data], [t for t, _ in tags])
+    asked, kind = False, _kind(call)
+    for draw in DRAWS[:1] if kind in _SCALED else DRAWS:
+        drawn = _drawn(call, data, draw)
+        if drawn is not None:
+            asked = True
+            if not _apart(call, data, tags, *drawn):
+                return False
+    if not asked and not _apart(call, data, tags, [t for t, _ in data], [t for t, _ in tags]):
+        return False
+    if kind is not None:
+        if len(_SCALED) >= CACHE_SIZE:
+            _SCALED.clear()
+        _SCALED.add(kind)
+    if key is not None:
+        if len(_INDEPENDENT) >= CACHE_SIZE:
+            _INDEPENDENT.clear()
+        _INDEPENDENT.add(key)
+    return True
+
+
+Data = list[tuple[Tensor, Layout]]
+_SCALED: set[Any] = set()  # kinds of calls that were asked with numbers of every size
+
+
+def _kind(call: Call) -> Any:
+    """A call but for the values of its tensors; None where there is no telling."""
+    try:
+        kind = (call.func, call.batch, _key(call.args, call.batch), _key(call.kwargs, call.batch))
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
+
+
+def _apart(call: Call, data: Data, tags: Tags, values: list[Tensor], before: list[Tensor]) -> bool:
+    """Whether the results `before` of these values stay as they are for samples that do not change."""
     whole = any(not t.is_floating_point() for t in (*values, *before))  # a change may leave such numbers as they were
     for changed in _changes(call.batch):
         found: list[list[Tensor]] = []
@@ -60,14 +96,7 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
             for was, now, (_, layout) in zip(before, after, tags, strict=False):
                 if layout is not None and not layout.mixed and not _same_others(layout, was, now, changed):
                     return False
-    if key is not None:
-        if len(_INDEPENDENT) >= CACHE_SIZE:
-            _INDEPENDENT.clear()
-        _INDEPENDENT.add(key)
     return True
-
-
-Data = list[tuple[Tensor, Layout]]
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,17 +107,18 @@ def _changes(batch: int) -> Tensor:
     return torch.zeros(batch, sets, dtype=torch.bool).scatter_(1, torch.tensor(codes), True).T.contiguous()
 
 
-def _generic(call: Call, data: Data) -> tuple[list[Tensor], list[Tensor]] | None:
+def _drawn(call: Call, data: Data, draw: Draw) -> tuple[list[Tensor], list[Tensor]] | None:
     """Random numbers in place of the data's, as zeros hide what depends on what, and the results; None where the
     function does not take them."""
     if not any(t.is_floating_point() or t.is_complex() for t, _ in data):
         return None
     values = []
-    for number, (tensor, _) in enumerate(data):
+    for number, (tensor, layout) in enumerate(data):
         value = tensor.detach()
         if value.is_floating_point() or value.is_complex():
             random = torch.Generator().manual_seed(number)  # the CPU's: some devices have none
-            value = torch.empty(value.shape, dtype=value.dtype).normal_(generator=random).to(value.device)
+            normal = torch.empty(value.shape, dtype=value.dtype).normal_(generator=random)
+            value = draw(normal, layout).to(value.device)
         values.append(value)
     found = _run_again(call, data, values)
     if found is None or any(t.is_floating_point() and not bool(t.isfinite().all()) for t in found):
@@ -155,20 +185,12 @@ def _with_samples_changed(tensor: Tensor, layout: Layout, samples: Tensor, chang
 
 def _same_others(layout: Layout, before: Tensor, after: Tensor, changed: Tensor) -> bool:
     if layout.alone >= 0:
-        return bool(changed[layout.alone]) or (before.shape == after.shape and _close(before.detach(), after))
+        same = before.shape == after.shape
+        return bool(changed[layout.alone]) or (same and is_close(before.detach().unsqueeze(0), after.unsqueeze(0)))
     if before.shape != after.shape or before.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return False
     keep = ~changed.to(before.device)[layout.owners(before.device)]
-    return _close(before.detach().movedim(layout.dim, 0)[keep], after.movedim(layout.dim, 0)[keep])
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    if not (a.is_floating_point() or a.is_complex()) or not a.numel():
-        return torch.equal(a, b)
-    digits = 1e-3 if a.dtype in (torch.bfloat16, torch.float16) else 1e-6
-    finite = a[a.isfinite()]  # masked scores are -inf, whose size would let any difference pass
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(a, b, rtol=10 * digits, atol=digits * largest, equal_nan=True)
+    return is_close(before.detach().movedim(layout.dim, 0)[keep], after.movedim(layout.dim, 0)[keep])
 
 
 def is_blind_to_order(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) -> bool:
@@ -193,7 +215,8 @@ def is_blind_to_order(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tag
                 continue
             if before.shape != now.shape or before.shape[layout.dim : layout.dim + 1] != order.shape:
                 return False
-            if not _close(before.detach().index_select(layout.dim, order), now):
+            moved = before.detach().index_select(layout.dim, order)
+            if not is_close(moved.movedim(layout.dim, 0), now.movedim(layout.dim, 0)):
                 return False
     return True
 

@@ -12,6 +12,7 @@ from .calls import Call
 from .chosen import Entry, expanded, index_tuple, permutes, spread
 from .layout import Layout
 from .propagate import PICKING, ask, combined, rule, spellings
+from .targets import of_constant, shape_of
 from .trial import Tags
 
 T = torch.Tensor
@@ -84,11 +85,24 @@ def _new_layout(
         fitting = [guess for guess in guesses if _written_by_itself(call, guess, source, items, entries)]
         by_number = [g for g in fitting if g.dim < len(items) and isinstance(items[g.dim], int)]  # out[b] = ...
         by_number = [g for g in by_number if g.inner == 1] or by_number  # out[b, i] = ...
+        if not fitting and entry is not None and len(items) == 1 and (found := _by_rows(call, entry, source)):
+            return found
         if len(fitting) == 1 or len(by_number) == 1:  # what is not written yet may count as anyone's
             return (by_number or fitting)[0]
         if source is None and not fitting:
             return None  # a constant, its places chosen by data: exact whatever it holds
     return Layout(call.batch, mixed=call.mixed(_MIXES))
+
+
+def _by_rows(call: Call, entry: Entry, source: Layout | None) -> Layout | None:
+    """target[index] = rows of data, to a constant; accumulated or not."""
+    index, own = entry.tensor, entry.own
+    if source is None or source.dim != 0 or index.dim() != 1 or source.alone >= 0 or source.order is not None:
+        return None
+    rows = source.owners(index.device)
+    if rows.shape != index.shape or (own is not None and not torch.equal(own, rows)):
+        return None
+    return of_constant(call, call.args[0], 0, index, rows, own is None, source)
 
 
 def _in_new_order(
@@ -151,7 +165,7 @@ def _rows_agree(written: Tensor, own: Tensor, entries: dict[int, Entry], items: 
     return _agrees(written, view)
 
 
-@rule(*spellings("index_add", "index_add_", "index_copy", "index_copy_"))
+@rule(*spellings("index_add", "index_add_", "index_copy", "index_copy_", "index_reduce", "index_reduce_"))
 def _index_add(call: Call) -> Tags:
     target, dim, index, source = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
     layout, rows, by = call.layout(target), call.layout(source), call.layout(index)
@@ -174,8 +188,10 @@ def _index_add(call: Call) -> Tags:
     if rows is not None and dim != rows.dim and by is None:
         if layout is None or (layout.dim == rows.dim and layout.same_rows(rows, target.device)):
             return [(call.out, rows)]
-    if layout is None and target.size(dim) % call.batch == 0:
-        layout = Layout(call.batch, dim, 1, target.size(dim) // call.batch)
+    if layout is None:
+        own = (rows or by).owners(target.device)  # type: ignore[union-attr]
+        if (rows is None or rows.dim == dim) and own.shape == index.shape:
+            layout = of_constant(call, target, dim, index, own, by is None, rows)
     if layout is not None and layout.dim == dim and (rows is None or rows.dim == dim):
         own = (rows or by or layout).owners(target.device)
         written = layout.owners(target.device)[index]
@@ -203,8 +219,9 @@ def _scatter(call: Call) -> Tags:
         new = _in_new_order(call, target, index, own, rows, isinstance(source, Tensor))
         if new is not None:
             return [(call.out, new)]
-    if layout is None and target.size(dim) % call.batch == 0:
-        layout = Layout(call.batch, dim, 1, target.size(dim) // call.batch)
+    if layout is None and all(one.dim == dim for one in known):
+        own = spread(known[-1].owners(target.device)[: index.size(dim)], dim, index.shape)
+        layout = of_constant(call, target, dim, index, own, by is None, rows)
     if layout is None or any(one.dim != dim for one in (layout, *known)):
         return [(call.out, combined(call, call.out, _MIXES))]
     written = layout.owners(target.device)[index]
@@ -229,10 +246,10 @@ def _masked_scatter(call: Call) -> Tags:
         tags = ask(call)
         taken = not mixed and any(found is not None and found.mixed for _, found in tags)
         return [(call.out, combined(call, call.out, _GUESSED))] if taken else tags
-    own = layout or by
+    own = layout or by or shape_of(target, call.batch)
     if own is not None and source.dim():
         rows = rows.along(0, source.size(0), source.device)
-        dim = own.dim + call.out.dim() - (target if layout is not None else mask).dim()
+        dim = own.dim + call.out.dim() - (mask if layout is None and by is not None else target).dim()
         owners = spread(own.owners(target.device), dim, call.out.shape)
         places = owners[mask.expand(call.out.shape)]
         sources = spread(rows.owners(target.device), rows.dim, source.shape).flatten()[: places.numel()]

@@ -1,0 +1,118 @@
+"""Data that leaves torch: as a storage or a numpy array over the same memory, or as numbers of Python.
+
+What is written to such memory, nothing sees; so what it held is kept, and compared whenever the memory is met again,
+and at the end of the pass. What is made of numbers that Python has read is of no known sample: it must not meet data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SampleMixingError
+from .calls import Call, function_name, tensors_in
+from .held import is_new_foreign, storage_of
+from .layout import Layout, tag, tag_of
+
+T = torch.Tensor
+_MEMORY: set[Any] = {T.numpy, T.__array__, T.__dlpack__, T.untyped_storage, T.storage}
+_NUMBERS: set[Any] = {T.numpy, T.__array__, T.tolist, T.item, T.__float__, T.__complex__}
+_MAKING: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray, T.new_tensor}
+GIVING = _MEMORY | _NUMBERS
+
+
+class _Given:
+    """A memory that was given away, and what it held then."""
+
+    def __init__(self, func: Any, tensor: Tensor) -> None:
+        self.name = function_name(func)
+        self.tensor = tensor.detach()
+        self.storage = storage_of(tensor)
+        self.before = self.tensor.clone()
+
+    def is_changed(self) -> bool:
+        now, before = self.tensor, self.before
+        same = now.shape == before.shape and bool(((now == before) | ((now != now) & (before != before))).all())
+        return not same
+
+
+class Exposed:
+    """What left torch in one pass."""
+
+    def __init__(self, batch: int, model: nn.Module) -> None:
+        self.batch, self.model = batch, model
+        self.memory: list[_Given] = []
+        self.integers: list[tuple[Tensor, Layout]] = []  # read in bulk, as lengths and ids are
+        self.read = ""  # what read numbers of samples, floating ones
+
+    def __bool__(self) -> bool:
+        return bool(self.memory or self.read or self.integers)
+
+    def after(self, call: Call) -> str:
+        """A call was made: it may give memory or numbers away, or write to such memory. Returns what is to be warned
+        of, or ''."""
+        given = self._give(call) if call.func in GIVING and call.args and self.batch > 1 else ""
+        if self.memory:
+            self._renew((call.args, call.kwargs))
+        return given
+
+    def _give(self, call: Call) -> str:
+        tensor = call.args[0]
+        layout = call.layout(tensor)
+        if call.func in _MEMORY and tensor.layout == torch.strided:
+            self.memory.append(_Given(call.func, tensor))
+        if layout is None or call.func not in _NUMBERS:
+            return ""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            if tensor.dim() and not layout.mixed:
+                self.integers.append((tensor.detach().clone(), layout))
+            return ""
+        self.read = self.read or call.mixed("gives numbers of samples to Python")
+        return "" if layout.mixed else self.read
+
+    def check(self, args: Any) -> None:
+        """Raises SampleMixingError where memory of these tensors (None: any) was written to out of sight."""
+        if not self.memory:
+            return
+        storages = None if args is None else [storage_of(tensor) for tensor in tensors_in(args)]
+        for given in self.memory:
+            mine = storages is None or any(storage is given.storage for storage in storages)
+            if mine and given.is_changed():
+                raise SampleMixingError(
+                    f"the memory that {given.name}() gave out of torch was written to there: whose samples its numbers "
+                    "are now, fastdp cannot know. Write to a copy of it (clone())."
+                )
+
+    def _renew(self, args: Any) -> None:
+        storages = [storage_of(tensor) for tensor in tensors_in(args)]
+        for given in self.memory:
+            if any(storage is given.storage for storage in storages):
+                given.before = given.tensor.clone()
+
+    def meet(self, tensor: Tensor) -> None:
+        """A constant over memory from outside of torch is met: after numbers left, it may be made of these."""
+        if not self.read or not tensor.is_floating_point() or not is_new_foreign(tensor):
+            return
+        if any(tensor is own for owns in (self.model.parameters(), self.model.buffers()) for own in owns):
+            return
+        tag(tensor, Layout(self.batch, mixed=f"{self.read}, of which a tensor was made, perhaps"))
+
+    def made(self, func: Any, out: Any) -> None:
+        """A call without data has made a tensor of numbers of Python."""
+        if (
+            not self
+            or func not in _MAKING
+            or not isinstance(out, Tensor)
+            or not out.dim()
+            or tag_of(out, self.batch) is not None
+        ):
+            return
+        if out.is_floating_point() or out.is_complex():
+            if self.read:
+                tag(out, Layout(self.batch, mixed=f"{self.read}, of which a tensor was made, perhaps"))
+            return
+        for numbers, layout in self.integers:
+            if numbers.shape == out.shape and bool((numbers.to(out.device) == out).all()):
+                tag(out, layout)

@@ -1,0 +1,128 @@
+"""Memory that holds data, and tensors that came to it out of sight.
+
+torch makes tensors over a memory that exists already in ways that no function mode sees: `nn.Parameter(h)`,
+`Tensor._make_subclass`, `set_`, `from_dlpack`, `from_numpy`; and `.data` and `detach()` share memory without being
+views in autograd's books. So the memory itself (torch's storage, one Python object for as long as the memory lives)
+notes that it holds data, and every tensor that a call takes is asked whose memory it lies in (`memory.look`):
+
+- one without a layout in memory that holds data is data;
+- one with a layout whose memory is another, or was written to with other samples through an alias, is mixed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HELD = "_fastdp_held"  # on a storage, and on each tensor with a layout: what its memory held when it was tagged
+_FOREIGN = "_fastdp_foreign"  # on a storage over memory that torch did not make: when it was compared with the data's
+_PRUNE = 20_000
+
+
+class Held:
+    """What one memory holds: the layout of a tensor over it, and where this tensor lies in it."""
+
+    __slots__ = ("layout", "shape", "stride", "offset", "moment")
+
+    def __init__(self, tensor: Tensor, layout: Any, moment: Any = None) -> None:
+        self.layout, self.shape, self.stride = layout, tensor.shape, tensor.stride()
+        self.offset, self.moment = tensor.storage_offset(), moment
+
+    def renewed(self) -> Held:
+        """The same, for another state of the memory: tensors tagged before are not believed any more."""
+        new = Held.__new__(Held)
+        new.layout, new.shape, new.stride, new.offset = self.layout, self.shape, self.stride, -1
+        new.moment = self.moment
+        return new
+
+    def is_over(self, tensor: Tensor) -> bool:
+        """Whether the tensor is the noted one's twin."""
+        same = self.shape == tensor.shape and self.stride == tensor.stride()
+        return same and self.offset == tensor.storage_offset()
+
+
+class _Holding:
+    """All memory that holds data, weakly; `turn` counts how often memory of constants became data."""
+
+    def __init__(self) -> None:
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.prune, self.turn = _PRUNE, 0
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        self.storages.append(weakref.ref(storage))
+        if len(self.storages) > self.prune:
+            self.storages = [known for known in self.storages if known() is not None]
+            self.prune = max(_PRUNE, 2 * len(self.storages))
+
+    def over(self, storage: torch.UntypedStorage) -> Held | None:
+        """What is noted of other memory at the same addresses (of numpy, of dlpack)."""
+        start = storage.data_ptr()
+        for known in self.storages:
+            other = known()
+            if other is None or other is storage or other.device != storage.device:
+                continue
+            begin = other.data_ptr()
+            held: Held | None = getattr(other, HELD, None)
+            if held is not None and begin < start + storage.nbytes() and start < begin + other.nbytes():
+                setattr(other, HELD, held.renewed())  # what is written here, nobody can tell the tensors there
+                return held
+        return None
+
+
+_HOLDING = _Holding()
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The tensor's memory; None for tensors without one (sparse)."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
+    """The tensor was given a layout: its memory holds data, of this moment's batch."""
+    storage = storage_of(tensor)
+    if storage is None:
+        return
+    held: Held | None = getattr(storage, HELD, None)
+    if held is None:
+        held = Held(tensor, layout, moment)
+        setattr(storage, HELD, held)
+        _HOLDING.add(storage)
+    elif not view or held.layout.batch != layout.batch or held.moment is not moment:
+        held.__init__(tensor, layout, moment)  # type: ignore[misc]
+    tensor.__dict__[HELD] = held
+
+
+def written(tensor: Tensor, layout: Any, before: Any) -> None:
+    """A tensor (no view) was written to, and holds other samples' numbers now than before: what was known of its memory
+    through other tensors is past. before: its layout then, None for a constant."""
+    storage = storage_of(tensor)
+    if storage is None:
+        return
+    if before is None:
+        _HOLDING.turn += 1
+    held = Held(tensor, layout, getattr(getattr(storage, HELD, None), "moment", None))
+    setattr(storage, HELD, held)
+    tensor.__dict__[HELD] = held
+
+
+def is_new_foreign(tensor: Tensor) -> bool:
+    """Whether the tensor lies in memory from outside of torch that no call took yet."""
+    storage = storage_of(tensor)
+    return storage is not None and not storage.resizable() and getattr(storage, _FOREIGN, None) is None
+
+
+def foreign(storage: torch.UntypedStorage) -> Held | None:
+    """Of memory that came from outside of torch (numpy, dlpack): what is known of the same addresses. Searched once,
+    and again where constants became data since."""
+    if storage.resizable() or getattr(storage, _FOREIGN, -1) == _HOLDING.turn:
+        return None
+    found = _HOLDING.over(storage)
+    if found is None:
+        setattr(storage, _FOREIGN, _HOLDING.turn)
+    return found
