@@ -26,7 +26,42 @@ BY_PLACE = {
     "every second": lambda m, h: h[::2],
     "a comparison": lambda m, h: torch.where(torch.arange(len(h))[:, None] < 3, h, -h),
 }
+
+
+def then(write):
+    """The forward that writes into its layer's output, and returns that."""
+
+    def forward(m, h):
+        h = h * 1.5
+        write(m, h)
+        return h * 1.0
+
+    return forward
+
+
+BY_PLACE |= {
+    "the first written": then(lambda m, h: h.__setitem__(0, 3.0)),
+    "the last zeroed": then(lambda m, h: h.__setitem__(-1, 0.0)),
+    "every second written": then(lambda m, h: h.__setitem__(slice(None, None, 2), h[::2] * 2)),
+    "half in place": then(lambda m, h: h[:3].mul_(3)),
+    "a mask by row": lambda m, h: h.masked_fill(torch.arange(len(h))[:, None] == 0, 0.5),
+    "a mask written by row": lambda m, h: h.masked_fill(mask_of(len(h)), 0.5),
+    "parity": lambda m, h: h * ((-1.0) ** torch.arange(len(h))).to(h)[:, None],
+    "counted": lambda m, h: h * torch.ones(len(h)).to(h).cumsum(0)[:, None],
+    "a longer range": lambda m, h: h * torch.linspace(-3, 3, 20).to(h)[: len(h), None],
+    "a seeded table": lambda m, h: h + torch.randn(20, 1, generator=torch.Generator().manual_seed(1))[: len(h)],
+}
+
+
+def mask_of(size):
+    mask = torch.zeros(size, 1, dtype=torch.bool)
+    mask[0] = True
+    return mask
+
+
 NOT_BY_PLACE = {
+    "a column written": then(lambda m, h: h.__setitem__((slice(None), 0), 3.0)),
+    "all rows written": then(lambda m, h: h.__setitem__((torch.arange(len(h)), 1), 0.0)),
     "ones": lambda m, h: h * torch.ones(len(h), 1),
     "along the width": lambda m, h: h * torch.linspace(1, 3, C),
     "a token for each": lambda m, h: h + m.token.expand(len(h), -1),

@@ -87,6 +87,8 @@ def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
     if not pieces or any(layout.total for layout in found):
         return  # sums over the samples look at theirs themselves
     piece = stamped(pieces, func, args, kwargs)
+    if is_in_place(function_name(func)) and isinstance(args[0], Tensor) and args[0]._is_view():
+        _write(args[0], batch)
     for tensor in tensors_in((out, args[:1] if is_in_place(function_name(func)) else ())):
         layout = tag_of(tensor, batch)
         if layout is not None and layout.total and all(known.alone >= 0 for known in found):
@@ -98,6 +100,17 @@ def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
             else:  # the function's rule has noted something of its own
                 new = own._replace(past=hash((piece.past, own.past)))
             tag(tensor, layout._replace(piece=new))
+
+
+def _write(view: Tensor, batch: int) -> None:
+    """A part of the batch was changed where it lies, so that the batch's parts have gone different ways."""
+    layout, base = tag_of(view, batch), view._base
+    if layout is None or layout.piece is None or layout.mixed or base is None or tag_of(base, batch) is None:
+        return
+    if len(layout.piece.samples) > 1:
+        tag(base, Layout(batch, mixed=f"a write in place {BY_POSITION}"))
+    else:
+        NOTED.append(f"a single sample {BY_POSITION}")
 
 
 def _describe(value: Any, into: list[Any], numbers: bool) -> None:

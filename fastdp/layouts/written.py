@@ -11,6 +11,7 @@ from .alone import JOINING
 from .calls import Call
 from .chosen import Entry, expanded, index_tuple, permutes, spread
 from .layout import Layout
+from .pieces import BY_POSITION
 from .propagate import PICKING, ask, combined, rule, spellings
 from .targets import of_constant, shape_of
 from .trial import Tags
@@ -26,6 +27,8 @@ def _setitem(call: Call) -> Tags:
     layout, source = call.layout(target), call.layout(value)
     items, entries = expanded(call, index_tuple(index, target.device))
     found = next((entry.layout for entry in entries.values() if entry.layout is not None), None)
+    if found is None and layout is not None and _by_place(layout, source, target, items):
+        return [(target, Layout(call.batch, mixed=call.mixed(BY_POSITION)))]
     if source is None and found is None and (layout is None or layout.order is None):
         return [(target, layout)]
     if any(one is not None and one.order is not None for one in (layout, source)):
@@ -50,6 +53,17 @@ def _index_put(call: Call) -> Tags:
     kwargs = {"accumulate": bool(call.argument(3, "accumulate", False))}
     same = Call(T.__setitem__, (target, tuple(index), value), kwargs, None, call.batch, call.path)
     return [(call.out, layout) for _, layout in _setitem(same)]
+
+
+def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tuple[Any, ...]) -> bool:
+    """Whether constants, or a part of the batch, are written to some samples and not to others, by their place."""
+    if layout.mixed or layout.alone >= 0 or layout.owner is not None or target.shape[layout.dim] != layout.rows:
+        return False
+    if source is not None and (source.piece is None or source.alone >= 0):
+        return False  # a sample's own (in a loop over them), or all samples'
+    owners = spread(layout.owners(target.device), layout.dim, target.shape)[items]
+    times = torch.bincount(owners.flatten(), minlength=layout.batch)
+    return bool((times != times[0]).any())
 
 
 def _ordered_rows_may_go(
