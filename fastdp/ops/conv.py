@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compiled, linear
+from . import bounds, compiled, linear
 from .common import CHUNK_BYTES, accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
 from .geometry import Geometry, Sizes, geometry_of, is_dense, patches_of, positions_of, spatial, weight_gradient
 from .registry import Operator, cpp, define, native
@@ -176,6 +176,16 @@ def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
     if _simple(x, geometry):
         return _clipped_sum_op(x.squeeze(1), g.squeeze(1), c, *_arguments(geometry))  # type: ignore[no-any-return]
     return _reference_clipped_sum(x, g, c, geometry)
+
+
+def rounding(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor | None:
+    """How far rounding may have a sample's part of `clipped_sum` off, [B] float64; None: no sum at all."""
+    positions = positions_of(g, geometry)
+    if positions <= 1 or x.numel() == 0 or g.numel() == 0:
+        return None
+    # each number of x (g, if transposed) meets an output channel once for each element of the kernel
+    units = bounds.roundings(positions) * math.sqrt(math.prod(geometry.weight[2:])) * bounds.unit(x)
+    return square_sum(x).sqrt().mul_(square_sum(g).sqrt()).mul_(units)
 
 
 def _arguments(geometry: Geometry) -> tuple[Any, ...]:

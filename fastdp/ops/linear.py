@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import compiled
+from . import bounds, compiled
 from .common import accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
 from .registry import cpp, define, native
 from .rows import square_sum
@@ -22,6 +22,10 @@ ROUNDING = 4 * 2.0**-24
 ROUNDING_COMPILED = 8 * 2.0**-24
 GRAM_TOLERANCE = 4e-6
 TINY = 1.2e-38  # a product of float32 may lose so much
+GRAM_PARTS, GRAM_SIZES = (
+    4,
+    2,
+)  # numbers of a block of the compiled kernel; where |a|^2 and |g|^2 stand (csrc/cpu/gram.h)
 UNDERFLOW = 1e-28  # below it products of float32 may have been lost: directly, too
 
 
@@ -100,6 +104,11 @@ def vanished(a_sq: Tensor, g_sq: Tensor, t: int, i: int, o: int) -> Tensor:
 
 
 def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
+    return _compiled_gram_and_sizes(a, g)[0]
+
+
+def _compiled_gram_and_sizes(a: Tensor, g: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The norms, and |a|^2 and |g|^2 of each sample, which the kernel has at hand."""
     kernels, threads = compiled.module(), torch.get_num_threads()
     batch, t, _ = a.shape
     out, doubt = compiled.doubles(batch), torch.empty(batch, dtype=torch.bool)
@@ -112,7 +121,8 @@ def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
     if doubtful:
         again = torch.nonzero(doubt).flatten()
         out[again] = _compiled_direct(a[again], g[again])
-    return out
+    sizes = parts.view(batch, -1, GRAM_PARTS)[..., GRAM_SIZES:].sum(1)
+    return out, (sizes[:, 0], sizes[:, 1])
 
 
 def _compiled_direct(a: Tensor, g: Tensor) -> Tensor:
@@ -220,6 +230,24 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.d
     Returns: [B]. Raises ValueError on shapes or method. Source: Li et al. 2022, section 4.
     """
     return _norm_sq_op(a, g, method, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def bounded_norm_sq(a: Tensor, g: Tensor, method: str = "auto") -> Tensor:
+    """`linear_norm_sq` in float64 of a [B,T,I] and g [B,T,O], enlarged by what rounding may do to the clipped sum."""
+    if a.size(1) <= 1 or a.numel() == 0 or g.numel() == 0:
+        return linear_norm_sq(a, g, method, dtype=torch.float64)
+    t, i, o = a.size(1), a.size(2), g.size(2)
+    on_cpu = a.device.type == "cpu"
+    native_here = on_cpu and _norm_sq_op.implementation("cpu") is not _norm_sq_op.reference and compiled.takes(a, g)
+    cheaper = compiled_gram_is_cheaper if native_here else reference_gram_is_cheaper
+    gram = method == "gram" or (method == "auto" and cheaper(t, i, o))
+    if native_here and gram:
+        found, sizes = _compiled_gram_and_sizes(a, g)
+        return bounds.enlarged(found, bounds.of_products(a, g, sizes))
+    found = linear_norm_sq(a, g, method, dtype=torch.float64)
+    if not on_cpu and method == "gram" and t <= bounds.BLOCK:
+        return found  # enlarged there by what cancels, which is more than this
+    return bounds.enlarged(found, bounds.of_products(a, g))
 
 
 def linear_per_sample(a: Tensor, g: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compiled
+from . import bounds, compiled
 from .common import accumulate, norm_type, of_kept, scaled, sum_type, without_dropped
 from .linear import GRAM_TOLERANCE, ROUNDING_COMPILED, UNDERFLOW, compiled_gram_is_cheaper, reference_norm_sq
 from .registry import Kernel, define, native
@@ -116,6 +116,14 @@ def overwrite_routed_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Te
 def _clipped_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Tensor, experts: int) -> Tensor:
     into = a.new_empty(experts, g.size(1), a.size(1), dtype=sum_type(a))
     return overwrite_routed_sum(a, g, ids, owner, c, into)
+
+
+def rounding(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int) -> Tensor | None:
+    """How far rounding may have a sample's part of the clipped sum off, [batch] float64; None: there are no rows."""
+    if not batch or a.numel() == 0 or g.numel() == 0:
+        return None
+    a, g, _, starts = _in_order(a, g, ids, owner, experts, batch)
+    return bounds.of_segments(a, g, starts, batch)
 
 
 # ---------------------------------------------------------------------- C++

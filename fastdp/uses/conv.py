@@ -13,6 +13,7 @@ from ..costs import Shape
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
+from ..ops.bounds import enlarged
 from ..ops.common import accumulate
 from ..ops.geometry import Geometry, spatial
 from ..planner import Planner
@@ -40,7 +41,10 @@ class Conv(Use):
         return conv_ops.per_sample(self.x[low:high], self.g[low:high], self.geometry)
 
     def norm_sq(self) -> Tensor:
-        return conv_ops.norm_sq(self.x, self.g, self.geometry, self.route)
+        return enlarged(conv_ops.norm_sq(self.x, self.g, self.geometry, self.route), self.rounding())
+
+    def rounding(self) -> Tensor | None:
+        return conv_ops.rounding(self.x, self.g, self.geometry)
 
     def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         return conv_ops.clipped_sum(self.x, self.g, c, self.geometry)

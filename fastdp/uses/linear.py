@@ -13,6 +13,7 @@ from .. import ops
 from ..costs import Shape
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
+from ..ops.bounds import of_products
 from ..planner import Planner
 from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contraction, rule, sample_layout
@@ -42,7 +43,10 @@ class Matmul(Use):
 
     def norm_sq(self) -> Tensor:
         method = "auto" if self.route == "T=1" else self.route
-        return ops.linear_norm_sq(self.a, self.g, method, dtype=torch.float64)
+        return ops.linear.bounded_norm_sq(self.a, self.g, method)
+
+    def rounding(self) -> Tensor | None:
+        return of_products(self.a, self.g)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         return ops.linear_per_sample(self.a[low:high], self.g[low:high])
