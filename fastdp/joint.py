@@ -15,7 +15,7 @@ from torch import Tensor
 from . import ops
 from .derived import pull_back
 from .links import link_of
-from .ops.bounds import added, enlarged, roundings, unit
+from .ops.bounds import BLOCK, added, enlarged, roundings, unit
 from .ops.common import chunks
 from .ops.linear import GRAM_TOLERANCE
 from .ops.rows import square_sum
@@ -114,26 +114,31 @@ def _materialised_norm_sq(parameter: Tensor, uses: list[Use]) -> Tensor:
 def _gains(parameter: Tensor, operand: Tensor) -> tuple[Tensor | float, Tensor | float]:
     """What an operand's gradient of size 1 leaves in the parameter's: (of its rounding, by rounding on the way).
 
-    The first is the root mean square over random gradients, which rounding resembles; but equal numbers are rounded
-    alike, so where many are added into one, as much more as that makes.
+    The map's size is its root mean square over random gradients, which rounding resembles; but equal numbers are
+    rounded alike, so it is as much more as that makes, where many are added into one.
     """
-    units, short = 2 * roundings(2) * unit(operand), _short(operand)
+    short = _short(operand)
     if isometric(operand):
-        return 1.0, units + short
-    found = pull_back(operand, _signs(operand)).get(id(parameter))
+        return 1.0, 2 * roundings(2) * unit(operand) + short
+    found = pull_back(operand, _probes(operand)).get(id(parameter))
     if found is None:
         return 0.0, 0.0
-    gain = (square_sum(found).mean() / max(operand.numel(), 1)).sqrt()
-    alike = math.sqrt(max(1.0, operand.numel() / max(parameter.numel(), 1)))
-    return gain * alike, gain * (alike * units + short)
+    count = max(operand.numel(), 1)
+    sizes = (square_sum(found) / count).sqrt()
+    alike = max(1, count // max(parameter.numel(), 1))  # numbers added into one, at least
+    random = sizes[1:].square().mean().sqrt()
+    gain = torch.maximum(random * math.sqrt(alike), sizes[0])
+    return gain, gain * (roundings(max(min(count, BLOCK), alike)) * unit(operand)) + random * short
 
 
-def _signs(operand: Tensor) -> Tensor:
-    """PROBES random gradients of 1 and -1 of an operand; the same ones each time."""
+def _probes(operand: Tensor) -> Tensor:
+    """Gradients of an operand: of ones, then PROBES random ones of 1 and -1, the same each time."""
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (PROBES, PERIOD), generator=generator).mul_(2).sub_(1).to(operand.device, torch.float32)
+    signs = torch.randint(0, 2, (PROBES + 1, PERIOD), generator=generator).mul_(2).sub_(1).float()
+    signs[0] = 1
     count = operand.numel()
-    return signs.repeat(1, -(-count // PERIOD))[:, :count].reshape(PROBES, *operand.shape)
+    signs = signs.to(operand.device).repeat(1, -(-count // PERIOD))[:, :count]
+    return signs.reshape(PROBES + 1, *operand.shape)
 
 
 def _zeros(parameter: Tensor, count: int) -> Tensor:

@@ -183,8 +183,10 @@ def rounding(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor | None:
     positions = positions_of(g, geometry)
     if positions <= 1 or x.numel() == 0 or g.numel() == 0:
         return None
-    # each number of x (g, if transposed) meets an output channel once for each element of the kernel
-    units = bounds.roundings(positions) * math.sqrt(math.prod(geometry.weight[2:])) * bounds.unit(x)
+    # a number of x (g, if transposed) stands in so many patches at most
+    sizes = zip(geometry.weight[2:], geometry.stride, geometry.dilation, strict=True)
+    patches = math.prod(-(-k * math.gcd(stride, dilation) // stride) for k, stride, dilation in sizes)
+    units = bounds.roundings(positions) * math.sqrt(patches) * bounds.unit(x)
     return square_sum(x).sqrt().mul_(square_sum(g).sqrt()).mul_(units)
 
 
