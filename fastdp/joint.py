@@ -15,7 +15,7 @@ from torch import Tensor
 from . import ops
 from .derived import pull_back
 from .links import link_of
-from .ops.bounds import BLOCK, added, enlarged, roundings, unit
+from .ops.bounds import BLOCK, added, enlarged, is_small, of_rows, roundings, unit
 from .ops.common import chunks
 from .ops.linear import GRAM_TOLERANCE
 from .ops.rows import square_sum
@@ -75,13 +75,16 @@ def _tied_norm_sq(parameter: Tensor, uses: list[Use]) -> Tensor:
     doubt = GRAM_TOLERANCE * (squares[0] + squares[1]) + 2 * unit(head.a) * roundings(head.a.size(2)) * spread
     sure = doubt <= CLOSED_TOLERANCE * found
     sizes = (squares[0].sqrt() + squares[1].sqrt()) * (2 * roundings(2) * unit(head.a))
-    bound = added(sizes, lookup.rounding(), head.rounding())
+    head_bound = head.rounding()
     if found.device.type != "cpu":  # no look at values on a device: rather a norm too large by its rounding
         found = torch.where(sure, found, found.clamp(min=0) + doubt)
-    else:
-        for b in torch.nonzero(~sure & torch.isfinite(found)).flatten().tolist():
-            found[b : b + 1] = square_sum(materialised(parameter, uses, b, b + 1))
-    return enlarged(found, bound)
+        return enlarged(found, added(sizes, lookup.rounding(), head_bound))
+    for b in torch.nonzero(~sure & torch.isfinite(found)).flatten().tolist():
+        found[b : b + 1] = square_sum(materialised(parameter, uses, b, b + 1))
+    rough = added(sizes, of_rows(lookup.g), head_bound)
+    if rough is not None and is_small(found, rough):  # no need to look for equal ids
+        return found
+    return enlarged(found, added(sizes, lookup.rounding(), head_bound))
 
 
 # ---------------------------------------------------------------------- anything else

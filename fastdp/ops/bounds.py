@@ -8,6 +8,8 @@ more than TOLERANCE of the norm, the norm is enlarged by it. Nothing changes whe
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,23 +41,28 @@ def roundings(terms: int, blocks: bool = True) -> float:
 
 def enlarged(norm_sq: Tensor, bound: Tensor | None) -> Tensor:
     """Squared norms [B] float64 of norms larger by `bound` [B], but for what TOLERANCE allows."""
-    if bound is None:
+    if bound is None or is_small(norm_sq, bound):
         return norm_sq
     norm = norm_sq.double().clamp(min=0).sqrt()
     more = bound.to(norm.device) - TOLERANCE * norm
     return torch.where(more <= 0, norm_sq.double(), (norm + more).square())
 
 
-def of_products(a: Tensor, g: Tensor, sizes: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
+def is_small(norm_sq: Tensor, bound: Tensor) -> bool:
+    """Whether a bound changes no norm, where a look at values costs nothing: on the CPU."""
+    return norm_sq.device.type == bound.device.type == "cpu" and bool((bound <= TOLERANCE * norm_sq.sqrt()).all())
+
+
+def of_products(a: Tensor, g: Tensor, sizes: Tensor | None = None) -> Tensor | None:
     """The bound [B] for sum_t g_t a_t^T, a [B,T,I] and g [B,T,O]: sum_t |g_t| |a_t| <= |g| |a|. None: no sum at all.
 
-    sizes: |a|^2 and |g|^2 of each sample, [B] float64 each, where they are known.
+    sizes: |a| |g| of each sample, [B] float64, where that is known.
     """
     if a.size(1) <= 1 or a.numel() == 0 or g.numel() == 0:
         return None
-    a_sq, g_sq = (square_sum(a), square_sum(g)) if sizes is None else sizes
-    units = roundings(a.size(1), min(a.size(2), g.size(2)) > 1) * unit(a)
-    return (a_sq.sqrt() * g_sq.sqrt()).mul_(units)
+    if sizes is None:
+        sizes = (square_sum(a) * square_sum(g)).sqrt_()
+    return sizes * (roundings(a.size(1), min(a.size(2), g.size(2)) > 1) * unit(a))
 
 
 def of_segments(a: Tensor, g: Tensor, starts: Tensor, batch: int) -> Tensor:
@@ -72,6 +79,11 @@ def of_segments(a: Tensor, g: Tensor, starts: Tensor, batch: int) -> Tensor:
     units = torch.where(counts > 1, (FEW + DRIFT * terms) * unit(a), torch.zeros_like(terms))
     each = units * (sizes[0][:-1].sqrt() * sizes[1][:-1].sqrt())
     return torch.where(counts > 1, each, torch.zeros_like(each)).view(-1, batch).square().sum(0).sqrt()
+
+
+def of_rows(g: Tensor) -> Tensor:
+    """The bound [B] for sums of rows of g [B,K,d], whichever of them are added."""
+    return square_sum(g).sqrt_().mul_(math.sqrt(g.size(1)) * roundings(g.size(1), blocks=False) * unit(g))
 
 
 def of_repeats(ids: Tensor, g: Tensor) -> Tensor | None:

@@ -107,8 +107,13 @@ def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
     return _compiled_gram_and_sizes(a, g)[0]
 
 
-def _compiled_gram_and_sizes(a: Tensor, g: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The norms, and |a|^2 and |g|^2 of each sample, which the kernel has at hand."""
+def sizes_of(parts: Tensor, batch: int) -> Tensor:
+    """|a| |g| of each sample, [B], from what the compiled kernel of the gram route leaves of each block."""
+    return parts.view(batch, -1, GRAM_PARTS)[..., GRAM_SIZES:].sum(1).prod(1).sqrt_()
+
+
+def _compiled_gram_and_sizes(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The norms, and |a| |g| of each sample, which the kernel has at hand."""
     kernels, threads = compiled.module(), torch.get_num_threads()
     batch, t, _ = a.shape
     out, doubt = compiled.doubles(batch), torch.empty(batch, dtype=torch.bool)
@@ -121,8 +126,7 @@ def _compiled_gram_and_sizes(a: Tensor, g: Tensor) -> tuple[Tensor, tuple[Tensor
     if doubtful:
         again = torch.nonzero(doubt).flatten()
         out[again] = _compiled_direct(a[again], g[again])
-    sizes = parts.view(batch, -1, GRAM_PARTS)[..., GRAM_SIZES:].sum(1)
-    return out, (sizes[:, 0], sizes[:, 1])
+    return out, sizes_of(parts, batch)
 
 
 def _compiled_direct(a: Tensor, g: Tensor) -> Tensor:
@@ -232,22 +236,22 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.d
     return _norm_sq_op(a, g, method, dtype=dtype)  # type: ignore[no-any-return]
 
 
-def bounded_norm_sq(a: Tensor, g: Tensor, method: str = "auto") -> Tensor:
-    """`linear_norm_sq` in float64 of a [B,T,I] and g [B,T,O], enlarged by what rounding may do to the clipped sum."""
+def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """`linear_norm_sq` in float64 of a [B,T,I] and g [B,T,O], enlarged by what rounding may do to the clipped sum, and
+    that bound (`fastdp.ops.bounds`)."""
     if a.size(1) <= 1 or a.numel() == 0 or g.numel() == 0:
-        return linear_norm_sq(a, g, method, dtype=torch.float64)
-    t, i, o = a.size(1), a.size(2), g.size(2)
-    on_cpu = a.device.type == "cpu"
-    native_here = on_cpu and _norm_sq_op.implementation("cpu") is not _norm_sq_op.reference and compiled.takes(a, g)
-    cheaper = compiled_gram_is_cheaper if native_here else reference_gram_is_cheaper
-    gram = method == "gram" or (method == "auto" and cheaper(t, i, o))
-    if native_here and gram:
-        found, sizes = _compiled_gram_and_sizes(a, g)
-        return bounds.enlarged(found, bounds.of_products(a, g, sizes))
+        return linear_norm_sq(a, g, method, dtype=torch.float64), None
+    built = a.device.type == "cpu" and _norm_sq_op.implementation("cpu") is not _norm_sq_op.reference
+    if built and compiled.takes(a, g):
+        if method == "gram" or (method == "auto" and compiled_gram_is_cheaper(a.size(1), a.size(2), g.size(2))):
+            found, sizes = _compiled_gram_and_sizes(a, g)
+            bound = bounds.of_products(a, g, sizes)
+            return bounds.enlarged(found, bound), bound
     found = linear_norm_sq(a, g, method, dtype=torch.float64)
-    if not on_cpu and method == "gram" and t <= bounds.BLOCK:
-        return found  # enlarged there by what cancels, which is more than this
-    return bounds.enlarged(found, bounds.of_products(a, g))
+    if a.device.type != "cpu" and method == "gram" and a.size(1) <= bounds.BLOCK:
+        return found, None  # enlarged there by what cancels, which is more than the bound
+    bound = bounds.of_products(a, g)
+    return bounds.enlarged(found, bound), bound
 
 
 def linear_per_sample(a: Tensor, g: Tensor) -> Tensor:

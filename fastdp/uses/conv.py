@@ -13,7 +13,6 @@ from ..costs import Shape
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
-from ..ops.bounds import enlarged
 from ..ops.common import accumulate
 from ..ops.geometry import Geometry, spatial
 from ..planner import Planner
@@ -41,7 +40,7 @@ class Conv(Use):
         return conv_ops.per_sample(self.x[low:high], self.g[low:high], self.geometry)
 
     def norm_sq(self) -> Tensor:
-        return enlarged(conv_ops.norm_sq(self.x, self.g, self.geometry, self.route), self.rounding())
+        return conv_ops.bounded_norm_sq(self.x, self.g, self.geometry, self.route)
 
     def rounding(self) -> Tensor | None:
         return conv_ops.rounding(self.x, self.g, self.geometry)

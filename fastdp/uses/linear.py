@@ -29,6 +29,7 @@ class Matmul(Use):
     def __init__(self, operand: Tensor, a: Tensor, g: Tensor, name: str) -> None:
         super().__init__(operand, a.size(0), name)
         self.a, self.g = a, g
+        self.bound: Tensor | None = None  # of the rounding, where the norms were taken and told it
         self.shape: Shape = Shape("linear", a.size(0), a.size(1), a.size(2), g.size(2))
 
     def plan(self, planner: Planner) -> None:
@@ -43,10 +44,11 @@ class Matmul(Use):
 
     def norm_sq(self) -> Tensor:
         method = "auto" if self.route == "T=1" else self.route
-        return ops.linear.bounded_norm_sq(self.a, self.g, method)
+        found, self.bound = ops.linear.norm_sq_and_bound(self.a, self.g, method)
+        return found
 
     def rounding(self) -> Tensor | None:
-        return of_products(self.a, self.g)
+        return of_products(self.a, self.g) if self.bound is None else self.bound
 
     def per_sample(self, low: int, high: int) -> Tensor:
         return ops.linear_per_sample(self.a[low:high], self.g[low:high])
