@@ -324,3 +324,29 @@ def test_bounds() -> None:
     rows[3] = float("nan")
     segments = bounds.of_segments(rows, rows, starts, 2)
     assert float(segments[0]) == 0 and abs(float(segments[1]) - bounds.roundings(2) * 2.0**-24 * 8) < 1e-9
+
+
+def test_sums_are_of_full_numbers(monkeypatch) -> None:
+    """PyTorch may be told to multiply float32 as 16-bit numbers; norms are not of those."""
+    seen = []
+    for place, name in ((torch, "mm"), (ops.geometry.torch.ops.aten, "convolution_backward")):
+        real = getattr(place, name)
+
+        def watched(*args, real=real, **kwargs):
+            seen.append((torch.backends.mkldnn.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(place, name, watched)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        c = torch.ones(2)
+        ops.linear_clipped_sum(torch.randn(2, 3, 4), torch.randn(2, 3, 5), c)
+        ops.linear.overwrite_clipped_sum(torch.randn(2, 3, 4), torch.randn(2, 3, 5), c, torch.empty(5, 4))
+        zeros = torch.zeros(6, dtype=torch.long)
+        ops.routed_clipped_sum(torch.randn(6, 4), torch.randn(6, 5), zeros, zeros, c, 1)
+        ops.conv_clipped_sum(torch.randn(2, 3, 8, 8), torch.randn(2, 4, 6, 6), c, 3)
+        assert torch.get_float32_matmul_precision() == "medium", "left as it was"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(seen) == 4 and all(matmul == "ieee" for matmul, _ in seen)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import bounds, compiled
-from .common import accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
+from .common import accumulate, chunks, full_float32, norm_type, of_kept, scaled, sum_type, without_dropped
 from .registry import cpp, define, native
 from .rows import square_sum
 
@@ -182,12 +182,14 @@ def _weighted(a: Tensor, g: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 def _clipped_sum(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
     a, g = _weighted(a, g, c)
-    return torch.mm(g.mT, a)
+    with full_float32(a):
+        return torch.mm(g.mT, a)
 
 
 def _add_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
     a, g = _weighted(a, g, c)
-    out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))
+    with full_float32(out):
+        out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))
 
 
 def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tensor:
@@ -195,7 +197,8 @@ def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tens
     if a.dtype == torch.float64:
         return _clipped_sum(a, g, c)
     a, g = _weighted(a, g, c)
-    return torch.mm(g.mT, a, out=into)
+    with full_float32(a):
+        return torch.mm(g.mT, a, out=into)
 
 
 _norm_sq_op = define(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import bounds, compiled
-from .common import accumulate, norm_type, of_kept, scaled, sum_type, without_dropped
+from .common import accumulate, full_float32, norm_type, of_kept, scaled, sum_type, without_dropped
 from .linear import GRAM_TOLERANCE, ROUNDING_COMPILED, UNDERFLOW, compiled_gram_is_cheaper, reference_norm_sq
 from .registry import Kernel, define, native
 
@@ -109,7 +109,8 @@ def overwrite_routed_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Te
             x, y = scaled(x, factors), without_dropped(y, factors)
         else:
             x, y = without_dropped(x, factors), scaled(y, factors)
-        torch.mm(y.mT.to(into.dtype), x.to(into.dtype), out=into[expert])
+        with full_float32(into):
+            torch.mm(y.mT.to(into.dtype), x.to(into.dtype), out=into[expert])
     return into if batch else into.zero_()
 
 
