@@ -1,8 +1,7 @@
 """From the uses of a backward to norms and clipped sums of the per-sample gradients of each parameter.
 
-A parameter's gradient is the sum over its uses, so its norm has cross terms. Uses of the same kind are
-joined along T; a table that is also the head has a closed form; disjoint slices add up; anything else is
-materialised, a chunk of samples at a time.
+A parameter's gradient is the sum over its uses, so its norm has cross terms (`fastdp.joint`); uses of the same kind
+are joined along T.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from . import ops
 from .buffers import Buffers
 from .bundle import Bundle, is_small
 from .clock import Clock
-from .derived import pull_back, pull_back_sum
+from .derived import pull_back_sum
 from .errors import StepError
+from .joint import disjoint, isometric, joint_norm_sq, materialised, same_memory
 from .links import leaves_of, link_of
-from .ops.common import accumulate, chunks
-from .ops.rows import square_sum
+from .ops.common import accumulate
 from .people import People
 from .planner import Planner
 from .uses.alone import whole_batch
@@ -92,7 +91,7 @@ class Gradients:
             uses = self.uses_of(parameter)
             if uses and (bundle is None or id(parameter) not in bundle.members):
                 with uses[-1].clock or contextlib.nullcontext():
-                    total += _norm_sq(parameter, uses).to(self.device)
+                    total += joint_norm_sq(parameter, uses).to(self.device)
         return total * self.scale**2
 
     def clipped_sum(
@@ -150,7 +149,7 @@ class Gradients:
     def per_sample(self, parameter: Tensor, low: int = 0, high: int | None = None) -> Tensor:
         """The per-sample gradients of one parameter, materialised: [B, *shape]."""
         high = self.batch if high is None else high
-        total = _materialised(parameter, self.uses_of(parameter), low, high)
+        total = materialised(parameter, self.uses_of(parameter), low, high)
         return total * self.scale
 
     def held_bytes(self) -> int:
@@ -183,7 +182,7 @@ def _settled(use: Use) -> Use:
     ):  # in float32, where autograd would round the sum to the operand's type
         use.operand = leaf
         return use
-    if not _same_memory(operand, leaf) or operand.numel() != leaf.numel():
+    if not same_memory(operand, leaf) or operand.numel() != leaf.numel():
         return use
     if operand.shape == leaf.shape and operand.stride() == leaf.stride():
         use.operand = leaf
@@ -193,10 +192,6 @@ def _settled(use: Use) -> Use:
         if isinstance(use, Direct):
             return Direct(leaf, use.grads.mT, use.name)
     return use
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _padded(uses: list[Use]) -> list[Use]:
@@ -251,54 +246,10 @@ def _join(group: list[Use]) -> list[Use]:
     return group
 
 
-def _norm_sq(parameter: Tensor, uses: list[Use]) -> Tensor:
-    rounding = max(_rounding(use.operand) for use in uses)
-    found = _norm_sq_by_route(parameter, uses)
-    return found if rounding == 0 else found * (1 + rounding) ** 2
-
-
-def _rounding(operand: Tensor) -> float:
-    """Autograd pulls back through 16-bit tensors in 16 bits: the norm is enlarged by that, for the bound to hold."""
-    small = operand.dtype in (torch.bfloat16, torch.float16)
-    return torch.finfo(operand.dtype).eps if small and link_of(operand) is not None else 0.0
-
-
-def _norm_sq_by_route(parameter: Tensor, uses: list[Use]) -> Tensor:
-    if len(uses) == 1 and _isometric(uses[0].operand):
-        return uses[0].norm_sq()
-    if _tied(parameter, uses):
-        return _tied_norm_sq(uses)
-    if all(_isometric(use.operand) for use in uses) and _disjoint(parameter, uses):
-        return torch.stack([use.norm_sq().double() for use in uses]).sum(0)
-    numel = parameter.numel() + max(use.operand.numel() for use in uses)
-    batch = uses[0].batch
-    parts = [square_sum(_materialised(parameter, uses, low, high)) for low, high in chunks(batch, 8 * numel, 2**28)]
-    return torch.cat(parts)
-
-
-def _isometric(operand: Tensor) -> bool:
-    link = link_of(operand)
-    return link is None or (link.isometric and len(link.leaves) == 1)
-
-
-def _tied(parameter: Tensor, uses: list[Use]) -> bool:
-    """One look-up and one matrix product of the table itself."""
-    kinds = {type(use) for use in uses}
-    return len(uses) == 2 and kinds == {Matmul, Lookup} and all(use.operand is parameter for use in uses)
-
-
-def _tied_norm_sq(uses: list[Use]) -> Tensor:
-    """|G_e + G_h|^2 = |G_e|^2 + |G_h|^2 + 2 <G_e, G_h>."""
-    lookup = next(use for use in uses if isinstance(use, Lookup))
-    head = next(use for use in uses if isinstance(use, Matmul))
-    cross = ops.tied_cross_term(lookup.ids, lookup.g, head.a, head.g)
-    return lookup.norm_sq().double() + head.norm_sq().double() + 2 * cross.double()
-
-
 def _is_slice(operand: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Whether the operand is a part of one parameter's memory, each element once."""
     leaf = leaves[0]
-    return len(leaves) == 1 and _isometric(operand) and _same_memory(operand, leaf) and leaf.is_contiguous()
+    return len(leaves) == 1 and isometric(operand) and same_memory(operand, leaf) and leaf.is_contiguous()
 
 
 def _add_slice(total: dict[int, Tensor], operand: Tensor, leaf: Tensor, part: Tensor) -> None:
@@ -321,34 +272,10 @@ def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
     if len(uses) < 2 or parameter.device.type != "cpu" or parameter.dtype == torch.float64:
         return False
     each = all(isinstance(use, Matmul | Routed) and use.operand is not parameter for use in uses)
-    return each and all(_is_slice(u.operand, leaves_of(u.operand)) for u in uses) and _disjoint(parameter, uses)
+    return each and all(_is_slice(u.operand, leaves_of(u.operand)) for u in uses) and disjoint(parameter, uses)
 
 
 def _memory(parameter: Tensor, uses: list[Use], kept: Tensor | None) -> Tensor:
     """Memory for the sum of slices: zero, unless they cover it."""
     whole = torch.empty(parameter.shape, dtype=torch.float32) if kept is None else kept
     return whole if sum(use.operand.numel() for use in uses) == parameter.numel() else whole.zero_()
-
-
-def _disjoint(parameter: Tensor, uses: list[Use]) -> bool:
-    """Whether the uses are of slices of the parameter that share no element (as intervals of memory)."""
-    spans = []
-    for use in uses:
-        operand = use.operand
-        if not _same_memory(operand, parameter):
-            return False
-        extent = sum((size - 1) * stride for size, stride in zip(operand.shape, operand.stride(), strict=True))
-        spans.append((operand.storage_offset(), operand.storage_offset() + extent))
-    spans.sort()
-    return all(end < start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
-
-
-def _materialised(parameter: Tensor, uses: list[Use], low: int, high: int) -> Tensor:
-    total = torch.zeros((high - low, *parameter.shape), dtype=torch.float32, device=parameter.device)
-    if parameter.dtype == torch.float64:
-        total = total.double()
-    for use in uses:
-        part = pull_back(use.operand, use.per_sample(low, high)).get(id(parameter))
-        if part is not None:
-            total = total + part
-    return total

@@ -35,6 +35,34 @@ def _without_autocast(kinds: list[str]) -> Iterator[None]:
         yield
 
 
+def full_float32(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Products of float32 on the tensor's device as such, not of tf32 or bfloat16 numbers, as PyTorch may be told.
+
+    Norms are of the full numbers: sums of rounded ones would exceed them by up to 2^-8 of themselves.
+    """
+    if tensor.dtype != torch.float32:
+        return contextlib.nullcontext()
+    places = _PRODUCTS.get(tensor.device.type, ())
+    # what torch.backends reads, past its properties, which take ten times as long
+    lowered = [place for place in places if torch._C._get_fp32_precision_getter(*place) not in ("ieee", "none")]
+    return _with_precision(lowered) if lowered else contextlib.nullcontext()
+
+
+_PRODUCTS = {"cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")), "cuda": (("cuda", "matmul"), ("cuda", "conv"))}
+
+
+@contextlib.contextmanager
+def _with_precision(places: list[tuple[str, str]]) -> Iterator[None]:
+    before = [torch._C._get_fp32_precision_getter(*place) for place in places]
+    try:
+        for place in places:
+            torch._C._set_fp32_precision_setter(*place, "ieee")
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            torch._C._set_fp32_precision_setter(*place, precision)
+
+
 def sum_type(tensor: Tensor) -> torch.dtype:
     """The type of sums over such tensors: float64 stays, all else becomes float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

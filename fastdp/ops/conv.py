@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compiled, linear
+from . import bounds, compiled, linear
 from .common import CHUNK_BYTES, accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
 from .geometry import Geometry, Sizes, geometry_of, is_dense, patches_of, positions_of, spatial, weight_gradient
 from .registry import Operator, cpp, define, native
@@ -125,14 +125,20 @@ def _compiled_per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
 def _compiled_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
     if not compiled.takes(x, g) or x.numel() == 0 or g.numel() == 0:
         return _reference_norm_sq(x, g, geometry, method)
+    if method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry)):
+        return _compiled_gram(x, g, geometry)[0]
     kernels, threads, conv = compiled.module(), torch.get_num_threads(), _packed(x, g, geometry)
-    gram = method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry))
-    route = kernels.CONV_GRAM if gram else kernels.CONV_NORM
-    out, parts = compiled.doubles(x.size(0)), compiled.doubles(conv.parts(route))
-    memory = compiled.scratch(threads * conv.scratch(route))
-    if not gram:
-        conv.norm(out.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads)
-        return out
+    out, parts = compiled.doubles(x.size(0)), compiled.doubles(conv.parts(kernels.CONV_NORM))
+    memory = compiled.scratch(threads * conv.scratch(kernels.CONV_NORM))
+    conv.norm(out.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads)
+    return out
+
+
+def _compiled_gram(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """The norms, and |patches| |g| of each sample, which the kernel has at hand."""
+    kernels, threads, conv = compiled.module(), torch.get_num_threads(), _packed(x, g, geometry)
+    out, parts = compiled.doubles(x.size(0)), compiled.doubles(conv.parts(kernels.CONV_GRAM))
+    memory = compiled.scratch(threads * conv.scratch(kernels.CONV_GRAM))
     doubt = torch.empty(x.size(0), dtype=torch.bool)
     doubtful = conv.gram(
         linear.ROUNDING_COMPILED, linear.GRAM_TOLERANCE, linear.UNDERFLOW, out.data_ptr(), doubt.data_ptr(),
@@ -141,7 +147,7 @@ def _compiled_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "a
     if doubtful:
         again = torch.nonzero(doubt).flatten()
         out[again] = _compiled_norm_sq(x[again], g[again], geometry, "direct")
-    return out
+    return out, linear.sizes_of(parts, x.size(0))
 
 
 # ---------------------------------------------------------------------- for the engine: F images, also transposed
@@ -176,6 +182,28 @@ def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
     if _simple(x, geometry):
         return _clipped_sum_op(x.squeeze(1), g.squeeze(1), c, *_arguments(geometry))  # type: ignore[no-any-return]
     return _reference_clipped_sum(x, g, c, geometry)
+
+
+def rounding(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor | None:
+    """How far rounding may have a sample's part of `clipped_sum` off, [B] float64; None: no sum at all."""
+    positions = positions_of(g, geometry)
+    if positions <= 1 or x.numel() == 0 or g.numel() == 0:
+        return None
+    # a number of x (g, if transposed) stands in so many patches at most
+    sizes = zip(geometry.weight[2:], geometry.stride, geometry.dilation, strict=True)
+    patches = math.prod(-(-k * math.gcd(stride, dilation) // stride) for k, stride, dilation in sizes)
+    units = bounds.roundings(positions) * math.sqrt(patches) * bounds.unit(x)
+    return (square_sum(x) * square_sum(g)).sqrt_().mul_(units)
+
+
+def bounded_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
+    """`norm_sq` enlarged by what rounding may do to the clipped sum."""
+    positions = positions_of(g, geometry)
+    gram = method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry))
+    if gram and _is_compiled(_norm_sq_op, x) and compiled.takes(x, g) and x.numel() and g.numel():
+        found, sizes = _compiled_gram(x, g, geometry)
+        return bounds.enlarged(found, sizes * (bounds.roundings(positions) * bounds.unit(x)))
+    return bounds.enlarged(norm_sq(x, g, geometry, method), rounding(x, g, geometry))
 
 
 def _arguments(geometry: Geometry) -> tuple[Any, ...]:

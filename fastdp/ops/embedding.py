@@ -106,14 +106,22 @@ def _check_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, out: Tens
 def _cross_term(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_head: Tensor, *,
                 dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     kind = norm_type(g_embedding, dtype)
+    return cross_term_and_spread(ids, g_embedding, h_head, g_head)[0].to(kind)
+
+
+def cross_term_and_spread(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_head: Tensor) -> tuple[Tensor, Tensor]:
+    """`tied_cross_term` and what its rounding is to be told from: sum_{k,t} |g_head[t, ids_k]| |g_embedding_k| |h_t|,
+    [B] float64 each."""
     ids, e = _two(ids, g_embedding)
     e, h, g = accumulate(e), accumulate(h_head), accumulate(g_head)
-    out = e.new_empty(ids.size(0), dtype=torch.float64)
-    for low, high in chunks(ids.size(0), 2 * ids.size(1) * h.size(1) * e.element_size()):
-        dots = torch.bmm(h[low:high], e[low:high].mT)  # [b, T, K]
-        picked = g[low:high].gather(2, ids[low:high, None, :].expand(-1, h.size(1), -1))
+    out, spread = (e.new_empty(ids.size(0), dtype=torch.float64) for _ in range(2))
+    for low, high in chunks(ids.size(0), 3 * ids.size(1) * h.size(1) * e.element_size()):
+        picked = g[low:high].gather(2, ids[low:high, None, :].expand(-1, h.size(1), -1))  # [b, T, K]
+        sizes = torch.bmm(torch.linalg.vector_norm(h[low:high], dim=2).unsqueeze(1), picked.abs()).squeeze(1)  # [b, K]
+        spread[low:high] = (sizes.double() * torch.linalg.vector_norm(e[low:high], dim=2)).sum(1)
+        dots = torch.bmm(h[low:high], e[low:high].mT)
         out[low:high] = (dots * picked).sum((1, 2), dtype=torch.float64)
-    return out.to(kind)
+    return out, spread
 
 
 # ---------------------------------------------------------------------- C++

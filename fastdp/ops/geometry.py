@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common import full_float32
+
 Sizes = int | Sequence[int]
 
 
@@ -56,10 +58,12 @@ def weight_gradient(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     """The weight gradient summed over the batch, by PyTorch's own convolution."""
     weight = x.new_empty(1).expand(geometry.weight)
     n = x.dim() - 2
-    return torch.ops.aten.convolution_backward(
-        g, x, weight, None, list(geometry.stride), list(geometry.padding), list(geometry.dilation),
-        geometry.transposed, list(geometry.output_padding or (0,) * n), geometry.groups, [False, True, False],
-    )[1]  # fmt: skip
+    with full_float32(x):
+        found: Tensor = torch.ops.aten.convolution_backward(
+            g, x, weight, None, list(geometry.stride), list(geometry.padding), list(geometry.dilation),
+            geometry.transposed, list(geometry.output_padding or (0,) * n), geometry.groups, [False, True, False],
+        )[1]  # fmt: skip
+    return found
 
 
 def patches_of(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import compiled
-from .common import accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
+from . import bounds, compiled
+from .common import accumulate, chunks, full_float32, norm_type, of_kept, scaled, sum_type, without_dropped
 from .registry import cpp, define, native
 from .rows import square_sum
 
@@ -22,6 +22,10 @@ ROUNDING = 4 * 2.0**-24
 ROUNDING_COMPILED = 8 * 2.0**-24
 GRAM_TOLERANCE = 4e-6
 TINY = 1.2e-38  # a product of float32 may lose so much
+GRAM_PARTS, GRAM_SIZES = (
+    4,
+    2,
+)  # numbers of a block of the compiled kernel; where |a|^2 and |g|^2 stand (csrc/cpu/gram.h)
 UNDERFLOW = 1e-28  # below it products of float32 may have been lost: directly, too
 
 
@@ -100,6 +104,16 @@ def vanished(a_sq: Tensor, g_sq: Tensor, t: int, i: int, o: int) -> Tensor:
 
 
 def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
+    return _compiled_gram_and_sizes(a, g)[0]
+
+
+def sizes_of(parts: Tensor, batch: int) -> Tensor:
+    """|a| |g| of each sample, [B], from what the compiled kernel of the gram route leaves of each block."""
+    return parts.view(batch, -1, GRAM_PARTS)[..., GRAM_SIZES:].sum(1).prod(1).sqrt_()
+
+
+def _compiled_gram_and_sizes(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The norms, and |a| |g| of each sample, which the kernel has at hand."""
     kernels, threads = compiled.module(), torch.get_num_threads()
     batch, t, _ = a.shape
     out, doubt = compiled.doubles(batch), torch.empty(batch, dtype=torch.bool)
@@ -112,7 +126,7 @@ def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
     if doubtful:
         again = torch.nonzero(doubt).flatten()
         out[again] = _compiled_direct(a[again], g[again])
-    return out
+    return out, sizes_of(parts, batch)
 
 
 def _compiled_direct(a: Tensor, g: Tensor) -> Tensor:
@@ -168,12 +182,14 @@ def _weighted(a: Tensor, g: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 def _clipped_sum(a: Tensor, g: Tensor, c: Tensor) -> Tensor:
     a, g = _weighted(a, g, c)
-    return torch.mm(g.mT, a)
+    with full_float32(a):
+        return torch.mm(g.mT, a)
 
 
 def _add_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
     a, g = _weighted(a, g, c)
-    out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))
+    with full_float32(out):
+        out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))
 
 
 def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tensor:
@@ -181,7 +197,8 @@ def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tens
     if a.dtype == torch.float64:
         return _clipped_sum(a, g, c)
     a, g = _weighted(a, g, c)
-    return torch.mm(g.mT, a, out=into)
+    with full_float32(a):
+        return torch.mm(g.mT, a, out=into)
 
 
 _norm_sq_op = define(
@@ -220,6 +237,24 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.d
     Returns: [B]. Raises ValueError on shapes or method. Source: Li et al. 2022, section 4.
     """
     return _norm_sq_op(a, g, method, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """`linear_norm_sq` in float64 of a [B,T,I] and g [B,T,O], enlarged by what rounding may do to the clipped sum, and
+    that bound (`fastdp.ops.bounds`)."""
+    if a.size(1) <= 1 or a.numel() == 0 or g.numel() == 0:
+        return linear_norm_sq(a, g, method, dtype=torch.float64), None
+    built = a.device.type == "cpu" and _norm_sq_op.implementation("cpu") is not _norm_sq_op.reference
+    if built and compiled.takes(a, g):
+        if method == "gram" or (method == "auto" and compiled_gram_is_cheaper(a.size(1), a.size(2), g.size(2))):
+            found, sizes = _compiled_gram_and_sizes(a, g)
+            bound = bounds.of_products(a, g, sizes)
+            return bounds.enlarged(found, bound), bound
+    found = linear_norm_sq(a, g, method, dtype=torch.float64)
+    if a.device.type != "cpu" and method == "gram" and a.size(1) <= bounds.BLOCK:
+        return found, None  # enlarged there by what cancels, which is more than the bound
+    bound = bounds.of_products(a, g)
+    return bounds.enlarged(found, bound), bound
 
 
 def linear_per_sample(a: Tensor, g: Tensor) -> Tensor:

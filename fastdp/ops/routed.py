@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compiled
-from .common import accumulate, norm_type, of_kept, scaled, sum_type, without_dropped
+from . import bounds, compiled
+from .common import accumulate, full_float32, norm_type, of_kept, scaled, sum_type, without_dropped
 from .linear import GRAM_TOLERANCE, ROUNDING_COMPILED, UNDERFLOW, compiled_gram_is_cheaper, reference_norm_sq
 from .registry import Kernel, define, native
 
@@ -109,13 +109,22 @@ def overwrite_routed_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Te
             x, y = scaled(x, factors), without_dropped(y, factors)
         else:
             x, y = without_dropped(x, factors), scaled(y, factors)
-        torch.mm(y.mT.to(into.dtype), x.to(into.dtype), out=into[expert])
+        with full_float32(into):
+            torch.mm(y.mT.to(into.dtype), x.to(into.dtype), out=into[expert])
     return into if batch else into.zero_()
 
 
 def _clipped_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Tensor, experts: int) -> Tensor:
     into = a.new_empty(experts, g.size(1), a.size(1), dtype=sum_type(a))
     return overwrite_routed_sum(a, g, ids, owner, c, into)
+
+
+def rounding(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int) -> Tensor | None:
+    """How far rounding may have a sample's part of the clipped sum off, [batch] float64; None: there are no rows."""
+    if not batch or a.numel() == 0 or g.numel() == 0:
+        return None
+    a, g, _, starts = _in_order(a, g, ids, owner, experts, batch)
+    return bounds.of_segments(a, g, starts, batch)
 
 
 # ---------------------------------------------------------------------- C++

@@ -17,6 +17,7 @@ from ..errors import SampleMixingError
 from ..layouts.alone import owner_of
 from ..layouts.calls import function_name, is_in_place, tensors_in
 from ..layouts.layout import Layout, tag, tag_of
+from ..ops.bounds import added, roundings, unit
 from ..ops.common import accumulate
 from ..recorder import Recorder
 from .base import Direct, Use
@@ -105,8 +106,15 @@ class Alone(Use):
         return self.inner.data()
 
     def norm_sq(self) -> Tensor:
-        own = self.inner.norm_sq().double()
+        return self._spread(self.inner.norm_sq().double())
+
+    def _spread(self, own: Tensor) -> Tensor:
+        """A number [1] of the sample among zeros of the others, [B]."""
         return own.new_zeros(self.batch).index_copy(0, torch.tensor([self.sample], device=own.device), own)
+
+    def rounding(self) -> Tensor | None:
+        own = self.inner.rounding()
+        return None if own is None else self._spread(own)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         if not low <= self.sample < high:
@@ -133,6 +141,13 @@ class Several(Use):
         if len({use.sample for use in self.uses}) < len(self.uses):  # some sample's gradient is a sum
             return super().norm_sq()
         return torch.stack([use.norm_sq() for use in self.uses]).sum(0)
+
+    def rounding(self) -> Tensor | None:
+        own = added(*[use.rounding() for use in self.uses])
+        if len({use.sample for use in self.uses}) == len(self.uses):
+            return own
+        sizes = torch.stack([use.norm_sq().sqrt() for use in self.uses]).sum(0)  # of the terms added here
+        return added(sizes * roundings(len(self.uses), blocks=False) * unit(self.operand), own)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         first, *others = [use for use in self.uses if low <= use.sample < high] or self.uses[:1]

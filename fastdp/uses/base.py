@@ -20,6 +20,7 @@ from ..errors import BatchLayoutError, SampleMixingError, StepError
 from ..layouts.layout import Layout, samplewise, tag, tag_of
 from ..layouts.positions import WHY, by_place, rows_alike
 from ..links import link_of
+from ..ops.bounds import enlarged
 from ..ops.common import accumulate, chunks, exactly
 from ..ops.rows import square_sum, weighted_sum
 from ..planner import Planner
@@ -52,9 +53,16 @@ class Use:
         return chunks(self.batch, 4 * self.operand.numel())
 
     def norm_sq(self) -> Tensor:
-        """Squared norms [B]."""
+        """Squared norms [B], enlarged where terms cancel, for the sums to stay within them."""
         parts = [square_sum(self.per_sample(low, high)) for low, high in self.chunks()]
-        return torch.cat(parts)
+        return enlarged(torch.cat(parts), self.rounding())
+
+    def rounding(self) -> Tensor | None:
+        """How far `clipped_sum` may be off a sample's gradient times its factor, for each factor: [B] float64.
+
+        None: it is a sum of the very numbers that `per_sample` gives.
+        """
+        return None
 
     def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         """sum_b c_b gradient_b, of the operand's shape; samples with c_b = 0 are not read as numbers.

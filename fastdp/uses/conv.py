@@ -40,7 +40,10 @@ class Conv(Use):
         return conv_ops.per_sample(self.x[low:high], self.g[low:high], self.geometry)
 
     def norm_sq(self) -> Tensor:
-        return conv_ops.norm_sq(self.x, self.g, self.geometry, self.route)
+        return conv_ops.bounded_norm_sq(self.x, self.g, self.geometry, self.route)
+
+    def rounding(self) -> Tensor | None:
+        return conv_ops.rounding(self.x, self.g, self.geometry)
 
     def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         return conv_ops.clipped_sum(self.x, self.g, c, self.geometry)

@@ -13,6 +13,7 @@ from ..derived import check_embedding, mark_derived
 from ..errors import SampleMixingError
 from ..layouts.calls import bind
 from ..layouts.layout import INPUT, Layout, tag, tag_of
+from ..ops.bounds import enlarged, is_small, of_repeats, of_rows
 from ..recorder import Recorder
 from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
 from .experts import note_gathered
@@ -39,7 +40,13 @@ class Lookup(Use):
         return cls(operand, ids, grads.reshape(batch, ids.size(1), width), name)
 
     def norm_sq(self) -> Tensor:
-        return ops.embedding_norm_sq(self.ids, self.g, dtype=torch.float64)
+        found = ops.embedding_norm_sq(self.ids, self.g, dtype=torch.float64)
+        if found.device.type == "cpu" and is_small(found, of_rows(self.g)):  # no need to look for equal ids
+            return found
+        return enlarged(found, self.rounding())
+
+    def rounding(self) -> Tensor | None:
+        return of_repeats(self.ids, self.g)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         rows = ops.embedding_per_sample(self.ids[low:high], self.g[low:high], self.operand.size(0))

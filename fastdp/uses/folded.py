@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..costs import Shape
+from ..ops.bounds import added, roundings, unit
 from ..ops.common import accumulate, chunks
 from ..people import People
 from .alone import Alone
@@ -51,6 +52,13 @@ class Folded(Use):
                 total[person - low] += part[row]
         assert total is not None
         return total
+
+    def rounding(self) -> Tensor | None:
+        most = int(self.people.counts.max())  # counted on the CPU
+        sizes = self.inner.norm_sq().double().sqrt() * roundings(most, blocks=False) * unit(self.operand)
+        records = added(sizes, self.inner.rounding())
+        assert records is not None
+        return summed(records, self.people)
 
     def _runs(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Ranges of records of these persons: consecutive ones, as many as fit."""

@@ -13,6 +13,7 @@ from .. import ops
 from ..costs import Shape
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
+from ..ops.bounds import of_products
 from ..planner import Planner
 from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contraction, rule, sample_layout
@@ -28,6 +29,7 @@ class Matmul(Use):
     def __init__(self, operand: Tensor, a: Tensor, g: Tensor, name: str) -> None:
         super().__init__(operand, a.size(0), name)
         self.a, self.g = a, g
+        self.bound: Tensor | None = None  # of the rounding, where the norms were taken and told it
         self.shape: Shape = Shape("linear", a.size(0), a.size(1), a.size(2), g.size(2))
 
     def plan(self, planner: Planner) -> None:
@@ -42,7 +44,11 @@ class Matmul(Use):
 
     def norm_sq(self) -> Tensor:
         method = "auto" if self.route == "T=1" else self.route
-        return ops.linear_norm_sq(self.a, self.g, method, dtype=torch.float64)
+        found, self.bound = ops.linear.norm_sq_and_bound(self.a, self.g, method)
+        return found
+
+    def rounding(self) -> Tensor | None:
+        return of_products(self.a, self.g) if self.bound is None else self.bound
 
     def per_sample(self, low: int, high: int) -> Tensor:
         return ops.linear_per_sample(self.a[low:high], self.g[low:high])

@@ -16,6 +16,7 @@ from .. import ops
 from ..costs import Segments, Shape
 from ..layouts.layout import Layout
 from ..links import link_of
+from ..ops.bounds import enlarged
 from ..ops.common import accumulate
 from ..recorder import Recorder
 from .base import Direct, Use, cut
@@ -61,7 +62,10 @@ class Routed(Use):
 
     def norm_sq(self) -> Tensor:
         rows = (self.a, self.g, self.ids, self.owner)
-        return ops.routed_norm_sq(*rows, self.experts, self.batch, dtype=torch.float64)
+        return enlarged(ops.routed_norm_sq(*rows, self.experts, self.batch, dtype=torch.float64), self.rounding())
+
+    def rounding(self) -> Tensor | None:
+        return ops.routed.rounding(self.a, self.g, self.ids, self.owner, self.experts, self.batch)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         ids, owner = self.ids, self.owner
