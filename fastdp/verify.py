@@ -17,10 +17,11 @@ from .people import numbers_of
 from .sampling import PoissonLoader
 from .verified import forget_verified, note_verified
 from .verifying.examine import Examination
+from .verifying.generators import devices_of
 from .verifying.records import Records, alike, drawn_of, fetched, moved, records_of
 from .verifying.report import VerifyReport
 from .verifying.runs import Loss
-from .verifying.state import Standing, devices_of
+from .verifying.state import Standing
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -84,7 +85,7 @@ def verify(
     if tolerance is None:
         half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
         tolerance = 5e-2 if half else 1e-4
-    standing = Standing(model, pool.batch)
+    standing = Standing(model, loss_fn, pool.batch)
     refusal: FastDPError | None = None
     try:
         standing.clear_grads()
@@ -126,7 +127,7 @@ def _looks(work: Examination, model: nn.Module) -> VerifyReport:
     for module in dropout:
         module.training = True
     report = first.report
-    report.problem = report.problem or first.unjudged
+    report.problem = f"not judged: {first.unjudged}" if first.unjudged else report.problem
     if not dropout or report.problem:
         return report
     second = work.examine("dropout on, a sample with the same masks alone as in a batch")

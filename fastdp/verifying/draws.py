@@ -37,7 +37,26 @@ Key = tuple[int, str]
 Shape = tuple[int, ...]
 
 
-class SampleDraws(TorchDispatchMode):
+class _Dispatching:
+    """Beside torch's mode, not of it: what a subclass of the mode itself defines makes torch import torch._dynamo,
+    which takes seconds."""
+
+    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return self._handle(func, args, kwargs or {})
+        return _undisturbed(self, func, args, kwargs or {})
+
+
+@torch._disable_dynamo
+def _undisturbed(mode: _Dispatching, func: Any, args: Any, kwargs: Any) -> Any:
+    """Where torch.compile is in use, it must not look into a mode."""
+    return mode._handle(func, args, kwargs)
+
+
+class SampleDraws(_Dispatching, TorchDispatchMode):
     """Replaces what random operations draw by draws made sample by sample.
 
     minor: whether the rows of a sample that has several in a draw lie as far apart as there are samples (as
@@ -75,12 +94,13 @@ class SampleDraws(TorchDispatchMode):
         for generator, state in self._generators.values():
             generator.set_state(state)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not _draws(func, args, kwargs) or any(isinstance(a, FakeTensor) for a in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         device = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), kwargs.get("device"))
         device = torch.device("cpu") if device is None else torch.device(device)
+        if device.type == "meta":
+            return func(*args, **kwargs)
         given = kwargs.get("generator")
         frames = _frames()
         if any(frame.f_code.co_filename == _TRIALS for frame in frames):
@@ -151,7 +171,8 @@ class SampleDraws(TorchDispatchMode):
         """The innermost module that runs, and the line of the program's own code."""
         inner = next((f for f in frames if f.f_code.co_name == "forward"), None)
         # of one frame alone: looking at a frame's locals keeps them alive
-        name = "" if inner is None else self._names.get(id(inner.f_locals.get("self")), "")
+        first = "" if inner is None else (inner.f_code.co_varnames or ("",))[0]
+        name = "" if inner is None else self._names.get(id(inner.f_locals.get(first)), "")
         own = next((f for f in frames if not f.f_code.co_filename.startswith((_LIBRARY, _FASTDP))), None)
         module = f" in module '{name}'" if name else " outside of the model"
         return module if own is None else f"{module} ({os.path.basename(own.f_code.co_filename)}, line {own.f_lineno})"

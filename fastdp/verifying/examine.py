@@ -41,6 +41,7 @@ class Examination:
         self._judged = judged and self._doubles  # whether float64 may excuse float32
         self._program = (model, loss_fn, params, reduction, options, seed)
         self._reads: list[Reads] = []
+        self._first = Attributes(model)  # every look begins with what the modules keep now
         self._runs = Runs(*self._program)  # the last that were made
 
     def in_rows(self, pool: Records) -> Records:
@@ -87,17 +88,22 @@ class Examination:
         if (draws := self._runs.draws) is not None and draws.seen and not examined.unjudged:
             where = "; ".join([*draws.seen][:4]) + ("; ..." if len(draws.seen) > 4 else "")
             report.looked_at.append(f"random draws at one seed, made sample by sample: {where}")
+        if self._runs.outside and not examined.unjudged:
+            names = " and ".join(self._runs.outside)
+            report.looked_at.append(f"what {names} draws after one seed, the same in every batch")
         if report.ok and not examined.unjudged:
             self._reads += self._reads_now
         return examined
 
     def _examined(self) -> Examined:
         report = self._attempt(attributes=False)
+        if report.problem and report.parameters and self._draws_unseen():
+            report = self._attempt(attributes=False, drawn=True)
         apart = 0.0
         if report.problem and report.parameters and (apart := self._apart()) > self.tolerance:
             # not the same twice: by what its modules keep in attributes (a counter), or by random numbers out of reach
             before, changed = report, self._changed_attributes()
-            report = self._attempt(attributes=True)
+            report = self._attempt(attributes=True, drawn=self._runs.draws is not None)
             if report.problem and (apart := self._apart()) > self.tolerance:
                 return Examined(before, _unrepeated(apart, changed, self._out_of_reach()))
         unjudged = self._out_of_reach() if report.problem and report.parameters else ""
@@ -109,25 +115,31 @@ class Examination:
             self._other_labels(report)
         return Examined(report)
 
-    def _attempt(self, attributes: bool) -> VerifyReport:
-        """In the model's own precision, and in float64 where that could not tell."""
-        report, truth = self._looked(self.base, self.pool, attributes)
+    def _attempt(self, attributes: bool, drawn: bool = False) -> VerifyReport:
+        """In the model's own precision, and in float64 where that could not tell.
+
+        attributes: put back before every run; drawn: with draws made sample by sample from the first.
+        """
+        report, truth = self._looked(self.base, self.pool, attributes, drawn)
         if report.problem and report.parameters and self._judged:
             base, pool = (replace(each, batch=doubled(each.batch)) for each in (self.base, self.pool))
-            repeat = lambda: self._looked(base, pool, attributes)
+            repeat = lambda: self._looked(base, pool, attributes, drawn)
             report.problem, report.rounding = judged_in_double(report, truth, self.model, repeat)
         return report
 
-    def _looked(self, base: Records, pool: Records, attributes: bool, probes: list[Probe] | None = None) -> Looked:
+    def _looked(self, base: Records, pool: Records, attributes: bool, drawn: bool,
+                probes: list[Probe] | None = None) -> Looked:  # fmt: skip
         probes = self.probes if probes is None else probes
+        self._first.put_back()
         runs = self._runs = Runs(*self._program)
         runs.attributes = Attributes(self.model) if attributes else None
         try:
             try:
-                return look(runs, base, pool, probes, self.tolerance)
+                if not drawn:
+                    return look(runs, base, pool, probes, self.tolerance)
             except Drew:
                 runs.put_back()
-                return self._looked_with_draws(runs, base.in_order(), pool, probes)
+            return self._looked_with_draws(runs, base.in_order(), pool, probes)
         finally:
             self._reads_now += runs.reads
 
@@ -161,6 +173,7 @@ class Examination:
         """The last runs made once more, in float64 if that can be."""
         last = self._runs
         base = self.base if last.draws is None else self.base.in_order()
+        self._first.put_back()
         with contextlib.ExitStack() as stack:
             if self._doubles:
                 stack.enter_context(in_double(self.model))
@@ -174,6 +187,18 @@ class Examination:
                 if runs.draws is not None:
                     runs.draws.put_back()
 
+    def _draws_unseen(self) -> bool:
+        """Whether the last runs drew by generators of their own, which torch's own does not show."""
+        if self._runs.draws is not None:
+            return False
+        try:
+            with self._again() as (runs, base):
+                runs.draws = SampleDraws(self.model)
+                runs.look_ahead(base)
+                return bool(runs.draws.seen)
+        except (FastDPError, RuntimeError, TypeError, ValueError):
+            return False
+
     def _apart(self) -> float:
         """How far equal runs are apart; 0 where that cannot be told."""
         try:
@@ -184,6 +209,7 @@ class Examination:
 
     def _changed_attributes(self) -> list[str]:
         """What the modules keep from one call to the next."""
+        self._first.put_back()
         before = Attributes(self.model)
         with contextlib.suppress(Drew, RuntimeError, TypeError, ValueError):
             self._runs.alone(self.base.of([0]))
@@ -230,7 +256,7 @@ class Examination:
         if other is None:
             return
         try:
-            found, _ = self._looked(other, other, False, [])
+            found, _ = self._looked(other, other, False, self._runs.draws is not None, [])
             if found.problem and (self._apart() > self.tolerance or self._out_of_reach()):
                 return
         except SampleMixingError:

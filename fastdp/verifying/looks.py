@@ -12,7 +12,7 @@ from ..errors import FastDPError, SampleMixingError
 from .records import Records
 from .report import VerifyReport, largest
 from .runs import Found, Miscounted, Runs
-from .where import where_coupled
+from .where import BEFORE, where_coupled
 
 Rows = dict[str, Tensor]
 
@@ -48,18 +48,18 @@ class Probe(NamedTuple):
 def look(runs: Runs, base: Records, pool: Records, probes: list[Probe], tolerance: float) -> Looked:
     """Compare norms and clipped sum with one-sample backwards, in this batch and in others."""
     size = base.samples
-    runs.look_ahead(base)
-    alone: dict[str, list[Tensor]] = {name: [] for name in runs.named}
-    for sample in range(size):
-        for name, gradient in runs.alone(base.of([sample])).items():
-            alone[name].append(gradient)
-    truth = {name: torch.stack(rows) for name, rows in alone.items()}
+    found: Found | None = None
+    try:
+        if runs.draws is None:  # first, as a refusal says more than what a sample alone may fail by
+            found = runs.engine(base, rows=True)
+        else:
+            runs.look_ahead(base)
+        truth = _alone(runs, base)
+        found = runs.engine(base, rows=True) if found is None else found
+    except Miscounted as count:
+        return Looked(_miscounted(count, base, tolerance), {})
     norms = _norms(truth)
     floor = float(norms.max()) * 1e-6 + 1e-30
-    try:
-        found = runs.engine(base, rows=True)
-    except Miscounted as count:
-        return Looked(_miscounted(count, base, tolerance), truth)
     errors = [((each - norms).abs() / norms.clamp(min=floor)).max() for each in (found.norms, _norms(found.rows))]
     norm_error = float(torch.stack(errors).max())  # of the routes of training, and of the gradients themselves
     sum_error = _sum_error(found, truth, norms)
@@ -77,6 +77,15 @@ def look(runs: Runs, base: Records, pool: Records, probes: list[Probe], toleranc
     report.looked_at.append(f"batches of {_listed([1, size])} samples")
     _other_batches(runs, base, pool, probes, truth, norms, floor, report)
     return Looked(report, truth)
+
+
+def _alone(runs: Runs, base: Records) -> Rows:
+    """Each sample's gradient by itself."""
+    alone: dict[str, list[Tensor]] = {name: [] for name in runs.named}
+    for sample in range(base.samples):
+        for name, gradient in runs.alone(base.of([sample])).items():
+            alone[name].append(gradient)
+    return {name: torch.stack(rows) for name, rows in alone.items()}
 
 
 # --------------------------------------------------------------------------- other batches
@@ -141,6 +150,13 @@ def _coupling(runs: Runs, base: Records, ours: Rows, norms: Tensor, floor: float
     return largest(moves)
 
 
+def _by_place(runs: Runs, base: Records) -> float:
+    """Largest change of norms, relatively, where the samples stand in reversed order."""
+    own = runs.engine(base).norms
+    turned = runs.engine(base.of(range(base.samples - 1, -1, -1))).norms.flip(0)
+    return largest([float(((turned - own).abs() / own.clamp(min=1e-30)).max())])
+
+
 def between_equal_runs(runs: Runs, base: Records) -> float:
     """How far two equal runs are apart, relative to the largest gradient."""
     one, other = runs.engine(base, rows=True).rows, runs.engine(base, rows=True).rows
@@ -169,15 +185,25 @@ def _problem(runs: Runs, base: Records, report: VerifyReport) -> str:
     worst = max(parameters, key=lambda name: parameters[name])
     where = where_coupled(runs, base)
     if where or not coupling <= report.tolerance:
+        orders = [] if runs.draws is None else [*runs.draws.orders]
         remedy = (
-            "Replace what works across the batch (BatchNorm by GroupNorm, for example)."
-            if where
+            f"A random order of the samples is drawn, {'; '.join(orders[:3])}: mix no samples."
+            if orders
+            else "Replace what works across the batch (BatchNorm by GroupNorm, for example)."
+            if where and where is not BEFORE
             else f"Let the loss be the {reduction} of the samples' own losses (for token models: of each sample's own "
             "mean; with weights of classes: the weighted losses' plain mean), and check loss_reduction."
         )
         problem = (
             f"a sample's gradient depends on other samples, {where or 'in the loss'}: clipping does not bound it. "
             f"{remedy}"
+        )
+    elif (moved := _by_place(runs, base)) > report.tolerance:
+        report.coupling = largest([coupling, moved])
+        problem = (
+            "a sample's gradient depends on its place in the batch, or on the order of the samples: if one is removed, "
+            "others move to other places, and clipping does not bound it. Let nothing be computed from the places of "
+            "the samples."
         )
     else:
         problem = (

@@ -17,8 +17,9 @@ from ..engine import PerSampleGradients
 from ..errors import BatchReadWarning, VerificationError
 from ..reads import Reads
 from .draws import SampleDraws
+from .generators import RandomNumbers, devices_of, generators_of
 from .records import Records
-from .state import Attributes, Buffers, RandomNumbers, devices_of
+from .state import Attributes, Buffers
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -59,6 +60,7 @@ class Runs:
         self.moved: list[str] = []  # buffers and attributes that a run changed
         self.reads: list[Reads] = []
         self._buffers, self._devices = Buffers(model), devices_of(model)
+        self._own = RandomNumbers(set(), generators_of(model, loss_fn))
         self._by_backward = False
         engine = self._attached(1)
         try:
@@ -77,14 +79,15 @@ class Runs:
         torch.manual_seed(self.seed)
         random.seed(self.seed)
         np.random.seed(self.seed % 2**32)
-        before = RandomNumbers(self._devices)
+        self._own.put_back_own()
+        before = self._random()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             if self.draws is not None:
                 stack.enter_context(_seen_kernels(self._devices))
                 stack.enter_context(self.draws.of(samples))
             yield
-        after = RandomNumbers(self._devices)
+        after = self._random()
         self.outside.update(dict.fromkeys(after.others_moved(before)))
         if self.draws is None:
             if not after.torchs_equal(before):
@@ -94,6 +97,9 @@ class Runs:
             for _ in range(self.draws.drawn()):
                 torch.randint(2**62, (), generator=expected)
             self.hidden = not torch.equal(expected.get_state(), after.torch)
+
+    def _random(self) -> RandomNumbers:
+        return RandomNumbers(self._devices, [generator for generator, _ in self._own.own])
 
     def put_back(self) -> None:
         """The buffers (and attributes) as they were at first."""

@@ -1,61 +1,19 @@
-"""What a run of the program may change, and putting it back: modes, gradients, buffers, attributes, random numbers."""
+"""What a run of the program may change, and putting it back: modes, gradients, buffers, attributes."""
 
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..arguments import nested_tensors
+from .generators import RandomNumbers, devices_of, generators_of
 
 _OF_TORCH = set(nn.Module().__dict__)  # of every module: hooks, parameters, buffers, parts
 _CONTAINERS = (list, dict, set, deque)
-
-
-class RandomNumbers:
-    """The states of all generators that a program may draw from without being given one."""
-
-    def __init__(self, devices: set[torch.device]) -> None:
-        self.torch = torch.get_rng_state()
-        self.devices = [
-            (d, torch.get_device_module(d).get_rng_state(d)) for d in devices if d.type not in ("cpu", "mps")
-        ]
-        self.mps = torch.mps.get_rng_state() if any(d.type == "mps" for d in devices) else None
-        self.python, self.numpy = random.getstate(), np.random.get_state()
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self.torch)
-        for device, state in self.devices:
-            torch.get_device_module(device).set_rng_state(state, device)
-        if self.mps is not None:
-            torch.mps.set_rng_state(self.mps)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-    def torchs_equal(self, other: RandomNumbers) -> bool:
-        """Whether torch's generators stand where the other's did."""
-        pairs = [
-            (self.torch, other.torch),
-            *zip((s for _, s in self.devices), (s for _, s in other.devices), strict=True),
-        ]
-        if self.mps is not None and other.mps is not None:
-            pairs.append((self.mps, other.mps))
-        return all(torch.equal(a, b) for a, b in pairs)
-
-    def others_moved(self, before: RandomNumbers) -> list[str]:
-        """Names of the generators outside of torch from which numbers were drawn."""
-        moved = ["Python's random"] if self.python != before.python else []
-        same = all(np.array_equal(a, b) for a, b in zip(self.numpy, before.numpy, strict=True))
-        return moved if same else [*moved, "numpy.random"]
-
-
-def devices_of(model: nn.Module) -> set[torch.device]:
-    return {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"}
 
 
 class Buffers:
@@ -114,14 +72,14 @@ class Attributes:
 class Standing:
     """All that `verify` must leave as it was."""
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, batch: Any) -> None:
         self._modes = [(module, module.training) for module in model.modules()]
         leaves = [*model.parameters(), *(t for t in nested_tensors(batch) if t.is_leaf)]
         self._grads = [(t, t.grad) for t in leaves]
         # a forward may write into weights as well: embeddings of bounded norm do
         self._trained = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
         self._buffers, self._attributes = Buffers(model), Attributes(model)
-        self._random = RandomNumbers(devices_of(model))
+        self._random = RandomNumbers(devices_of(model), generators_of(model, loss_fn))
 
     def clear_grads(self) -> None:
         """So that no backward adds to what stands in `.grad`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from ..arguments import nested_tensors
 from .records import Records, rows_of
 from .runs import Drew, Runs
 
-Outputs = list[tuple[str, list[Tensor]]]
+Outputs = list[tuple[str | None, list[Tensor]]]
+BEFORE = "before the model, in what the loss function gives it"
 
 
 def where_coupled(runs: Runs, records: Records) -> str:
@@ -29,14 +31,21 @@ def where_coupled(runs: Runs, records: Records) -> str:
             if a.dim() and a.shape == b.shape and a.size(0) == size:
                 scale = float(a[0].abs().max()) + 1e-12 if a[0].numel() else 1.0
                 if a[0].numel() and not float((a[0] - b[0]).abs().max()) <= 1e-4 * scale:
-                    return f"first in module '{path or type(runs.model).__name__}'"
+                    return BEFORE if path is None else f"first in module '{path or type(runs.model).__name__}'"
     return ""
+
+
+def _given(found: Outputs) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook that notes what the model is called with, under no module's name."""
+    return lambda _, args, kwargs: found.append(
+        (None, [t.detach().clone() for t in nested_tensors((args, kwargs)) if t.is_floating_point()])
+    )
 
 
 def _outputs(runs: Runs, records: Records) -> Outputs:
     """What each call of a module returned, in their order."""
     found: Outputs = []
-    handles = []
+    handles = [runs.model.register_forward_pre_hook(_given(found), with_kwargs=True)]
     for path, module in runs.model.named_modules():
 
         def hook(_: nn.Module, __: Any, out: Any, path: str = path) -> None:
