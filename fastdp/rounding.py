@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .errors import FastDPError
 
 if TYPE_CHECKING:
-    from .verify import VerifyReport
+    from .verifying.report import VerifyReport
 
 TIMES = 4.0  # the engine's float32 may be this many times as far off as plain torch's float32 is
 WORST = 1e-2  # above it, float32 says nothing of this model
@@ -52,13 +52,12 @@ def judged_in_double(
             f"exact in float64, but float32 does not carry this model: plain one-sample gradients are {rounding:.1e} "
             "off. Train it in float64, or make it better conditioned (initial weights, norm layers)."
         ), None
-    off = max(report.coupling, report.norm_error, report.sum_error)
+    off = report.worst()
     if off <= TIMES * rounding:
         return "", rounding
     return (
         f"wrong per-sample gradients in float32 only: {off:.1e} off, where plain one-sample gradients are "
-        f"{rounding:.1e} off float64's. If the model is random, make it deterministic; else please report it: this is "
-        "a bug of fastdp."
+        f"{rounding:.1e} off float64's. Please report the model: this is a bug of fastdp."
     ), None
 
 
