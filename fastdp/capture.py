@@ -26,7 +26,7 @@ from .layouts.memory import keep_apart, versions_of, write_unaccounted
 from .layouts.pieces import NOTED, stamp
 from .layouts.positions import note_made
 from .layouts.propagate import propagate
-from .layouts.sizes import TELLING, Sizes
+from .layouts.sizes import COMPUTING, TELLING, Sizes
 from .layouts.totals import by_size
 from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
@@ -313,7 +313,8 @@ class Pass:
                 return out
             out = func(*args, **kwargs)
             note_made(func, args, kwargs, out, self.batch, self._is_owned)
-            self._judge_sizes(Call(func, args, kwargs, out, self.batch, self.path), of_parameters=True)
+            if function_name(func) in COMPUTING:
+                self._judge_sizes(Call(func, args, kwargs, out, self.batch, self.path), of_parameters=True)
             for leaf in mark_derived(func, args, kwargs, out, self, parameters):
                 self.backward.last_use_of[id(leaf)] = self.place(function_name(func))
             return out
@@ -356,7 +357,7 @@ class Pass:
 
     def _judge_sizes(self, call: Call, of_parameters: bool = False) -> None:
         """Numbers that sizes told must not be computed with: warned of at first, refused once that is certain."""
-        by_size(call, self.forward.sizes.has_told())
+        by_size(call, self.forward.sizes.has_told)
         why, certain = self.forward.sizes.problem(call)
         if why and not certain:
             self.reads.note(why, None)

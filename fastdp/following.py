@@ -107,7 +107,7 @@ class Following(TorchFunctionMode):
         call = Call(func, args, kwargs, out, self.batch, "", overwritten)
         try:
             propagate(call)
-            by_size(call, self.sizes.has_told())
+            by_size(call, self.sizes.has_told)
         except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
             why = problem.mixed or str(problem)
             map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))

@@ -10,6 +10,7 @@ from torch import Tensor
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import function_name
 from .layouts.exposed import Exposed
+from .layouts.held import was_filled
 from .layouts.layout import tag_of
 from .layouts.memory import look, shares
 from .links import link_of
@@ -39,7 +40,7 @@ def look_at(recorder: Sees, tensor: Tensor, func: Any) -> None:
             recorder.exposed.meet(tensor)
             layout = tag_of(tensor, recorder.batch)
         look(tensor, layout, recorder.batch)
-    elif shares(tensor):
+    elif was_filled() and shares(tensor):
         raise UncapturedUseError(
             f"{recorder.place(function_name(func))} takes parameter {recorder.names_of([tensor])}, whose memory data "
             "was written to (a start from the first batch?): a parameter must not tell of samples without noise."

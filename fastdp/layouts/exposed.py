@@ -20,7 +20,8 @@ T = torch.Tensor
 _MEMORY: set[Any] = {T.numpy, T.__array__, T.__dlpack__, T.untyped_storage, T.storage}
 _NUMBERS: set[Any] = {T.numpy, T.__array__, T.tolist, T.item, T.__float__, T.__complex__}
 _MAKING: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray, T.new_tensor}
-GIVING = _MEMORY | _NUMBERS
+_GRAD = T.grad.__get__  # type: ignore[union-attr]
+GIVING = _MEMORY | _NUMBERS | {T.backward}
 
 
 class _Given:
@@ -46,9 +47,10 @@ class Exposed:
         self.memory: list[_Given] = []
         self.integers: list[tuple[Tensor, Layout]] = []  # read in bulk, as lengths and ids are
         self.read = ""  # what read numbers of samples, floating ones
+        self.backward = ""  # a backward within the forward, after which .grad may be data
 
     def __bool__(self) -> bool:
-        return bool(self.memory or self.read or self.integers)
+        return bool(self.memory or self.read or self.integers or self.backward)
 
     def after(self, call: Call) -> str:
         """A call was made: it may give memory or numbers away, or write to such memory. Returns what is to be warned
@@ -61,6 +63,8 @@ class Exposed:
     def _give(self, call: Call) -> str:
         tensor = call.args[0]
         layout = call.layout(tensor)
+        if call.func is T.backward and layout is not None:
+            self.backward = call.mixed("is called within the forward: gradients made of several samples")
         if call.func in _MEMORY and tensor.layout == torch.strided:
             self.memory.append(_Given(call.func, tensor))
         if layout is None or call.func not in _NUMBERS:
@@ -100,14 +104,12 @@ class Exposed:
         tag(tensor, Layout(self.batch, mixed=f"{self.read}, of which a tensor was made, perhaps"))
 
     def made(self, func: Any, out: Any) -> None:
-        """A call without data has made a tensor of numbers of Python."""
-        if (
-            not self
-            or func not in _MAKING
-            or not isinstance(out, Tensor)
-            or not out.dim()
-            or tag_of(out, self.batch) is not None
-        ):
+        """A call without data has made a tensor, of numbers of Python perhaps."""
+        if not self or not isinstance(out, Tensor) or tag_of(out, self.batch) is not None:
+            return
+        if func == _GRAD and self.backward:
+            tag(out, Layout(self.batch, mixed=self.backward))
+        if func not in _MAKING or not out.dim():
             return
         if out.is_floating_point() or out.is_complex():
             if self.read:

@@ -11,8 +11,8 @@ notes that it holds data, and every tensor that a call takes is asked whose memo
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
+from weakref import ref as _ref
 
 import torch
 from torch import Tensor
@@ -22,40 +22,28 @@ _FOREIGN = "_fastdp_foreign"  # on a storage over memory that torch did not make
 _PRUNE = 20_000
 
 
-class Held:
-    """What one memory holds: the layout of a tensor over it, and where this tensor lies in it."""
+# What one memory holds: the layout of a tensor over it, the moment of its batch, and, where it was written to, the shape,
+# strides and offset of this tensor. A list (small, as it is made for every result), the same object for all who know
+# this state of the memory.
+Held = list[Any]
 
-    __slots__ = ("layout", "shape", "stride", "offset", "moment")
 
-    def __init__(self, tensor: Tensor, layout: Any, moment: Any = None) -> None:
-        self.layout, self.shape, self.stride = layout, tensor.shape, tensor.stride()
-        self.offset, self.moment = tensor.storage_offset(), moment
-
-    def renewed(self) -> Held:
-        """The same, for another state of the memory: tensors tagged before are not believed any more."""
-        new = Held.__new__(Held)
-        new.layout, new.shape, new.stride, new.offset = self.layout, self.shape, self.stride, -1
-        new.moment = self.moment
-        return new
-
-    def is_over(self, tensor: Tensor) -> bool:
-        """Whether the tensor is the noted one's twin."""
-        same = self.shape == tensor.shape and self.stride == tensor.stride()
-        return same and self.offset == tensor.storage_offset()
+def is_over(held: Held, tensor: Tensor) -> bool:
+    """Whether the tensor is known for the noted one's twin."""
+    return held[2:] == [tensor.shape, tensor.stride(), tensor.storage_offset()]
 
 
 class _Holding:
     """All memory that holds data, weakly; `turn` counts how often memory of constants became data."""
 
     def __init__(self) -> None:
-        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.storages: list[_ref[torch.UntypedStorage]] = []
         self.prune, self.turn = _PRUNE, 0
 
-    def add(self, storage: torch.UntypedStorage) -> None:
-        self.storages.append(weakref.ref(storage))
-        if len(self.storages) > self.prune:
-            self.storages = [known for known in self.storages if known() is not None]
-            self.prune = max(_PRUNE, 2 * len(self.storages))
+    def drop_gone(self) -> None:
+        """Forget memory that is gone."""
+        self.storages = [known for known in self.storages if known() is not None]
+        self.prune = max(_PRUNE, 2 * len(self.storages))
 
     def over(self, storage: torch.UntypedStorage) -> Held | None:
         """What is noted of other memory at the same addresses (of numpy, of dlpack)."""
@@ -67,7 +55,7 @@ class _Holding:
             begin = other.data_ptr()
             held: Held | None = getattr(other, HELD, None)
             if held is not None and begin < start + storage.nbytes() and start < begin + other.nbytes():
-                setattr(other, HELD, held.renewed())  # what is written here, nobody can tell the tensors there
+                setattr(other, HELD, held[:2])  # what is written here, nobody can tell the tensors there
                 return held
         return None
 
@@ -85,16 +73,18 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
     """The tensor was given a layout: its memory holds data, of this moment's batch."""
-    storage = storage_of(tensor)
-    if storage is None:
+    try:
+        storage: Any = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
         return
     held: Held | None = getattr(storage, HELD, None)
     if held is None:
-        held = Held(tensor, layout, moment)
-        setattr(storage, HELD, held)
-        _HOLDING.add(storage)
-    elif not view or held.layout.batch != layout.batch or held.moment is not moment:
-        held.__init__(tensor, layout, moment)  # type: ignore[misc]
+        held = storage._fastdp_held = [layout, moment]
+        _HOLDING.storages.append(_ref(storage))
+        if len(_HOLDING.storages) > _HOLDING.prune:
+            _HOLDING.drop_gone()
+    elif held[1] is not moment or (held[0] is not layout and (not view or held[0].batch != layout.batch)):
+        held[:] = [layout, moment]
     tensor.__dict__[HELD] = held
 
 
@@ -106,9 +96,15 @@ def written(tensor: Tensor, layout: Any, before: Any) -> None:
         return
     if before is None:
         _HOLDING.turn += 1
-    held = Held(tensor, layout, getattr(getattr(storage, HELD, None), "moment", None))
+    known: Held | None = getattr(storage, HELD, None)
+    held = [layout, known and known[1], tensor.shape, tensor.stride(), tensor.storage_offset()]
     setattr(storage, HELD, held)
     tensor.__dict__[HELD] = held
+
+
+def was_filled() -> bool:
+    """Whether memory of constants ever became data."""
+    return _HOLDING.turn > 0
 
 
 def is_new_foreign(tensor: Tensor) -> bool:

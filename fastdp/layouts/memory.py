@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .calls import Call, tensors_in
-from .held import HELD, Held, foreign, storage_of, written
+from .held import HELD, Held, foreign, is_over, storage_of, written
 from .layout import ATTRIBUTE, INPUT, Layout, is_past, layout_of_owners, owner_map, stale_layout, tag
 
 _APART = "_fastdp_apart"  # on a tensor that shares memory with data and is none: a view of an input beside the data
@@ -26,8 +26,9 @@ def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
     A constant over memory that holds data is data; a layout is not believed of memory that another took, or that other
     samples were written to through an alias.
     """
-    storage = storage_of(tensor)
-    if storage is None:
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse
         return layout
     held: Held | None = getattr(storage, HELD, None)
     if layout is not None:
@@ -35,20 +36,22 @@ def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
             return layout
         found = Layout(batch, mixed=_SHARED)
     else:
+        if held is None and storage.resizable():  # nobody's, mostly
+            return None
         over = None if held is not None or is_apart(tensor) else foreign(storage)
-        if over is not None and over.layout.batch == batch:
-            found = Layout(batch, mixed=over.layout.mixed or _SHARED)
+        if over is not None and over[0].batch == batch:
+            found = Layout(batch, mixed=over[0].mixed or _SHARED)
             tag(tensor, found)
             return found
         if held is None or is_apart(tensor):
             return None
-        if is_past(held.moment):
+        if is_past(held[1]):
             found = stale_layout(tensor, batch)
             tag(tensor, found)
             return found
-        if held.layout.batch != batch:
+        if held[0].batch != batch:
             return None
-        found = held.layout if held.is_over(tensor) else Layout(batch, mixed=held.layout.mixed or _SHARED)
+        found = held[0] if is_over(held, tensor) else Layout(batch, mixed=held[0].mixed or _SHARED)
     tag(tensor, found)
     return found
 

@@ -19,6 +19,7 @@ from .layout import ATTRIBUTE, Layout, tag, tag_of
 from .positions import is_random
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
+_CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
 _SOURCE = "_fastdp_cut"  # on a tensor that was cut: the number of its parts, and the version
 
@@ -63,6 +64,8 @@ def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
     if layout.piece is not None:
         return found._replace(piece=layout.piece._replace(samples=samples))
     note = source.__dict__.get(_SOURCE)
+    if not _CUT_ONCE:
+        _CUT_ONCE.append(True)
     if note is None or note[1] != source._version:
         note = source.__dict__[_SOURCE] = (next(_CUTS), source._version)
     return found._replace(piece=Piece(note[0], 0, samples))
@@ -80,7 +83,7 @@ def stamped(pieces: Sequence[Piece], func: Any, args: Any, kwargs: Any) -> Piece
 
 def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
     """Note on the results of a call what was done to the parts of the batch among its arguments."""
-    if batch <= 1 or is_joining(func) or any(type(item) is int and item == 0 for item in args[1:]):
+    if not _CUT_ONCE or batch <= 1 or is_joining(func) or any(type(item) is int and item == 0 for item in args[1:]):
         return  # (0 + the first is how Python's sum begins)
     found = [layout for tensor in tensors_in((args, kwargs)) if (layout := tag_of(tensor, batch)) is not None]
     pieces = [layout.piece for layout in found if layout.piece is not None]

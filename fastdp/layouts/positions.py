@@ -40,10 +40,10 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
 
     is_owned: whether a tensor is a parameter or buffer of the model, which has no rows of samples.
     """
-    if batch <= 1:
+    if batch <= 1 or (isinstance(out, Tensor) and ATTRIBUTE in out.__dict__):
         return
     name = function_name(func)
-    results = [*tensors_in(out), *(tensors_in(args[:1]) if is_in_place(name) or name == "__setitem__" else ())]
+    results = [*tensors_in(out), *(tensors_in(args[:1]) if is_in_place(name) else ())]
     results = [tensor for tensor in results if tensor.dim() and ATTRIBUTE not in tensor.__dict__]
     if not results:
         return

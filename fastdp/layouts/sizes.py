@@ -23,7 +23,7 @@ T = torch.Tensor
 TELLING = frozenset((T.__len__, T.size, T.numel, T.nelement, T.shape.__get__))  # type: ignore[attr-defined]
 _NUMBER = "_fastdp_number"  # on a constant made of one number: that number
 _MAKING = frozenset("tensor as_tensor asarray scalar_tensor full full_like new_tensor new_full".split())
-_COMPUTING = frozenset(
+COMPUTING = frozenset(
     f"{before}{name}{after}"
     for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv rsub".split()
     for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
@@ -79,7 +79,7 @@ class Sizes:
 
     def problem(self, call: Call) -> tuple[str, bool]:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
-        if call.batch <= 1 or call.name not in _COMPUTING or not self._codes:
+        if call.batch <= 1 or call.name not in COMPUTING or not self._codes:
             return "", False
         if any((layout := call.layout(t)) is not None and layout.total for t in call.args):
             return "", False  # a sum over the samples may be divided by their number

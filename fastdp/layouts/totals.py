@@ -8,6 +8,8 @@ depend on the others: the result is mixed for good, and a gradient through it is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -95,13 +97,15 @@ def _kind(call: Call, inputs: Inputs) -> str:
     return kind
 
 
-def by_size(call: Call, told: bool) -> None:
+def by_size(call: Call, told: Callable[[], bool]) -> None:
     """A total that is scaled by the number of samples: a sum becomes a mean, or a mean a sum.
 
     told: whether the code has asked for that number; else a constant may happen to equal it.
     """
+    if call.name not in _SCALING or not isinstance(call.out, Tensor):
+        return
     found = call.layout(call.out)
-    if found is None or not found.total or call.name not in _SCALING or not isinstance(call.out, Tensor):
+    if found is None or not found.total:
         return
     values = [value for value in call.args if not isinstance(value, Tensor) or call.layout(value) is None]
     values = [float(v) for v in values if not isinstance(v, Tensor) or (v.numel() == 1 and v.device.type == "cpu")]
@@ -113,7 +117,7 @@ def by_size(call: Call, told: bool) -> None:
     if not number or number % call.batch:
         return
     kind = {("sum", True): "mean", ("mean", False): "sum"}.get((found.total, divides), "other")
-    if not told:
+    if not told():
         kind = "either" if kind != "other" else found.total
     tag(call.out, found._replace(total=kind))
 
