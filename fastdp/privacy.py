@@ -192,8 +192,7 @@ class Privacy:
         known = {name for group in self.clipping.groups for name in group.parameters}
         new = [name for name in named if name not in known]
         if new and isinstance(self.clipping.style, str):  # unfrozen since
-            old = self.clipping
-            self.clipping = Clipping(named, old.clipping, old.max_grad_norm, old.style, old.gamma)
+            self.clipping = self.clipping.changed(named)
         elif new:
             raise StepError(
                 f"parameters changed since the optimizer was made: {new[:5]} now require grad but belong to no "
@@ -315,12 +314,10 @@ class Privacy:
         """Train these parameters from now on."""
         if self._has_pending or self._has_sums:
             raise StepError("parameters cannot be added between backward and step")
-        old = self.clipping
-        if not isinstance(old.style, str):
+        if not isinstance(self.clipping.style, str):
             raise StepError("with groups of one's own, make a new optimizer whose groups hold the new parameters")
         self.engine.track(params)
-        named = self.engine.named_parameters()
-        self.clipping = Clipping(named, old.clipping, old.max_grad_norm, old.style, old.gamma)
+        self.clipping = self.clipping.changed(self.engine.named_parameters())
 
     def set_clipping(
         self, clipping: ClippingFunction | None, max_grad_norm: float | None, style: Any, gamma: float | None
@@ -330,13 +327,7 @@ class Privacy:
         old = self.clipping
         if style is None and not isinstance(old.style, str) and max_grad_norm is not None:
             raise ValueError("groups have clipping norms of their own: give style= with the new ones")
-        self.clipping = Clipping(
-            self.engine.named_parameters(),
-            old.clipping if clipping is None else clipping,
-            old.max_grad_norm if max_grad_norm is None else max_grad_norm,
-            old.style if style is None else style,
-            old.gamma if gamma is None else gamma,
-        )
+        self.clipping = old.changed(self.engine.named_parameters(), clipping, max_grad_norm, style, gamma)
 
     def state_dict(self) -> dict[str, Any]:
         """History, clipping and, under a seed, the noise's position. The secret key of the noise is not saved."""
@@ -363,10 +354,9 @@ class Privacy:
             kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
         except (KeyError, TypeError, ValueError) as problem:
             raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
-        old = self.clipping
-        if isinstance(old.style, str):
+        if isinstance(self.clipping.style, str):
             named = self.engine.named_parameters()
-            self.clipping = Clipping(named, kind or old.clipping, float(norm), style or old.style, float(gamma))
+            self.clipping = self.clipping.changed(named, kind, float(norm), style, float(gamma))
         self.ledger.history, self.noise_multiplier, self.noise.step = history, noise_multiplier, step
         self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
         self.discard()
