@@ -175,6 +175,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "The epsilon holds for a run without seed=.",
                 stacklevel=2,
             )
+        privacy.missed.asked = True
+        privacy.missed.warn()
         return privacy.epsilon(delta)
 
     def set_clipping(
@@ -237,7 +239,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if privacy is not None:  # it stays: what was spent stays spent
             privacy.engine.detach()
             privacy.discard()
-            privacy.detached = True
+            privacy.detached = privacy.missed.over = True
 
     # ------------------------------------------------------------------ torch's own
 

@@ -17,6 +17,7 @@ from .engine import PerSampleGradients
 from .errors import AccountingError, StepError
 from .explain import Plan
 from .gradients import Gradients
+from .missed import Missed
 from .ops.clip import GAMMA
 from .ops.noise import Noise
 from .whose import Unit
@@ -102,7 +103,7 @@ class Privacy:
         self._rate: float | None = None
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
-        self.unit = Unit()
+        self.unit, self.missed = Unit(), Missed(model)
         self.engine.whose.batch_in_hand = self._in_hand
         self.discard()
 
@@ -182,6 +183,7 @@ class Privacy:
                 "and call backward once."
             )
         self._backward_of = number
+        sampling.train(current, self.missed)
 
     def _check_skipped(self, current: sampling.PhysicalBatch) -> None:
         """A batch that was fetched ahead would be taken for another, of another logical batch perhaps."""
@@ -243,7 +245,7 @@ class Privacy:
         self._rate, self._expected, self._sums_of = rate, expected, logical
         if current is not None:
             self._step_of = (current.logical, current.physical)
-            sampling.take(current)
+            sampling.train(current, self.missed, stepped=True)
         return current is None or current.final
 
     def _of_loader(self, current: sampling.PhysicalBatch) -> tuple[float, float]:
