@@ -19,9 +19,9 @@ UNSTEPPED = (
     f"several logical batches perhaps, would be taken for one. {_PHYSICAL}"
 )
 EVERY_BATCH = (
-    "Train on every batch as it comes: on a small one as on others, and on an empty one by step() alone; to leave out a "
-    "sample for what it is, give it a loss of 0. To end after a number of steps, break after step(), or give the loader "
-    "steps="
+    "Train on every batch as it comes: on a small one as on others, and on an empty one by step() alone; to leave out "
+    "a sample for what it is, give it a loss of 0. To end after a number of steps, break after step(), or give the "
+    "loader steps="
 )
 SKIPPED = (
     "no step() was called on the loader's batch before this one. Either something fetches batches ahead (a prefetching "

@@ -160,7 +160,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def history(self) -> list[tuple[float, float | None, int]]:
-        """(noise multiplier, sample rate, steps) of all noised steps."""
+        """(noise multiplier, sample rate, steps) of all noised steps, from the state on that was loaded last."""
         return list(self._accounted().ledger.history)
 
     def epsilon(self, delta: float) -> float:
@@ -177,6 +177,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
         privacy.missed.asked = True
         privacy.missed.warn()
+        privacy.ledger.warn()
         return privacy.epsilon(delta)
 
     def set_clipping(

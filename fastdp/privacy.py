@@ -90,6 +90,7 @@ class Privacy:
         except Exception:
             self.engine.detach()
             raise
+        self.ledger.enrol(self.engine.named_parameters().values())
         self.norms: Tensor | dict[str, Tensor] | None = None
         self._plan: Plan | None = None
         self._buffers = Buffers() if memory_budget is None else None  # time for memory
@@ -345,12 +346,16 @@ class Privacy:
             "gamma": clipping.gamma,
             "dropped": self.nonfinite_samples,
             "grouped": self.unit.grouped,
+            **({"lost": [tuple(run) for run in self.ledger.lost]} if self.ledger.lost else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """All or nothing; functions and groups of one's own stay those of this optimizer."""
         try:
-            history = [(float(s), None if q is None else float(q), int(n)) for s, q, n in state["history"]]
+            history, lost = (
+                [(float(s), None if q is None else float(q), int(n)) for s, q, n in runs]
+                for runs in (state["history"], state.get("lost", ()))
+            )
             noise_multiplier, dropped = float(state["noise_multiplier"]), int(state["dropped"])
             step = int(state["noise_step"]) if state["seed"] == self.noise.seed is not None else self.noise.step
             kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
@@ -359,7 +364,8 @@ class Privacy:
         if isinstance(self.clipping.style, str):
             named = self.engine.named_parameters()
             self.clipping = self.clipping.changed(named, kind, float(norm), style, float(gamma))
-        self.ledger.history, self.noise_multiplier, self.noise.step = history, noise_multiplier, step
+        self.ledger.load(history, lost)
+        self.noise_multiplier, self.noise.step = noise_multiplier, step
         self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
         self.discard()
 

@@ -257,6 +257,11 @@ class PoissonLoader:
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
 
+    def finish(self) -> None:
+        """No more of the passes that run is trained on. Raises StepError where a batch in hand was not stepped on."""
+        for watch in [watch for watch in _WATCHED.values() if watch.loader == id(self)]:
+            watch.end()
+
     def _begin(self, mine: int, note: PhysicalBatch, place: tuple[int, int]) -> None:
         _WATCHED[mine].hand(place)
         self._place = place
