@@ -11,9 +11,13 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
 from .errors import AccountingError
 
 ACCOUNTANTS = ("prv", "rdp", "gdp")
+History = list[tuple[float, float | None, int]]  # runs of (noise multiplier, sample rate, steps)
 
 
 def check_accountant(name: str) -> str:
@@ -26,7 +30,56 @@ class Ledger:
     """Every noised step: runs of (noise multiplier, sample rate, steps)."""
 
     def __init__(self) -> None:
-        self.history: list[tuple[float, float | None, int]] = []
+        self.history: History = []
+        self.lost: History = []  # steps that were made, and are in no history that was loaded since
+        self.earlier: list[Ledger] = []  # of other optimizers, which have trained the same parameters before
+
+    def enrol(self, parameters: Iterable[Tensor]) -> None:
+        """The steps are of these parameters."""
+        for parameter in parameters:
+            before = [ledger for ledger in _TRAINED.get(parameter, ()) if ledger.history and ledger is not self]
+            self.earlier += [ledger for ledger in before if ledger not in self.earlier]
+            _TRAINED[parameter] = [*before, self]
+
+    def load(self, history: History, lost: History) -> None:
+        """Go on from this history. Steps made so far that it does not hold stay counted, with a warning."""
+        left = beyond(self.history, history)
+        self.lost = [*self.lost, *beyond(lost, self.lost), *left]
+        self.history = history
+        if left:
+            warnings.warn(
+                f"{sum(steps for *_, steps in left)} noised step(s) that this optimizer has made are not in the "
+                "history of the state that it loads. They were made with the data all the same, so epsilon() goes on "
+                "counting them. To count the state's steps alone load it into a new optimizer: right only if nothing "
+                "of the others was kept, shown or chosen by.",
+                stacklevel=4,
+            )
+
+    @property
+    def spent(self) -> History:
+        """The runs of all steps that were made."""
+        return [*self.lost, *self.history]
+
+    @property
+    def elsewhere(self) -> int:
+        """Steps of earlier optimizers on the same parameters, which the history does not hold."""
+        missing = [ledger for ledger in self.earlier if beyond(ledger.history, self.history)]
+        counted = [
+            ledger.steps
+            for place, ledger in enumerate(missing)
+            if all(beyond(ledger.history, later.history) for later in missing[place + 1 :])
+        ]
+        return sum(counted)
+
+    def warn(self, stacklevel: int = 3) -> None:
+        """Say what epsilon is not of."""
+        if self.elsewhere:
+            warnings.warn(
+                f"{self.elsewhere} noised step(s) were made on this model's parameters by another private optimizer "
+                "before, and epsilon is of the steps of this one only. Where the data were the same, add them: load "
+                "that optimizer's state_dict(), or accounting.epsilon_of([*first.history, *second.history], delta).",
+                stacklevel=stacklevel,
+            )
 
     @property
     def steps(self) -> int:
@@ -44,10 +97,23 @@ class Ledger:
 
         Raises AccountingError where a step's sample rate is not known, or delta is not in (0, 1).
         """
-        return epsilon_of(self.history, delta, accountant)
+        return epsilon_of(self.spent, delta, accountant)
 
 
-def epsilon_of(history: list[tuple[float, float | None, int]], delta: float, accountant: str = "prv") -> float:
+_TRAINED = WeakIdKeyDictionary()  # {parameter: [Ledger]}
+
+
+def beyond(history: History, known: History) -> History:
+    """The runs of a history after what it has in common with the beginning of another."""
+    for place, (sigma, rate, steps) in enumerate(history):
+        same = place < len(known) and known[place][:2] == (sigma, rate)
+        if not same or known[place][2] != steps:
+            rest = steps - min(steps, known[place][2]) if same else steps
+            return [(sigma, rate, rest)] * (rest > 0) + history[place + 1 :]
+    return []
+
+
+def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float:
     """epsilon at delta of runs of (noise multiplier, sample rate, steps)."""
     check_accountant(accountant)
     if not 0 < delta < 1:

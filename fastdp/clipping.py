@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import ClippingError
 from .ops.clip import GAMMA, KINDS, MARGIN, clip_factors
+from .own_clipping import OwnFunction
 
 ClippingFunction = str | Callable[[Tensor], Tensor]
 
@@ -27,7 +28,8 @@ class Clipping:
     """A clipping function and the groups it is applied to.
 
     clipping: "local" min(1, R / n), "global" 1[n <= R], "automatic" R / (n + gamma), or a function from norms
-        [B] to factors [B] with factor * norm <= R (checked at every backward).
+        [B] to factors [B] with factor * norm <= R, each of its own sample's norm only (both are checked at every
+        backward, for which it is called several times, with single norms too; see `fastdp.own_clipping`).
     style: "flat" (all parameters together); "layerwise" (by owning module, each with R / sqrt(layers), so that
         max_grad_norm stays the sensitivity of the whole gradient, as in Bu et al. and AWS's fastDP); or a list
         of groups, mappings with "params" (names or tensors) and "max_grad_norm" (and "name").
@@ -50,47 +52,79 @@ class Clipping:
         self.clipping, self.style, self.gamma = clipping, style, gamma
         self.max_grad_norm = _positive(max_grad_norm, "max_grad_norm")
         self.groups = _groups(named, self.max_grad_norm, style)
+        self._own = None if isinstance(clipping, str) else OwnFunction(clipping, self.sensitivity)
 
     @property
     def sensitivity(self) -> float:
         """Largest norm of one sample's contribution to the clipped sum."""
         return math.sqrt(sum(group.max_grad_norm**2 for group in self.groups))
 
+    def changed(
+        self,
+        named: Mapping[str, Tensor],
+        clipping: ClippingFunction | None = None,
+        max_grad_norm: float | None = None,
+        style: Any = None,
+        gamma: float | None = None,
+    ) -> Clipping:
+        """Clipping of these parameters that differs in what is given."""
+        new = Clipping(
+            named,
+            self.clipping if clipping is None else clipping,
+            self.max_grad_norm if max_grad_norm is None else max_grad_norm,
+            self.style if style is None else style,
+            self.gamma if gamma is None else gamma,
+        )
+        if self._own is not None and new.clipping == self.clipping:  # bound methods are equal, not identical
+            new._own = self._own  # with what it has answered so far
+        return new
+
     def factors(self, norm_sq: Sequence[Tensor]) -> list[Tensor]:
         """Factors [B] of each group from its squared norms [B]; 0 in all where the gradient is not finite."""
         finite = torch.stack([torch.isfinite(n) for n in norm_sq]).all(0)
         tiny = torch.finfo(torch.float32).tiny  # below it float32 rounds by more than any margin
+        if self._own is not None:
+            every = self._by_function(self._own, norm_sq)
+        else:
+            kind = str(self.clipping)
+            every = [
+                clip_factors(squares, group.max_grad_norm, kind, self.gamma)
+                for group, squares in zip(self.groups, norm_sq, strict=True)
+            ]
         found = []
-        for group, squares in zip(self.groups, norm_sq, strict=True):
-            c = self._one(squares, group)
+        for squares, c in zip(norm_sq, every, strict=True):
             keep = finite & (squares > 0) & (c.abs() >= tiny)  # a zero gradient contributes nothing: let no factor grow
             found.append(torch.where(keep, c, torch.zeros_like(c)).float())
         return found
 
-    def _one(self, norm_sq: Tensor, group: Group) -> Tensor:
-        if isinstance(self.clipping, str):
-            return clip_factors(norm_sq, group.max_grad_norm, self.clipping, self.gamma)
-        norms = norm_sq.sqrt()
-        finite = torch.isfinite(norms)
-        norms = torch.where(finite, norms, torch.zeros_like(norms))
-        c = self.clipping(norms.float())
-        if not isinstance(c, Tensor) or c.shape != norms.shape:
-            shape = tuple(c.shape) if isinstance(c, Tensor) else type(c).__name__
+    def _by_function(self, own: OwnFunction, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+        every = [squares.sqrt() for squares in norm_sq]
+        finite = [torch.isfinite(norms) for norms in every]
+        every = [torch.where(real, norms, torch.zeros_like(norms)) for real, norms in zip(finite, every, strict=True)]
+        factors = own.factors([norms.float() for norms in every])
+        bounds = [group.max_grad_norm * (1 + MARGIN) for group in self.groups]
+        bad = [
+            ~(c.abs() * norms <= bound) & real
+            for c, norms, bound, real in zip(factors, every, bounds, finite, strict=True)
+        ]
+        if bool(torch.stack(bad).any()):  # looks at values, like the function's own check
+            g, b = (int(place) for place in torch.nonzero(torch.stack(bad))[0])
             raise ClippingError(
-                f"the clipping function must return one factor a sample, [{norms.numel()}], not {shape}"
+                f"the clipping function {own.name} returned {float(factors[g][b]):.6g} for a sample of norm "
+                f"{float(every[g][b]):.6g}: its contribution would exceed max_grad_norm="
+                f"{self.groups[g].max_grad_norm:g}. Return at most max_grad_norm / norm."
             )
-        bound = group.max_grad_norm * (1 + MARGIN)
-        bad = ~(c.double().abs() * norms <= bound) & finite
-        if bool(bad.any()):  # looks at values: the price of a function of one's own
-            b = int(torch.nonzero(bad)[0])
-            raise ClippingError(
-                f"the clipping function returned {float(c[b]):.6g} for a sample of norm {float(norms[b]):.6g}: its "
-                f"contribution would exceed max_grad_norm={group.max_grad_norm:g}. Return at most max_grad_norm / norm."
-            )
-        return torch.where(finite, c.double() * (1 - MARGIN), torch.zeros_like(norms))
+        return [
+            torch.where(real, c * (1 - MARGIN), torch.zeros_like(c)) for real, c in zip(finite, factors, strict=True)
+        ]
 
 
 def _positive(value: Any, name: str) -> float:
+    if isinstance(value, Tensor):
+        raise ClippingError(
+            f"{name} is a tensor: one that is computed from a batch (its median norm, say) would tell of the samples "
+            "in it, and the noise does not cover that. Give a number that was chosen beforehand."
+        )
     try:
         number = float(value)
     except (TypeError, ValueError):

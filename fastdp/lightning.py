@@ -129,6 +129,10 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
         self._spend(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        loader = trainer.train_dataloader
+        source = loader.loader if isinstance(loader, _Stream) else loader
+        if isinstance(source, PoissonLoader):
+            source.finish()
         self._leave(trainer)
         optimizers = _private(trainer)
         for number, optimizer in enumerate(optimizers):
@@ -159,7 +163,8 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
 
     def _may_step(self, optimizer: PrivateOptimizer, loader: Any) -> bool:
         """The accountant is asked how many steps the budget allows once for each noise and rate, not at each step."""
-        privacy, history = optimizer._attached(), optimizer.history
+        privacy = optimizer._attached()
+        history = privacy.ledger.spent
         source = loader.loader if isinstance(loader, _Stream) else loader
         rate = source.sample_rate if isinstance(source, PoissonLoader) else privacy.sample_rate
         if rate is None:

@@ -18,11 +18,36 @@ UNSTEPPED = (
     "no step() was called since the backward on the loader's batch before this one: gradients of several batches, of "
     f"several logical batches perhaps, would be taken for one. {_PHYSICAL}"
 )
+EVERY_BATCH = (
+    "Train on every batch as it comes: on a small one as on others, and on an empty one by step() alone; to leave out "
+    "a sample for what it is, give it a loss of 0. To end after a number of steps, break after step(), or give the "
+    "loader steps="
+)
 SKIPPED = (
     "no step() was called on the loader's batch before this one. Either something fetches batches ahead (a prefetching "
     "wrapper; Lightning, where the loader has no length), so that this is taken for another batch than it is: train on "
     "each batch before the next is fetched, with Lightning through fastdp.lightning. Or the loop passed over a batch: "
-    "what is sampled must be stepped on, an empty batch too. To begin within a pass use the loader's load_state_dict()."
+    "what is sampled must be stepped on, an empty batch too, as to pass over one for what is in it is no Poisson "
+    f"sampling. {EVERY_BATCH}. To begin within a pass use the loader's load_state_dict()."
+)
+LAST_SKIPPED = (
+    "the loader's pass is over, and no step() was called on its last batch: the loop passed over it, or waits for a "
+    "batch that does not come (accumulation). What is sampled must be stepped on, as to pass over a batch for what is "
+    f"in it is no Poisson sampling. {EVERY_BATCH}."
+)
+PASSED_OVER = "{n} batch(es) of the poisson_loader were passed over, of which no accountant knows."
+LEFT = (
+    "{n} time(s) the loop was left with a batch of the poisson_loader in hand that no step() had ended: fine if that "
+    "was settled beforehand, and not if it was for what was in the batch, of which no accountant knows."
+)
+CUT = (
+    "{n} time(s) the loop was left within a logical batch, before its last physical batch: what was summed up of it is "
+    "lost, and no accountant knows why."
+)
+UNUSED = (
+    "{n} pass(es) over the poisson_loader were made without any step(), with the model in training mode: fine if they "
+    "were for another purpose (evaluation: model.eval(), torch.no_grad()), and not if the batches were passed over for "
+    "what was in them, of which no accountant knows."
 )
 BEFORE_CLOSURE = (
     "step(closure) after backwards that no step has taken: they would be added to the closure's, and what accumulates "

@@ -162,7 +162,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def history(self) -> list[tuple[float, float | None, int]]:
-        """(noise multiplier, sample rate, steps) of all noised steps."""
+        """(noise multiplier, sample rate, steps) of all noised steps, from the state on that was loaded last."""
         return list(self._accounted().ledger.history)
 
     def epsilon(self, delta: float) -> float:
@@ -177,6 +177,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "The epsilon holds for a run without seed=.",
                 stacklevel=2,
             )
+        privacy.missed.asked = True
+        privacy.missed.warn()
+        privacy.ledger.warn()
         return privacy.epsilon(delta)
 
     def set_clipping(
@@ -239,7 +242,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if privacy is not None:  # it stays: what was spent stays spent
             privacy.engine.detach()
             privacy.discard()
-            privacy.detached = True
+            privacy.detached = privacy.missed.over = True
 
     # ------------------------------------------------------------------ torch's own
 

@@ -18,6 +18,7 @@ from .errors import AccountingError, SampleMixingError, StepError
 from .explain import Plan
 from .gradients import Gradients
 from .layouts.doubts import settle
+from .missed import Missed
 from .ops.clip import GAMMA
 from .ops.noise import Noise
 from .whose import Unit
@@ -90,6 +91,7 @@ class Privacy:
         except Exception:
             self.engine.detach()
             raise
+        self.ledger.enrol(self.engine.named_parameters().values())
         self.norms: Tensor | dict[str, Tensor] | None = None
         self._plan: Plan | None = None
         self._buffers = Buffers() if memory_budget is None else None  # time for memory
@@ -103,7 +105,7 @@ class Privacy:
         self._rate: float | None = None
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
-        self.unit = Unit()
+        self.unit, self.missed = Unit(), Missed(model)
         self.engine.whose.batch_in_hand = self._in_hand
         self.discard()
 
@@ -185,6 +187,7 @@ class Privacy:
                 "and call backward once."
             )
         self._backward_of = number
+        sampling.train(current, self.missed)
 
     def _check_skipped(self, current: sampling.PhysicalBatch) -> None:
         """A batch that was fetched ahead would be taken for another, of another logical batch perhaps."""
@@ -195,8 +198,7 @@ class Privacy:
         known = {name for group in self.clipping.groups for name in group.parameters}
         new = [name for name in named if name not in known]
         if new and isinstance(self.clipping.style, str):  # unfrozen since
-            old = self.clipping
-            self.clipping = Clipping(named, old.clipping, old.max_grad_norm, old.style, old.gamma)
+            self.clipping = self.clipping.changed(named)
         elif new:
             raise StepError(
                 f"parameters changed since the optimizer was made: {new[:5]} now require grad but belong to no "
@@ -247,7 +249,7 @@ class Privacy:
         self._rate, self._expected, self._sums_of = rate, expected, logical
         if current is not None:
             self._step_of = (current.logical, current.physical)
-            sampling.take(current)
+            sampling.train(current, self.missed, stepped=True)
         return current is None or current.final
 
     def _of_loader(self, current: sampling.PhysicalBatch) -> tuple[float, float]:
@@ -324,12 +326,10 @@ class Privacy:
         """Train these parameters from now on."""
         if self._has_pending or self._has_sums:
             raise StepError("parameters cannot be added between backward and step")
-        old = self.clipping
-        if not isinstance(old.style, str):
+        if not isinstance(self.clipping.style, str):
             raise StepError("with groups of one's own, make a new optimizer whose groups hold the new parameters")
         self.engine.track(params)
-        named = self.engine.named_parameters()
-        self.clipping = Clipping(named, old.clipping, old.max_grad_norm, old.style, old.gamma)
+        self.clipping = self.clipping.changed(self.engine.named_parameters())
 
     def set_clipping(
         self, clipping: ClippingFunction | None, max_grad_norm: float | None, style: Any, gamma: float | None
@@ -339,13 +339,7 @@ class Privacy:
         old = self.clipping
         if style is None and not isinstance(old.style, str) and max_grad_norm is not None:
             raise ValueError("groups have clipping norms of their own: give style= with the new ones")
-        self.clipping = Clipping(
-            self.engine.named_parameters(),
-            old.clipping if clipping is None else clipping,
-            old.max_grad_norm if max_grad_norm is None else max_grad_norm,
-            old.style if style is None else style,
-            old.gamma if gamma is None else gamma,
-        )
+        self.clipping = old.changed(self.engine.named_parameters(), clipping, max_grad_norm, style, gamma)
 
     def state_dict(self) -> dict[str, Any]:
         """History, clipping and, under a seed, the noise's position. The secret key of the noise is not saved."""
@@ -361,22 +355,26 @@ class Privacy:
             "gamma": clipping.gamma,
             "dropped": self.nonfinite_samples,
             "grouped": self.unit.grouped,
+            **({"lost": [tuple(run) for run in self.ledger.lost]} if self.ledger.lost else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """All or nothing; functions and groups of one's own stay those of this optimizer."""
         try:
-            history = [(float(s), None if q is None else float(q), int(n)) for s, q, n in state["history"]]
+            history, lost = (
+                [(float(s), None if q is None else float(q), int(n)) for s, q, n in runs]
+                for runs in (state["history"], state.get("lost", ()))
+            )
             noise_multiplier, dropped = float(state["noise_multiplier"]), int(state["dropped"])
             step = int(state["noise_step"]) if state["seed"] == self.noise.seed is not None else self.noise.step
             kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
         except (KeyError, TypeError, ValueError) as problem:
             raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
-        old = self.clipping
-        if isinstance(old.style, str):
+        if isinstance(self.clipping.style, str):
             named = self.engine.named_parameters()
-            self.clipping = Clipping(named, kind or old.clipping, float(norm), style or old.style, float(gamma))
-        self.ledger.history, self.noise_multiplier, self.noise.step = history, noise_multiplier, step
+            self.clipping = self.clipping.changed(named, kind, float(norm), style, float(gamma))
+        self.ledger.load(history, lost)
+        self.noise_multiplier, self.noise.step = noise_multiplier, step
         self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
         self.discard()
 

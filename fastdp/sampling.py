@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import secrets
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from .accounting import steps_per_epoch
 from .errors import StepError
 from .grouping import Grouping
+from .missed import Missed, Watch
 from .people import People
 
 
@@ -46,6 +48,7 @@ _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
 _MOMENTS = itertools.count()
 _TELL: list[Callable[[Any, int], None]] = []
 _ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advanced last at the end
+_WATCHED: dict[int, Watch] = {}  # the same iterators
 
 
 def current(loader: int | None = None) -> PhysicalBatch | None:
@@ -54,11 +57,14 @@ def current(loader: int | None = None) -> PhysicalBatch | None:
     return found[-1] if found else None
 
 
-def take(batch: PhysicalBatch) -> None:
-    """An optimizer has stepped on this batch."""
+def train(batch: PhysicalBatch, missed: Missed, stepped: bool = False) -> None:
+    """An optimizer has made a backward on this batch, or stepped."""
     for key, active in _ACTIVE.items():
         if (active.logical, active.physical) == (batch.logical, batch.physical):
-            _ACTIVE[key] = active._replace(taken=True)
+            _WATCHED[key].train(missed, stepped, batch.final)
+            _ACTIVE[key] = active._replace(taken=active.taken or stepped)
+        elif active.loader == batch.loader:
+            _WATCHED[key].supersede()
 
 
 def active_loaders(since: int = -1) -> int:
@@ -169,6 +175,7 @@ class PoissonLoader:
         self.loader, self.sampler = loader, sampler
         self.expected_batch_size = expected_batch_size
         self._place = (0, 0)  # pass, and its logical batches handed out whole
+        self._trainers: weakref.WeakSet[Missed] = weakref.WeakSet()  # of the optimizers that have trained on it
 
     def state_dict(self, *, secret: bool = False) -> dict[str, Any]:
         """Where the loader stands: {"pass", "step"}: taken after a step() it is where the next one begins.
@@ -194,6 +201,8 @@ class PoissonLoader:
             place, step = place + 1, 0
         self.sampler.key, self.sampler.passes, self.sampler.first = key, place, step
         self._place = (place, step)
+        for missed in self._trainers:
+            missed.redo(id(self), self._place)
 
     @property
     def dataset(self) -> Any:
@@ -227,19 +236,21 @@ class PoissonLoader:
         return self.sampler.steps
 
     def __iter__(self) -> Iterator[Any]:
-        mine, active = new_pass(), _ACTIVE  # at the interpreter's end only names within are left
+        mine, end = new_pass(), leave  # at the interpreter's end only names within are left
         try:
             for batch, begin in self.ahead(mine):
                 begin()
                 for tell in _TELL:
                     tell(batch, active[mine].size)
                 yield batch
+            finish(mine)
         finally:
-            active.pop(mine, None)
+            end(mine)
 
     def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
         """Batches of a pass of that number, each with what is to be called before training on it, however late."""
         batches = iter(self.loader)
+        _WATCHED[mine] = Watch(id(self), self._trainers)
         pending: deque[tuple[int, bool, People | None]] | None = None
         logical, physical, place, step = next(_LOGICAL), 0, 0, 0
         for batch in batches:
@@ -254,7 +265,13 @@ class PoissonLoader:
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
 
+    def finish(self) -> None:
+        """No more of the passes that run is trained on. Raises StepError where a batch in hand was not stepped on."""
+        for watch in [watch for watch in _WATCHED.values() if watch.loader == id(self)]:
+            watch.end()
+
     def _begin(self, mine: int, note: PhysicalBatch, place: tuple[int, int]) -> None:
+        _WATCHED[mine].hand(place)
         self._place = place
         before = _ACTIVE.pop(mine, None)  # to the end: it advanced last
         _ACTIVE[mine] = note._replace(skipped=before is not None and not before.taken, moment=now())
@@ -274,9 +291,18 @@ def wait(mine: int, loader: PoissonLoader) -> None:
     _ACTIVE[mine] = nothing._replace(skipped=True, taken=True, moment=now())
 
 
-def leave(mine: int) -> None:
+def finish(mine: int) -> None:
+    """The pass of that number has no more batches. Raises StepError where the last was not stepped on."""
+    if mine in _WATCHED:
+        _WATCHED[mine].end()
+
+
+def leave(mine: int, active: dict[int, PhysicalBatch] = _ACTIVE, watched: dict[int, Watch] = _WATCHED) -> None:
     """The pass of that number is over, or was left."""
-    _ACTIVE.pop(mine, None)
+    active.pop(mine, None)
+    watch = watched.pop(mine, None)
+    if watch is not None:
+        watch.leave()
 
 
 def poisson_loader(

@@ -268,6 +268,17 @@ def test_accumulation_by_the_trainer_is_refused(tmp_path, plain, callback):
     assert module.private.history == []
 
 
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("left_out", ["last", "middle"])
+def test_a_batch_that_manual_optimization_passes_over_is_refused(tmp_path, limit, left_out):
+    module, loader = module_of(manual=True, truth=False), loader_of(limit)
+    number = len(list(loader_of(limit)))
+    wanted, step = number - 1 if left_out == "last" else number // 2, module.training_step
+    module.training_step = lambda batch, batch_idx: None if batch_idx == wanted else step(batch, batch_idx)
+    with pytest.raises(StepError, match="passed over"):
+        trainer_of(tmp_path, max_epochs=2, callbacks=[DPCallback()]).fit(module, stream(loader) if limit else loader)
+
+
 def test_clipping_by_the_trainer(tmp_path):
     """Finds no gradients and so changes nothing; the callback refuses it, and so does Lightning under bf16."""
     module = module_of()
