@@ -13,6 +13,7 @@ from .gradients import Gradients, check_unwritten
 from .layouts.layout import Layout
 from .links import leaves_of
 from .ops.common import exactly
+from .others import Others
 from .people import People
 from .planner import Planner
 from .replay import Block, Replays
@@ -44,7 +45,7 @@ class Backward:
         self, tracked: Tracked, planner: Planner, mean: bool, on_end: Callable[[Gradients], None] | None = None
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
-        self.whose = Whose()
+        self.whose, self.others = Whose(), Others(tracked)
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
         self.replays = Replays(self)
@@ -65,6 +66,7 @@ class Backward:
         self._open_forwards += 1
         self._tape = None
         self.note_grads()
+        self.others.begin()
 
     def note_grads(self) -> None:
         """What stands in `.grad` now did not come of the backwards to follow."""
@@ -198,6 +200,7 @@ class Backward:
         with torch.no_grad(), exactly():
             gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
             if self.on_end is not None:
+                self.others.end()
                 self.on_end(gradients)
             else:
                 self.gradients = gradients
