@@ -26,6 +26,22 @@ def check_accountant(name: str) -> str:
     return name
 
 
+def delta_problem(delta: float, samples: float, unit: str = "record") -> str:
+    """What is wrong with a delta of this many samples (records, or persons), or "".
+
+    At delta = 1 / n a mechanism that publishes one of them, drawn at random, in full counts as private.
+    """
+    if not samples or delta * samples < 1 - 1e-9:
+        return ""
+    return f"delta={delta:g} is not below 1/{samples:.6g}: publishing a random {unit} in full would satisfy it"
+
+
+def warn_of_delta(delta: float, samples: float | None, stacklevel: int = 3) -> None:
+    """Warns of an epsilon at a delta that means nothing; samples: None where their number is not known."""
+    if samples is not None and delta < 1 and (problem := delta_problem(delta, samples, "sample")):
+        warnings.warn(f"{problem}. Ask for epsilon at {1 / (2 * samples):.1g} or less", stacklevel=stacklevel)
+
+
 class Ledger:
     """Every noised step: runs of (noise multiplier, sample rate, steps)."""
 
@@ -254,9 +270,16 @@ def noise_multiplier_for(
     """The smallest noise multiplier whose epsilon is at most target_epsilon, and above target - tolerance.
 
     Args: delta; sample_rate of Poisson sampling; steps, or epochs of ceil(1 / sample_rate) steps each;
-    accountant "prv", "rdp" or "gdp". Raises AccountingError where no multiplier below 1e4 suffices.
+    accountant "prv", "rdp" or "gdp". Raises AccountingError where no multiplier below 1e4 suffices, and warns of a
+    delta that is 1 / records or more whatever the records are: a batch of one has the rate 1 / records.
     """
     check_accountant(accountant)
+    if 0 < sample_rate <= delta < 1:
+        warnings.warn(
+            f"delta={delta:g} is not below the sample rate {sample_rate:g}, so not below 1/records: publishing a "
+            "random record in full would satisfy it. Take one well below 1/records",
+            stacklevel=2,
+        )
     if (steps is None) == (epochs is None):
         raise AccountingError("give either steps= or epochs=")
     if not target_epsilon > 0 or not math.isfinite(target_epsilon):
@@ -281,9 +304,11 @@ def noise_multiplier_for(
     start = 1.0
     if accountant == "prv":  # slow: begin where the fast accountant, whose epsilon is larger, meets the target
         with contextlib.suppress(AccountingError):  # which has orders to a limit: small epsilons are beyond it
-            start = noise_multiplier_for(
-                target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp"
-            )
+            with warnings.catch_warnings():  # said above
+                warnings.simplefilter("ignore")
+                start = noise_multiplier_for(
+                    target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp"
+                )
     low, high, below = 0.0, start, math.inf
     while (above := spent(high)) > target_epsilon:
         low, high, below = high, high * 2, above

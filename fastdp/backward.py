@@ -14,6 +14,7 @@ from .layouts.doubts import take as take_doubts
 from .layouts.layout import Layout
 from .links import leaves_of
 from .ops.common import exactly
+from .others import Others
 from .people import People
 from .planner import Planner
 from .replay import Block, Replays
@@ -61,8 +62,8 @@ class Backward:
         self, tracked: Tracked, planner: Planner, mean: bool, on_end: Callable[[Gradients], None] | None = None
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
-        self.whose = Whose()
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
+        self.whose, self.others = Whose(), Others(tracked)
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
         self.replays = Replays(self)
@@ -83,6 +84,7 @@ class Backward:
         self._open_forwards += 1
         self._tape = None
         self.note_grads()
+        self.others.begin()
 
     def note_grads(self) -> None:
         """What stands in `.grad` now did not come of the backwards to follow."""
@@ -210,6 +212,7 @@ class Backward:
             gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
             gradients.doubts = doubts
             if self.on_end is not None:
+                self.others.end()
                 self.on_end(gradients)
             else:
                 self.gradients = gradients

@@ -17,37 +17,44 @@ from .preactivations import PreActivations
 from .reductions import reduce
 
 ERRORS = ("sse", "sae", "huber")
-SCORES = ("probabilities", "logits")
+SCORES = ("logits", "probabilities")
 
 
 class DPLoss:
     """L = alpha L_focal + (1 - alpha) L_SSE + (1 - alpha) / beta L_reg, alpha = sigmoid(epoch - threshold).
 
-    A mean over samples of each one's own loss, so that clipping by sample bounds its gradient:
+    The published loss (equations 5 to 8, 10 and 11). A mean over samples of each one's own loss, so that clipping by
+    sample bounds its gradient; z are the logits, y the label as a one-hot vector:
 
-    - L_focal = -(1 - p_y)^focal log p_y of the probability p_y of the label (Lin et al. 2017);
-    - L_SSE = sum_c (p_c - [c = y])^2; error="sae": sum_c |p_c - [c = y]|; error="huber": sum_c of Huber's function
-      of the same differences, e^2 / 2 up to |e| = huber_delta and linear from there;
-    - L_reg = sum over the layers of the squared norm of what flows into the layer's activation function.
+    - L_focal = -(1 - p_t)^focal log p_t of the softmax probability p_t of the label;
+    - L_SSE = |z - y|^2 / 2; error="sae": sum_c |z_c - y_c|; error="huber": sum_c of e^2 / (2 huber_delta) where
+      |e| < huber_delta, else |e| - huber_delta / 2, of e = z_c - y_c;
+    - L_reg = sum over the layers but the last of |h|^2 / d, h what flows into the layer's activation function (its
+      pre-activation) and d how many numbers a sample has there. The last layer's are the logits: they are left out.
 
-    The paper's text was not at hand: that the error is of probabilities (softmax) rather than logits, and that L_reg
-    is a sum over all elements and layers rather than a mean, is our reading of its description; scores="logits" gives
-    the other reading of the first, and beta takes up the second. Its beta and threshold are not known to us.
+    Two options give the reading that fastdp took before it had the paper's text, which some committed rows were made
+    with: scores="probabilities" (the error is of softmax probabilities) and sums=True (L_SSE without the half, Huber's
+    e^2 / 2 and huber_delta (|e| - huber_delta / 2), L_reg without 1 / d).
 
     Args:
         model: the model whose logits the loss will be given. Forward hooks are put on it, nothing else changes, and a
             copy or pickle of it has none. It may have a fastdp optimizer or Opacus's GradSampleModule around it, before
             or after. A torch.compile'd model is left by compiled code at each hook.
-        threshold: e_t: the epoch at which both halves weigh the same.
-        beta: > 0; the larger, the less pre-activations matter; math.inf: not at all, and no hooks are put. L_reg is in
-            the thousands even for a small CNN: docs/papers.md tries 1e3 to 1e7 on one.
-        focal: gamma >= 0 of the focal loss; 0 makes it cross-entropy.
+        threshold: e_t: the epoch at which both halves weigh the same; the paper's: 0 for MNIST and Fashion-MNIST, 7 for
+            CIFAR-10.
+        beta: > 0; the larger, the less pre-activations matter; math.inf: not at all, and no hooks are put. The paper's:
+            1 and 11. With sums=True L_reg is in the thousands even for a small CNN.
+        focal: gamma >= 0 of the focal loss; 0 makes it cross-entropy. The default is the paper's for networks that are
+            trained from end to end (2 or 10 on ScatterNet features).
         error: "sse", "sae" or "huber".
         layers: names of modules: of an activation function the input counts, of any other module the output. None: the
-            inputs of all activation functions of `torch.nn` that are modules of the model. Activation functions that
-            are only called (`torch.tanh(self.conv(x))`) are not seen: name the modules before them.
-        huber_delta: > 0, of error="huber".
-        scores: "probabilities" or "logits": what the error is of.
+            inputs of all activation functions of `torch.nn` that are modules of the model. That is refused where it
+            would not be all of them: a model with recurrent layers (their gates lie inside), activation functions that
+            are only called (`torch.tanh(self.conv(x))`; a compiled model hides them), a model that ends in one. A
+            module that runs several times is as many layers.
+        huber_delta: > 0, of error="huber": the paper's beta of equation 11, 0.1 to 1.
+        scores: "logits" or "probabilities": what the error is of.
+        sums: see above.
 
     `epoch` is set by the training loop, a number that may have a fraction; `alpha` follows it. `terms` are the means of
     the last call, which are not private. `remove()` takes the hooks off. Raises ValueError on arguments that make no
@@ -67,11 +74,12 @@ class DPLoss:
         *,
         threshold: float,
         beta: float,
-        focal: float = 2.0,
+        focal: float = 5.0,
         error: str = "sse",
         layers: Iterable[str] | None = None,
         huber_delta: float = 0.5,
-        scores: str = "probabilities",
+        scores: str = "logits",
+        sums: bool = False,
     ) -> None:
         for name, value, good in (
             ("threshold", threshold, lambda v: not math.isnan(v)),
@@ -83,10 +91,12 @@ class DPLoss:
         if error not in ERRORS or scores not in SCORES:
             raise ValueError(f"error is one of {ERRORS} and scores one of {SCORES}, not {error!r} and {scores!r}")
         self.threshold, self.beta, self.focal, self.error = float(threshold), float(beta), float(focal), error
-        self.huber_delta, self.scores = float(huber_delta), scores
+        if not isinstance(sums, bool):
+            raise ValueError(f"sums is True or False, not {sums!r}")
+        self.huber_delta, self.scores, self.sums = float(huber_delta), scores, sums
         self._epoch = 0.0
         self._terms: dict[str, Tensor] = {}
-        self.inputs = None if math.isinf(beta) else PreActivations(model, layers)
+        self.inputs = None if math.isinf(beta) else PreActivations(model, layers, mean=not sums)
 
     @property
     def epoch(self) -> float:
@@ -143,10 +153,11 @@ class DPLoss:
         scores = logits.softmax(1) if self.scores == "probabilities" else logits
         off = scores - F.one_hot(labels, logits.shape[1]).to(scores.dtype)
         if self.error == "sse":
-            return off.square().sum(1)
+            return off.square().sum(1) / (1 if self.sums else 2)
         if self.error == "sae":
             return off.abs().sum(1)
-        return F.huber_loss(off, torch.zeros_like(off), reduction="none", delta=self.huber_delta).sum(1)
+        huber = F.huber_loss(off, torch.zeros_like(off), reduction="none", delta=self.huber_delta).sum(1)
+        return huber if self.sums else huber / self.huber_delta  # torch's is huber_delta times equation 11
 
     def remove(self) -> None:
         """Take the hooks off the model."""

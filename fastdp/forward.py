@@ -147,6 +147,7 @@ class Forward:
             if not path:
                 backward.tracked.check_complete()
             backward.forward_begins()
+            backward.others.inputs((args, kwargs))
         named = backward.tracked.named()
         _refuse_hooks(named)
         tracked = {id(p): name for name, p in named.items()}

@@ -12,13 +12,10 @@ from torch import Tensor, nn
 
 from .arguments import nested_tensors
 from .errors import SampleMixingError, StepError
+from .graph_activations import ACTIVATIONS as ACTIVATIONS
+from .graph_activations import is_one_of, nodes_of, shared_storage, unseen_activations
 from .layouts.layout import tag_of
 
-ACTIVATIONS = (
-    nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
-    nn.Mish, nn.PReLU, nn.RReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink,
-    nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold,
-)  # fmt: skip
 KEPT = 4  # forwards that no loss has taken yet: those before are forgotten
 
 
@@ -29,8 +26,11 @@ class Noted(NamedTuple):
     tensor: Tensor
     version: int
 
-    def per_sample(self, batch: int) -> Tensor:
-        """The squared norm of each sample's part, [B]. Raises StepError, SampleMixingError."""
+    def per_sample(self, batch: int, mean: bool) -> Tensor:
+        """The squared norm of each sample's part, [B]; mean: divided by how many numbers that part has.
+
+        Raises StepError, SampleMixingError.
+        """
         x = self.tensor
         if x._version != self.version:
             raise StepError(
@@ -48,17 +48,27 @@ class Noted(NamedTuple):
             and x.dim()
             and x.size(layout.dim) == layout.rows
         ):
-            rows = wide.movedim(layout.dim, 0)
-            rows = rows.square().flatten(1).sum(1) if rows.dim() > 1 else rows.square()
+            rows = _row_sums(wide.movedim(layout.dim, 0))
+            size = x.numel() // max(len(rows), 1)
             if layout.plain:
-                return rows
-            return rows.new_zeros(batch).index_add(0, layout.owners(x.device), rows)
+                return rows / max(size, 1) if mean else rows
+            owners = layout.owners(x.device)
+            sums = rows.new_zeros(batch).index_add(0, owners, rows)
+            if not mean:
+                return sums
+            counts = rows.new_zeros(batch).index_add(0, owners, torch.ones_like(rows.detach()))
+            return sums / (counts * size).clamp(min=1)  # a sample may have no row
         if not x.dim() or x.size(0) != batch or layout is not None:
             raise StepError(
                 f"the pre-activation of '{self.layer}' has the shape {tuple(x.shape)}: its first dimension is not the "
                 f"batch of {batch} logits, so whose its rows are is not known. Leave it out: give layers="
             )
-        return wide.square().flatten(1).sum(1) if x.dim() > 1 else wide.square()
+        return _row_sums(wide) / (max(x.numel() // max(batch, 1), 1) if mean else 1)
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Sums of the squares of x[i], [len(x)]."""
+    return x.square().flatten(1).sum(1) if x.dim() > 1 else x.square()
 
 
 class Forward:
@@ -67,8 +77,9 @@ class Forward:
     def __init__(self, with_gradient: bool) -> None:
         self.with_gradient = with_gradient
         self.noted: list[Noted] = []
+        self.results: list[tuple[str, Any]] = []  # activation functions and the storages of their outputs
         self.unasked: list[str] = []  # layers that ran without gradient in a forward with one
-        self.squares: Tensor | None = None  # [B], of a forward without gradient
+        self.squares: list[tuple[Any, Tensor]] | None = None  # storages and [B]s, of a forward without gradient
         self.problem: Exception | None = None
         self.outputs: list[weakref.ref[Tensor]] = []
 
@@ -121,19 +132,29 @@ class PreActivations:
         model: nothing of it changes but for forward hooks; they are gone after `remove()`.
         layers: names of modules. Of an activation function the input is noted, of any other module the output (for
             `F.relu(self.conv(x))` name `conv`). None: all activation functions of `torch.nn` that are modules.
+        mean: divide each layer's part by its size, as equation 7 does.
 
-    Raises ValueError where a name is not the model's or no activation function is found.
+    The logits are no pre-activation that counts: they are left out, whoever names their layer. Raises ValueError where
+    a name is not the model's, no activation function is found, or the model has recurrent layers and layers is None.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[str] | None = None) -> None:
+    def __init__(self, model: nn.Module, layers: Iterable[str] | None = None, mean: bool = True) -> None:
         modules = chosen_layers(model, layers)
+        if layers is None:
+            hidden = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase)]
+            if hidden:
+                raise ValueError(
+                    f"the pre-activations of '{hidden[0]}' lie inside of it (its gates) and are not seen: name the "
+                    "layers that are to count, layers=['fc1', ...]"
+                )
         if not modules:
             raise ValueError(
                 "the model has no activation function that is a module (torch.tanh and F.relu within a forward are not "
                 "seen): name the modules whose outputs are the pre-activations, layers=['conv1', ...]"
             )
-        self.by_name = layers is not None
+        self.by_name, self.mean = layers is not None, mean
         self.layers = list(modules)
+        self._looked = self.by_name  # for activation functions that are only called
         self.forwards: list[Forward] = []  # that no loss has taken yet: one without gradient, any number with
         self._skipped = 0  # forwards without gradient since the last take, but for the last
         self._running: Forward | None = None
@@ -145,6 +166,8 @@ class PreActivations:
         for name, module in modules.items():
             if isinstance(module, ACTIVATIONS):
                 self._handles.append(module.register_forward_pre_hook(Hook(self, "_input", name).run))
+                if not self.by_name:
+                    self._handles.append(module.register_forward_hook(Hook(self, "_result", name).run))
             else:
                 self._handles.append(module.register_forward_hook(Hook(self, "_output", name).run))
 
@@ -180,7 +203,7 @@ class PreActivations:
             with torch._C.DisableTorchFunction():
                 batch = next((t.size(0) for t in tensors if t.dim()), 0)
                 try:
-                    found.squares = _total(found.noted, batch)
+                    found.squares = [(shared_storage(n.tensor), n.per_sample(batch, self.mean)) for n in found.noted]
                 except RuntimeError as problem:  # told when a loss asks for it
                     found.problem = problem
             found.noted = []
@@ -192,6 +215,11 @@ class PreActivations:
         if getattr(module, "inplace", False):
             raise StepError(f"'{layer}' overwrites its input, the pre-activation: set its inplace to False")
         self._note(layer, module, args[0])
+
+    def _result(self, layer: str, module: nn.Module, args: Any, out: Any) -> None:
+        if self._running is not None and not runs_again() and isinstance(out, Tensor):
+            with torch._C.DisableTorchFunction():
+                self._running.results.append((layer, shared_storage(out)))
 
     def _output(self, layer: str, module: nn.Module, args: Any, out: Any) -> None:
         if not isinstance(out, Tensor):
@@ -218,7 +246,8 @@ class PreActivations:
     def take(self, logits: Tensor) -> Tensor:
         """Squared norms [B] of the samples' pre-activations, all layers together, of the forward that made logits.
 
-        Raises StepError where that forward is not known or a layer was not seen in it.
+        mean: each layer's divided by its size. The logits themselves are left out. Raises StepError where that forward
+        is not known, a layer was not seen in it, or it ended in an activation function.
         """
         if self.removed:
             raise StepError("this loss was removed from its model: make a new one")
@@ -230,17 +259,45 @@ class PreActivations:
                 f"{sorted(set(found.unasked))[:3]} ran without gradient within a forward that has one (reentrant "
                 "checkpointing, or torch.no_grad()): use_reentrant=False, or leave them out, layers="
             )
-        if found.squares is not None:
-            if found.squares.shape != logits.shape[:1]:
-                raise StepError(f"{len(logits)} logits, but the model's last forward was of {len(found.squares)}")
-            return found.squares
+        with torch._C.DisableTorchFunction():
+            ends = [shared_storage(logits)]
+            if len(found.outputs) == 1 and (out := found.outputs[0]()) is not None:
+                ends.append(shared_storage(out))  # the logits may be a copy of it in more bits
+            if found.squares is not None:
+                each = [squares for noted, squares in found.squares if not is_one_of(noted, ends)]
+                if any(squares.shape != logits.shape[:1] for squares in each):
+                    raise StepError(f"{len(logits)} logits, but the model's last forward was of {len(each[0])}")
+            else:
+                self._check_seen(logits, found)
+                noted = [n for n in found.noted if not is_one_of(shared_storage(n.tensor), ends)]
+                each = [n.per_sample(len(logits), self.mean) for n in noted]
+        for layer, result in found.results:
+            if is_one_of(result, ends):
+                raise StepError(
+                    f"the model ends in the activation function '{layer}': its output is no logits, and its input, the "
+                    "last layer's pre-activation, must not be in the penalty. Leave the function out (the loss takes "
+                    "logits), or name the layers that are to count, layers="
+                )
+        return _total(each)
+
+    def _check_seen(self, logits: Tensor, found: Forward) -> None:
+        """That every layer ran, and, once, that no activation function escapes the hooks. Raises StepError."""
         missing = sorted(set(self.layers) - {noted.layer for noted in found.noted})
         if missing and (self.by_name or not found.noted):
             raise StepError(
                 f"{missing[:3]} did not run in the forward of these logits. Was the model compiled so that its hooks "
                 "do not run, or was its forward() called past them? Or name others, layers="
             )
-        return _total(found.noted, len(logits))
+        if self._looked or not logits.requires_grad:
+            return
+        unseen = unseen_activations(logits, [noted.tensor for noted in found.noted])
+        if unseen:
+            raise StepError(
+                f"the logits were made with activation functions that are no modules ({', '.join(unseen)}, called "
+                "within a forward), so their inputs would be missing from the penalty: name all the layers that are to "
+                "count, layers=['conv1', ...]"
+            )
+        self._looked = True
 
     def _forward_of(self, logits: Tensor) -> Forward:
         with_gradient = [f for f in self.forwards if f.with_gradient]
@@ -264,11 +321,10 @@ class PreActivations:
         )
 
 
-def _total(noted: list[Noted], batch: int) -> Tensor:
+def _total(each: list[Tensor]) -> Tensor:
     """Sum over the layers, [B]."""
-    each = [item.per_sample(batch) for item in noted]
     if not each:
-        raise StepError("no activation function ran in the model's forward")
+        raise StepError("no activation function ran in the model's forward, or its only pre-activation is the logits")
     return torch.stack([squares.to(each[0].dtype) for squares in each]).sum(0)
 
 
@@ -280,18 +336,7 @@ def _reached(logits: Tensor, forwards: list[Forward]) -> list[Forward]:
         for ref in forward.outputs:  # of a forward whose layers are all frozen
             if (out := ref()) is not None and out.grad_fn is not None:
                 owners.setdefault(out.grad_fn, forward)
-    found: list[Forward] = []
-    waiting, seen = [logits.grad_fn], {logits.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        owner = owners.get(node)
-        if owner is not None and all(owner is not other for other in found):
-            found.append(owner)
-        for after, _ in node.next_functions if node is not None else ():
-            if after is not None and after not in seen:
-                seen.add(after)
-                waiting.append(after)
-    return found
+    return list(dict.fromkeys(owners[node] for node in nodes_of(logits) if node in owners))
 
 
 def _is_output(logits: Tensor, forward: Forward) -> bool:

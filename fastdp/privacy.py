@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import loops, sampling
-from .accounting import Ledger, check_accountant
+from .accounting import Ledger, check_accountant, warn_of_delta
 from .buffers import Buffers, alias
 from .clipping import Clipping, ClippingFunction
 from .engine import PerSampleGradients
@@ -167,6 +167,8 @@ class Privacy:
         loops.check()
         current = self._current()
         if current is None:
+            if not self._backwards:
+                loops.check_rate(self.sample_rate, gradients.batch, self.expected_batch_size)
             if self._has_pending and not self._warned:
                 self._warned = True
                 warnings.warn(loops.ADDED, stacklevel=2)
@@ -311,6 +313,8 @@ class Privacy:
 
     def epsilon(self, delta: float) -> float:
         """epsilon at delta of the steps so far."""
+        rate, expected = self._rate or self.sample_rate, self._expected or self.expected_batch_size
+        warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
         return self.ledger.epsilon(delta, self.accountant)
 
     def explain(self, profile: bool = False) -> str:

@@ -97,6 +97,14 @@ class Tracked:
                 seen.add(id(parameter))
         return found
 
+    def others(self) -> list[tuple[str, Tensor]]:
+        """The parameters that require grad now and are not tracked, with their names."""
+        if self._chosen is None:
+            return []
+        left = ((full, module._parameters.get(name)) for module, name, full in self._slots if full not in self._chosen)
+        mine = {id(p) for p in self.tensors()}  # tied since
+        return [(name, p) for name, p in left if p is not None and p.requires_grad and id(p) not in mine]
+
     def offsets(self) -> dict[str, int]:
         """Where each parameter begins among all the model's elements, frozen ones counted."""
         found, total = {}, 0

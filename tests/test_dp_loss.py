@@ -35,7 +35,10 @@ def images(n: int = 6):
     return torch.randn(n, 1, 8, 8), torch.arange(n) % 3
 
 
-def test_numbers_written_out():
+FIRST = {"scores": "probabilities", "sums": True, "focal": 2.0}  # the reading without the paper's text
+
+
+def test_numbers_of_the_first_reading_written_out():
     """Logits 0 0 (p = 1/2), pre-activations 1 and 2, alpha = sigmoid(ln 3) = 3/4, beta 10."""
     model = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 2))
     with torch.no_grad():
@@ -50,7 +53,7 @@ def test_numbers_written_out():
         ({"error": "huber", "huber_delta": 0.25}, 2 * 0.25 * (0.5 - 0.125)),
         ({"scores": "logits"}, 1.0),
     ):
-        loss = DPLoss(model, threshold=2.0, beta=10.0, **options)
+        loss = DPLoss(model, threshold=2.0, beta=10.0, **{**FIRST, **options})
         loss.epoch = 2.0 + math.log(3)
         each = loss(model(x), y, reduction="none")
         wanted = 0.75 * 0.25 * math.log(2) + 0.25 * error + 0.25 / 10 * (1 + 4)
@@ -84,7 +87,7 @@ def by_hand(model, x, y, alpha: float, beta: float, gamma: float):
 def test_gradient_by_hand(gamma):
     model = mlp().double()
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 4, 0])
-    loss = DPLoss(model, threshold=1.5, beta=3.0, focal=gamma)
+    loss = DPLoss(model, threshold=1.5, beta=3.0, **{**FIRST, "focal": gamma})
     loss.epoch = 1.0
     engine = fastdp.PerSampleGradients(model)
     value = loss(model(x), y)
@@ -97,7 +100,7 @@ def test_gradient_by_hand(gamma):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"error": "sae"}, {"error": "huber"}, {"beta": math.inf}, {"scores": "logits"}]
+    "options", [{}, {"error": "sae"}, {"error": "huber"}, {"beta": math.inf}, {"scores": "probabilities"}, FIRST]
 )
 @pytest.mark.parametrize("budget", [None, 1])
 def test_verify_passes(options, budget):
@@ -123,7 +126,7 @@ def test_a_term_that_is_left_out_would_be_found():
     found = []
     for beta in (20.0, math.inf):
         model, (x, y) = cnn(), images()
-        loss = DPLoss(model, threshold=0.5, beta=beta)
+        loss = DPLoss(model, threshold=0.5, beta=beta, **FIRST)
         engine = fastdp.PerSampleGradients(model)
         loss(model(x), y).backward()
         found.append(engine.norms())
@@ -234,7 +237,8 @@ def test_alpha_and_arguments():
     assert loss.alpha == 1.0
     assert DPLoss(mlp(), threshold=math.inf, beta=1.0).alpha == 0.0
     for name, value in (("beta", 0.0), ("beta", math.nan), ("threshold", math.nan), ("focal", -1.0), ("error", "mse"),
-                        ("huber_delta", 0.0), ("scores", "softmax"), ("threshold", "3"), ("beta", True)):  # fmt: skip
+                        ("huber_delta", 0.0), ("scores", "softmax"), ("threshold", "3"), ("beta", True),
+                        ("sums", 1)):  # fmt: skip
         with pytest.raises(ValueError):
             DPLoss(mlp(), **{"threshold": 1.0, "beta": 1.0, name: value})
     with pytest.raises(ValueError):

@@ -64,7 +64,7 @@ def test_layers_by_name():
     loss = DPLoss(model, threshold=0.5, beta=20.0, layers=["first"])
     assert fastdp.verify(model, lambda m, b: loss(m(b[0]), b[1]), (x, y)).ok
     loss(model(x), y)
-    assert loss.terms["reg"] == pytest.approx(float(model.first(x).detach().square().sum() / 4), rel=1e-6)
+    assert loss.terms["reg"] == pytest.approx(float(model.first(x).detach().square().mean(1).mean()), rel=1e-6)
     for wrong in (["third"], [], "first"):
         with pytest.raises(ValueError):
             DPLoss(model, threshold=0.5, beta=20.0, layers=wrong)
@@ -88,11 +88,12 @@ class Rows(nn.Module):
         return self.head(self.act(self.body(x))).mean(0)
 
 
-def test_samples_that_lie_elsewhere():
+@pytest.mark.parametrize("sums", [False, True])
+def test_samples_that_lie_elsewhere(sums):
     """The engine knows where they lie; without it the shapes must show it."""
     torch.manual_seed(0)
     model, x, y = Rows(), torch.randn(4, 4, 3), torch.tensor([0, 1, 2, 3])
-    loss = DPLoss(model, threshold=0.5, beta=5.0)
+    loss = DPLoss(model, threshold=0.5, beta=5.0, sums=sums)
     engine = fastdp.PerSampleGradients(model, batch_first=False)
     each = loss(model(x), y, "none")
     each.mean().backward()
@@ -102,8 +103,8 @@ def test_samples_that_lie_elsewhere():
         model.zero_grad()
         row = model.body(x[:, i])
         logits = model.head(row.tanh()).mean(0)[None]
-        plain = DPLoss(model, threshold=0.5, beta=math.inf)(logits, y[i : i + 1])
-        one = plain + (1 - loss.alpha) / 5.0 * row.square().sum()
+        plain = DPLoss(model, threshold=0.5, beta=math.inf, sums=sums)(logits, y[i : i + 1])
+        one = plain + (1 - loss.alpha) / 5.0 * row.square().sum() / (1 if sums else row.numel())
         assert float(each[i].detach()) == pytest.approx(float(one.detach()), rel=1e-5)
         one.backward()
         norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
@@ -128,11 +129,12 @@ class Tokens(nn.Module):
         return out.unflatten(0, x.shape[:2]).sum(1)
 
 
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("routed", [False, True])
-def test_rows_of_tokens_are_added_up_by_sample(routed):
+def test_rows_of_tokens_are_added_up_by_sample(routed, sums):
     torch.manual_seed(0)
     model, x, y = Tokens(routed), torch.randn(4, 6, 3), torch.tensor([0, 1, 2, 3])
-    loss = DPLoss(model, threshold=0.5, beta=5.0)
+    loss = DPLoss(model, threshold=0.5, beta=5.0, sums=sums)
     engine = fastdp.PerSampleGradients(model)
     each = loss(model(x), y, "none")
     each.mean().backward()
@@ -143,8 +145,8 @@ def test_rows_of_tokens_are_added_up_by_sample(routed):
         rows = model.body(x[i][x[i, :, 0] > 0] if routed else x[i])
         logits = model.head(rows.tanh())
         logits = (logits.sum(0) if routed else logits.mean(0))[None]
-        plain = DPLoss(model, threshold=0.5, beta=math.inf)(logits, y[i : i + 1])
-        alone = plain + (1 - loss.alpha) / 5.0 * rows.square().sum()
+        plain = DPLoss(model, threshold=0.5, beta=math.inf, sums=sums)(logits, y[i : i + 1])
+        alone = plain + (1 - loss.alpha) / 5.0 * rows.square().sum() / (1 if sums else rows.numel())
         assert float(each[i].detach()) == pytest.approx(float(alone.detach()), rel=1e-5)
         alone.backward()
         norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()

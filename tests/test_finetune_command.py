@@ -206,8 +206,9 @@ def test_budgets_that_cannot_be(tmp_path, model, data, capsys):
         with pytest.raises(SystemExit) as found:
             command(*rest, 1, *words)
         assert found.value.code == 2
-    assert command(*rest, 8, "--delta", 0.1, "--epochs", 0.5, "--dry-run", *QUICK[-4:-1], "rdp") == 0
-    assert "delta is above 1/n" in capsys.readouterr().out
+    for delta in (0.5, 0.1, 0.05):
+        assert "in full would satisfy it. Leave --delta out for 0.00" in refused(capsys, *rest, 8, "--delta", delta)
+    assert "random record" in refused(capsys, *rest, 8, "--delta", 0.1, "--dry-run")
 
 
 def test_a_model_that_mixes_samples_is_refused(tmp_path, model, data, capsys, monkeypatch):

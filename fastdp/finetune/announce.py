@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..accounting import epsilon_of, noise_multiplier_for, steps_per_epoch
+from ..accounting import delta_problem, epsilon_of, noise_multiplier_for, steps_per_epoch
 from ..errors import AccountingError, FastDPError
 from ..optim import privatize
 from ..verify import verify
@@ -34,6 +34,8 @@ def make_plan(options: Namespace, units: int) -> Plan:
     rate = batch / units
     steps = math.ceil(options.epochs * steps_per_epoch(rate))
     delta = options.delta if options.delta is not None else default_delta(units)
+    if problem := delta_problem(delta, units, "person" if options.group_by else "record"):
+        raise FinetuneError(f"{problem}. Leave --delta out for {default_delta(units):g}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -187,8 +189,6 @@ def privacy_lines(plan: Plan, options: Namespace, units: int) -> list[str]:
         )
     if plan.accountant == "gdp":
         lines.append("gdp is an approximation, and no upper bound on epsilon: prv is")
-    if options.delta is not None and plan.delta > 1 / units:
-        lines.append(f"delta is above 1/n = {1 / units:.1g}: such a guarantee lets a whole {unit} be published")
     if units < 100:
         lines.append(f"{units} {unit}s are very few: at this noise expect to learn little or nothing")
     return lines

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ..accounting import delta_problem
 from ..errors import FastDPError
 
 
@@ -56,10 +57,17 @@ class Plan:
             raise FinetuneError(f"sample_rate must lie in (0, 1], not {self.sample_rate!r}")
         if not 0 < self.delta < 1:
             raise FinetuneError(f"delta must lie in (0, 1), not {self.delta!r}")
+        if self.noise_multiplier and (problem := delta_problem(self.delta, self.samples, "sample")):
+            raise FinetuneError(f"{problem}. Take a smaller delta")
         for name in ("steps", "max_records_per_group", "max_physical_batch_size", "checkpoint_steps"):
             value = finite[name]
             if (value is not None or name == "steps") and (not isinstance(value, int) or value < 1):
                 raise FinetuneError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+    @property
+    def samples(self) -> float:
+        """How many records the rate is of; with groups, how many groups."""
+        return self.expected_batch_size / self.sample_rate
 
 
 FREE = ("max_physical_batch_size", "checkpoint_steps", "checkpoint_seconds")  # of the plan: may change on resuming

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import costs
-from ..accounting import epsilon_of
+from ..accounting import delta_problem, epsilon_of
 from ..optim import DPAdamW
 from ..sampling import poisson_loader
 from .checkpoint import Checkpoints, SaveError, in_words
@@ -97,6 +97,8 @@ class Standing:
             )  # fmt: skip
         except ValueError as problem:
             raise FinetuneError(str(problem)) from problem
+        if plan.noise_multiplier and (wrong := delta_problem(plan.delta, self.loader.sampler.size, "sample")):
+            raise FinetuneError(f"{wrong}. Take a smaller delta")
         if abs(self.loader.expected_batch_size - plan.expected_batch_size) > 0.5:
             raise FinetuneError(
                 f"the plan expects {plan.expected_batch_size:g} samples a batch; sampling at {plan.sample_rate:g} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..accounting import check_accountant
+from ..accounting import check_accountant, delta_problem
 
 
 @dataclass
@@ -81,11 +81,8 @@ class PrivacyArguments:
         At delta = 1 / n a mechanism that publishes one record in full would count as private.
         """
         delta = 1 / (2 * records) if self.delta is None else self.delta
-        if delta >= 1 / records:
-            raise ValueError(
-                f"delta={delta:g} is not below 1/{records}: publishing a random record in full would satisfy it. "
-                f"Leave delta out for {1 / (2 * records):g}"
-            )
+        if problem := delta_problem(delta, records, "record" if self.group_by is None else "group of records"):
+            raise ValueError(f"{problem}. Leave delta out for {1 / (2 * records):g}")
         return delta
 
     def engine_options(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers.trainer_utils import SaveStrategy
 
-from ..accounting import epsilon_of
+from ..accounting import epsilon_of, warn_of_delta
 from ..errors import AccountingError
 from ..optim import PrivateOptimizer
 from . import ledger
@@ -53,6 +53,8 @@ class Spending:
 
     def epsilon(self, delta: float | None = None) -> float:
         """epsilon at delta (default: the run's) of all steps so far."""
+        if delta is not None:
+            warn_of_delta(delta, self._records())
         asked = (tuple(self.history), self.delta() if delta is None else delta)
         if self._computed is None or self._computed[0] != asked:  # logs and checkpoints ask for the same
             self._computed = asked, epsilon_of(list(asked[0]), asked[1], self.privacy.accountant)

@@ -23,6 +23,7 @@ from ..layouts.trial import CACHE_SIZE
 from ..links import link_of, set_link
 from ..recorder import Recorder
 from .base import Captured, Lazy, Operand, capture, cut, sample_layout
+from .results import Nest, result_tensors
 
 # functions that take the parameter as a pattern of shape, type or device only
 _PATTERNS = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())
@@ -64,6 +65,7 @@ class _Generic(Captured):
         self.layouts = [self._layout(t) for t in self.data]
         self.keep(*[operand.value for operand in self.operands], *self.constants)
         self.out_layouts: list[Layout] = []
+        self.nest: Nest | None = None  # the form of a result that is no single tensor
 
     def _slot(self, tensor: Tensor) -> _Slot:
         for kind, items, test in (
@@ -109,7 +111,14 @@ class _Generic(Captured):
 
     def run(self, *data: Tensor) -> Any:
         out = self.apply([o.value for o in self.operands], data, self.constants)
-        return out if isinstance(out, Tensor) else tuple(out)
+        if isinstance(out, Tensor):
+            return out
+        self.nest = Nest(out, self.recorder.place(self.name))
+        return tuple(result_tensors(out))
+
+    def result(self, out: Any) -> Any:
+        """What the function returned, with the tensors that capturing it gave."""
+        return out if self.nest is None else self.nest.filled(out)
 
     def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         for number, operand in enumerate(self.operands):
@@ -159,7 +168,7 @@ class _Generic(Captured):
             except (RuntimeError, IndexError, ValueError) as error:
                 problem = error
                 continue
-            outs = [out] if isinstance(out, Tensor) else list(out)
+            outs = result_tensors(out)
             if [tuple(t.shape) for t in outs] == shapes:
                 return outs
         raise UncapturedUseError(self._not_alone(problem))
@@ -298,7 +307,7 @@ def capture_whole(
     if recorder.batch > 0:
         call.check(out)
     call.data = []  # backward gets them from autograd, which frees them, or makes them anew under checkpointing
-    return out
+    return call.result(out)
 
 
 def _tag_result(call: _Generic, func: Any, out: Any) -> None:

@@ -17,6 +17,7 @@ from ..ops.common import accumulate
 from ..recorder import Recorder
 from .base import Direct, Lazy, capture, cut, sample_layout
 from .generic import _Generic, _tag_result, capture_generic
+from .results import result_tensors
 
 KEPT_BYTES = 2**24  # per-sample gradients up to this size are kept; larger ones are computed again when asked for
 _CHECKED: set[Any] = set()
@@ -28,7 +29,8 @@ class RuleCall:
     args, kwargs: the call's arguments. Tensors that carry samples are cut by sample: [B, *shape in a call on one
         sample alone], so [N, T, D] comes as [N, 1, T, D] where samples lie first, and [T, N, D] as [N, T, 1, D]
         where they lie second. Parameters, constants and everything else are whole.
-    grads: gradients with respect to the results, cut in the same way; None for results without a gradient.
+    grads: gradients with respect to the results, cut in the same way: one for each of them, nested ones in their order;
+        None for those without a gradient, and for results that are None.
     batch: B, the number of samples in this call; large gradients are asked for in several calls of fewer samples.
 
     Where samples have different numbers of rows, they are padded with rows whose data and gradients are zero.
@@ -39,9 +41,10 @@ class RuleCall:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient with respect to the result, of a function with one."""
-        (only,) = self.grads
-        return only  # type: ignore[no-any-return]
+        """The gradient with respect to the result, of a function with one that has a gradient."""
+        found: list[Tensor] = [g for g in self.grads if g is not None]
+        (only,) = found
+        return only
 
 
 Rule = Callable[[RuleCall], dict[Tensor, Tensor]]
@@ -67,7 +70,7 @@ def capture_registered(
     if recorder.batch > 0:
         call.check(out)
     call.data = []  # as of the generic rule: the node must not hold them
-    return out
+    return call.result(out)
 
 
 class _Registered(_Generic):
@@ -110,6 +113,7 @@ class _Registered(_Generic):
         args, kwargs = self.filled(values, [_long(t) for t in data], [_long(t) for t in self.constants])
         batch = next(g for g in gs if g is not None).size(0)
         grads = tuple(None if g is None else _long(g) for g in gs)
+        grads = grads if self.nest is None else self.nest.aligned(grads)
         taken = [t for t in tensors_in((args, kwargs, grads)) if not t.is_inference()]
         before = [t._version for t in taken]
         try:
@@ -197,10 +201,12 @@ class _Registered(_Generic):
 
     def _by_autograd(self, grads: list[Tensor | None], c: Tensor) -> list[Tensor]:
         """sum_b c_b gradient_b by autograd, whose gradients of the results are zero where c is."""
-        with torch.enable_grad(), torch.autocast(*self.autocast):
+        # what this saves is no business of a checkpoint around the call, which counts what is saved
+        apart = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+        with apart, torch.enable_grad(), torch.autocast(*self.autocast):
             weights = [o.value.detach().requires_grad_(o.value.is_floating_point()) for o in self.operands]
             out = self.apply(weights, [t.detach() for t in self.data], self.constants)
-        outs = [out] if isinstance(out, Tensor) else list(out)
+        outs = result_tensors(out)
         if not any(t.requires_grad for t in outs):
             raise UncapturedUseError(
                 f"{self.wrong} cannot be checked: autograd gives {self.parameters()} no gradient through it. A custom "
@@ -229,6 +235,10 @@ class _Registered(_Generic):
                     f"{self.wrong} lets one sample's gradient reach another's: a NaN in sample 0 changes other rows of "
                     f"{self.recorder.names_of([self.operands[n].tensor])}. Keep dimension 0, the samples, apart."
                 )
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _long(tensor: Tensor) -> Tensor:

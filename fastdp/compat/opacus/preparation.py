@@ -53,6 +53,14 @@ def sample_rate_of(data_loader: Any) -> float:
     return min(1.0, rate * max(1.0, len(sampler) / len(data_loader.dataset)))  # type: ignore[arg-type]
 
 
+def records_of(holder: Any) -> int | None:
+    """How many records the data set of a loader or an engine has; None where they cannot be counted."""
+    try:
+        return len(holder.dataset)
+    except (TypeError, AttributeError, NotImplementedError):
+        return None
+
+
 def expected_batch_size_of(data_loader: Any, sample_rate: float) -> int:
     """len(dataset) * rate, rounded down but for the rounding of floating point; at least 1."""
     return max(1, int(len(data_loader.dataset) * sample_rate * (1 + 1e-12)))

@@ -12,12 +12,13 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
+from ...accounting import warn_of_delta
 from .accountants import create_accountant
 from .accountants.utils import get_noise_multiplier
 from .data_loader import DPDataLoader, SecureGenerator, switch_generator
 from .grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class
-from .preparation import expected_batch_size_of, is_distributed, or_as_it_was, sample_rate_of
+from .preparation import expected_batch_size_of, is_distributed, or_as_it_was, records_of, sample_rate_of
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .validators import ModuleValidator
 
@@ -282,6 +283,7 @@ class PrivacyEngine:
                 "multiplier is for target_epsilon from here on, so the whole run will cost more.",
                 stacklevel=2,
             )
+        warn_of_delta(target_delta, records_of(data_loader))
         sample_rate, length = 1 / len(data_loader), {"epochs": epochs}
         if not poisson_sampling and sample_rate_of(data_loader) != sample_rate:
             sample_rate, length = sample_rate_of(data_loader), {"steps": epochs * len(data_loader)}
@@ -311,7 +313,8 @@ class PrivacyEngine:
         )
 
     def get_epsilon(self, delta: float) -> float:
-        """epsilon at delta of the steps so far."""
+        """epsilon at delta of the steps so far; warns of a delta that is 1 / records or more."""
+        warn_of_delta(delta, records_of(self))
         return float(self.accountant.get_epsilon(delta))
 
     # ------------------------------------------------------------------ checkpoints

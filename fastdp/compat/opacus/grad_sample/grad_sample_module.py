@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .gsm_base import AbstractGradSampleModule, EngineHooks
+from .one_by_one import LAYERS, layer_grad_sample
 
 
 def create_or_accumulate_grad_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
@@ -39,11 +40,12 @@ class GradSampleHooks(EngineHooks):
 
     strict: raise NotImplementedError for trainable layers with buffers, which are not private.
     force_functorch: accepted; the engine has one way for all layers.
-    GRAD_SAMPLERS holds what `register_grad_sampler` was given. These functions are not called: the engine sees which
-    torch functions a layer calls and is exact for those, and refuses by name what it cannot see.
+    GRAD_SAMPLERS holds a function for each layer that Opacus has one for, and what `register_grad_sampler` was given.
+    None of them is called: the engine sees which torch functions a layer calls and is exact for those, and refuses by
+    name what it cannot see.
     """
 
-    GRAD_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = {}
+    GRAD_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict.fromkeys(LAYERS, layer_grad_sample)
 
     def __init__(
         self,
@@ -61,7 +63,8 @@ class GradSampleHooks(EngineHooks):
 
     @classmethod
     def _warn_of_samplers(cls, m: nn.Module) -> None:
-        given = sorted({type(module).__name__ for module in m.modules() if type(module) in cls.GRAD_SAMPLERS})
+        own = {kind for kind, function in cls.GRAD_SAMPLERS.items() if function is not layer_grad_sample}
+        given = sorted({type(module).__name__ for module in m.modules() if type(module) in own})
         if given:
             warnings.warn(
                 f"the functions registered by register_grad_sampler for {', '.join(given)} are not called: per-sample "

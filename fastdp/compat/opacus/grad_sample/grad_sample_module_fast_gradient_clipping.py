@@ -14,6 +14,7 @@ from ....ops.clip import clip_factors
 from . import samples
 from .grad_sample_module import GradSampleHooks
 from .gsm_base import AbstractGradSampleModule
+from .one_by_one import WITH_NORMS, layer_norm_sample
 
 
 class Clipped:
@@ -34,7 +35,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     on_norms: called with the norms [B] of a backward before its samples are clipped; it may set `max_grad_norm`.
     """
 
-    NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = {}
+    NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict.fromkeys(WITH_NORMS, layer_norm_sample)
 
     def __init__(
         self,

@@ -1,0 +1,123 @@
+"""Parameters that an ordinary optimizer trains beside a private one are named, once."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fastdp
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def private(model: nn.Module, params=None, **given) -> fastdp.DPSGD:
+    return fastdp.DPSGD(model, params=params, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, **given)
+
+
+def step(optimizers, loss: Tensor) -> None:
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_trunk_that_sgd_trains_is_named_once():
+    model, x = net(), torch.randn(6, 4)
+    both = [private(model, model[2].parameters()), torch.optim.SGD(model[0].parameters(), lr=0.1)]
+    with pytest.warns(UserWarning, match=r"no private optimizer trains.* 0\.weight, 0\.bias.*Freeze them") as found:
+        for _ in range(3):
+            step(both, model(x).square().sum(1).mean())
+    assert sum("no private optimizer" in str(w.message) for w in found) == 1
+
+
+def test_a_trunk_outside_of_the_model_is_seen_by_what_the_inputs_were_made_with():
+    trunk, head, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 3), torch.randn(6, 4)
+    both = [private(head), torch.optim.SGD(trunk.parameters(), lr=0.1)]
+    with pytest.warns(UserWarning, match=r"one of shape \(8, 4\), which the inputs were made with"):
+        step(both, head(trunk(x)).square().sum(1).mean())
+
+
+def test_what_is_unfrozen_later_is_named_then():
+    model, x = net(), torch.randn(6, 4)
+    model[0].requires_grad_(False)
+    mine = private(model, model[2].parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step([mine], model(x).square().sum(1).mean())
+    model[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"0\.weight, 0\.bias"):
+        step([mine, torch.optim.SGD(model[0].parameters(), lr=0.1)], model(x).square().sum(1).mean())
+
+
+def test_no_false_alarm():
+    """Frozen trunks, detached inputs, inputs that are attacked, gradients from before, added groups."""
+    x = torch.randn(6, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = net()
+        step([private(model)], model(x).square().sum(1).mean())
+        model = net()
+        model[0].requires_grad_(False)
+        step([private(model, model[2].parameters())], model(x).square().sum(1).mean())
+        trunk, head = nn.Linear(4, 8), nn.Linear(8, 3)
+        trunk(x).sum().backward()  # of no private backward
+        mine = private(head)
+        step([mine], head(trunk(x).detach()).square().sum(1).mean())
+        step([mine], head(torch.randn(6, 8, requires_grad=True) * 2).square().sum(1).mean())
+        two = nn.ModuleDict({"old": nn.Linear(4, 2), "new": nn.Linear(4, 2)})
+        two["old"](x).sum().backward()  # stands in .grad, and nothing is added to it
+        mine = private(two, two["new"].parameters())
+        step([mine], two["new"](x).square().sum(1).mean())
+        mine.add_param_group({"params": two["old"].parameters()})
+        step([mine], (two["new"](x) + two["old"](x)).square().sum(1).mean())
+        engine = fastdp.PerSampleGradients(model := net(), model[2].parameters())  # no training: nothing to warn of
+        model(x).square().sum(1).mean().backward()
+        assert engine.norms().shape == (6,)
+
+
+def rated(rate: float, records: int = 600, batch: int = 60, workers: int = 0, **given) -> list[str]:
+    """What a loop over an ordinary loader is told about its sample rate."""
+    model = net()
+    mine = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=batch, sample_rate=rate)
+    loader = DataLoader(TensorDataset(torch.randn(records, 4)), batch_size=batch, shuffle=True, **given)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for (x,) in loader:
+            step([mine], model(x).square().sum(1).mean())
+    return [str(w.message) for w in found if "sample_rate" in str(w.message)]
+
+
+def test_a_sample_rate_far_below_batch_by_records_is_warned_of_once():
+    (said,) = rated(0.001)
+    assert "0.001" in said and "60 of the 600" in said and "0.1" in said
+    assert rated(0.1) == [] and rated(0.08) == [] and rated(1.0) == []
+    assert len(rated(0.04)) == 1
+    assert rated(1 / 11, records=601) == []
+
+
+def test_of_several_loaders_the_one_that_fits_counts():
+    model = net()
+    mine = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.01)
+    public = iter(DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=6))
+    next(public)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for (x,) in DataLoader(TensorDataset(torch.randn(600, 4)), batch_size=6):
+            step([mine], model(x).square().sum(1).mean())
+            break
+
+
+def test_a_poisson_loader_tells_its_own_rate():
+    model = net()
+    mine = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, sample_rate=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for (x,) in fastdp.poisson_loader(TensorDataset(torch.randn(600, 4)), sample_rate=0.01, steps=2):
+            step([mine], model(x).square().sum(1).mean())
