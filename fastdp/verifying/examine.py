@@ -227,7 +227,7 @@ class Examination:
             return ""
         return (
             "it draws random numbers that cannot be drawn sample by sample, so a batch cannot be compared with one "
-            f"sample at a time, and nothing was judged: {'; '.join(where[:5])}. Draw them by torch in the forward or "
+            f"sample at a time: {'; '.join(where[:5])}. Draw them by torch in the forward or "
             "the loss, a row for each sample; or verify the program with these draws switched off"
         )
 
@@ -273,8 +273,8 @@ class Examination:
 def _unrepeated(apart: float, changed: list[str], out_of_reach: str) -> str:
     state = f" (attributes that its forward changes: {', '.join(changed[:5])})" if changed else ""
     return (
-        f"two equal runs of it give gradients that are {apart:.1e} apart, so there is nothing to compare with, and "
-        f"nothing was judged: it draws random numbers that neither torch.manual_seed nor random.seed and "
+        f"two equal runs of it give gradients that are {apart:.1e} apart, so there is nothing to compare with: "
+        f"it draws random numbers that neither torch.manual_seed nor random.seed and "
         f"numpy.random.seed begin anew, or keeps a state from one call to the next{state}. Make it repeat itself, or "
         f"verify it with this switched off{'; ' if out_of_reach else ''}{out_of_reach}"
     )

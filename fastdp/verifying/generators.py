@@ -1,4 +1,4 @@
-"""Generators of random numbers that a program draws from: torch's, Python's, numpy's, and those that it keeps itself."""
+"""Generators of random numbers that a program draws from: of torch, Python and numpy, and those that it keeps."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def generators_of(model: nn.Module, loss_fn: Any) -> list[Any]:
     """Generators that modules have as attributes, or that the program's functions name: as globals, or around them."""
     values = [value for module in model.modules() for value in module.__dict__.values()]
     functions = [loss_fn, *(type(m).forward for m in model.modules() if not type(m).__module__.startswith("torch."))]
+    functions += [value for value in values if isinstance(value, FunctionType | MethodType)]
     seen: set[int] = set()
     for _ in range(3):  # functions that these call, and what is called by those
         found: list[Any] = []

@@ -177,17 +177,18 @@ def rows_of(batch: Any, rows: Sequence[int], size: int) -> Any:
 
 def _taken(tensor: Tensor, index: Tensor, size: int) -> Tensor:
     """These samples' rows of a tensor: those marked as theirs, or their k consecutive ones; tables as they are."""
-    mark = mark_of(tensor)
+    mark, rows = mark_of(tensor), tensor.detach()
     if mark is not None and mark.owner is not None:
         places = [(mark.owner == number).nonzero().flatten() for number in index.tolist()]
-        owner = torch.arange(len(index)).repeat_interleave(torch.tensor([len(rows) for rows in places]))
-        return mark_rows(tensor[torch.cat(places).to(tensor.device)], owner, len(index))
+        owner = torch.arange(len(index)).repeat_interleave(torch.tensor([len(place) for place in places]))
+        taken = rows[torch.cat(places).to(tensor.device)].requires_grad_(tensor.requires_grad)
+        return mark_rows(taken, owner, len(index))
     if mark is not None or not tensor.dim():
         return tensor
     if tensor.size(0) == size:
-        return tensor[index.to(tensor.device)]
+        return rows[index.to(tensor.device)].requires_grad_(tensor.requires_grad)
     if may_be_packed(tensor, size, 0):
-        return tensor.unflatten(0, (size, -1))[index.to(tensor.device)].flatten(0, 1)
+        return rows.unflatten(0, (size, -1))[index.to(tensor.device)].flatten(0, 1)
     return tensor
 
 
