@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .activation_hooks import UNGUARDED
 from .capture import Pass
 from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError
 from .gradients import Gradients, check_unwritten
@@ -19,6 +20,7 @@ from .planner import Planner
 from .replay import Block, Replays
 from .tracked import Tracked
 from .uses.base import Use
+from .watch import Owner
 from .whose import Whose
 
 
@@ -62,6 +64,7 @@ class Backward:
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
         self.whose = Whose()
+        self.owner: Owner | None = None  # of the forwards, by whose hooks gradients may change
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
@@ -80,6 +83,8 @@ class Backward:
 
     def forward_begins(self) -> None:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
+        if self.owner is not None:
+            self.owner.begins(self._open_forwards == 0)
         self._open_forwards += 1
         self._tape = None
         self.note_grads()
@@ -151,6 +156,8 @@ class Backward:
                 f"one backward through forwards of {tape.batch} and of {recorder.batch} samples. Call backward for "
                 "each forward, or give the model batches of one size."
             )
+        elif recorder.batch > 1 and self.owner is not None and self.owner.nodes and not self.owner.guarded:
+            problem = StepError(UNGUARDED)
         elif recorder.people is not None and recorder.people.problem:
             problem = StepError(recorder.people.problem)
         elif tape.batch is not None and tape.people != recorder.people:
@@ -194,6 +201,8 @@ class Backward:
         self.replays, self.uses_of = Replays(self), {}
         self._open_forwards = max(0, self._open_forwards - 1)
         doubts = take_doubts()
+        if self.owner is not None:
+            self.owner.guarded = False
         if tape is None or tape.failed:
             return
         if tape.batch is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
+from .activation_hooks import HOOKING, hooked
 from .arguments import refuse_ragged
 from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
@@ -40,6 +41,7 @@ from .uses.base import RULES, Use
 from .uses.experts import PRODUCTS, gathered_of
 from .uses.folded import folded
 from .uses.generic import capture_generic
+from .watch import Owner
 
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
 
@@ -71,7 +73,7 @@ class Forward(Enters, Protocol):
     """What a pass and the module hooks need of the forward's side (`fastdp.forward.Forward`)."""
 
     model: nn.Module
-    owner: object  # stands for the engine, in the moments of its batches
+    owner: Owner  # stands for the engine, in the moments of its batches
     token: Tensor
     token_node: Any  # where autograd would add up the token's gradient
     memo: Memo
@@ -88,6 +90,12 @@ class Forward(Enters, Protocol):
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module's forward begins."""
+
+    def active(self) -> Pass | None:
+        """The pass that is on."""
+
+    def depth(self) -> int:
+        """How many modules' forwards are on."""
 
     def leave(self, path: str, module: nn.Module, out: Any) -> Any:
         """A module's forward ends; what to put in place of its result, or None."""
@@ -227,6 +235,8 @@ class Pass:
             if func in TELLING:
                 self.forward.sizes.asked(args[0], out, self.batch)
             return out
+        if func in HOOKING and not self.is_parameter(args[0]):
+            return hooked(self.forward.owner, self.batch, self.path, func, args, kwargs)
         if func in FOLLOWED and self.watcher is None:
             return self._follow(func, args, kwargs)
         return self._dispatch(func, args, kwargs)

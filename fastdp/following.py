@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+from .activation_hooks import HOOKING, guard_graph, hooked
 from .backward import mixing_error
 from .errors import LossReductionWarning, SampleMixingError
 from .layouts.calls import Call, function_name, map_tensors, tensors_in
@@ -58,11 +59,15 @@ class Following(TorchFunctionMode):
         if self.over or func is torch.autograd.grad or inquires(func):
             return func(*args, **kwargs)
         if func is Tensor.backward or func is torch.autograd.backward:
-            self._check(args[0] if args else kwargs.get("tensors", ()))
+            roots = args[0] if args else kwargs.get("tensors", ())
+            self._check(roots)
+            guard_graph(self.moment.owner, roots, self.batch)
             self.finish()
             return func(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
+        if func in HOOKING and not (args[0].is_leaf and args[0].requires_grad):
+            return hooked(self.moment.owner, self.batch, "", func, args, kwargs)
         return self._call(func, args, kwargs)
 
     def finish(self) -> None:

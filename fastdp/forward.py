@@ -26,6 +26,7 @@ from .planner import Planner
 from .reads import Reads
 from .replay import Block
 from .stance import PLAINLY
+from .watch import Owner
 
 
 class Batching:
@@ -57,10 +58,10 @@ class Forward:
         self.token = torch.zeros((), requires_grad=True)
         self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo = Memo()
-        self.owner = object()
         self._moments: list[Moment] = []  # of forwards that no backward has gone through
         self.reads = Reads(model)
         self.sizes = Sizes()
+        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node)
         self._entered: list[Pass | Block | None] = []
         self._active: Pass | None = None
         self._batch = 0
@@ -191,6 +192,10 @@ class Forward:
     def active(self) -> Pass | None:
         """The pass that is on."""
         return self._active
+
+    def depth(self) -> int:
+        """How many modules' forwards are on."""
+        return len(self._entered)
 
     def _begins_block(self, active: Pass) -> bool:
         """Whether a checkpointed region begins that a budget may want to run again."""
