@@ -147,9 +147,9 @@ class TensorHook(_Hook):
 
 
 class Around:
-    """One call of a module with backward hooks: how its arguments and results lie."""
+    """One call of a module with backward hooks: how its arguments and results lie. depth: its thread, and how deep."""
 
-    def __init__(self, batch: int, depth: int) -> None:
+    def __init__(self, batch: int, depth: tuple[int, int]) -> None:
         self.batch, self.depth = batch, depth
         self.inputs: list[tuple[Any, Layout | None]] = []
         self.outputs: list[tuple[Any, Layout | None]] = []
@@ -194,7 +194,7 @@ class _Before(_ModuleHook):
         return self.follow((grad_output,), (self.around.layouts(grad_output, self.around.outputs),), module)
 
 
-def around_module(owner: Owner, batch: int, path: str, frame: Any, depth: int) -> Around:
+def around_module(owner: Owner, batch: int, path: str, frame: Any, depth: tuple[int, int]) -> Around:
     """Wrap the backward hooks of the call that runs in `frame` (`nn.Module._call_impl`'s), which has listed them."""
     around = Around(batch, depth)
     lists = [frame.f_locals.get(n) for n in ("full_backward_hooks", "backward_pre_hooks", "non_full_backward_hooks")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ from .ops.common import exactly
 from .people import People
 from .planner import Planner
 from .replay import Block, Replays
+from .threads import two_backwards
 from .tracked import Tracked
 from .uses.base import Use
 from .watch import Owner
@@ -46,6 +48,7 @@ class _Tape:
     def __init__(self, number: int) -> None:
         self.number, self.uses = number, list[Use]()
         self.versions: list[int] = []  # of the uses, when they were recorded
+        self.thread: int | None = None  # in which the forwards ran
         self.batch: int | None = None
         self.people: People | None = None
         self.failed = False
@@ -76,6 +79,7 @@ class Backward:
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._tape: _Tape | None = None
         self._count = 0  # of backwards so far
+        self._lock = threading.Lock()  # backwards may begin in the threads of several devices
         self._open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
         self._unasked = False  # the parameters' gradients are not asked for, only those of other tensors
@@ -97,6 +101,11 @@ class Backward:
     def open_forwards(self) -> int:
         """Forwards that no backward has gone through yet."""
         return self._open_forwards
+
+    def thread(self) -> int | None:
+        """The thread of the forwards that the backward goes through that runs, or has failed; None where none does."""
+        tape = self._tape
+        return None if tape is None else tape.thread
 
     def give_up(self, before: int) -> None:
         """A forward was begun and nothing of it ran: as many are open as before."""
@@ -123,13 +132,18 @@ class Backward:
             )
 
     def _begin(self) -> _Tape:
-        if self._tape is None:
-            self._count += 1
-            self._tape = _Tape(self._count)
-            self.gradients = None  # of the backward before, should this one be refused
-            self.planner.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
-        return self._tape
+        tape = self._tape
+        if tape is None:
+            with self._lock:
+                tape = self._tape
+                if tape is None:
+                    self._count += 1
+                    tape = _Tape(self._count)
+                    self.gradients = None  # of the backward before, should this one be refused
+                    self.planner.begin()
+                    torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+                    self._tape = tape
+        return tape
 
     def begin_record(self, recorder: Pass, path: str) -> bool:
         """A captured call's backward begins: check that it means what it should. Returns whether its uses count."""
@@ -151,6 +165,8 @@ class Backward:
                 "backward twice through one forward: each would be clipped on its own, so one sample could "
                 "contribute twice the clipping norm. Add the losses and call backward once."
             )
+        elif recorder.count and tape.thread not in (None, recorder.thread):
+            problem = two_backwards()
         elif tape.batch not in (None, recorder.batch):
             problem = BatchLayoutError(
                 f"one backward through forwards of {tape.batch} and of {recorder.batch} samples. Call backward for "
@@ -168,6 +184,7 @@ class Backward:
             tape.failed = True
             raise problem
         recorder.backward_id, tape.batch, tape.people = tape.number, recorder.batch, recorder.people
+        tape.thread = recorder.thread if recorder.count else tape.thread
         recorder.moment.reached = True
         return True
 

@@ -7,6 +7,7 @@ that combine the two go to a rule (`fastdp.uses`). A call without a rule takes t
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensor
 from .layouts.layout import Layout, Moment, tag, tag_of
 from .layouts.pieces import stamp
 from .layouts.positions import note_made
-from .layouts.propagate import propagate
+from .layouts.propagate import format_of, propagate
 from .layouts.sizes import TELLING, Sizes
 from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
@@ -40,6 +41,7 @@ from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
 from .uses.experts import PRODUCTS, gathered_of
 from .uses.folded import folded
+from .uses.formats import capture_in_format
 from .uses.generic import capture_generic
 from .watch import Owner
 
@@ -113,6 +115,7 @@ class Pass:
         people: People | None = None,
         moment: Moment | None = None,
     ) -> None:
+        self.thread = threading.get_ident()
         self.count = count  # uses of parameters: not again where a forward is recomputed
         self.people = people  # whose the samples are, where a person has several
         self.backward, self.batch, self.tracked = forward.backward, batch, tracked
@@ -389,8 +392,11 @@ class Pass:
             return self._poison(func, args, kwargs, problem)
 
     def _by_rule(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in((args, kwargs))
+        if kept := next((found for tensor in tensors if (found := format_of(tensor))), ""):
+            return capture_in_format(recorder, func, args, kwargs, kept)
         registered = RULES.get(func)
-        if registered is not None and not any(tensor.is_complex() for tensor in tensors_in((args, kwargs))):
+        if registered is not None and not any(tensor.is_complex() for tensor in tensors):
             out = registered(recorder, func, args, kwargs)
             if out is not NotImplemented:
                 return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,20 +43,20 @@ class ModuleHook:
         if module._backward_hooks or module._backward_pre_hooks or _EVERYWHERE or _EVERYWHERE_BEFORE:
             active = self.forward.active()
             if active is not None and torch.is_grad_enabled():
-                depth = self.forward.depth()
+                depth = (threading.get_ident(), self.forward.depth())
                 around = around_module(self.forward.owner, active.batch, active.path, sys._getframe(1), depth)
                 self.around.append(around)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if torch.compiler.is_compiling() or self.forward is None:
             return None
-        if self.around and self.around[-1].depth == self.forward.depth():
+        if self.around and self.around[-1].depth == (threading.get_ident(), self.forward.depth()):
             self.around.pop().returned(args, out)
         return self.forward.leave(self.path, module, out)
 
 
-class _Region:
-    """Whether compiled code runs that `fastdp.compiled` knows of, and the pass that it runs in."""
+class _Region(threading.local):
+    """Whether compiled code runs in this thread that `fastdp.compiled` knows of, and the pass that it runs in."""
 
     def __init__(self) -> None:
         self.entered = False
