@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from .activation_hooks import UNGUARDED
 from .capture import Pass
 from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError
 from .gradients import Gradients, check_unwritten
@@ -18,8 +20,10 @@ from .others import Others
 from .people import People
 from .planner import Planner
 from .replay import Block, Replays
+from .threads import two_backwards
 from .tracked import Tracked
 from .uses.base import Use
+from .watch import Owner
 from .whose import Whose
 
 
@@ -45,6 +49,7 @@ class _Tape:
     def __init__(self, number: int) -> None:
         self.number, self.uses = number, list[Use]()
         self.versions: list[int] = []  # of the uses, when they were recorded
+        self.thread: int | None = None  # in which the forwards ran
         self.batch: int | None = None
         self.people: People | None = None
         self.failed = False
@@ -62,6 +67,7 @@ class Backward:
         self, tracked: Tracked, planner: Planner, mean: bool, on_end: Callable[[Gradients], None] | None = None
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
+        self.owner: Owner | None = None  # of the forwards, by whose hooks gradients may change
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.whose, self.others = Whose(), Others(tracked)
         self.profile = False  # measure the time of each use on a device too
@@ -74,6 +80,7 @@ class Backward:
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._tape: _Tape | None = None
         self._count = 0  # of backwards so far
+        self._lock = threading.Lock()  # backwards may begin in the threads of several devices
         self._open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
         self._unasked = False  # the parameters' gradients are not asked for, only those of other tensors
@@ -81,6 +88,8 @@ class Backward:
 
     def forward_begins(self) -> None:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
+        if self.owner is not None:
+            self.owner.begins(self._open_forwards == 0)
         self._open_forwards += 1
         self._tape = None
         self.note_grads()
@@ -94,6 +103,11 @@ class Backward:
     def open_forwards(self) -> int:
         """Forwards that no backward has gone through yet."""
         return self._open_forwards
+
+    def thread(self) -> int | None:
+        """The thread of the forwards that the backward goes through that runs, or has failed; None where none does."""
+        tape = self._tape
+        return None if tape is None else tape.thread
 
     def give_up(self, before: int) -> None:
         """A forward was begun and nothing of it ran: as many are open as before."""
@@ -120,13 +134,18 @@ class Backward:
             )
 
     def _begin(self) -> _Tape:
-        if self._tape is None:
-            self._count += 1
-            self._tape = _Tape(self._count)
-            self.gradients = None  # of the backward before, should this one be refused
-            self.planner.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
-        return self._tape
+        tape = self._tape
+        if tape is None:
+            with self._lock:
+                tape = self._tape
+                if tape is None:
+                    self._count += 1
+                    tape = _Tape(self._count)
+                    self.gradients = None  # of the backward before, should this one be refused
+                    self.planner.begin()
+                    torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+                    self._tape = tape
+        return tape
 
     def begin_record(self, recorder: Pass, path: str) -> bool:
         """A captured call's backward begins: check that it means what it should. Returns whether its uses count."""
@@ -148,11 +167,15 @@ class Backward:
                 "backward twice through one forward: each would be clipped on its own, so one sample could "
                 "contribute twice the clipping norm. Add the losses and call backward once."
             )
+        elif recorder.count and tape.thread not in (None, recorder.thread):
+            problem = two_backwards()
         elif tape.batch not in (None, recorder.batch):
             problem = BatchLayoutError(
                 f"one backward through forwards of {tape.batch} and of {recorder.batch} samples. Call backward for "
                 "each forward, or give the model batches of one size."
             )
+        elif recorder.batch > 1 and self.owner is not None and self.owner.nodes and not self.owner.guarded:
+            problem = StepError(UNGUARDED)
         elif recorder.people is not None and recorder.people.problem:
             problem = StepError(recorder.people.problem)
         elif tape.batch is not None and tape.people != recorder.people:
@@ -163,6 +186,7 @@ class Backward:
             tape.failed = True
             raise problem
         recorder.backward_id, tape.batch, tape.people = tape.number, recorder.batch, recorder.people
+        tape.thread = recorder.thread if recorder.count else tape.thread
         recorder.moment.reached = True
         return True
 
@@ -196,6 +220,8 @@ class Backward:
         self.replays, self.uses_of = Replays(self), {}
         self._open_forwards = max(0, self._open_forwards - 1)
         doubts = take_doubts()
+        if self.owner is not None:
+            self.owner.guarded = False
         if tape is None or tape.failed:
             return
         if tape.batch is not None:

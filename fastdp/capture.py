@@ -7,6 +7,7 @@ that combine the two go to a rule (`fastdp.uses`). A call without a rule takes t
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import uses as _use_rules  # noqa: F401  (registers the rules of uses)
+from .activation_hooks import HOOKING, hooked
 from .arguments import refuse_ragged
 from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
@@ -25,7 +27,7 @@ from .layouts.layout import Layout, Moment, tag, tag_of
 from .layouts.memory import keep_apart, versions_of, write_unaccounted
 from .layouts.pieces import NOTED, stamp
 from .layouts.positions import note_made
-from .layouts.propagate import propagate
+from .layouts.propagate import format_of, propagate
 from .layouts.sizes import COMPUTING, TELLING, Sizes
 from .layouts.totals import by_size
 from .layouts.trial import target_as_it_is
@@ -43,7 +45,9 @@ from .uses.attention import COMPOSITES
 from .uses.base import RULES, Use
 from .uses.experts import PRODUCTS, gathered_of
 from .uses.folded import folded
+from .uses.formats import capture_in_format
 from .uses.generic import capture_generic
+from .watch import Owner
 
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
 
@@ -75,7 +79,7 @@ class Forward(Enters, Protocol):
     """What a pass and the module hooks need of the forward's side (`fastdp.forward.Forward`)."""
 
     model: nn.Module
-    owner: object  # stands for the engine, in the moments of its batches
+    owner: Owner  # stands for the engine, in the moments of its batches
     token: Tensor
     token_node: Any  # where autograd would add up the token's gradient
     memo: Memo
@@ -93,6 +97,12 @@ class Forward(Enters, Protocol):
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module's forward begins."""
 
+    def active(self) -> Pass | None:
+        """The pass that is on."""
+
+    def depth(self) -> int:
+        """How many modules' forwards are on."""
+
     def leave(self, path: str, module: nn.Module, out: Any) -> Any:
         """A module's forward ends; what to put in place of its result, or None."""
 
@@ -109,6 +119,7 @@ class Pass:
         people: People | None = None,
         moment: Moment | None = None,
     ) -> None:
+        self.thread = threading.get_ident()
         self.count = count  # uses of parameters: not again where a forward is recomputed
         self.people = people  # whose the samples are, where a person has several
         self.backward, self.batch, self.tracked = forward.backward, batch, tracked
@@ -233,6 +244,8 @@ class Pass:
             if func in TELLING:
                 self.forward.sizes.asked(args[0], out, self.batch)
             return out
+        if func in HOOKING and not self.is_parameter(args[0]):
+            return hooked(self.forward.owner, self.batch, self.path, func, args, kwargs)
         if func in FOLLOWED and self.watcher is None:
             return self._follow(func, args, kwargs)
         return self._dispatch(func, args, kwargs)
@@ -406,8 +419,11 @@ class Pass:
             return self._poison(func, args, kwargs, problem)
 
     def _by_rule(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in((args, kwargs))
+        if kept := next((found for tensor in tensors if (found := format_of(tensor))), ""):
+            return capture_in_format(recorder, func, args, kwargs, kept)
         registered = RULES.get(func)
-        if registered is not None and not any(tensor.is_complex() for tensor in tensors_in((args, kwargs))):
+        if registered is not None and not any(tensor.is_complex() for tensor in tensors):
             out = registered(recorder, func, args, kwargs)
             if out is not NotImplemented:
                 return out

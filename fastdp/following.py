@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import sampling
+from .activation_hooks import HOOKING, guard_graph, hooked
 from .arguments import nested_tensors
 from .backward import mixing_error
 from .errors import LossReductionWarning, SampleMixingError
@@ -73,11 +74,14 @@ class Following(TorchFunctionMode):
             given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
             try:
                 self._check(self._weighted(roots, given))
+                guard_graph(self.moment.owner, roots, self.batch)
             finally:
                 self.finish()
             return func(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
+        if func in HOOKING and not (args[0].is_leaf and args[0].requires_grad):
+            return hooked(self.moment.owner, self.batch, "", func, args, kwargs)
         return self._call(func, args, kwargs)
 
     def finish(self) -> None:
@@ -227,7 +231,6 @@ def _is_parameter(tensor: Tensor) -> bool:
 class Engine(Protocol):
     """What following needs of an engine (`fastdp.forward.Forward`)."""
 
-    owner: object
     memo: Memo
     sizes: Sizes
     reads: Reads

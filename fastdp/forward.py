@@ -27,6 +27,8 @@ from .planner import Planner
 from .reads import Reads
 from .replay import Block
 from .stance import PLAINLY
+from .threads import Running, Turn
+from .watch import Owner
 
 
 class Batching:
@@ -58,12 +60,11 @@ class Forward:
         self.token = torch.zeros((), requires_grad=True)
         self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo = Memo()
-        self.owner = object()
         self._moments: list[Moment] = []  # of forwards that no backward has gone through
         self.reads = Reads(model)
         self.sizes = Sizes()
-        self._entered: list[Pass | Block | None] = []
-        self._active: Pass | None = None
+        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node)
+        self._running_here, self._turn = Running(), Turn()
         self._batch = 0
         self._people: People | None = None
         self._argument_layouts: dict[str, list[Layout | None]] = {}
@@ -84,6 +85,18 @@ class Forward:
     @property
     def planner(self) -> Planner:
         return self.backward.planner
+
+    @property
+    def _entered(self) -> list[Pass | Block | None]:
+        return self._running_here.entered
+
+    @property
+    def _active(self) -> Pass | None:
+        return self._running_here.active
+
+    @_active.setter
+    def _active(self, active: Pass | None) -> None:
+        self._running_here.active = active
 
     # ------------------------------------------------------------------ on the model and off it
 
@@ -118,11 +131,12 @@ class Forward:
         """A module's forward begins."""
         if not path:
             self._drop_interrupted()
-        self._entered.append(None)
-        if self._active is not None:
-            self._enter_inner(self._active, path, module, args, kwargs)
+        here = self._running_here
+        here.entered.append(None)
+        if here.active is not None:
+            self._enter_inner(here.active, path, module, args, kwargs)
         elif torch.is_grad_enabled() and not (path and _is_constant(module, args, kwargs)):
-            self._entered[-1] = self._active = self._begin_pass(path, args, kwargs)
+            here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
 
     def _enter_inner(self, active: Pass, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         active.stack.append(path)
@@ -140,6 +154,8 @@ class Forward:
         """The outermost forward; also of a module that checkpointing computes again."""
         backward = self.backward
         recomputing = self.runs_again()
+        if not recomputing:
+            self._turn.take(backward.thread())
         if not recomputing or not path:
             self._batch = self.batching.samples(args, kwargs)
             self._people = backward.whose.of_batch(self._batch)
@@ -206,6 +222,10 @@ class Forward:
         """The pass that is on."""
         return self._active
 
+    def depth(self) -> int:
+        """How many modules' forwards are on."""
+        return len(self._entered)
+
     def _begins_block(self, active: Pass) -> bool:
         """Whether a checkpointed region begins that a budget may want to run again."""
         if self.planner.memory_budget is None or not active.count:
@@ -230,12 +250,13 @@ class Forward:
 
     def leave(self, path: str, module: nn.Module, out: Any) -> Any:
         """A module's forward ends, also by an exception. Returns what to put in place of its result, or None."""
-        if not self._entered:
+        here = self._running_here
+        if not here.entered:
             return None
-        started = self._entered.pop()
+        started = here.entered.pop()
         if not isinstance(started, Pass):
-            if self._active is not None and self._active.stack:
-                self._active.stack.pop()
+            if here.active is not None and here.active.stack:
+                here.active.stack.pop()
             if isinstance(started, Block):
                 started.inner.__exit__(None, None, None)
                 started.watch(nested_tensors(out))
@@ -245,6 +266,7 @@ class Forward:
         PLAINLY.end()
         started.mode.__exit__(None, None, None)
         self._active = None
+        self._turn.give()
         if out is not None:
             started.check_unwritten()
         if self.backward.collect is not None:
@@ -281,7 +303,9 @@ class Forward:
         while self._active.mode in torch.overrides._get_current_function_mode_stack():
             torch.overrides._pop_mode()
         PLAINLY.end()
-        self._active, self._entered = None, []
+        self._turn.give()
+        self._active = None
+        self._entered.clear()
 
 
 def _is_constant(module: nn.Module, args: Any, kwargs: Any) -> bool:

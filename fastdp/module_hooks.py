@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
+from .activation_hooks import Around, around_module
 from .errors import StepError
 
 if TYPE_CHECKING:
     from .capture import Forward, Pass
+
+_EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 
 
 class ModuleHook:
@@ -18,6 +24,7 @@ class ModuleHook:
 
     def __init__(self, forward: Forward | None, path: str) -> None:
         self.forward, self.path = forward, path
+        self.around: list[Around] = []  # of the module's calls that run, where it has backward hooks
 
     def __deepcopy__(self, memo: Any) -> ModuleHook:
         return ModuleHook(None, self.path)
@@ -30,17 +37,26 @@ class ModuleHook:
             if not REGION.entered and self.forward is not None and torch.is_grad_enabled():
                 _refuse_compilation()
             return
-        if self.forward is not None:
-            self.forward.enter(self.path, module, args, kwargs)
+        if self.forward is None:
+            return
+        self.forward.enter(self.path, module, args, kwargs)
+        if module._backward_hooks or module._backward_pre_hooks or _EVERYWHERE or _EVERYWHERE_BEFORE:
+            active = self.forward.active()
+            if active is not None and torch.is_grad_enabled():
+                depth = (threading.get_ident(), self.forward.depth())
+                around = around_module(self.forward.owner, active.batch, active.path, sys._getframe(1), depth)
+                self.around.append(around)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if torch.compiler.is_compiling() or self.forward is None:
             return None
+        if self.around and self.around[-1].depth == (threading.get_ident(), self.forward.depth()):
+            self.around.pop().returned(args, out)
         return self.forward.leave(self.path, module, out)
 
 
-class _Region:
-    """Whether compiled code runs that `fastdp.compiled` knows of, and the pass that it runs in."""
+class _Region(threading.local):
+    """Whether compiled code runs in this thread that `fastdp.compiled` knows of, and the pass that it runs in."""
 
     def __init__(self) -> None:
         self.entered = False

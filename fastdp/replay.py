@@ -99,13 +99,14 @@ class Block:
 
     def watch(self, outputs: list[Tensor]) -> None:
         """Keep the gradients that arrive at the outputs, and at what outlives the forward within."""
-        for tensor in outputs:
-            place = len(self.grads)
-            self.grads.append(None)
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad, place=place: self._keep(place, grad))
-        for number, tensor in self.inner.alive(outputs).items():
-            _settled(tensor).register_hook(functools.partial(self.inner_grads.__setitem__, number))
+        with torch._C.DisableTorchFunction():  # an engine's mode is on, which follows the hooks of users
+            for tensor in outputs:
+                place = len(self.grads)
+                self.grads.append(None)
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad, place=place: self._keep(place, grad))
+            for number, tensor in self.inner.alive(outputs).items():
+                _settled(tensor).register_hook(functools.partial(self.inner_grads.__setitem__, number))
         self.inner = Inner()
 
     def _keep(self, place: int, grad: Tensor) -> None:

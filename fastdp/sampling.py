@@ -241,7 +241,7 @@ class PoissonLoader:
             for batch, begin in self.ahead(mine):
                 begin()
                 for tell in _TELL:
-                    tell(batch, active[mine].size)
+                    tell(batch, _ACTIVE[mine].size)
                 yield batch
             finish(mine)
         finally:

@@ -22,9 +22,9 @@ _FOREIGN = "_fastdp_foreign"  # on a storage over memory that torch did not make
 _PRUNE = 20_000
 
 
-# What one memory holds: the layout of a tensor over it, the moment of its batch, and, where it was written to, the shape,
-# strides and offset of this tensor. A list (small, as it is made for every result), the same object for all who know
-# this state of the memory.
+# What one memory holds: the layout of a tensor over it, the moment of its batch, and, where it was written to, the
+# shape, strides and offset of this tensor. A list (small, as it is made for every result), the same object for all who
+# know this state of the memory.
 Held = list[Any]
 
 

@@ -9,13 +9,14 @@ Only functions that bake sizes in (views), move rows (indexing) or mix rows in p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import FastDPError
 from . import positions, totals
 from .alone import of_one_sample
 from .calls import Call, tensors_in
@@ -73,7 +74,8 @@ def propagate(call: Call) -> str:
         for tensor in outputs or tensors_in(call.args[0]):
             tag(tensor, Layout(call.batch, mixed=stale))
         return ""
-    tags = _layouts_of(call, inputs)
+    kept = next((f for t in (*outputs, *[t for t, _ in inputs]) if (f := format_of(t))), "")
+    tags = _layouts_of(call, inputs) if not kept else _layouts_in(kept, call, outputs, inputs)
     if any(layout.guessed for _, layout in inputs):
         tags = with_guesses(call, inputs, tags, functools.partial(_layouts_of, call))
     into = [(tensor, tensor.__dict__.get(ATTRIBUTE), _root(tensor)) for tensor in _written(call)]
@@ -110,6 +112,32 @@ def _root(tensor: Tensor) -> tuple[Tensor, Layout | None]:
     """The tensor that a view is seen through, else itself, and its layout."""
     root = tensor._base if tensor._is_view() else tensor
     return root, root.__dict__.get(ATTRIBUTE)  # type: ignore[return-value, union-attr]
+
+
+def format_of(tensor: Tensor) -> str:
+    """How the numbers are kept where torch has few functions of them, sparse or quantized; '' of ordinary tensors."""
+    if tensor.layout is not torch.strided and not tensor.is_nested:
+        return str(tensor.layout)
+    return str(tensor.dtype) if tensor.is_quantized else ""
+
+
+_CONVERTING = frozenset(
+    "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_dense to_mkldnn coalesce dequantize detach clone".split()
+)
+
+
+def _layouts_in(kept: str, call: Call, outputs: Sequence[Tensor], inputs: list[tuple[Tensor, Layout]]) -> Tags:
+    """Layouts where data is sparse or quantized: of what only writes it otherwise, and of what can be asked."""
+    if call.name in _CONVERTING and len(inputs) == 1 and call.out.shape == inputs[0][0].shape:
+        return [(call.out, inputs[0][1])]
+    try:
+        return _layouts_of(call, inputs)
+    except FastDPError:
+        raise
+    except (RuntimeError, NotImplementedError):
+        why = call.mixed(f"makes or takes data kept as {kept}, whose rows fastdp cannot follow here: keep data dense")
+        mixed = next((layout.mixed for _, layout in inputs if layout.mixed), "") or why
+        return [(tensor, Layout(call.batch, mixed=mixed)) for tensor in outputs]
 
 
 def _written(call: Call) -> list[Tensor]:

@@ -25,6 +25,7 @@ from ..ops.common import accumulate, chunks, exactly
 from ..ops.rows import square_sum, weighted_sum
 from ..planner import Planner
 from ..recorder import Recorder
+from .saved import check_same, fingerprints
 
 
 class Use:
@@ -257,7 +258,9 @@ class CaptureFunction(torch.autograd.Function):
         out = call.forward(*data)
         saved = call.saved(*data)
         ctx.saved_count = len(saved)
-        ctx.save_for_backward(*saved, *(data if call.again is not None else ()))
+        saved = (*saved, *(data if call.again is not None else ()))
+        ctx.fingerprints = fingerprints(saved)
+        ctx.save_for_backward(*saved)
         return _owned(out, data) if isinstance(out, Tensor) else tuple(_owned(t, data) for t in out)
 
     @staticmethod
@@ -266,6 +269,7 @@ class CaptureFunction(torch.autograd.Function):
         asked = call.recorder.begin_record(call.path)
         call.check_kept()
         kept = ctx.saved_tensors
+        check_same(kept, ctx.fingerprints, call.name, call.path)
         saved, data = kept[: ctx.saved_count], kept[ctx.saved_count :]
         if call.batch and asked:
             with exactly():

@@ -1,0 +1,351 @@
+"""Hooks on the gradients of activations: what couples samples is refused, what does not is followed, looking works."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_hook
+from torch.utils.checkpoint import checkpoint
+
+import fastdp
+from fastdp.errors import FastDPError, SampleMixingError, StepError
+
+BATCH, R = 6, 0.5
+Attach = Callable[[Any, Tensor], Any]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Net(nn.Module):
+    """Two layers; `within` is called with the activation between them, in the forward."""
+
+    def __init__(self, within: Attach | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.within = nn.Linear(5, 7), nn.Linear(7, 3), within
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if self.within is not None:
+            self.within(self, hidden)
+        self.kept = hidden
+        return self.second(hidden)
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def sums(build: Callable[[], nn.Module], x: Tensor, y: Tensor, after: Attach | None = None) -> Tensor:
+    model = build()
+    engine = fastdp.PerSampleGradients(model, loss_reduction="sum")
+    out = model(x)
+    if after is not None:
+        after(model, out)
+    (out - y).square().sum(1).sum().backward()
+    found = engine.clipped_sum((R / engine.norms()).clamp(max=1))
+    engine.detach()
+    return torch.cat([value.flatten() for value in found.values()])
+
+
+def sensitivity(build: Callable[[], nn.Module], after: Attach | None = None, seeds: int = 5) -> float:
+    """How far the clipped sum moves by one sample, in units of R: at most 1 where samples are not coupled."""
+    worst = 0.0
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        x, y = 3 * torch.randn(BATCH, 5), 3 * torch.randn(BATCH, 3)
+        whole = sums(build, x, y, after)
+        for i in range(BATCH):
+            others = [j for j in range(BATCH) if j != i]
+            worst = max(worst, float((whole - sums(build, x[others], y[others], after)).norm()) / R)
+    return worst
+
+
+def check_right(build: Callable[[], nn.Module], after: Attach | None = None) -> None:
+    """The gradients are those of each sample alone, hooks and all."""
+    assert sensitivity(build, after, seeds=1) <= 1 + 1e-4
+    torch.manual_seed(0)
+    x, y = torch.randn(BATCH, 5), torch.randn(BATCH, 3)
+    model = build()
+    engine = fastdp.PerSampleGradients(model, loss_reduction="sum")
+    out = model(x)
+    if after is not None:
+        after(model, out)
+    (out - y).square().sum().backward()
+    norms, found = engine.norms(), engine.materialize()
+    engine.detach()
+    for i in range(BATCH):
+        plain = build()
+        out = plain(x[i : i + 1])
+        if after is not None:
+            after(plain, out)
+        (out - y[i : i + 1]).square().sum().backward()
+        grads = {name: p.grad for name, p in plain.named_parameters()}
+        assert float(norms[i]) == pytest.approx(float(sum(g.square().sum() for g in grads.values()) ** 0.5), rel=1e-4)
+        for name, grad in grads.items():
+            torch.testing.assert_close(found[name][i], grad, rtol=1e-4, atol=1e-5)
+
+
+def on_tensor(hook: Callable[[Tensor], Any]) -> Attach:
+    return lambda model, tensor: tensor.register_hook(hook)
+
+
+def in_place(change: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
+    def hook(grad: Tensor) -> None:
+        change(grad)
+
+    return hook
+
+
+COUPLING: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda g: g / g.norm(),
+    "sum": lambda g: g + 3 * g.sum(0),
+    "mean": lambda g: g - g.mean(0, keepdim=True),
+    "read": lambda g: g / g.norm().item(),
+    "branch": lambda g: g / 10 if g.norm() > 1e-6 else g,
+    "roll": lambda g: g.roll(1, 0),
+    "largest": lambda g: g * (g.abs() >= g.abs().max()),
+    "places": lambda g: g * torch.linspace(0, 1, len(g))[:, None],
+    "in place": in_place(lambda g: g.div_(g.norm())),
+    "through a view": in_place(lambda g: g.t().div_(g.norm())),
+    "through detach": in_place(lambda g: g.detach().div_(g.norm())),
+    "through data": in_place(lambda g: g.data.div_(g.norm())),
+    "numpy": lambda g: torch.from_numpy(g.numpy() / (g.numpy() ** 2).sum() ** 0.5),
+}
+ALONE: dict[str, Callable[[Tensor], Any]] = {
+    "half": lambda g: g * 0.5,
+    "reversed": lambda g: -g,
+    "clamped": lambda g: g.clamp(-1, 1),
+    "norm of a sample": lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1),
+    "where": lambda g: torch.where(g.abs() > 1, g.sign(), g),
+    "without nan": lambda g: g.nan_to_num(0.0),
+    "a column": in_place(lambda g: g[:, 0].zero_()),
+    "in place": in_place(lambda g: g.mul_(0.5)),
+    "zeros": lambda g: torch.zeros_like(g),
+}
+
+
+@pytest.mark.parametrize("name", COUPLING)
+@pytest.mark.parametrize("where", ["within", "output", "kept"])
+def test_coupling_is_refused(name: str, where: str) -> None:
+    build, after = placed(on_tensor(COUPLING[name]), where)
+    with pytest.raises(SampleMixingError, match="hook"):
+        sensitivity(build, after, seeds=1)
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("where", ["within", "output", "kept"])
+def test_each_sample_alone_is_followed(name: str, where: str) -> None:
+    check_right(*placed(on_tensor(ALONE[name]), where))
+
+
+def test_under_checkpointing() -> None:
+    check_right(*placed(on_tensor(ALONE["clamped"]), "checkpointed"))
+    with pytest.raises(SampleMixingError, match="hook"):
+        sensitivity(*placed(on_tensor(COUPLING["norm"]), "checkpointed"), seeds=1)
+
+
+def placed(attach: Attach, where: str) -> tuple[Callable[[], nn.Module], Attach | None]:
+    if where == "within":
+        return lambda: Net(attach), None
+    if where == "checkpointed":
+        return lambda: Checkpointed(attach), None
+    return Net, attach if where == "output" else lambda model, out: attach(model, model.kept)
+
+
+def test_a_mask_made_of_the_sample() -> None:
+    check_right(lambda: Net(lambda _, h: h.register_hook(lambda g: g * (h > 0))))
+
+
+def test_a_mask_made_of_the_batch_is_refused() -> None:
+    with pytest.raises(SampleMixingError, match="hook"):
+        sensitivity(lambda: Net(lambda _, h: h.register_hook(lambda g: g * (h > h.mean(0)))), seeds=1)
+
+
+def test_gradients_of_an_earlier_step_are_refused() -> None:
+    kept: list[Tensor] = []
+
+    def hook(grad: Tensor) -> Tensor:
+        kept.append(grad)
+        return grad + kept[-2] if len(kept) > 1 else grad
+
+    model = Net(on_tensor(hook))
+    fastdp.PerSampleGradients(model)
+    model(torch.randn(BATCH, 5)).square().sum(1).mean().backward()
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        model(torch.randn(BATCH, 5)).square().sum(1).mean().backward()
+
+
+def test_several_gradients_together_may_be_looked_at_only() -> None:
+    graph = torch.autograd.graph
+    seen: list[int] = []
+    check_right(lambda: Net(lambda _, h: graph.register_multi_grad_hook([h], lambda grads: seen.append(len(grads)))))
+    assert seen
+    with pytest.raises(SampleMixingError, match="hook"):
+        scale = in_place(lambda grads: grads[0].div_(grads[0].norm()))
+        sensitivity(lambda: Net(lambda _, h: graph.register_multi_grad_hook([h], scale)), seeds=1)
+
+
+# --------------------------------------------------------------------------- hooks on modules
+
+
+def hooked(register: str, hook: Callable[..., Any], layer: str = "second") -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Net()
+        getattr(model.get_submodule(layer), register)(hook)
+        return model
+
+    return build
+
+
+def each(values: tuple[Tensor | None, ...], change: Callable[[Tensor], Tensor]) -> tuple[Tensor | None, ...]:
+    return tuple(None if value is None else change(value) for value in values)
+
+
+FULL, BEFORE, LEGACY = "register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"
+
+
+@pytest.mark.parametrize("layer", ["second", "", "first"])
+def test_module_hooks(layer: str) -> None:
+    check_right(hooked(FULL, lambda module, grad_in, grad_out: None, layer))
+    check_right(hooked(BEFORE, lambda module, grad_out: None, layer))
+    check_right(hooked(BEFORE, lambda module, grad_out: each(grad_out, lambda g: g * 0.5), layer))
+    with pytest.raises(SampleMixingError, match="hook on a module"):
+        sensitivity(hooked(BEFORE, lambda module, grad_out: each(grad_out, lambda g: g / g.norm()), layer), seeds=1)
+
+
+def test_module_hooks_on_gradients_of_inputs() -> None:
+    check_right(hooked(FULL, lambda module, grad_in, grad_out: each(grad_in, lambda g: g.clamp(-1, 1))))
+    with pytest.raises(SampleMixingError, match="hook on a module"):
+        sensitivity(hooked(FULL, lambda module, grad_in, grad_out: each(grad_in, lambda g: g / g.norm())), seeds=1)
+
+
+def test_hooks_of_the_old_kind_may_look() -> None:
+    check_right(hooked(LEGACY, lambda module, grad_in, grad_out: None))
+    with pytest.raises(SampleMixingError, match="hook on a node"):
+        sensitivity(hooked(LEGACY, lambda module, grad_in, grad_out: each(grad_in, lambda g: g / g.norm())), seeds=1)
+
+
+def test_hooks_on_every_module() -> None:
+    handle = register_module_full_backward_hook(lambda module, grad_in, grad_out: None)
+    try:
+        check_right(Net)
+    finally:
+        handle.remove()
+    handle = register_module_full_backward_hook(lambda module, grad_in, grad_out: each(grad_in, lambda g: g / g.norm()))
+    try:
+        with pytest.raises(SampleMixingError, match="hook on a module"):
+            sensitivity(Net, seeds=1)
+    finally:
+        handle.remove()
+
+
+# --------------------------------------------------------------------------- hooks on nodes
+
+
+def nodes(model: nn.Module, tensor: Tensor) -> list[Any]:
+    return [tensor.grad_fn, tensor.grad_fn.next_functions[-1][0] if tensor.grad_fn.next_functions else tensor.grad_fn]
+
+
+@pytest.mark.parametrize("where", ["within", "output", "kept"])
+@pytest.mark.parametrize("inner", [0, 1])
+def test_hooks_on_nodes_may_only_look(where: str, inner: int) -> None:
+    def looking(model: nn.Module, tensor: Tensor) -> None:
+        node = nodes(model, tensor)[inner]
+        node.register_hook(lambda grad_in, grad_out: None)
+        node.register_prehook(lambda grad_out: None)
+
+    def before(model: nn.Module, tensor: Tensor) -> None:
+        nodes(model, tensor)[inner].register_prehook(lambda grad_out: each(grad_out, lambda g: g / g.norm()))
+
+    check_right(*placed(looking, where))
+    with pytest.raises(SampleMixingError, match="hook on a node"):
+        sensitivity(*placed(before, where), seeds=1)
+
+
+def test_hooks_after_nodes_may_only_look() -> None:
+    def after(model: nn.Module, tensor: Tensor) -> None:
+        assert tensor.grad_fn is not None
+        tensor.grad_fn.register_hook(lambda grad_in, grad_out: each(grad_in, lambda g: g / g.norm()))
+
+    with pytest.raises(SampleMixingError, match="hook on a node"):
+        sensitivity(lambda: Net(after), seeds=1)
+
+
+def test_nodes_of_a_backward_that_was_not_seen_to_begin() -> None:
+    model = Net(lambda _, h: h.grad_fn.register_prehook(lambda grads: None))
+    fastdp.PerSampleGradients(model)
+    first, second = (model(torch.randn(BATCH, 5)).square().sum(1).mean() for _ in range(2))
+    first.backward()
+    with pytest.raises(StepError, match="grad_fn"):
+        second.backward()
+
+
+# --------------------------------------------------------------------------- what else stands between
+
+
+def test_looking_for_a_later_use() -> None:
+    """As class activation maps do: gradients are kept by hooks, and retained."""
+    kept: list[Tensor] = []
+    check_right(lambda: Net(lambda _, h: (h.register_hook(kept.append), h.retain_grad())))
+    assert len(kept) > BATCH and kept[0].numpy().shape[1] == 7
+
+
+def test_saved_tensors_must_come_back_as_they_were() -> None:
+    def under(hooks: Callable[[], Any]) -> Callable[[], nn.Module]:
+        class Saving(Net):
+            def forward(self, x: Tensor) -> Tensor:
+                with hooks():
+                    return super().forward(x)
+
+        return Saving
+
+    graph = torch.autograd.graph
+    check_right(under(graph.save_on_cpu))
+    check_right(under(lambda: graph.saved_tensors_hooks(lambda t: t.clone().mT.contiguous().mT, lambda t: t)))
+    for pack in (lambda t: t / t.norm(), lambda t: t.flip(0)):
+        with pytest.raises(SampleMixingError, match="saved_tensors_hooks"):
+            sensitivity(under(lambda pack=pack: graph.saved_tensors_hooks(pack, lambda t: t)), seeds=1)
+
+
+def test_hooks_are_not_left_in_copies() -> None:
+    model = Net()
+    handle = model.second.register_full_backward_hook(_looks)
+    engine = fastdp.PerSampleGradients(model)
+    model(torch.randn(BATCH, 5)).square().sum(1).mean().backward()
+    model.kept = None
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(other.second._backward_hooks.values()) == [_looks]
+    handle.remove()
+    engine.detach()
+    assert not model.second._backward_hooks
+
+
+def _looks(module: nn.Module, grad_in: Any, grad_out: Any) -> None:
+    return None
+
+
+def test_a_refused_backward_leaves_nothing_to_step_on() -> None:
+    model = Net(on_tensor(COUPLING["norm"]))
+    engine = fastdp.PerSampleGradients(model)
+    with pytest.raises(SampleMixingError):
+        model(torch.randn(BATCH, 5)).square().sum(1).mean().backward()
+    with pytest.raises(FastDPError):
+        engine.norms()
+    model.within = None
+    model(torch.randn(BATCH, 5)).square().sum(1).mean().backward()
+    assert engine.norms().shape == (BATCH,)
