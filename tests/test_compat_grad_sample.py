@@ -297,3 +297,33 @@ def test_gradients_of_ones_own_by_the_helpers():
     p._current_grad_sample = torch.ones(1, 2)
     ours.promote_current_grad_sample(p)
     assert [len(g) for g in p.grad_sample] == [3, 1]
+
+
+def test_rows_of_unsorted_packed_sequences_are_the_batch_s_in_every_layer():
+    """Opacus's own test of these layers wants them in the order of the lengths."""
+    from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+
+    torch.manual_seed(0)
+    lengths = (1, 3, 2)
+    texts = [torch.randn(n, 4) for n in lengths]
+    mask = (torch.arange(3)[None] < torch.tensor(lengths)[:, None])[..., None]
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+        def forward(self, packed):
+            return self.head(pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
+
+    model = Tagger()
+    single = []
+    for text in texts:
+        model.zero_grad()
+        model(pack_sequence([text])).square().sum().backward()
+        single.append([p.grad.clone() for p in model.parameters()])
+    model.zero_grad(set_to_none=True)
+    wrapped = GradSampleModule(model, loss_reduction="sum")
+    (wrapped(pack_sequence(texts, enforce_sorted=False)) * mask).square().sum().backward()
+    for n, p in enumerate(model.parameters()):
+        assert torch.allclose(p.grad_sample, torch.stack([grads[n] for grads in single]), atol=1e-5)
