@@ -177,6 +177,13 @@ class PoissonLoader:
         self._place = (0, 0)  # pass, and its logical batches handed out whole
         self._trainers: weakref.WeakSet[Missed] = weakref.WeakSet()  # of the optimizers that have trained on it
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is another loader, that nobody has trained on."""
+        return {name: value for name, value in vars(self).items() if name != "_trainers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _trainers=weakref.WeakSet())
+
     def state_dict(self, *, secret: bool = False) -> dict[str, Any]:
         """Where the loader stands: {"pass", "step"}: taken after a step() it is where the next one begins.
 

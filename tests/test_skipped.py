@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
+import pickle
 import warnings
 
 import pytest
@@ -308,6 +310,15 @@ def test_a_batch_that_is_handed_out_again(silent):
     for batch in loader:
         train(model, optimizer, batch)
     assert optimizer.history[0][2] == 6 and optimizer.epsilon(1e-2) > 0
+
+
+def test_copies_of_a_loader(silent):
+    model, loader, optimizer = made()
+    for batch in loader:
+        train(model, optimizer, batch)
+    for copied in (copy.deepcopy(loader), copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert len(list(copied)) == 6
+    optimizer.epsilon(1e-2)
 
 
 def test_workers_and_persons(silent):
