@@ -20,6 +20,7 @@ from .others import Others
 from .people import People
 from .planner import Planner
 from .replay import Block, Replays
+from .streams import Streams
 from .threads import two_backwards
 from .tracked import Tracked
 from .uses.base import Use
@@ -50,6 +51,7 @@ class _Tape:
         self.number, self.uses = number, list[Use]()
         self.versions: list[int] = []  # of the uses, when they were recorded
         self.thread: int | None = None  # in which the forwards ran
+        self.streams = Streams()
         self.batch: int | None = None
         self.people: People | None = None
         self.failed = False
@@ -211,6 +213,7 @@ class Backward:
             size = use.held_bytes()
         self._tape.uses.append(use)
         self._tape.versions.append(use.versions())
+        self._tape.streams.note(use)
         self.planner.hold(size)
 
     # ------------------------------------------------------------------ its end
@@ -229,6 +232,7 @@ class Backward:
         self._check_uncaptured()
         self._check_owned(tape.uses)
         check_unwritten(tape.uses, tape.versions)
+        tape.streams.join()
         if tape.batch is None:
             return  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.mean else 1.0

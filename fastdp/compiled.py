@@ -173,8 +173,7 @@ def _first_line(problem: Exception) -> str:
 @contextlib.contextmanager
 def _entered(recorder: Pass | None) -> Iterator[None]:
     """Compiled code runs: the capture mode is off, and hooks that are traced know that it is by our leave."""
-    before = REGION.entered, REGION.recorder
-    REGION.entered, REGION.recorder = True, recorder
+    before = REGION.enter(recorder)
     others: list[Any] = []
     stack = torch.overrides._get_current_function_mode_stack() if recorder is not None else []
     if recorder is not None and recorder.mode in stack:
@@ -192,7 +191,7 @@ def _entered(recorder: Pass | None) -> Iterator[None]:
     finally:
         if recorder is not None:
             PLAINLY.begin()
-        REGION.entered, REGION.recorder = before
+        REGION.leave(before)
         if recorder is not None and recorder.mode in stack:
             for _ in others:
                 torch.overrides._pop_mode()

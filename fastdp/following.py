@@ -90,6 +90,9 @@ class Following(TorchFunctionMode):
             self.over = True
             PLAINLY.end()
 
+    def __del__(self) -> None:
+        self.finish()  # its thread has ended without a backward
+
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_in((args, kwargs))
         for tensor in given:

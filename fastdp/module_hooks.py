@@ -55,12 +55,37 @@ class ModuleHook:
         return self.forward.leave(self.path, module, out)
 
 
-class _Region(threading.local):
-    """Whether compiled code runs in this thread that `fastdp.compiled` knows of, and the pass that it runs in."""
+class _Region:
+    """Whether compiled code runs that `fastdp.compiled` knows of, and the pass that it runs in, by thread.
+
+    Dynamo reads `entered` where it traces a hook: a plain truth, for all threads.
+    """
 
     def __init__(self) -> None:
         self.entered = False
-        self.recorder: Pass | None = None
+        self._lock, self._count, self._here = threading.Lock(), 0, threading.local()
+
+    @property
+    def recorder(self) -> Pass | None:
+        """The pass that this thread's compiled code runs in."""
+        found: Pass | None = getattr(self._here, "recorder", None)
+        return found
+
+    def enter(self, recorder: Pass | None) -> Pass | None:
+        """Compiled code begins in this thread. Returns the pass before."""
+        before, self._here.recorder = self.recorder, recorder
+        self._change(1)
+        return before
+
+    def leave(self, before: Pass | None) -> None:
+        """It has ended."""
+        self._here.recorder = before
+        self._change(-1)
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            self._count += by
+            self.entered = self._count > 0
 
 
 REGION = _Region()

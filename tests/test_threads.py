@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastdp
 from fastdp.errors import SampleMixingError, StepError
+from fastdp.stance import PLAINLY
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +135,16 @@ def test_one_backward_through_forwards_of_two_threads_is_refused() -> None:
     second = model(batch()).square().sum(1).mean()
     with pytest.raises(StepError, match="two threads"):
         (first + second).backward()
+
+
+def test_a_thread_without_a_backward_leaves_nothing_on() -> None:
+    gc.collect()
+    before = PLAINLY._wanted
+    model = Net()
+    fastdp.PerSampleGradients(model)
+    in_thread(lambda: model(batch()).detach().shape, modes=1)
+    gc.collect()
+    assert PLAINLY._wanted == before
 
 
 def test_a_thread_that_died_in_its_forward_does_not_block_others() -> None:

@@ -105,6 +105,9 @@ class Alone(Use):
     def data(self) -> tuple[Tensor, ...]:
         return self.inner.data()
 
+    def holds(self) -> tuple[Tensor, ...]:
+        return self.inner.holds()
+
     def norm_sq(self) -> Tensor:
         return self._spread(self.inner.norm_sq().double())
 
@@ -136,6 +139,9 @@ class Several(Use):
 
     def data(self) -> tuple[Tensor, ...]:
         return tuple(tensor for use in self.uses for tensor in use.data())
+
+    def holds(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for use in self.uses for tensor in use.holds())
 
     def norm_sq(self) -> Tensor:
         if len({use.sample for use in self.uses}) < len(self.uses):  # some sample's gradient is a sum

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..clock import Clock
 from ..costs import Segments, Shape
 from ..errors import BatchLayoutError, SampleMixingError, StepError
+from ..layouts.calls import tensors_in
 from ..layouts.layout import Layout, samplewise, tag, tag_of
 from ..layouts.positions import WHY, by_place, rows_alike
 from ..links import link_of
@@ -81,9 +82,13 @@ class Use:
         """The tensors that the use holds until the end of backward."""
         return tuple(v for v in vars(self).values() if isinstance(v, Tensor) and v is not self.operand)
 
+    def holds(self) -> tuple[Tensor, ...]:
+        """These, and what functions hold that the use is to call."""
+        return self.data()
+
     def versions(self) -> int:
         """Grows with every write in place to what the use holds."""
-        return sum(t._version for t in self.data() if not t.is_inference())
+        return sum(t._version for t in self.holds() if not t.is_inference())
 
     @property
     def short(self) -> bool:
@@ -130,6 +135,11 @@ class Lazy(Use):
     def __init__(self, operand: Tensor, batch: int, name: str, compute: Callable[[int, int], Tensor]) -> None:
         super().__init__(operand, batch, name)
         self.compute = compute
+
+    def holds(self) -> tuple[Tensor, ...]:
+        cells = [cell.cell_contents for cell in getattr(self.compute, "__closure__", None) or ()]
+        found = tensors_in([*cells, *getattr(self.compute, "args", ())])
+        return tuple(tensor for tensor in found if tensor is not self.operand)
 
     def per_sample(self, low: int, high: int) -> Tensor:
         return accumulate(self.compute(low, high))

@@ -39,6 +39,9 @@ class Folded(Use):
     def data(self) -> tuple[Tensor, ...]:
         return self.inner.data()
 
+    def holds(self) -> tuple[Tensor, ...]:
+        return self.inner.holds()
+
     def held_bytes(self) -> int:
         return self.inner.held_bytes()
 

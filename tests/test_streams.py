@@ -1,0 +1,181 @@
+"""Backwards on a side stream: norms and sums wait for it. With streams that only take notes, and on a GPU real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp import streams
+from fastdp.errors import StepError
+from fastdp.gradients import Gradients
+
+
+class Stream:
+    """Notes what waits for it, and what is kept for it."""
+
+    def __init__(self, name: str, notes: list[Any]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: Stream) -> None:
+        self.notes.append(("wait", self.name, other.name))
+
+
+class Device:
+    """Two streams, of which one is current, as a GPU's are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.notes: list[Any] = []
+        self.streams = {name: Stream(name, self.notes) for name in ("main", "side")}
+        self.now = "main"
+        self.kept: list[tuple[str, int]] = []
+        monkeypatch.setattr(streams, "current", lambda device: self.streams[self.now])
+        monkeypatch.setattr(streams, "_number", lambda device: self.now)
+        keep = lambda tensor, stream: self.kept.append((stream.name, id(tensor)))
+        monkeypatch.setattr(Tensor, "record_stream", keep)
+
+    def side_until_the_end(self, grad: Tensor) -> None:
+        """A hook: from here on the backward runs on the side stream, as autograd does for a forward that did."""
+        self.now = "side"
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: setattr(self, "now", "main"))  # before the engine's own
+
+
+class Net(nn.Module):
+    """A product, a norm, and a function that only the generic rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(5, 7), nn.LayerNorm(7)
+        self.scale, self.second = nn.Parameter(torch.ones(7)), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.hypot(self.norm(self.first(x)), self.scale))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def run(device: Device, hook: Callable[[Tensor], None] | None) -> Gradients:
+    seen: list[Gradients] = []
+
+    def at_the_end(gradients: Gradients) -> None:
+        device.notes.append("end")
+        seen.append(gradients)
+
+    model = Net()
+    fastdp.PerSampleGradients(model, on_backward=at_the_end)
+    loss = model(torch.randn(6, 5)).square().sum(1).mean()
+    if hook is not None:
+        loss.register_hook(hook)
+    loss.backward()
+    return seen[0]
+
+
+def test_the_end_of_backward_waits_for_the_side_stream(device: Device) -> None:
+    gradients = run(device, device.side_until_the_end)
+    assert device.now == "main"
+    assert device.notes == [("wait", "main", "side"), "end"]
+    held = {id(tensor) for use in gradients.uses for tensor in use.holds()}
+    assert held and held <= {number for name, number in device.kept if name == "main"}
+
+
+def test_nothing_waits_where_there_is_one_stream(device: Device) -> None:
+    run(device, None)
+    assert device.notes == ["end"] and not device.kept
+
+
+def test_streams_change_within_a_backward(device: Device) -> None:
+    model = Net()
+    engine = fastdp.PerSampleGradients(model)
+
+    def change(grad: Tensor) -> None:
+        device.now = "side"  # of the first layer and of the end
+
+    model.first.register_forward_hook(lambda module, args, out: out.register_hook(change) and None)
+    model(torch.randn(6, 5)).square().sum(1).mean().backward()
+    assert device.notes == [("wait", "side", "main")]
+    first = [id(t) for use in engine._last().uses if use.operand is model.first.weight for t in use.holds()]
+    kept = {number for name, number in device.kept if name == "side"}
+    assert kept and not kept & set(first)
+
+
+def test_without_streams() -> None:
+    assert streams.current(torch.device("cpu")) is None
+    assert streams.current(torch.device("meta")) is None
+    assert streams.current(torch.device("mps")) is None
+    noted = streams.Streams()
+    model = Net()
+    engine = fastdp.PerSampleGradients(model)
+    model(torch.randn(6, 5)).square().sum(1).mean().backward()
+    for use in engine._last().uses:
+        noted.note(use)
+    assert not noted._seen
+
+
+def test_what_is_computed_later_is_watched_over_too() -> None:
+    """A use of the generic rule holds its data in a function: writes into it are seen as into any other's."""
+
+    class Generic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.hypot(x, self.weight)
+
+    model = Generic()
+    engine = fastdp.PerSampleGradients(model)
+    x = torch.randn(6, 5)
+    model(x).square().sum(1).mean().backward()
+    assert engine.norms().shape == (6,)
+    assert all(use.holds() for use in engine._last().uses)
+    x.zero_()
+    with pytest.raises(StepError, match="written to in place"):
+        engine.norms()
+
+
+# --------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("where", ["forward", "both"])
+def test_a_side_stream_on_a_gpu(where: str) -> None:
+    """The gradient of the first layer comes late, on the stream of the forward; norms and sums are right."""
+    x, labels = torch.randn(6, 5), torch.randint(0, 3, (6,))
+
+    def norms_and_sums(model: nn.Module, x: Tensor, labels: Tensor, late: bool) -> list[Tensor]:
+        engine = fastdp.PerSampleGradients(model)
+        if late:
+            cycles = 200_000_000
+            model.first.register_forward_hook(  # type: ignore[union-attr]
+                lambda module, args, out: out.register_hook(lambda grad: torch.cuda._sleep(cycles)) and None
+            )
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss = F.cross_entropy(model(x), labels)
+                if where == "both":
+                    loss.backward()
+            if where == "forward":
+                loss.backward()
+            else:
+                torch.cuda.current_stream().wait_stream(side)
+        else:
+            F.cross_entropy(model(x), labels).backward()
+        norms = engine.norms()
+        return [norms.cpu(), *[value.cpu() for value in engine.clipped_sum(torch.ones_like(norms)).values()]]
+
+    want = norms_and_sums(Net(), x, labels, False)
+    for _ in range(3):
+        found = norms_and_sums(Net().cuda(), x.cuda(), labels.cuda(), True)
+        for value, right in zip(found, want, strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
