@@ -92,7 +92,7 @@ class Runs:
         if self.draws is None:
             if not after.torchs_equal(before):
                 raise Drew
-        elif not self.hidden and not self.draws.constants:  # which are of a seed that the program sets
+        elif samples is not None and not self.hidden and not self.draws.constants:  # of a seed that the program sets
             expected = torch.Generator().manual_seed(self.seed)
             for _ in range(self.draws.drawn()):
                 torch.randint(2**62, (), generator=expected)
