@@ -8,6 +8,9 @@ checkpointing computes again too, which puts the generator's state back. The num
 
 Which dimension holds the samples is told by comparing shapes: a draw for a batch is as long as those of its samples
 alone together. A draw as large alone as in a batch is one for all samples, and so is its outcome.
+
+A draw that is the same whatever the seed (of a generator that the program seeds in each call) is no random number: it
+is a constant of the place in the batch, and stays as it is.
 """
 
 from __future__ import annotations
@@ -69,11 +72,13 @@ class SampleDraws(_Dispatching, TorchDispatchMode):
         self.seen: dict[str, None] = {}  # where draws were made, in words
         self.unjudged: dict[str, None] = {}  # those whose samples could not be told apart
         self.orders: dict[str, None] = {}  # random orders of the samples
+        self.constants: dict[str, None] = {}  # draws that are the same after any seed, as they stand in the program
         self.several = False  # whether a sample has several rows in a draw
         self._numbers: set[int] = set()  # taken from the CPU's own generator, in the run so far
         self._names = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
         self._alone: dict[Key, dict[int, Shape]] = {}  # shapes of each sample's own draws
         self._whole: dict[Key, Shape] = {}  # of the batch that was run first
+        self._fixed: set[Key] = set()  # draws that are the same after any seed
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # given by the program, and their states
         self._samples: list[int] | None = None
 
@@ -84,6 +89,17 @@ class SampleDraws(_Dispatching, TorchDispatchMode):
         self.put_back()
         with self:
             yield
+
+    @contextlib.contextmanager
+    def after_another_seed(self) -> Iterator[None]:
+        """A second look at what is drawn, for what does not change."""
+        first, self._whole = self._whole, {}
+        with self.of(None):
+            for generator, _ in self._generators.values():
+                generator.manual_seed(2**31 - 1)
+            yield
+        self._fixed = set(first) & set(self._whole)
+        self._whole = first
 
     def drawn(self) -> int:
         """How many draws of the last run took the CPU's own generator; one that is repeated counts once."""
@@ -121,6 +137,9 @@ class SampleDraws(_Dispatching, TorchDispatchMode):
         out = draw.plain()
         targets = draw.targets(out)
         shape = tuple(targets[0].shape) if targets else ()
+        if key in self._fixed:
+            self.constants[where] = None
+            return out
         found = self._pieces(key, shape)
         if found is not None and found[0] >= 0 and key[1] == "randperm":
             self.orders[where] = None  # an order of the samples is of no sample alone: it stays as it was drawn

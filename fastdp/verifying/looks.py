@@ -185,9 +185,9 @@ def _problem(runs: Runs, base: Records, report: VerifyReport) -> str:
     worst = max(parameters, key=lambda name: parameters[name])
     where = where_coupled(runs, base)
     if where or not coupling <= report.tolerance:
-        orders = [] if runs.draws is None else [*runs.draws.orders]
+        orders = {} if runs.draws is None else runs.draws.orders
         remedy = (
-            f"A random order of the samples is drawn, {'; '.join(orders[:3])}: mix no samples."
+            f"A random order of the samples is drawn, {_some(orders)}: mix no samples."
             if orders
             else "Replace what works across the batch (BatchNorm by GroupNorm, for example)."
             if where and where is not BEFORE
@@ -205,6 +205,8 @@ def _problem(runs: Runs, base: Records, report: VerifyReport) -> str:
             "others move to other places, and clipping does not bound it. Let nothing be computed from the places of "
             "the samples."
         )
+        if runs.draws is not None and runs.draws.constants:
+            problem += f" What is drawn after one seed in every call is such a constant: {_some(runs.draws.constants)}."
     else:
         problem = (
             f"wrong per-sample gradients, most at parameter '{worst}' ({parameters[worst]:.1e}). If the loss is not "
@@ -213,6 +215,10 @@ def _problem(runs: Runs, base: Records, report: VerifyReport) -> str:
         )
     lines = runs.reads[0].lines()
     return problem + (f" Numbers over the batch are read by Python in {'; '.join(lines[:5])}." if lines else "")
+
+
+def _some(places: Iterable[str]) -> str:
+    return "; ".join([*places][:3])
 
 
 def _miscounted(count: Miscounted, records: Records, tolerance: float) -> VerifyReport:

@@ -92,7 +92,7 @@ class Runs:
         if self.draws is None:
             if not after.torchs_equal(before):
                 raise Drew
-        elif not self.hidden:
+        elif samples is not None and not self.hidden and not self.draws.constants:  # of a seed that the program sets
             expected = torch.Generator().manual_seed(self.seed)
             for _ in range(self.draws.drawn()):
                 torch.randint(2**62, (), generator=expected)
@@ -114,9 +114,14 @@ class Runs:
 
     def look_ahead(self, records: Records) -> None:
         """See what is drawn for a whole batch, before any sample draws alone."""
-        if self.draws is not None:
-            with self.run(None):
-                self.loss_fn(self.model, records.batch)
+        if self.draws is None:
+            return
+        with self.run(None):
+            self.loss_fn(self.model, records.batch)
+        self.put_back()
+        torch.manual_seed(self.seed + 1)
+        with torch.enable_grad(), _seen_kernels(self._devices), self.draws.after_another_seed():
+            self.loss_fn(self.model, records.batch)
 
     def counted(self, records: Records) -> int:
         """How many samples the engine takes a batch for."""
