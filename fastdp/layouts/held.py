@@ -23,7 +23,7 @@ _PRUNE = 20_000
 
 
 # What one memory holds: the layout of a tensor over it, and, where it was written to, the shape, strides and offset of
-# this tensor. A list, the same object for all who know this state of the memory (made for every result, so it is small).
+# this tensor. A list, the same object for all who know this state of the memory (made for each result, so it is small).
 Held = list[Any]
 
 
@@ -91,7 +91,7 @@ def written(tensor: Tensor, layout: Any, before: Any) -> None:
     """A tensor (no view) was written to, and holds other samples' numbers now than before: what was known of its memory
     through other tensors is past. before: its layout then, None for a constant."""
     storage = storage_of(tensor)
-    if storage is None:
+    if storage is None or tensor.is_nested:
         return
     if before is None:
         _HOLDING.turn += 1
