@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,7 +32,9 @@ class Couples(nn.Module):
     """Adds to each sample 0.01 of the samples' mean, by a way that the engine does not see."""
 
     def forward(self, x):
-        return x + 0.01 * torch.from_numpy(np.asarray(x.detach().numpy().mean(0)))
+        with torch._C.DisableTorchFunction():
+            mean = x.detach().mean(0)
+        return x + 0.01 * mean
 
 
 def model_of(*extra):

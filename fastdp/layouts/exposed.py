@@ -99,6 +99,8 @@ class Exposed:
         """A constant over memory from outside of torch is met: after numbers left, it may be made of these."""
         if not self.read or not tensor.is_floating_point() or not is_new_foreign(tensor):
             return
+        if tensor.requires_grad and not tensor.is_leaf:  # of a torch.autograd.Function: taken on sight, and warned of
+            return
         if any(tensor is own for owns in (self.model.parameters(), self.model.buffers()) for own in owns):
             return
         tag(tensor, Layout(self.batch, mixed=f"{self.read}, of which a tensor was made, perhaps"))

@@ -92,7 +92,7 @@ def written(tensor: Tensor, layout: Any, before: Any) -> None:
     """A tensor (no view) was written to, and holds other samples' numbers now than before: what was known of its memory
     through other tensors is past. before: its layout then, None for a constant."""
     storage = storage_of(tensor)
-    if storage is None:
+    if storage is None or tensor.is_nested:
         return
     if before is None:
         _HOLDING.turn += 1
