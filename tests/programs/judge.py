@@ -98,7 +98,7 @@ def by_optimizer(runnable: Runnable, batches: list[Batch], bound: float) -> Sums
     """With `DPSGD` without noise, the weights put back after every step: how far one step moves them."""
     model, state = runnable.model(), types.SimpleNamespace()
     clipping = next((p.clipping for p in runnable.program.pieces if p.clipping), "")
-    chosen: dict[str, Any] = {"clipping": eval(clipping, {"torch": torch, "R": bound})} if clipping else {}  # noqa: S307
+    chosen: dict[str, Any] = {"clipping": eval(clipping, {"torch": torch, "R": bound})} if clipping else {}
     optimizer = fastdp.DPSGD(
         model, lr=1.0, noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=1,
         loss_reduction=runnable.program.reduction, **chosen,
@@ -178,11 +178,12 @@ def _judged(program: Program, most: int) -> Verdict:
         return Verdict("skipped", f"no program: {_message(problem)}")
     if not all(bool(g.isfinite().all()) and float(g.abs().max()) < LARGEST for g in gradients):
         return Verdict("skipped", "gradients are no numbers")
-    truth = None
+    truth: list[Tensor] | None = None
     if program.label not in (COUPLED, ESCAPES) and not any(piece.last_only for piece in program.pieces):
-        truth = _truth(runnable)
-        if isinstance(truth, Verdict):
-            return truth
+        found = _truth(runnable)
+        if isinstance(found, Verdict):
+            return found
+        truth = found
     return _sensitivity(runnable, takings, truth)
 
 
@@ -230,7 +231,8 @@ def _sensitivity(runnable: Runnable, takings: list[Taken], truth: list[Tensor] |
                         moved = 0.0 if moved <= OTHER_STEPS + slack else max(moved, 1.01 + slack)
                     if not moved <= worst:
                         worst = moved
-                        where = f"{way}, R {bounds[number]:.3g}, step {step} without sample {taken.sample} of step {taken.step}"
+                        without = f"without sample {taken.sample} of step {taken.step}"
+                        where = f"{way}, R {bounds[number]:.3g}, step {step} {without}"
     if not worst <= SENSITIVITY + slack:
         return Verdict("SILENT", where, worst)
     return Verdict("bounded" if program.label in (COUPLED, ESCAPES) else "exact", where, worst)

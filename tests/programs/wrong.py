@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from .pieces import COUPLED, ESCAPES, add
+from .pieces import COUPLED, add
 
 
 def wrong(name: str, lines: str, init: str = "", **options: object) -> None:
     add(name, COUPLED, "body", lines, init, **options)
-
-
-def escapes(name: str, lines: str, init: str = "", **options: object) -> None:
-    add(name, ESCAPES, "body", lines, init, **options)
 
 
 LAYER = "self.UU = nn.Linear(D, D)"
@@ -44,8 +40,12 @@ wrong("attention over the batch", "z = h.flatten(1)\nh = ((z @ z.T / D).softmax(
 wrong("gram", "z = h.flatten(1)\nh = (torch.tanh(z @ z.T) @ z).view_as(h)")
 wrong("cdist over the batch", "z = h.flatten(1)\nh = h * torch.cdist(z, z).mean(1)" + ROWS)
 wrong("einsum over the batch", "z = h.flatten(1)\nh = torch.einsum('bi,ci,cj->bj', z, z, z).view_as(h) / 10")
-wrong("time first attention", "h = self.UU(h, h, h, need_weights=False)[0]", "self.UU = nn.MultiheadAttention(D, 1)",
-      takes="seq")  # fmt: skip
+wrong(
+    "time first attention",
+    "h = self.UU(h, h, h, need_weights=False)[0]",
+    "self.UU = nn.MultiheadAttention(D, 1)",
+    takes="seq",
+)
 wrong("vector attention", "h = F.scaled_dot_product_attention(h, h, h)", takes="vec")
 wrong(
     "conv over the batch", "h = self.UU(h.T.unsqueeze(0))[0].T", "self.UU = nn.Conv1d(D, D, 3, padding=1)", takes="vec"
@@ -56,8 +56,10 @@ wrong("index of another", "h = h + h[torch.zeros(len(h), dtype=torch.long)]")
 wrong("index by class", "h = h + h[y % len(h)]")
 wrong("class means", "s = h.new_zeros(K, *h.shape[1:]).index_add_(0, y, h)\nh = h - s[y] * CC")
 wrong("scatter of classes", "s = torch.zeros(K, D).to(h).index_add(0, y, h)\nh = h + s[y]", takes="vec")
-wrong("segment of classes", "h = h - torch.stack([h[y == i].mean(0) if bool((y == i).any()) else h[0] * 0 "
-      "for i in range(K)])[y]")  # fmt: skip
+wrong(
+    "segment of classes",
+    "h = h - torch.stack([h[y == i].mean(0) if bool((y == i).any()) else h[0] * 0 for i in range(K)])[y]",
+)
 wrong(
     "nearest neighbour",
     "z = h.flatten(1)\nd = torch.cdist(z, z) + torch.eye(len(z)).to(z) * 1e6\nh = h + h[d.argmin(1)]",
@@ -70,12 +72,22 @@ wrong(
     "running through a loop",
     "s, rows = 0, []\nfor v in h:\n    s = 0.5 * s + v\n    rows.append(s)\nh = torch.stack(rows)",
 )
-wrong("checkpointed mean", "h = torch.utils.checkpoint.checkpoint(lambda v: v - v.mean(0), self.UU(h), use_reentrant=False)",
-      LAYER)  # fmt: skip
-wrong("reentrant checkpointed mean",
-      "h = torch.utils.checkpoint.checkpoint(lambda v: v - v.mean(0), self.UU(h), use_reentrant=True)", LAYER)  # fmt: skip
-wrong("autocast mean", "with torch.autocast('cpu', torch.bfloat16):\n    h = self.UU(h)\n    h = h - h.mean(0)\nh = h.to(x.dtype)",
-      LAYER, loose=True)  # fmt: skip
+wrong(
+    "checkpointed mean",
+    "h = torch.utils.checkpoint.checkpoint(lambda v: v - v.mean(0), self.UU(h), use_reentrant=False)",
+    LAYER,
+)
+wrong(
+    "reentrant checkpointed mean",
+    "h = torch.utils.checkpoint.checkpoint(lambda v: v - v.mean(0), self.UU(h), use_reentrant=True)",
+    LAYER,
+)
+wrong(
+    "autocast mean",
+    "with torch.autocast('cpu', torch.bfloat16):\n    h = self.UU(h)\n    h = h - h.mean(0)\nh = h.to(x.dtype)",
+    LAYER,
+    loose=True,
+)
 wrong("vmap over features", "h = torch.vmap(lambda v: v - v.mean(), in_dims=-1, out_dims=-1)(h)")
 wrong("mixed batch", "h = CC * h + h.flip(0)")
 wrong("mixed batch by roll", "h = h - CC * h.roll(1, 0)")
@@ -91,35 +103,77 @@ wrong("centred targets", "h = h * (t - t.mean())" + ROWS)
 wrong("standardised data", "z = x.flatten(1).mean(1)\nh = h * ((z - z.mean()) / (z.std(correction=0) + 0.1))" + ROWS)
 
 # --------------------------------------------------------------------------- state of earlier batches
-wrong("previous batch", "k = min(len(h), len(self.UU))\nz = h.detach()\nh = h + F.pad(self.UU[:k], [0, 0] * (h.dim() - 1) + [0, len(h) - k])\nself.UU = z",
-      "self.UU = torch.zeros(0, *SHAPE)", steps=2)  # fmt: skip
+wrong(
+    "previous batch",
+    "k = min(len(h), len(self.UU))\nz = h.detach()\n"
+    "h = h + F.pad(self.UU[:k], [0, 0] * (h.dim() - 1) + [0, len(h) - k])\nself.UU = z",
+    "self.UU = torch.zeros(0, *SHAPE)",
+    steps=2,
+)
 wrong("mean of the previous", "z = h.detach().mean(0)\nh = h + self.UU\nself.UU = z", "self.UU = 0", steps=2)
-wrong("ema of features", "h = h - self.UU\nwith torch.no_grad():\n    self.UU.mul_(0.5).add_(h.mean(0), alpha=0.5)",
-      "self.register_buffer('UU', torch.zeros(*SHAPE))", steps=2)  # fmt: skip
-wrong("ema assigned", "z = h.detach().flatten(0, -2).mean(0)\nh = h * (1 + self.UU)\nself.UU = 0.9 * self.UU + CC * z",
-      "self.UU = torch.zeros(D)", steps=2)  # fmt: skip
-wrong("queue", "z = h.flatten(1)\nif self.UU is not None:\n    h = h + (z @ self.UU.T).mean(1)" + ROWS +
-      "\nself.UU = z.detach() if self.UU is None else torch.cat([z.detach(), self.UU])[:8]",
-      "self.UU = None", steps=2)  # fmt: skip
+wrong(
+    "ema of features",
+    "h = h - self.UU\nwith torch.no_grad():\n    self.UU.mul_(0.5).add_(h.mean(0), alpha=0.5)",
+    "self.register_buffer('UU', torch.zeros(*SHAPE))",
+    steps=2,
+)
+wrong(
+    "ema assigned",
+    "z = h.detach().flatten(0, -2).mean(0)\nh = h * (1 + self.UU)\nself.UU = 0.9 * self.UU + CC * z",
+    "self.UU = torch.zeros(D)",
+    steps=2,
+)
+wrong(
+    "queue",
+    "z = h.flatten(1)\nif self.UU is not None:\n    h = h + (z @ self.UU.T).mean(1)"
+    + ROWS
+    + "\nself.UU = z.detach() if self.UU is None else torch.cat([z.detach(), self.UU])[:8]",
+    "self.UU = None",
+    steps=2,
+)
 wrong(
     "list of pasts",
     "z = h.detach()\nfor past in self.UU:\n    h = h + past.mean(0)\nself.UU.append(z)",
     "self.UU = []",
     steps=2,
 )
-wrong("buffer written by rows", "z = h.detach()\nh = h + self.UU[n % 4]\nself.UU[:min(4, len(z))] = z[:4]",
-      "self.register_buffer('UU', torch.zeros(4, *SHAPE))", steps=2)  # fmt: skip
-wrong("memory of numbers", "z = h.detach()\nh = h + self.UU[(n + 1) % 20]\nself.UU[n] = z",
-      "self.register_buffer('UU', torch.zeros(20, *SHAPE))", steps=2)  # fmt: skip
-wrong("largest seen", "z = h.detach().abs().max()\nh = h / (1 + self.UU)\nself.UU = max(self.UU, float(z))", "self.UU = 0.0",
-      steps=2)  # fmt: skip
-wrong("running batch norm", "self.UU.train(self.UUk < 1)\nself.UUk += 1\nh = self.UU(h.reshape(-1, D)).view_as(h)",
-      "self.UU = nn.BatchNorm1d(D); self.UUk = 0", steps=2)  # fmt: skip
+wrong(
+    "buffer written by rows",
+    "z = h.detach()\nh = h + self.UU[n % 4]\nself.UU[:min(4, len(z))] = z[:4]",
+    "self.register_buffer('UU', torch.zeros(4, *SHAPE))",
+    steps=2,
+)
+wrong(
+    "memory of numbers",
+    "z = h.detach()\nh = h + self.UU[(n + 1) % 20]\nself.UU[n] = z",
+    "self.register_buffer('UU', torch.zeros(20, *SHAPE))",
+    steps=2,
+)
+wrong(
+    "largest seen",
+    "z = h.detach().abs().max()\nh = h / (1 + self.UU)\nself.UU = max(self.UU, float(z))",
+    "self.UU = 0.0",
+    steps=2,
+)
+wrong(
+    "running batch norm",
+    "self.UU.train(self.UUk < 1)\nself.UUk += 1\nh = self.UU(h.reshape(-1, D)).view_as(h)",
+    "self.UU = nn.BatchNorm1d(D); self.UUk = 0",
+    steps=2,
+)
 wrong("counts of rows seen", "self.UU += len(h)\nh = h * self.UU", "self.UU = 0", steps=2)
-wrong("no_grad pre-pass keeps", "with torch.no_grad():\n    z = self.UU(h).mean(0)\nh = h + self.UUp\nself.UUp = z",
-      LAYER + "; self.UUp = 0", steps=2)  # fmt: skip
-wrong("previous logits by shape", "z = h.detach().clone()\nif self.UU is not None and self.UU.shape == h.shape:\n"
-      "    h = h + self.UU\nself.UU = z", "self.UU = None", steps=2)  # fmt: skip
+wrong(
+    "no_grad pre-pass keeps",
+    "with torch.no_grad():\n    z = self.UU(h).mean(0)\nh = h + self.UUp\nself.UUp = z",
+    LAYER + "; self.UUp = 0",
+    steps=2,
+)
+wrong(
+    "previous logits by shape",
+    "z = h.detach().clone()\nif self.UU is not None and self.UU.shape == h.shape:\n    h = h + self.UU\nself.UU = z",
+    "self.UU = None",
+    steps=2,
+)
 
 # --------------------------------------------------------------------------- position in the batch
 wrong("linspace by row", "h = h * torch.linspace(-3, 3, 20).to(h)[:len(h)]" + ROWS)
@@ -133,12 +187,18 @@ wrong(
 )
 wrong("buffer by row", "h = h * self.UU[:len(h)]" + ROWS, "self.register_buffer('UU', torch.randn(20))")
 wrong("halves treated apart", "k = len(h) // 2\nh = torch.cat([h[:k] * 3, -h[k:]])")
-wrong("halves through two layers", "k = len(h) // 2\nh = torch.cat([self.UU(h[:k]), self.UUb(h[k:])])",
-      LAYER + "; self.UUb = nn.Linear(D, D)")  # fmt: skip
+wrong(
+    "halves through two layers",
+    "k = len(h) // 2\nh = torch.cat([self.UU(h[:k]), self.UUb(h[k:])])",
+    LAYER + "; self.UUb = nn.Linear(D, D)",
+)
 wrong("first dropped", "h = torch.cat([h[:1] * 0, h[1:]])")
 wrong("loop by place", "h = torch.stack([v * (i + 1) for i, v in enumerate(h)])")
-wrong("layer by place", "h = torch.stack([self.UU[i % 2](v) for i, v in enumerate(h)])",
-      "self.UU = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])")  # fmt: skip
+wrong(
+    "layer by place",
+    "h = torch.stack([self.UU[i % 2](v) for i, v in enumerate(h)])",
+    "self.UU = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])",
+)
 wrong("every second", "z = h.clone()\nz[::2] = h[::2] * CC\nh = -z")
 wrong("first written", "h = h * CC\nh[0] = 3")
 wrong("last zeroed", "h = h * CC\nh[-1] = 0")
@@ -170,16 +230,29 @@ wrong("branch on the batch", "h = h * 3 if bool((t > 0).any()) else -h")
 wrong("branch on len", "h = h * 3 if len(h) % 2 else -h")
 wrong("padded to the longest", "h = h[:, :int(lens.max())]\nh = h.sum(1) * h.shape[1]", takes="seq", gives="vec")
 
-wrong("padded sequences", "h = nn.utils.rnn.pad_sequence([v[:k] for v, k in zip(h, lens.tolist())], batch_first=True)\n"
-      "h = h.mean(1)", takes="seq", gives="vec")  # fmt: skip
-wrong("packed to the longest", "p = nn.utils.rnn.pack_padded_sequence(h, lens, batch_first=True, enforce_sorted=False)\n"
-      "h = nn.utils.rnn.pad_packed_sequence(p, batch_first=True)[0].mean(1)", takes="seq", gives="vec")  # fmt: skip
+wrong(
+    "padded sequences",
+    "h = nn.utils.rnn.pad_sequence([v[:k] for v, k in zip(h, lens.tolist())], batch_first=True)\nh = h.mean(1)",
+    takes="seq",
+    gives="vec",
+)
+wrong(
+    "packed to the longest",
+    "p = nn.utils.rnn.pack_padded_sequence(h, "
+    "lens, batch_first=True, enforce_sorted=False)\n"
+    "h = nn.utils.rnn.pad_packed_sequence(p, batch_first=True)[0].mean(1)",
+    takes="seq",
+    gives="vec",
+)
 wrong("classes of one_hot", "h = h * F.one_hot(y).shape[1]")
 wrong("formatted sum", "h = h * float(f'{t.sum():.3f}')")
 wrong("printed sum", "h = h * float(str(t.sum().item())[:4])")
 wrong("largest in Python", "h = h * max(float(v) for v in t)")
-wrong("sorted in Python", "k = sorted(range(len(t)), key=lambda i: float(t[i]))\n"
-      "h = h * torch.tensor([float(k.index(i)) for i in range(len(t))]).to(h)" + ROWS)  # fmt: skip
+wrong(
+    "sorted in Python",
+    "k = sorted(range(len(t)), key=lambda i: float(t[i]))\n"
+    "h = h * torch.tensor([float(k.index(i)) for i in range(len(t))]).to(h)" + ROWS,
+)
 wrong(
     "seed of data",
     "g = torch.Generator().manual_seed(int(t.abs().sum() * 100))\nh = h * torch.randn(D, generator=g).to(h)",
@@ -191,100 +264,3 @@ wrong("unique inverse", "h = h * torch.unique(t, return_inverse=True)[1]" + ROWS
 wrong("searchsorted in the batch", "h = h * torch.searchsorted(t.sort().values, t)" + ROWS)
 wrong("histogram", "h = h * torch.histc(t.float(), 4).to(h)[0]")
 wrong("counts of classes", "h = h * torch.bincount(y, minlength=K)[y]" + ROWS)
-
-# --------------------------------------------------------------------------- hooks
-HOOK = "h = torch.tanh(h)\nif h.requires_grad:\n    h.register_hook(lambda g: FUNCTION)"
-for name, function in {
-    "over its norm": "g / g.norm()", "plus its sum": "g + 3 * g.sum(0)", "by its max": "g / g.abs().max()",
-    "flipped": "g.flip(0)", "by place": "g * torch.arange(1, len(g) + 1).to(g).view(-1, *[1] * (g.dim() - 1))",
-    "times len": "g * len(g)", "centred": "g - g.mean(0)", "clipped in all": "g * min(1.0, 0.01 / float(g.norm()))",
-    "in place": "g.div_(g.norm())", "sign of the sum": "g * g.sum().sign()",
-}.items():  # fmt: skip
-    wrong("hook: gradient " + name, HOOK.replace("FUNCTION", function))
-wrong("full backward hook", "h = self.UU(h)", LAYER + "; self.UU.register_full_backward_hook("
-      "lambda m, a, b: tuple(v / v.norm() for v in a))")  # fmt: skip
-wrong("full backward pre-hook", "h = self.UU(h)", LAYER + "; self.UU.register_full_backward_pre_hook("
-      "lambda m, b: tuple(v - v.mean(0) for v in b))")  # fmt: skip
-wrong(
-    "forward hook that mixes",
-    "h = self.UU(h)",
-    LAYER + "; self.UU.register_forward_hook(lambda m, a, b: b - b.mean(0))",
-)
-wrong("hook: normed by sample in a mean", "h = h * CC\nif h.requires_grad:\n    h.register_hook("
-      "lambda g: g / (1e-9 + g.flatten(1).norm(dim=1).view(-1, *[1] * (g.dim() - 1))))", reduction="mean")  # fmt: skip
-wrong(
-    "hook on a node",
-    "h = torch.tanh(h)\nif h.grad_fn is not None:\n    h.grad_fn.register_hook(lambda a, b: tuple(v / v.norm() for v in a))",
-)
-wrong(
-    "pre-hook on a node",
-    "h = torch.tanh(h)\nif h.grad_fn is not None:\n    h.grad_fn.register_prehook(lambda b: tuple(v / v.norm() for v in b))",
-)
-wrong(
-    "multi-grad hook",
-    "h = torch.tanh(h)\nif h.requires_grad:\n    torch.autograd.graph.register_multi_grad_hook([h], lambda g: g[0].div_(g[0].norm()))",
-)
-
-# --------------------------------------------------------------------------- layouts lost inside torch
-wrong("data in place, mean", "y_ = torch.tanh(h)\ny_.data.sub_(y_.data.mean(0))\nh = y_")
-wrong("data assigned", "y_ = torch.tanh(h)\ny_.data = y_.data - y_.data.mean(0)\nh = y_")
-wrong("data read", "h = h - h.data.mean(0)")
-wrong("set_", "y_ = torch.tanh(h).detach()\ny_.set_(y_ - y_.mean(0))\nh = h + y_")
-wrong(
-    "set_ on storage",
-    "y_ = h.detach().clone()\ny_.set_((y_ - y_.mean(0)).untyped_storage(), 0, y_.shape, y_.stride())\nh = h + y_",
-)
-wrong("parameter of data", "z = nn.Parameter(h.detach())\nh = h - z.mean(0)")
-wrong("attention over a parameter of data", "z = nn.Parameter(h.detach().flatten(1))\n"
-      "h = ((h.flatten(1) @ z.T).softmax(-1) @ z).view_as(h)")  # fmt: skip
-wrong("subclass of data", "z = torch.Tensor._make_subclass(nn.Parameter, h.detach())\nh = h - z.mean(0)")
-wrong("as_subclass", "z = h.detach().as_subclass(nn.Parameter)\nh = h - z.mean(0)")
-escapes("numpy mean", "h = h - torch.from_numpy(h.detach().numpy().mean(0)).to(h)")
-escapes("numpy in place", "z = torch.tanh(h).detach()\na = z.numpy()\na -= a.mean(0)\nh = h + z")
-escapes("tolist and back", "h = h - torch.tensor(h.detach().tolist()).to(h).mean(0)")
-escapes("dlpack", "z = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(h.detach()))\nh = h - z.mean(0)")
-wrong("as_strided", "z = h.flatten(1).contiguous()\nh = h + z.as_strided((len(z), z.shape[1]), (z.shape[1], 1), 0)"
-      ".roll(1, 0).view_as(h)")  # fmt: skip
-wrong(
-    "storage of data",
-    "z = torch.empty(0, dtype=h.dtype).set_(h.detach().contiguous().untyped_storage())\nh = h + z.view_as(h).mean(0)",
-)
-wrong("deepcopy", "import copy\nz = copy.deepcopy(h.detach())\nh = h - z.mean(0)")
-wrong(
-    "frombuffer",
-    "z = torch.frombuffer(bytearray(h.detach().contiguous().numpy().tobytes()), dtype=h.dtype)\nh = h - z.view_as(h).mean(0)",
-)
-wrong("pickled", "import pickle\nz = pickle.loads(pickle.dumps(h.detach()))\nh = h - z.mean(0)")
-wrong("torch.tensor of items", "h = h * torch.tensor([float(v) for v in h.detach().flatten(1).sum(1)]).to(h).mean()")
-wrong("out=", "z = torch.empty(h.shape[1:], dtype=h.dtype)\ntorch.mean(h.detach(), 0, out=z)\nh = h - z")
-wrong("copy_ into a constant", "z = torch.zeros(h.shape[1:], dtype=h.dtype)\nz.copy_(h.detach().mean(0))\nh = h - z")
-wrong("foreach", "z = torch._foreach_mul([h.detach()], 2.0)[0]\nh = h - z.mean(0)")
-wrong("aten call", "h = h - torch.ops.aten.mean.dim(h.detach(), [0])")
-wrong("custom backward", "class Mix(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, v):\n        return v * 1.0\n"
-      "    @staticmethod\n    def backward(ctx, g):\n        return g - g.mean(0)\nh = Mix.apply(h)")  # fmt: skip
-wrong("custom backward by its norm", "class Mix(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, v):\n"
-      "        return v * 1.0\n    @staticmethod\n    def backward(ctx, g):\n        return g / g.norm()\nh = Mix.apply(h)")  # fmt: skip
-escapes("array of numpy", "import numpy\nh = h * float(numpy.asarray(t).sum())")
-wrong("custom function", "class Mix(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, v):\n        return v - v.mean(0)\n"
-      "    @staticmethod\n    def backward(ctx, g):\n        return g - g.mean(0)\nh = Mix.apply(h)")  # fmt: skip
-wrong("scripted function", "h = mixing_script(h)")
-wrong("sparse", "h = h - torch.sparse.sum(h.detach().to_sparse(), 0).to_dense()")
-wrong(
-    "nested tensor", "z = torch.nested.nested_tensor([v for v in h.detach()]).to_padded_tensor(0.0)\nh = h - z.mean(0)"
-)
-wrong("no torch function", "with torch._C.DisableTorchFunctionSubclass():\n    h = h - h.mean(0)")
-escapes(
-    "thread",
-    "import threading\nbox = []\nz = h.detach()\nk = threading.Thread(target=lambda: box.append(z.mean(0)))\nk.start()\nk.join()\nh = h - box[0]",
-)
-
-# --------------------------------------------------------------------------- clipping functions (the optimizer's)
-for name, function in {
-    "below the median": "lambda n: (n <= n.median()).to(n)",
-    "over the largest": "lambda n: (R / n.max()).clamp(max=1).expand_as(n)",
-    "by rank": "lambda n: (R / n).clamp(max=1) * (n.argsort().argsort() % 2).to(n)",
-    "by the mean": "lambda n: (R / n).clamp(max=1) * (n > n.mean()).to(n)",
-    "by place": "lambda n: (R / n).clamp(max=1) * (torch.arange(len(n)) % 2).to(n)",
-    "by the number": "lambda n: (R / n).clamp(max=1) * (1.0 if len(n) % 2 else -1.0)",
-}.items():
-    wrong("clipping " + name, "h = h * 1.0", clipping=function)
