@@ -97,7 +97,9 @@ class Tally:
     def add(self, task: Task, verdict: Verdict) -> None:
         self.kinds[verdict.kind] += 1
         if verdict.kind == "refused":
-            self.refusals[_reason(verdict)] += 1
+            self.refusals["refused: " + _reason(verdict)] += 1
+        if verdict.kind == "exact, warned":
+            self.refusals["(needlessly warned) " + _reason(Verdict("refused", verdict.warned))] += 1
         if verdict.kind == "skipped" and "MISLABELLED" in verdict.why:
             self.say(f"mislabelled: {task} {program_of(task).names}")
         if not verdict.fault:
@@ -128,7 +130,7 @@ class Tally:
         for what, count in self.faults.most_common():
             self.say(f"{count:6d} {what}")
         for what, count in self.refusals.most_common(30):
-            self.say(f"{count:6d} refused: {what}")
+            self.say(f"{count:6d} {what}")
 
 
 def _telling(program: Program) -> tuple[str, ...]:

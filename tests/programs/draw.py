@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import losses, losses_coupled, right, unseen, wrong  # noqa: F401  (their pieces)
+from . import everyday, losses, losses_coupled, right, unseen, wrong  # noqa: F401  (their pieces)
 from .pieces import ARGUMENTS, COUPLED, EITHER, ESCAPES, PIECES, RIGHT, WRAPPERS, Piece, fill
 
 Batch = dict[str, Tensor]
@@ -33,6 +33,7 @@ class Program:
     scale: float
     optimizer: bool
     batches: tuple[int, ...]
+    returns: str = ""  # what the outputs lie in: "", "dict" or "tuple"
 
     @property
     def pieces(self) -> list[Piece]:
@@ -98,6 +99,7 @@ def arranged(
         takes = rng.choice(["vec", "seq"])
     reduction = next((p.reduction for p in pieces if p.reduction), rng.choice(["mean", "mean", "sum"]))
     outside = rng.random() < 0.55 if inside is None else not inside
+    returns = "" if "model(" in PIECES[loss].lines else random.Random(seed).choice(["", "", "dict", "tuple"])
     return Program(
         seed,
         (first, *body, loss, *([before] if before else [])),
@@ -111,6 +113,7 @@ def arranged(
         tuple(
             batch if k == 0 or rng.random() < 0.6 else rng.randint(2, 9) for k in range(max(p.steps for p in pieces))
         ),
+        returns,
     )
 
 
@@ -137,7 +140,7 @@ def smaller(program: Program) -> list[Program]:
             found.append(replace(program, names=(*rest[0], plain, *rest[1])))
     if len(program.batches) > 1:
         found.append(replace(program, batches=program.batches[:1]))
-    changes = {"optimizer": False, "inside": False, "scale": 1.0, "double": True}
+    changes = {"optimizer": False, "inside": False, "scale": 1.0, "double": True, "returns": ""}
     return found + [replace(program, **{k: v}) for k, v in changes.items() if getattr(program, k) != v]  # type: ignore[arg-type]
 
 
@@ -173,10 +176,9 @@ def source(program: Program) -> str:
     }
     used |= {*loss.needs(), *(v[0] for k, v in calls.items() if k in loss.lines and k != "ARGSF")}
     needed = [name for name in ARGUMENTS if name in used]
-    if program.inside:
-        forward, body = [*forward, *last, "return loss"], [*before, f"loss = model({arguments})"]
-    else:
-        forward, body = [*forward, "return out"], [*before, f"out = model({arguments})", *last]
+    name = "loss" if program.inside else "out"
+    forward += [*last, _returned(program, "loss, out")] if program.inside else [_returned(program, "out, h")]
+    body = [*before, f"{name} = model({arguments}){RETURNS[program.returns][1]}"] + ([] if program.inside else last)
     for word, values in calls.items():
         body = [line.replace(word, ", ".join(values)) for line in body]
     sizes = ", ".join(program.sizes), ", ".join(str(v) for v in program.sizes.values())
@@ -197,6 +199,15 @@ def source(program: Program) -> str:
         *(f"    {line}" for line in body), "    return loss", "",
     ]  # fmt: skip
     return "\n".join(text)
+
+
+RETURNS = {"": ("return A", ""), "dict": ("return {'a': A, 'b': B_}", "['a']"), "tuple": ("return A, B_", "[0]")}
+
+
+def _returned(program: Program, names: str) -> str:
+    """The forward's last line. names: the output that is used, and one that is not."""
+    used, other = names.split(", ")
+    return RETURNS[program.returns][0].replace("B_", other).replace("A", used)
 
 
 def _shaped(text: str, number: int, name: str, kind: str, program: Program) -> list[str]:

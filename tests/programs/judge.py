@@ -25,7 +25,7 @@ FAULTS = ("SILENT", "WRONG", "CRASH", "FALSE REFUSAL")
 
 @dataclass
 class Verdict:
-    """kind: exact, bounded, refused, warned, escaped, SILENT, WRONG, CRASH, FALSE REFUSAL or skipped."""
+    """kind: exact; exact, warned; bounded; refused; warned; escaped; skipped; or one of `FAULTS`."""
 
     kind: str
     why: str = ""
@@ -161,6 +161,8 @@ def judge(program: Program, most: int = 6) -> Verdict:
         warnings.simplefilter("always")
         verdict = _judged(program, most)
     verdict.warned = _ours(caught)
+    if verdict.warned and verdict.kind == "exact":
+        verdict.kind = "exact, warned"
     if program.label in (COUPLED, ESCAPES) and verdict.kind in ("SILENT", "bounded"):
         if verdict.warned:
             verdict.kind = "warned"
