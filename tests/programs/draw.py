@@ -42,6 +42,11 @@ class Program:
     @property
     def label(self) -> str:
         labels = {piece.label for piece in self.pieces}
+        loops = (" in h", "len(h)", "split(")
+        if any(
+            name.startswith("reentrant>") and any(word in piece_of(name).lines for word in loops) for name in self.names
+        ):
+            labels.add(EITHER)  # refused, as docs/limits.md says: a module per sample under reentrant checkpointing
         return next(label for label in (COUPLED, ESCAPES, EITHER, RIGHT) if label in labels)
 
     def of(self, place: str) -> list[str]:
