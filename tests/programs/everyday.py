@@ -168,6 +168,9 @@ right_loss(
 )
 either_loss("last of a cumsum", LOSS + "loss = v.cumsum(0)[-1]", reduction="sum")
 either_loss(
-    "own decay", LOSS + "loss = v.RED() + 0.01 * sum(p.square().sum() for p in model.parameters())", where="outside"
+    "own decay",
+    LOSS + "loss = v.RED() + 0.01 * sum(p.square().sum() for p in model.parameters())",
+    where="outside",
+    reduction="mean",
 )
 either_loss("grouped chunks", "loss = sum(o.square().sum() for o in out.tensor_split(2)) / len(out)", reduction="mean")
