@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,16 @@ from .layouts.memory import keep_apart, versions_of, write_unaccounted
 from .layouts.pieces import NOTED, stamp
 from .layouts.positions import note_made
 from .layouts.propagate import format_of, propagate
-from .layouts.sizes import COMPUTING, TELLING, Sizes
+from .layouts.sizes import COMPUTING, TELLING
 from .layouts.totals import by_size
 from .layouts.trial import target_as_it_is
 from .links import Unwritten, leaves_of, link_of, span_of
-from .memo import CONSTANT, Memo, inquires
+from .memo import CONSTANT, inquires
+from .parties import Forward, Watcher
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
 from .people import People
-from .planner import Planner
-from .reads import Reads
 from .recorder import Recorder
-from .regions import Enters, custom_function, watch_region
+from .regions import custom_function, watch_region
 from .sight import Poison, look_at, refuse_numbers_of_data, unmoved
 from .uses.alone import one_sample_of
 from .uses.attention import COMPOSITES
@@ -47,64 +46,8 @@ from .uses.experts import PRODUCTS, gathered_of
 from .uses.folded import folded
 from .uses.formats import capture_in_format
 from .uses.generic import capture_generic
-from .watch import Owner
 
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
-
-
-class Watcher(Protocol):
-    """Sees what the calls of a pass are, where a compiled graph is interpreted (`fastdp.compiled_watch`)."""
-
-    def captured(self, data: tuple[Tensor, ...]) -> None:
-        """A call of data and parameters is captured."""
-
-    def asked(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """A call whose layouts may depend on more than on those of its arguments."""
-
-
-class Backward(Protocol):
-    """What a pass tells the backward that follows it (`fastdp.backward.Backward`)."""
-
-    last_use_of: dict[int, str]
-    uses_of: dict[int, list[tuple[int, int]]]
-
-    def begin_record(self, recorder: Pass, path: str) -> bool:
-        """A captured call's backward begins. Returns whether its uses count."""
-
-    def record(self, use: Use) -> None:
-        """Keep a use until the end of backward."""
-
-
-class Forward(Enters, Protocol):
-    """What a pass and the module hooks need of the forward's side (`fastdp.forward.Forward`)."""
-
-    model: nn.Module
-    owner: Owner  # stands for the engine, in the moments of its batches
-    token: Tensor
-    token_node: Any  # where autograd would add up the token's gradient
-    memo: Memo
-    reads: Reads
-    sizes: Sizes
-
-    @property
-    def planner(self) -> Planner:
-        """Chooses the routes of uses."""
-
-    @property
-    def backward(self) -> Backward:
-        """The backward that follows."""
-
-    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module's forward begins."""
-
-    def active(self) -> Pass | None:
-        """The pass that is on."""
-
-    def depth(self) -> int:
-        """How many modules' forwards are on."""
-
-    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
-        """A module's forward ends; what to put in place of its result, or None."""
 
 
 class Pass:

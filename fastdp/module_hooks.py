@@ -14,7 +14,8 @@ from .activation_hooks import Around, around_module
 from .errors import StepError
 
 if TYPE_CHECKING:
-    from .capture import Forward, Pass
+    from .capture import Pass
+    from .parties import Forward
 
 _EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 

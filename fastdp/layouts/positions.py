@@ -51,9 +51,9 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
     known = {tensor.__dict__.get(_MADE) for tensor in given}
     if name in _CUTTING and given and is_owned(given[0]):
         made = _CONSTANT
-    elif (name in _DRAWING and kwargs.get("generator") is None) or _RANDOM in known:
-        made = _RANDOM
-    elif name in _NUMBERING or name in _FILLING or name in _DRAWING:
+    elif name in _DRAWING or _RANDOM in known:
+        made = _CONSTANT if _is_drawn_again(func, args, kwargs, out) else _RANDOM
+    elif name in _NUMBERING or name in _FILLING:
         made = _CONSTANT
     elif _CONSTANT in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
@@ -66,6 +66,15 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
             tensor.__dict__[_MADE] = made
         else:
             tensor.__dict__.pop(_MADE, None)
+
+
+def _is_drawn_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether random numbers are the first of a generator that was seeded just now: the same in every forward."""
+    generator = kwargs.get("generator")
+    if generator is None or not isinstance(out, Tensor) or is_in_place(function_name(func)) or out.device.type != "cpu":
+        return False
+    fresh = torch.Generator().manual_seed(generator.initial_seed())
+    return torch.equal(func(*args, **{**kwargs, "generator": fresh}), out)
 
 
 def made_in_sight(tensor: Tensor) -> bool:
