@@ -7,15 +7,9 @@ After Shamsabadi and Papernot, Losing less: a loss for differentially private de
 networks of Papernot et al., Tempered sigmoid activations for deep learning with differential privacy (2020). The
 settings for Fashion-MNIST (batch 2048, 40 epochs, learning rate 4, sigma 2.15, C 0.1, momentum 0.9) are the loss
 paper's and are used for MNIST, too. Without momentum (--momentum 0) cross-entropy ends 6 points below what the
-<<<<<<< HEAD
 networks' own paper reports. Norms of gradients, weights, logits and pre-activations and the cosine between clipped
 and unclipped sums are written by epoch. All DPLosses here are those of FIRST_READING, not the published loss, which
 is DPLoss's default: they were run before its text was at hand, with a threshold and a beta of our choice.
-=======
-networks' own paper reports. Norms of gradients, weights, logits and pre-activations and the cosine between clipped and
-unclipped sums are written by epoch. All DPLosses here are those of FIRST_READING, not the published loss, which is
-DPLoss's default: they were run before its text was at hand, with a threshold and a beta of our choice.
->>>>>>> h-small
 """
 
 from __future__ import annotations
