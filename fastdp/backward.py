@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from .activation_hooks import UNGUARDED
 from .capture import Pass
-from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError
+from .errors import (
+    BatchLayoutError,
+    FastDPError,
+    LossNotFollowedWarning,
+    SampleMixingError,
+    StepError,
+    UncapturedUseError,
+)
 from .gradients import Gradients, check_unwritten
 from .layouts.doubts import take as take_doubts
 from .layouts.layout import Layout
@@ -70,6 +78,7 @@ class Backward:
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
         self.owner: Owner | None = None  # of the forwards, by whose hooks gradients may change
+        self.lost, self._warned = False, False  # the loss that backward begins with was made out of sight
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.whose, self.others = Whose(), Others(tracked)
         self.profile = False  # measure the time of each use on a device too
@@ -93,7 +102,7 @@ class Backward:
         if self.owner is not None:
             self.owner.begins(self._open_forwards == 0)
         self._open_forwards += 1
-        self._tape = None
+        self._tape, self.lost = None, False
         self.note_grads()
         self.others.begin()
 
@@ -124,6 +133,14 @@ class Backward:
     def reached(self, layout: Layout | None, grad: Tensor) -> None:
         """A gradient arrives at an output of the model."""
         tape = self._begin()
+        if self.lost and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the loss was made where fastdp could not follow it (a custom autograd function, numpy, a function of "
+                "torch.func): whether it is a sum or mean of each sample's own loss is not known. Run fastdp.verify.",
+                LossNotFollowedWarning,
+                stacklevel=2,
+            )
         if layout is not None and layout.mixed and not layout.total:
             tape.failed = True
             raise mixing_error(layout)

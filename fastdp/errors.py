@@ -49,3 +49,11 @@ class BatchReadWarning(UserWarning):
 
 class LossReductionWarning(UserWarning):
     """The loss is a sum over the samples where a mean was said, or the other way round."""
+
+
+class LossNotFollowedWarning(UserWarning):
+    """The loss was made where fastdp could not follow it, so whether it couples samples is not known."""
+
+
+class NotVerifiedWarning(UserWarning):
+    """An epsilon was asked for of a model that `fastdp.verify` has never looked at."""

@@ -56,7 +56,6 @@ class Following(TorchFunctionMode):
         super().__init__()
         self.batch, self.moment, self.engine, self.mixed = batch, moment, engine, mixed
         self.memo, self.sizes = engine.memo, engine.sizes
-        self.lost = False  # backward was called on something that could not be followed
         self.over = False  # backward has begun
         PLAINLY.begin()
 
@@ -170,8 +169,11 @@ class Following(TorchFunctionMode):
             if not root.requires_grad:
                 continue
             layout = tag_of(root, self.batch)
+            if isinstance(root.grad_fn, torch.autograd.function.BackwardCFunction):
+                self.engine.lose()  # its backward is the user's own
             if layout is None:
-                self.lost = self.lost or not root.is_leaf
+                if not root.is_leaf:
+                    self.engine.lose()
             elif layout.mixed and not layout.total:
                 of_model = next((known for known in self.mixed if known.mixed == layout.mixed), None)
                 if of_model is not None:
@@ -237,6 +239,9 @@ class Engine(Protocol):
     memo: Memo
     sizes: Sizes
     reads: Reads
+
+    def lose(self) -> None:
+        """Backward is called on something that could not be followed."""
 
     @property
     def takes_rows(self) -> bool:

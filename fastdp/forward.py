@@ -72,6 +72,10 @@ class Forward:
         self._switches: Switches | None = None
         backward.ended = self.backward_ended
 
+    def lose(self) -> None:
+        """Backward is called on something that could not be followed."""
+        self.backward.lost = True
+
     @property
     def takes_rows(self) -> bool:
         """Whether inputs have one row for each sample, along their first dimension."""

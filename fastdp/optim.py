@@ -21,6 +21,7 @@ from . import following, fused, loops
 from .clipping import ClippingFunction
 from .errors import ParameterError, StepError
 from .privacy import Privacy
+from .verified import warn_unverified
 
 _OPTIONS = (
     "noise_multiplier max_grad_norm expected_batch_size clipping style loss_reduction sample_rate accountant gamma "
@@ -177,6 +178,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "The epsilon holds for a run without seed=.",
                 stacklevel=2,
             )
+        warn_unverified(privacy.engine.model)
         privacy.missed.asked = True
         privacy.missed.warn()
         privacy.ledger.warn()

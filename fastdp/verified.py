@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 
 from torch import nn
 
+from .errors import NotVerifiedWarning
+
+_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _VERIFIED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
@@ -31,3 +35,16 @@ def was_verified(model: nn.Module) -> bool:
 def verified_on(model: nn.Module) -> str:
     """On what verify looked when it found nothing wrong, in words; '' if it never did."""
     return _VERIFIED.get(model, "")
+
+
+def warn_unverified(model: nn.Module) -> None:
+    """Say once of a model that verify has never found it right."""
+    if model in _TOLD or was_verified(model):
+        return
+    _TOLD.add(model)
+    warnings.warn(
+        "the model was never verified: fastdp.verify(model, loss_fn, records) compares with one sample at a time, and "
+        "finds what the engine cannot see (docs/limits.md). The epsilon holds if it finds nothing.",
+        NotVerifiedWarning,
+        stacklevel=3,
+    )
