@@ -118,6 +118,7 @@ def rows_alike(tensor: Tensor, dim: int) -> bool:
 
 def was_by_place(before: Tensor, written: Tensor, dim: int, rows: int) -> bool:
     """The same of a constant that was written to in place, as it was before."""
-    if before.shape[dim : dim + 1] != (rows,) or written.__dict__.get(_MADE) != _CONSTANT or rows <= 1:
+    made = written.__dict__.get(_MADE) == _CONSTANT and ATTRIBUTE not in before.__dict__
+    if not made or before.shape[dim : dim + 1] != (rows,) or rows <= 1:
         return False
     return bool((before != before.narrow(dim, 0, 1)).any())

@@ -26,7 +26,7 @@ from .held import written
 from .layout import ATTRIBUTE, RELAID, Layout, tag, tag_of
 from .memory import written_through
 from .pieces import cut
-from .positions import by_place
+from .positions import by_place, was_by_place
 from .reads import read_of
 from .shifted import begins, follow
 from .trial import UNCHECKED, VIEWS, Tags, cached_trial, is_blind_to_order, is_independent
@@ -212,7 +212,11 @@ def ask(call: Call) -> Tags:
 
 def meets_places(call: Call, rows: int) -> bool:
     """Whether a constant among the arguments has numbers for the rows of the batch by their place."""
+    written = {id(t) for t in call.written()}  # what these hold now is data
     constants = [t for t in tensors_in((call.args, call.kwargs)) if tag_of(t, call.batch) is None]
+    constants = [t for t in constants if id(t) not in written]
+    if call.before is not None and any(was_by_place(call.before, call.args[0], d, rows) for d in range(call.out.dim())):
+        return True
     return any(by_place(t, dim, rows) for t in constants for dim in range(t.dim()))
 
 
