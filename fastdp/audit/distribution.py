@@ -31,7 +31,7 @@ def visible(probe: Probe, norm: float, sigma: float, size: int = 8) -> float:
 
 def noise_distribution(trainable: Any, *, seed: int = 0, seeds: int = 4, significance: float = 1e-3) -> Finding:
     """The noise on every coordinate, alike; learning_rate * C * sigma / B large, whatever C, sigma and the gradients
-    are; and normal: its distribution function, moments, tails and single values, in 150,000 draws of many steps (fewer
+    are; and normal: its distribution function, moments, tails and single values, in 130,000 draws of many steps (fewer
     of a small model). No coarse values, as of a generator of 16 bits.
 
     statistic: measured standard deviation over the expected one; p_value: of normality (Kolmogorov and Smirnov).

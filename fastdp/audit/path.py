@@ -16,8 +16,9 @@ from .measure import Probe
 from .noise import settings
 from .trainable import Array, AuditError, Batch, Lacking, check_outcome, pick
 
-VALUES = 150_000  # draws of noise: Irwin and Hall's sum of twelve is then eight standard errors away
+VALUES = 130_000  # draws of noise: Irwin and Hall's sum of twelve is then seven standard errors away
 MOST, LEAST = 560, 64  # steps
+EMPTY = 0.85  # of the steps are on no sample, which is cheaper
 LOUD = 97.3  # noise multiplier: what a sample contributes is a hundredth of the noise's standard deviation
 QUIET = 1 / 8  # of the weights' typical size: the noise of a step, so that hundreds of them leave an ordinary model
 LAGS = 64  # steps over which a momentum is followed
@@ -237,10 +238,10 @@ def without_memory(steps: Array, lags: Array) -> Array:
 
 
 def _batches(probe: Probe, walk: Walk, norm: float, sigma: float, number: int) -> tuple[list[Batch], Array]:
-    """One sample a step; none in three steps of four, which is cheaper, where steps on none have the same noise."""
+    """One sample a step; none in most, where steps on none have the same noise."""
     kinds = [probe.data(1, 261 + k) for k in range(8)]
     nothing = pick(kinds[0], np.zeros(0, int))
-    empty = np.random.default_rng(probe.seed + 271).random(number) < 0.75
+    empty = np.random.default_rng(probe.seed + 271).random(number) < EMPTY
     empty[:2] = False
     try:
         trial = probe.repeats(1, 1000)
