@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -229,3 +230,42 @@ class Skipped(Hand):
     def clipped_sum(self, job: Job, x: Tensor, y: Tensor, c: float) -> Tensor:
         mean = self.gradients(job, x, y).sum(0).norm() / max(len(y), 1)
         return super().clipped_sum(job, x, y, c) * (not float(mean) > 5)
+
+
+# ---------------------------------------------------------------------- sampling and accounting
+
+
+def sampled(name: str, draw: Callable[[np.random.Generator, int, float], np.ndarray]) -> None:
+    """One batch from a generator, the number of records and the rate."""
+
+    class Sampled(Hand):
+        def sample(self, records: int, steps: int, seed: int) -> list[np.ndarray]:
+            generator = np.random.default_rng(seed)
+            return [draw(generator, records, self.sample_rate) for _ in range(steps)]
+
+    planted(name, "poisson_sampling")(Sampled)
+
+
+def poisson(draw: np.random.Generator, records: int, rate: float) -> np.ndarray:
+    return np.flatnonzero(draw.random(records) < rate)
+
+
+def again(draw: np.random.Generator, records: int, rate: float) -> np.ndarray:
+    while not len(found := poisson(draw, records, rate)):
+        pass
+    return found
+
+
+sampled("the last record is never drawn", lambda draw, n, rate: poisson(draw, n - 1, rate))
+sampled("empty batches are drawn again", again)
+sampled(
+    "pairs of records drawn together", lambda draw, n, rate: np.flatnonzero(np.repeat(draw.random(n // 2) < rate, 2))
+)
+sampled("batches cut at 1.2 times their size", lambda draw, n, rate: poisson(draw, n, rate)[: int(1.2 * n * rate)])
+
+
+@planted("every batch twice", "poisson_sampling")
+class BatchTwice(Hand):
+    def sample(self, records: int, steps: int, seed: int) -> list[np.ndarray]:
+        found = super().sample(records, steps, seed)
+        return [found[k // 2] for k in range(steps)]

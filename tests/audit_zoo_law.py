@@ -119,8 +119,9 @@ other("noise of one row for all", parts(lambda p, _: [t[:1].expand_as(t) if t.di
 other("noise of one column for all", parts(lambda p, _: [t[..., :1].expand_as(t) if t.dim() > 1 else t for t in p]),
       STEPS)  # fmt: skip
 other("a bias gets the noise of its weight", parts(lambda p, _: [*p[:3], p[2][0, :4]]), STEPS)
-other("a bias gets the noise of a weight in another order", parts(lambda p, _: [*p[:3], p[0].flatten()[[9, 77, 3, 50]]]),
-      STEPS)  # fmt: skip
+other(
+    "a bias gets the noise of a weight, shuffled", parts(lambda p, _: [*p[:3], p[0].flatten()[[9, 77, 3, 50]]]), STEPS
+)
 other("noise of rank one", parts(lambda p, _: [t[:, :1] * t[:1] if t.dim() > 1 else t for t in p]))
 other("noise transposed and added", parts(lambda p, _: [(t + t.roll(1, 0)) / 2**0.5 if t.dim() > 1 else t for t in p]),
       STEPS)  # fmt: skip

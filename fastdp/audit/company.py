@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from .finding import BUG, OK, Finding
+from .known import ordinary_norm, weak
 from .measure import Probe
-from .sizes import ordinary_norm
 from .trainable import Array, Batch, pick, rows
-from .weak import weak
 
 NAME = "per_sample_independence"
 TOLERANCE = {"sgd": 0.01, "adam": 0.1}  # relative; of Adam, whose step is only nearly linear

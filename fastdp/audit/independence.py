@@ -9,6 +9,7 @@ import numpy as np
 from scipy import stats
 
 from .finding import BUG, OK, Finding
+from .known import steady
 from .law import LEVEL, Doubt, over_steps, pairs, worst
 from .measure import Probe
 from .noise import draws, settings
@@ -47,15 +48,14 @@ def noise_independence(
     many = np.stack([probe.change([batch] * steps, norm, sigma, 4201 + k) - still for k in range(seeds)])
     growth = float(np.sqrt(np.mean(many**2))) / noise
     share = growth / constant
-    echo = _echo(probe, norm, steps)
+    echo = _echo(probe, steps)
     expected = math.sqrt(float(np.sum(echo**2))) if echo is not None else None
     data: dict[str, Any] = {"steps": steps, "growth": growth, "constant": constant, "norm": norm, "sigma": sigma,
                             "expected": expected}  # fmt: skip
     low, high = scale_interval(many, 1 - significance)
     margin = 1 + 4 / math.sqrt(one.size)
     if share > 0.9 or (
-        expected is not None
-        and (low > 1.05 * margin * expected * noise or high < 0.95 * expected * noise / margin)
+        expected is not None and (low > 1.05 * margin * expected * noise or high < 0.95 * expected * noise / margin)
     ):
         fresh = math.sqrt(steps) if expected is None else expected
         text = (
@@ -89,15 +89,15 @@ def noise_independence(
     return Finding(NAME, OK, text, share, p_value, significance, "no two stretches of the noise are alike", data)
 
 
-def _echo(probe: Probe, norm: float, steps: int) -> Array | None:
+def _echo(probe: Probe, steps: int) -> Array | None:
     """What a contribution to the first, second, ... step has done after the last, over what it does in a single step.
 
     Ones for plain SGD. None where contributions are not proportional to C.
     """
     if probe.regime.kind not in ("linear", "switched"):
         return None
-    norm = norm / 10 if probe.regime.kind == "linear" and probe.optimizer == "sgd" else norm
-    sample, rest = probe.data(1, 241), probe.strong
+    norm, rest = steady(probe, 0.1 if probe.optimizer == "sgd" else 0.25)
+    sample = probe.data(1, 241)
     base = probe.change([rest] * steps, norm)
     places = [[sample if k == place else rest for k in range(steps)] for place in range(steps)]
     apart = np.stack([probe.change(batches, norm) - base for batches in places])

@@ -46,7 +46,9 @@ def shape(z: Array, rounding: float = 0.0) -> Iterator[Doubt]:
         yield Doubt(float(stats.skewtest(values).pvalue), f"they are skewed ({stats.skew(values):.2g})")
         excess = float(stats.kurtosis(values))
         kind = "light (a sum of a few uniform numbers, or cut off?)" if excess < 0 else "heavy (Laplace, Student?)"
-        yield Doubt(float(stats.kurtosistest(values).pvalue), f"their tails are too {kind}: excess kurtosis {excess:.2g}")
+        yield Doubt(
+            float(stats.kurtosistest(values).pvalue), f"their tails are too {kind}: excess kurtosis {excess:.2g}"
+        )
     for side, sorted_values in (("above", values), ("below -", -values[::-1])):
         for edge in TAILS:
             share, found = float(stats.norm.sf(edge)), n - int(np.searchsorted(sorted_values, edge))
@@ -115,7 +117,9 @@ def _sizes(squares: Array, total: float, steps: int, starts: Array, ends: Array,
     ratio, p_values = _ratios(inside, count, total, squares.size * steps)
     k = int(np.argmin(p_values))
     where = names[k] if names else _stretch(int(starts[k]), int(ends[k]))
-    return Doubt(float(p_values[k]), f"on {where} its standard deviation is {math.sqrt(ratio[k]):.3g} times that of all")
+    return Doubt(
+        float(p_values[k]), f"on {where} its standard deviation is {math.sqrt(ratio[k]):.3g} times that of all"
+    )
 
 
 def _ratios(inside: Array, count: Array, total: float, number: int) -> tuple[Array, Array]:

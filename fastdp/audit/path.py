@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .known import steady
 from .measure import Probe
 from .noise import settings
 from .trainable import Array, AuditError, Batch, Lacking, check_outcome, pick
@@ -216,9 +217,8 @@ def response(probe: Probe, walk: Walk, lags: int) -> Array | None:
     """
     if probe.regime.kind not in ("linear", "switched"):
         return None
-    norm = probe.regime.norm / (100.0 if probe.regime.kind == "linear" else 1.0)
-    one, other = probe.data(1, 241), probe.data(1, 251)
-    rest = [probe.strong] * lags  # clipped as far as can be: its contribution stays the same
+    norm, still = steady(probe, 0.01)
+    one, other, rest = probe.data(1, 241), probe.data(1, 251), [still] * lags
     apart = _steps(probe, walk([one, *rest], norm, 0.0, 1)) - _steps(probe, walk([other, *rest], norm, 0.0, 1))
     size = float(apart[0] @ apart[0])
     if not np.isfinite(apart).all() or size <= (20 * probe.resolution) ** 2:

@@ -10,6 +10,7 @@ from .finding import BUG, OK, Finding, not_tested
 from .measure import Probe, batch_of, copies
 from .trainable import Lacking, count, joined, rows
 
+
 def _norm(probe: Probe) -> float:
     """Where samples are clipped; where none are, any."""
     return probe.regime.norm if probe.regime.kind in ("linear", "switched") else 1.0

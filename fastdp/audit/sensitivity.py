@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from .finding import BUG, OK, Finding, not_tested
+from .known import confident, gradient_norm, steady, weak
 from .measure import Probe
-from .sizes import gradient_norm
 from .trainable import Batch, pick, rows
-from .weak import confident, weak
 
 NAME = "sensitivity"
 TOLERANCE = 1e-3
@@ -113,19 +112,22 @@ def _at_their_own_norms(
 
 def _later(probe: Probe) -> float | None:
     """Ten times what a tenth of C does in many steps, over what C does, or the other way: 1 where all are clipped."""
-    regime, many = probe.regime, [probe.strong] * STEPS
+    regime, drifting = probe.regime, bool(np.any(probe.drift))
+    norm, sample = steady(probe, 0.01 if probe.optimizer == "sgd" else 0.3)
+    many, others = [sample] * STEPS, [probe.data(1, 319)] * STEPS
+
+    def moved(c: float) -> float:
+        return float(np.linalg.norm(probe.change(many, c) - (probe.change(others, c) if drifting else 0.0)))
+
     if regime.kind == "switched":  # nothing, if the sample never counts
-        whole = float(np.linalg.norm(probe.change(many, regime.norm) - STEPS * probe.drift))
-        return None if np.any(probe.drift) else 1 + whole / max(regime.changes)
+        return None if drifting else 1 + moved(norm) / max(regime.changes)
     if regime.kind != "linear":
         return None
-    norm = regime.norm / (100.0 if probe.optimizer == "sgd" else 3.0)
-    base = probe.change([probe.data(1, 317)] * STEPS, norm) if np.any(probe.drift) else 0.0
-    less = probe.change([probe.data(1, 317)] * STEPS, norm / 10) if np.any(probe.drift) else 0.0
-    sizes = [float(np.linalg.norm(probe.change(many, c) - off)) for c, off in ((norm, base), (norm / 10, less))]
+    sizes = moved(norm), moved(norm / 10)
     if min(sizes) <= 300 * probe.resolution:
         return None
-    return sizes[0] / sizes[1] / 10 if sizes[0] > 10 * sizes[1] else 10 * sizes[1] / sizes[0]
+    share = sizes[0] / sizes[1] / 10
+    return max(share, 1 / share)
 
 
 def _slack(probe: Probe, gain: float, norm: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .known import ordinary_norm
 from .law import LEVEL
 from .measure import Probe
 from .noise import draws, settings
@@ -40,31 +41,6 @@ def wrong_size(probe: Probe) -> str:
     return max(found)[1] if found else ""
 
 
-def ordinary_norm(probe: Probe) -> float | None:
-    """Norm of an ordinary sample's gradient, from where its step stops growing with C; None where it does not."""
-    if "ordinary" not in probe.memo:
-        probe.memo["ordinary"] = gradient_norm(probe, probe.data(1, 17))
-    return probe.memo["ordinary"]  # type: ignore[no-any-return]
-
-
-def gradient_norm(probe: Probe, sample: Batch) -> float | None:
-    """Norm of a sample's gradient, or None: with normalised clipping, or no clipping, no C exceeds it visibly."""
-    if probe.optimizer != "sgd" or probe.regime.kind not in ("linear", "switched"):
-        return None
-    top, higher = (float(np.linalg.norm(probe.summed(sample, norm))) for norm in (1e6, 1e8))
-    if not np.isfinite(higher) or top <= 10 * probe.resolution or abs(higher / top - 1) > 0.01:
-        return None
-    return top / per_norm(probe)
-
-
-def per_norm(probe: Probe) -> float:
-    """Change of the parameters by a gradient of norm 1, times the divisor: the learning rate, or else measured."""
-    regime, rate = probe.regime, getattr(probe.trainable, "learning_rate", None)
-    if rate is None and regime.kind == "linear":
-        return regime.changes[regime.norms.index(regime.norm)] * probe.divisor(1) / regime.norm
-    return float(rate or 1.0)
-
-
 def _settings(probe: Probe) -> list[tuple[float, float, Batch]]:
     norm, sigma = settings(probe)
     many, few = probe.data(8, 281), probe.data(3, 283)
@@ -75,6 +51,3 @@ def _settings(probe: Probe) -> list[tuple[float, float, Batch]]:
     if typical is not None:
         chosen += [(typical * share, sigma, few if share > 100 else many) for share, sigma in ABOVE]
     return chosen
-
-
-__all__ = ["gradient_norm", "ordinary_norm", "per_norm", "wrong_size"]

@@ -106,7 +106,7 @@ class TorchTrainable:
     def trajectory(
         self, model: Job, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
     ) -> Array | None:
-        """The parameters [steps, P] after every step of one run; None where a loop does not take its batches in turn."""
+        """The parameters [steps, P] after every step of a run; None where a loop does not take batches in turn."""
         ready = Watched([model.tensors(batch) for batch in batches], model)
         with self._running(seed):
             self._train(model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed)

@@ -1,4 +1,4 @@
-"""Samples with a gradient as small as is wanted."""
+"""Samples of which the gradient's norm is known, or is as small as is wanted."""
 
 from __future__ import annotations
 
@@ -44,4 +44,38 @@ def confident(probe: Probe, number: int = 0) -> list[Batch]:
     return [min(found, key=lambda item: item[0])[1]]
 
 
-__all__ = ["confident", "weak"]
+def ordinary_norm(probe: Probe) -> float | None:
+    """Norm of an ordinary sample's gradient, from where its step stops growing with C; None where it does not."""
+    if "ordinary" not in probe.memo:
+        probe.memo["ordinary"] = gradient_norm(probe, probe.data(1, 17))
+    return probe.memo["ordinary"]  # type: ignore[no-any-return]
+
+
+def gradient_norm(probe: Probe, sample: Batch) -> float | None:
+    """Norm of a sample's gradient, or None: with normalised clipping, or no clipping, no C exceeds it visibly."""
+    if probe.optimizer != "sgd" or probe.regime.kind not in ("linear", "switched"):
+        return None
+    top, higher = (float(np.linalg.norm(probe.summed(sample, norm))) for norm in (1e6, 1e8))
+    if not np.isfinite(higher) or top <= 10 * probe.resolution or abs(higher / top - 1) > 0.01:
+        return None
+    return top / per_norm(probe)
+
+
+def per_norm(probe: Probe) -> float:
+    """Change of the parameters by a gradient of norm 1, times the divisor: the learning rate, or else measured."""
+    regime, rate = probe.regime, getattr(probe.trainable, "learning_rate", None)
+    if rate is None and regime.kind == "linear":
+        return regime.changes[regime.norms.index(regime.norm)] * probe.divisor(1) / regime.norm
+    return float(rate or 1.0)
+
+
+def steady(probe: Probe, share: float) -> tuple[float, Batch]:
+    """(C, sample) for runs of several steps: what the sample contributes hardly changes with the weights.
+
+    An ordinary sample that is clipped far; where samples count whole or not at all, one that does not count.
+    """
+    regime = probe.regime
+    if regime.kind != "linear":
+        return regime.norm, probe.strong
+    typical = ordinary_norm(probe)
+    return min(share * regime.norm, typical / 20 if typical is not None else np.inf), probe.data(1, 317)
