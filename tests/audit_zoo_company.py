@@ -269,3 +269,10 @@ class BatchTwice(Hand):
     def sample(self, records: int, steps: int, seed: int) -> list[np.ndarray]:
         found = super().sample(records, steps, seed)
         return [found[k // 2] for k in range(steps)]
+
+
+@planted("every tenth step not counted", "accountant")
+class TenthNotCounted(Hand):
+    def count(self, job: Job, sigma: float, size: int) -> None:
+        if job.steps % 10 != 9:
+            super().count(job, sigma, size)

@@ -37,10 +37,12 @@ def confident(probe: Probe, number: int = 0) -> list[Batch]:
         logits = probe.outputs(scaled)
         if logits.ndim != 2:
             raise Lacking("needs logits [B, K] of predict()")
-        sure = np.sort(logits, 1)[:, -1] - np.sort(logits, 1)[:, -2]
-        k = int(np.argmin(np.abs(sure - 8.0)))  # a gradient of some ten thousandths
+        ordered = np.sort(logits, 1)
+        size = np.linalg.norm(np.asarray(scaled, float).reshape(len(scaled), -1), axis=1)
+        small = ordered[:, -1] - ordered[:, -2] - np.log(1 + size)  # of the gradient: minus its logarithm
+        k = int(np.argmin(np.abs(small - 8.0)))  # some ten thousandths
         label = logits.argmax(1)[[k]].astype(np.asarray(y).dtype)
-        found.append((abs(float(sure[k]) - 8.0), (scaled[[k]], label)))
+        found.append((abs(float(small[k]) - 8.0), (scaled[[k]], label)))
     return [min(found, key=lambda item: item[0])[1]]
 
 

@@ -66,18 +66,23 @@ def _binomial(found: int, n: int, share: float) -> float:
 def _atoms(values: Array, width: float) -> Iterator[Doubt]:
     """One value that many draws have: 0, where noise is left out; the edge, where it is cut off there."""
     n = values.size
-    edges = np.arange(-4, 4 + width, width) - width / 2
-    found = np.histogram(values, edges)[0]
-    expected = np.maximum(np.diff(stats.norm.cdf(edges)) * n, 1e-3)
-    p_values = stats.poisson.sf(found - 1, expected * 1.02) * len(found)  # 1.02: the size is an estimate
-    k = int(np.argmin(p_values))
-    yield Doubt(float(p_values[k]), f"{found[k]} of {n} values are {edges[k] + width / 2:.3f} standard deviations, "
-                f"{expected[k]:.3g} of a normal distribution are")  # fmt: skip
+    for kind, shown, least in (("", values, -4.5), ("+-", np.abs(values), 0.0)):
+        edges = np.arange(least, 4.5 + width, width) - width / 2
+        found = np.histogram(shown, edges)[0]
+        sides = 2 if kind else 1
+        expected = np.maximum(sides * np.diff(stats.norm.cdf(np.maximum(edges, least))) * n, 1e-3)
+        p_values = 2 * len(found) * stats.poisson.sf(found - 1, expected * 1.02)  # 1.02: the size is an estimate
+        k = int(np.argmin(p_values))
+        yield Doubt(float(p_values[k]), f"{found[k]} of {n} values are {kind}{edges[k] + width / 2:.3f} standard "
+                    f"deviations, {expected[k]:.3g} of a normal distribution are")  # fmt: skip
     if n >= 2000 and width == BIN:
-        for top in (values[-5:], -values[:5][::-1]):
-            # the four gaps between the five largest of n are near exponential, of rates z, 2 z, 3 z, 4 z
-            near = 24 * (float(top[-1] - top[0]) * float(top[0])) ** 4 / 24 if top[0] > 1 else 1.0
-            yield Doubt(min(1.0, 2 * near), f"the five largest values agree to {float(np.ptp(top)):.1g}: cut off there")
+        size = np.sort(np.abs(values))
+        for kind, shown in (("", values), ("", -values[::-1]), ("absolute ", size)):
+            for most in (3, 5):
+                # the gaps between the largest of n are near exponential, of rates z, 2 z, 3 z, ...
+                low, gap = float(shown[-most]), float(shown[-1] - shown[-most])
+                near = (max(gap, 1e-12) * low) ** (most - 1) if low > 1 else 1.0
+                yield Doubt(min(1.0, 6 * near), f"the {most} largest {kind}values agree to {gap:.1g}: cut off there")
 
 
 def groups(z: Array, blocks: Sequence[tuple[str, slice]]) -> Iterator[Doubt]:

@@ -92,7 +92,9 @@ def poisson_sampling(
     elif checks["neighbours"] * len(checks) < significance:
         text = "Neighbouring records are drawn together: whole groups are in a batch or out of it."
     elif checks["extremes"] * len(checks) < significance:
-        text = f"All batches have {sizes.min():.0f} to {sizes.max():.0f} records: large ones are cut, or small ones filled."
+        text = (
+            f"Batches have {sizes.min():.0f} to {sizes.max():.0f} records: large ones are cut, or small ones filled up."
+        )
     elif checks["empty batches"] * len(checks) < significance:
         text = "Of few records, batches without any come too seldom or too often: an empty batch is a batch, too."
     else:
