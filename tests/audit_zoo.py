@@ -37,4 +37,4 @@ MISSED = (  # by the audit of an earlier version, with the variants of SCALED
 )  # fmt: skip
 ALWAYS = [*FIRST, *SCALED, *MISSED]
 
-__all__ = ["ALWAYS", "PLANTED", "NoClipping"]
+__all__ = ["ALWAYS", "FIRST", "PLANTED", "NoClipping"]
