@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastdp.audit import TorchTrainable
+
 from .audit_hand import CLASSES, FEATURES, LR, Hand, Job
 from .audit_hand import make_batch as classified
 
@@ -79,12 +81,51 @@ class Automatic(Hand):
         return c / (norms + 0.01)
 
 
+class Large(Hand):
+    """Inputs of size 30: every gradient is far above the C that are tried."""
+
+    scale = 30.0
+
+    def make_batch(self, seed: int, size: int) -> tuple[Any, Any]:
+        x, y = classified(seed, size)
+        return x * np.float32(self.scale), y
+
+
+class Small(Large):
+    """Inputs of size 0.01."""
+
+    scale = 0.01
+
+
 class Tiny(Hand):
     make_model = staticmethod(lambda: nn.Linear(3, 2))
 
     def make_batch(self, seed: int, size: int) -> tuple[Any, Any]:
         x, y = classified(seed, size)
         return x[:, :3].copy(), y % 2
+
+
+def own_loop() -> Any:
+    """A PyTorch loop with a momentum of its own, begun anew in every run; batches of any size, divided by 8."""
+
+    def train(model: nn.Module, batches: Any, *, clipping_norm: float, noise_multiplier: float, **_: Any) -> None:
+        kept = [torch.zeros_like(p) for p in model.parameters()]
+        for batch in list(batches):
+            total = [torch.zeros_like(p) for p in model.parameters()]
+            for x, y in zip(*batch, strict=True):
+                found = torch.autograd.grad(nn.functional.cross_entropy(model(x[None]), y[None]), model.parameters())
+                norm = torch.stack([g.norm() for g in found]).norm()
+                if torch.isfinite(norm):
+                    factor = (clipping_norm / (norm + 1e-30)).clamp(max=1)
+                    total = [t + factor * g for t, g in zip(total, found, strict=True)]
+            with torch.no_grad():
+                for p, m, t in zip(model.parameters(), kept, total, strict=True):
+                    m.mul_(0.5).add_(t + noise_multiplier * clipping_norm * torch.randn_like(t))
+                    p -= LR * m / 8
+
+    return TorchTrainable(lambda: nn.Linear(FEATURES, CLASSES), train=train, loss=nn.functional.cross_entropy,
+                          make_batch=classified, loss_kind="cross_entropy", learning_rate=LR,
+                          expected_batch_size=8)  # fmt: skip
 
 
 class Bare:
@@ -130,6 +171,9 @@ HAND: dict[str, Callable[[], Any]] = {
     "float64": Double,
     "global": Global,
     "automatic": Automatic,
+    "large inputs": Large,
+    "small inputs": Small,
+    "a loop with a momentum of its own": own_loop,
     "eight parameters": Tiny,
     "bare": Bare,
     "examples/audit/by_hand.py": by_hand,

@@ -4,8 +4,37 @@ PLANTED maps the bug's name to what makes the step and the tests that must find 
 its docstring says so.
 """
 
-from . import audit_zoo_clipping, audit_zoo_noise  # noqa: F401  (they plant)
+from . import (  # noqa: F401  (they plant)
+    audit_zoo_clipping,
+    audit_zoo_company,
+    audit_zoo_law,
+    audit_zoo_noise,
+    audit_zoo_steps,
+)
 from .audit_hand import PLANTED
+from .audit_right import Large, Small
 from .audit_zoo_clipping import NoClipping
 
-__all__ = ["PLANTED", "NoClipping"]
+LATER = tuple(module.__name__ for module in (audit_zoo_law, audit_zoo_steps, audit_zoo_company))
+FIRST = [name for name, (made, _) in PLANTED.items() if made.__module__ not in LATER]  # those that libraries had
+SCALED = (
+    "noise cut at 3 sigma", "momentum over sums without noise", "the last step's sum added again",
+    "threshold min(C, median of the norms)", "threshold min(C, median of the norms), and noise of it",
+    "noise of min(C, largest contribution)", "norm whose squares underflow in float16",
+    "half the noise on the 4 coordinates of a bias", "sigma rounded down to a tenth", "no noise at every tenth step",
+)  # fmt: skip
+for _name in SCALED:
+    for _inputs in (Large, Small):  # gradients far above every C, and far below
+        _made, _found_by = PLANTED[_name]
+        _own = {"make_batch": _inputs.make_batch, "scale": _inputs.scale}
+        PLANTED[f"{_name}, {_inputs.__name__.lower()} inputs"] = type(_name, (_made,), _own), _found_by  # type: ignore[arg-type]
+
+MISSED = (  # by the audit of an earlier version, with the variants of SCALED
+    "noise cut at 2 sigma", "noise beyond 2 sigma drawn again", "noise beyond 3 sigma drawn again",
+    "sum of 12 uniforms", "momentum over sums without noise, in the loop",
+    "the last step's sum added again, in the loop", "no noise at every tenth step of the loop",
+    "norm whose squares underflow, summed in float32",
+)  # fmt: skip
+ALWAYS = [*FIRST, *SCALED, *MISSED]
+
+__all__ = ["ALWAYS", "FIRST", "PLANTED", "NoClipping"]

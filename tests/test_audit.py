@@ -18,6 +18,7 @@ from .audit_hand import Hand, make_batch
 from .audit_zoo import PLANTED
 
 NEED = {"bare": {"sensitivity", "batch_statistics", "noise_once", "poisson_sampling", "accountant"},
+        "a loop with a momentum of its own": {"noise_once", "poisson_sampling", "accountant"},
         "examples/audit/by_hand.py": {"noise_once"}}  # fmt: skip
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from .distribution import draws
 from .finding import BUG, OK, Finding
+from .known import steady
+from .law import LEVEL, Doubt, over_steps, pairs, worst
 from .measure import Probe
-from .noise import settings
+from .noise import draws, settings
+from .path import Path, noise_path, prefixes, without_memory
 from .statistics import scale_interval
 from .trainable import Array
 
@@ -22,10 +24,12 @@ LONGEST = 1 << 18  # coordinates that are looked at for repetitions
 def noise_independence(
     trainable: Any, *, seed: int = 0, steps: int = 4, seeds: int = 8, significance: float = 1e-3
 ) -> Finding:
-    """Noise of several steps adds up as independent noise does, and no stretch of one step's noise recurs.
+    """Noise over four steps, over hundreds of steps and within a step: fresh at each, of one size, on every parameter.
 
-    Over k steps independent noise grows as sqrt(k), reused noise as k (that is, as a constant gradient does, which is
-    measured: momentum changes both). Within a step the noise is correlated with itself at every distance between
+    Over k steps independent noise grows as sqrt(k), reused noise as k; a momentum changes both, so the growth is held
+    against what one sample's contribution to one of the steps does in the end: noise that does not go through what
+    contributions go through (a momentum over sums without noise) is too small. Then every step's noise by itself, pairs
+    of steps and of coordinates, and the correlation of a step's noise with itself at every distance between
     coordinates, so that parameters that got the same numbers are found wherever they are.
 
     statistic: growth of the noise over that of a constant gradient; p_value: of "no two stretches are alike".
@@ -39,23 +43,37 @@ def noise_independence(
     if noise == 0:
         return Finding(NAME, BUG, "There is no noise (see uncalibrated_noise).", 0.0, None, None)
     first = float(np.linalg.norm(probe.change([batch], norm)))
-    constant = float(np.linalg.norm(probe.change([batch] * steps, norm))) / first if first > 0 else float(steps)
     still = probe.change([batch] * steps, norm)
+    constant = float(np.linalg.norm(still)) / first if first > 0 else float(steps)
     many = np.stack([probe.change([batch] * steps, norm, sigma, 4201 + k) - still for k in range(seeds)])
     growth = float(np.sqrt(np.mean(many**2))) / noise
     share = growth / constant
-    data: dict[str, Any] = {"steps": steps, "growth": growth, "constant": constant, "norm": norm, "sigma": sigma}
-    plain = probe.optimizer == "sgd" and abs(constant / steps - 1) < 0.05
+    echo = _echo(probe, steps)
+    expected = math.sqrt(float(np.sum(echo**2))) if echo is not None else None
+    data: dict[str, Any] = {"steps": steps, "growth": growth, "constant": constant, "norm": norm, "sigma": sigma,
+                            "expected": expected}  # fmt: skip
     low, high = scale_interval(many, 1 - significance)
     margin = 1 + 4 / math.sqrt(one.size)
-    expected = noise * math.sqrt(steps)
-    if share > 0.9 or (plain and (low > 1.05 * margin * expected or high < 0.95 * expected / margin)):
+    if share > 0.9 or (
+        expected is not None and (low > 1.05 * margin * expected * noise or high < 0.95 * expected * noise / margin)
+    ):
+        fresh = math.sqrt(steps) if expected is None else expected
         text = (
-            f"Over {steps} steps the noise grows {growth:.2f} times; fresh noise at each step gives "
-            f"{math.sqrt(steps):.2f}, the same noise again {constant:.2f}. Look for a generator that is seeded within "
-            "the loop, noise drawn once outside it, or steps without noise."
+            f"Over {steps} steps the noise grows {growth:.2f} times; fresh noise at each step that goes the way of the "
+            f"samples' contributions gives {fresh:.2f}, the same noise again {constant:.2f}. Look for a generator that "
+            "is seeded within the loop, noise drawn once outside it, steps without noise, and for sums of earlier "
+            "steps (a momentum) that are used again without theirs."
         )
         return Finding(NAME, BUG, text, share, None, 0.9, "", data)
+    path = noise_path(probe)
+    data |= {"followed": len(path.noise), "read": path.way}
+    odd = _over_steps(probe, path, echo)
+    if odd.p_value < LEVEL:
+        text = (
+            f"The noise of {len(path.noise)} steps is not fresh and alike: {odd.what} (p = {odd.p_value:.1e}). Look "
+            "for steps without noise or with less, noise that is used again, and generators that are seeded anew."
+        )
+        return Finding(NAME, BUG, text, share, odd.p_value, LEVEL, "noise of all steps is independent and alike", data)
     p_value, lag = _repetition(one)
     data |= {"lag": lag}
     if p_value < significance:
@@ -64,8 +82,49 @@ def noise_independence(
             "for a generator that is seeded anew for each parameter, or one draw that is used for several."
         )
         return Finding(NAME, BUG, text, share, p_value, significance, "no two stretches of the noise are alike", data)
-    text = f"Noise is fresh at every step (grows {growth:.2f} times over {steps}) and for every parameter."
+    text = (
+        f"Noise is fresh at every step (grows {growth:.2f} times over {steps}; {len(path.noise)} steps one by one) and "
+        "for every parameter."
+    )
     return Finding(NAME, OK, text, share, p_value, significance, "no two stretches of the noise are alike", data)
+
+
+def _echo(probe: Probe, steps: int) -> Array | None:
+    """What a contribution to the first, second, ... step has done after the last, over what it does in a single step.
+
+    Ones for plain SGD. None where contributions are not proportional to C.
+    """
+    if probe.regime.kind not in ("linear", "switched"):
+        return None
+    norm, rest = steady(probe, 0.1 if probe.optimizer == "sgd" else 0.25)
+    sample = probe.data(1, 241)
+    base = probe.change([rest] * steps, norm)
+    places = [[sample if k == place else rest for k in range(steps)] for place in range(steps)]
+    apart = np.stack([probe.change(batches, norm) - base for batches in places])
+    single = probe.change([sample], norm) - probe.change([rest], norm)
+    size = float(single @ single)
+    if not np.isfinite(apart).all() or size <= (100 * probe.resolution) ** 2:
+        return None
+    return apart @ single / size  # type: ignore[no-any-return]
+
+
+def _over_steps(probe: Probe, path: Path, echo: Array | None) -> Doubt:
+    """Doubts of the path's noise, and of that of one run's steps where the path is of several runs."""
+    if path.std == 0:
+        return Doubt(0.0, "later steps have no noise")
+    z = path.noise / path.std
+    doubts = [*over_steps(z), *pairs(z)]
+    if path.way != "trajectory" and probe.optimizer == "sgd" and echo is not None:
+        lags = np.diff(echo[::-1])
+        power = lags[0] ** np.arange(1, len(lags) + 1) if abs(lags[0]) > 0.02 else 0 * lags
+        if float(np.abs(lags - power).max()) < 0.02:  # plain, or a momentum as usual
+            noise, stride = prefixes(probe, path.norm, path.sigma)
+            if stride == 1 and power[0]:
+                noise = without_memory(noise, lags[0] ** np.arange(1.0, len(noise)))
+            if stride == 1 or not power[0]:
+                std = float(np.sqrt(np.mean(noise**2)))
+                doubts += [*over_steps(noise / std), *pairs(noise / std)] if std > 0 else [Doubt(0.0, "no noise")]
+    return worst(doubts)
 
 
 def _repetition(noise: Array) -> tuple[float, int]:

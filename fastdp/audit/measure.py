@@ -54,6 +54,7 @@ class Probe:
         self._regime: Regime | None = None
         self._strong: Batch | None = None
         self._drift: Array | None = None
+        self.memo: dict[str, Any] = {}  # what several tests look at, by name
 
     @classmethod
     def of(cls, trainable: Any, seed: int = 0) -> Probe:

@@ -11,7 +11,7 @@ import numpy as np
 from .finding import BUG, OK, Finding, not_tested
 from .measure import Probe
 from .statistics import mean_distance, slope
-from .trainable import Lacking
+from .trainable import Array, Batch, Lacking
 
 NAME = "uncalibrated_noise"
 NULL = "the distance does not depend on C"
@@ -28,6 +28,18 @@ def settings(probe: Probe) -> tuple[float, float]:
         return probe.clipped_norm("needs a step in which Adam is linear") / 4, 8 / math.sqrt(size)
     regime = probe.regime
     return (regime.norm if regime.kind in ("linear", "switched") else 1.0), 1.0
+
+
+def draws(
+    probe: Probe, norm: float, sigma: float, seeds: int, size: int = 8, first: int = 3001, data: Batch | None = None
+) -> Array:
+    """Noise [seeds, P] of one step, as the parameters show it: a step with noise less the same step without."""
+    batch = [data if data is not None else probe.data(size, 67)]
+    still = probe.change(batch, norm, 0.0)
+    found = np.stack([probe.change(batch, norm, sigma, first + k) - still for k in range(seeds)])
+    if not np.isfinite(found).all():
+        raise Lacking("needs a step with noise that leaves the parameters finite")
+    return found
 
 
 def uncalibrated_noise(

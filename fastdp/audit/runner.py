@@ -11,6 +11,7 @@ import numpy as np
 from .accountant import accountant, empty_batch
 from .canaries import epsilon_bound
 from .clipping import no_clipping
+from .company import per_sample_independence
 from .distribution import noise_distribution, noise_scale
 from .finding import BUG, Finding, not_tested
 from .independence import noise_independence
@@ -19,7 +20,7 @@ from .minibatch import minibatch_clipping
 from .noise import uncalibrated_noise
 from .parts import noise_once
 from .report import Report
-from .samples import batch_statistics, nan_sample, per_sample_independence
+from .samples import batch_statistics, nan_sample
 from .sampling import poisson_sampling
 from .sensitivity import sensitivity
 from .trainable import AuditError, Trainable

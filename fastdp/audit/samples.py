@@ -1,4 +1,4 @@
-"""What a sample contributes must depend on nothing but itself: not on its company, and not if it is NaN."""
+"""What a layer takes from the others in the batch, and what a sample of NaN does to them."""
 
 from __future__ import annotations
 
@@ -8,39 +8,7 @@ import numpy as np
 
 from .finding import BUG, OK, Finding, not_tested
 from .measure import Probe, batch_of, copies
-from .trainable import Lacking, count, joined, pick, rows
-
-TOLERANCE = {"sgd": 0.01, "adam": 0.1}  # relative; of Adam, whose step is only nearly linear
-
-
-def per_sample_independence(trainable: Any, *, seed: int = 0) -> Finding:
-    """The sum of a batch against the sum of its samples' steps, each taken alone, without noise.
-
-    statistic: norm of the difference over the largest contribution of a sample.
-    """
-    name = "per_sample_independence"
-    probe = Probe.of(trainable, seed)
-    norm = _norm(probe)
-    worst, sizes = 0.0, (2, 5, 8)
-    for number, size in enumerate(sizes):
-        batch = probe.together([probe.data(size, 37 + number), probe.strong])
-        alone = [probe.summed(pick(batch, [k]), norm) for k in range(size + 1)]
-        largest = max(float(np.linalg.norm(change)) for change in alone)
-        slack = 4 * probe.resolution * probe.divisor(size + 1)
-        difference = float(np.linalg.norm(probe.summed(batch, norm) - np.sum(alone, 0)))
-        worst = max(worst, (difference - slack) / max(largest, probe.resolution))
-    bound = TOLERANCE[probe.optimizer]
-    data = {"norm": norm, "sizes": list(sizes)}
-    if not worst <= bound:
-        text = (
-            f"A batch is not the sum of its samples: the difference is {worst:.3g} of a sample's contribution. Other "
-            "samples change what one contributes. Look for clipping of the batch, norms or factors shared between "
-            "samples, a loss divided by something of the batch (its tokens, its classes), attention or normalisation "
-            "over the batch."
-        )
-        return Finding(name, BUG, text, worst, None, bound, data=data)
-    return Finding(name, OK, f"A batch is the sum of its samples, to {max(worst, 0):.1e} of one's contribution.",
-                   worst, None, bound, data=data)  # fmt: skip
+from .trainable import Lacking, count, joined, rows
 
 
 def _norm(probe: Probe) -> float:

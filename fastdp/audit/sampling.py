@@ -18,13 +18,15 @@ NULL = "every record joins every batch independently, with the accounted probabi
 
 
 def poisson_sampling(
-    trainable: Any, *, seed: int = 0, records: int = 240, steps: int = 120, significance: float = 1e-3
+    trainable: Any, *, seed: int = 0, records: int = 240, steps: int = 240, significance: float = 1e-3
 ) -> Finding:
     """The batches that the script's loader draws from so many records, over so many steps.
 
-    Looked at: how many records are drawn in all (the rate), how the sizes of batches vary (not at all, where their
-    size is fixed), how often each record is drawn (equally often, where an epoch shuffles), records that are twice in
-    a batch, and whether another seed draws otherwise.
+    Looked at: how many records are drawn in all (the rate); how the sizes of batches vary (not at all, where their
+    size is fixed), and the largest and the smallest (cut, filled up); how often each record is drawn (equally often,
+    where an epoch shuffles; never, where the last is forgotten); how often neighbours are drawn together; batches
+    without a record, of few records; records that are twice in a batch, batches that recur, and whether another seed
+    draws otherwise.
 
     statistic: the rate over the accounted one; p_value: the smallest of the tests', times their number. Needs sample
     and sample_rate of the trainable.
@@ -50,6 +52,9 @@ def poisson_sampling(
         return _bug(
             "Another seed draws the same batches: sampling must be random, and secret.", found / rate, None, data
         )
+    kept = [batch.tobytes() for batch in map(np.sort, drawn) if len(batch) > 8]
+    if rate < 0.9 and len(set(kept)) < len(kept):
+        return _bug("A batch of more than 8 records is drawn twice: batches are used again.", found / rate, None, data)
     if rate == 1:
         everything = bool((sizes == records).all())
         text = (
@@ -63,6 +68,10 @@ def poisson_sampling(
         "rate": _two_sided(stats.norm.sf, (sizes.sum() - records * steps * rate) / math.sqrt(records * steps * spread)),
         "sizes": _dispersion(sizes, records * rate, records * spread),
         "records": _dispersion(times, steps * rate, steps * spread),
+        "single records": min(1.0, records * float(_binomial(times, steps, rate).min())),
+        "neighbours": float(_binomial(_together(drawn, records), steps * (records - 1), rate * rate)),
+        "extremes": _extremes(sizes, records, rate),
+        "empty batches": _empty(sample, rate, steps, seed),
     }
     p_value = min(1.0, min(checks.values()) * len(checks))
     data["p_values"] = checks
@@ -77,6 +86,17 @@ def poisson_sampling(
             "Poisson sampler. The accountant's amplification is of Poisson sampling; others need other "
             "accountants, or have none."
         )
+    elif checks["single records"] * len(checks) < significance:
+        record = int(np.argmin(_binomial(times, steps, rate)))
+        text = f"Record {record} is drawn in {times[record]:.0f} of {steps} batches, where {steps * rate:.1f} are due."
+    elif checks["neighbours"] * len(checks) < significance:
+        text = "Neighbouring records are drawn together: whole groups are in a batch or out of it."
+    elif checks["extremes"] * len(checks) < significance:
+        text = (
+            f"Batches have {sizes.min():.0f} to {sizes.max():.0f} records: large ones are cut, or small ones filled up."
+        )
+    elif checks["empty batches"] * len(checks) < significance:
+        text = "Of few records, batches without any come too seldom or too often: an empty batch is a batch, too."
     else:
         text = (
             "Batches are no Poisson sample: their sizes, or how often records are drawn, vary too little or too much."
@@ -95,6 +115,29 @@ def _checked(drawn: Sequence[Any], records: int, steps: int) -> list[Array]:
     if any(batch.size and (batch.min() < 0 or batch.max() >= records) for batch in found):
         raise AuditError(f"sample({records}, ...) gave indices outside of 0 to {records - 1}")
     return found
+
+
+def _binomial(found: Any, n: int, rate: float) -> Any:
+    """Two-sided p-values of these numbers of n."""
+    return np.minimum(1.0, 2 * np.minimum(stats.binom.cdf(found, n, rate), stats.binom.sf(found - 1, n, rate)))
+
+
+def _extremes(sizes: Array, records: int, rate: float) -> float:
+    """Smaller p-value, twice, of "none of the batches is larger" and "none is smaller"."""
+    law = stats.binom(records, rate)
+    return float(min(1.0, 2 * min(law.cdf(sizes.max()) ** len(sizes), law.sf(sizes.min() - 1) ** len(sizes))))
+
+
+def _together(drawn: Sequence[Array], records: int) -> int:
+    """How often a record and the next are in one batch."""
+    return int(sum(np.isin(batch + 1, batch).sum() for batch in drawn))
+
+
+def _empty(sample: Any, rate: float, steps: int, seed: int) -> float:
+    """p-value of the number of empty batches, of so few records that many are."""
+    few = max(2, round(1 / rate))
+    drawn = _checked(sample(few, steps, 2 * seed + 3), few, steps)
+    return float(_binomial(np.array(sum(not len(batch) for batch in drawn)), steps, (1 - rate) ** few))
 
 
 def _two_sided(tail: Any, z: float) -> float:

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 
 from .finding import BUG, OK, Finding, not_tested
+from .known import confident, gradient_norm, steady, weak
 from .measure import Probe
 from .trainable import Batch, pick, rows
 
 NAME = "sensitivity"
 TOLERANCE = 1e-3
 COMPANY = 7
+OWN = (0.03, 0.3, 0.93)  # C over a sample's own gradient
+STEPS = 24
+LATER = {"sgd": 0.03, "adam": 0.15}  # relative; the weights move, and Adam's step is only nearly linear
 
 
 def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) -> Finding:
@@ -22,7 +26,8 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
 
     Samples: ordinary ones, large labels, wrong labels, inputs scaled by 10 to 1000 and down to 0. Each is measured as a
     batch of its own, as the difference that it makes to a batch of seven others, and (SGD) in a second step.
-    Several clipping norms, as far as the rounding of the parameters lets a contribution be seen to `tolerance`.
+    Several clipping norms, as far as the rounding of the parameters lets a contribution be seen to `tolerance`. Then
+    samples of small gradients, each at a C somewhat below its own norm; and 24 steps, which must be proportional to C.
 
     statistic: the largest contribution over C; bound: 1 and the tolerance. Needs learning_rate.
     """
@@ -56,6 +61,7 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
                     size = float(np.linalg.norm(change)) / gain / norm
                 if math.isfinite(size):
                     found.append((size - slack, label, norm))
+    found += _at_their_own_norms(probe, gain, adversaries)
     if not found:
         return not_tested(NAME, "every contribution is infinite or NaN, even of ordinary samples")
     worst, label, norm = max(found)
@@ -68,8 +74,60 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
             "factor's shape and sense, and at samples that are counted more than once.",
             worst, None, 1 + tolerance, data=data,
         )  # fmt: skip
+    growth = _later(probe)
+    if growth is not None and not abs(growth - 1) < LATER[probe.optimizer]:
+        text = (
+            f"{STEPS} steps on one sample change the parameters {growth:.3g} times as much as their share of C: in "
+            "some later step the gradient is not clipped to C. Look at what the loop does at its k-th step, and at "
+            "factors and norms that are kept."
+        )
+        return Finding(NAME, BUG, text, growth, None, 1 + LATER[probe.optimizer], data=data)
     text = f"No sample changes the sum by more than C: at most {worst:.4g} C in {len(found)} trials."
     return Finding(NAME, OK, text, worst, None, 1 + tolerance, data=data)
+
+
+def _at_their_own_norms(
+    probe: Probe, gain: float, adversaries: list[tuple[str, Batch]]
+) -> list[tuple[float, str, float]]:
+    """Contributions at C a little and far below each sample's own gradient, small ones among them."""
+    samples = adversaries[:1]
+    for share in (1e-2, 1e-4):
+        with contextlib.suppress(Exception):  # a script that takes no such labels
+            samples.append((f"a label that is predicted to {share:g}", weak(probe, share, 311)))
+    with contextlib.suppress(Exception):
+        samples += [("a label that the model is sure of", sample) for sample in confident(probe, 313)]
+    found = []
+    for how, sample in samples:
+        size = gradient_norm(probe, sample)
+        if size is None or size * gain <= 50 * probe.resolution:
+            continue
+        for share in OWN:
+            norm = share * size
+            slack = 2 * probe.resolution * probe.divisor(1) / gain / norm
+            contribution = float(np.linalg.norm(probe.summed(sample, norm))) / gain / norm
+            if math.isfinite(contribution):
+                found.append((contribution - slack, f"{how}, whose gradient is {size:.2g}", norm))
+    return found
+
+
+def _later(probe: Probe) -> float | None:
+    """Ten times what a tenth of C does in many steps, over what C does, or the other way: 1 where all are clipped."""
+    regime, drifting = probe.regime, bool(np.any(probe.drift))
+    norm, sample = steady(probe, 0.01 if probe.optimizer == "sgd" else 0.3)
+    many, others = [sample] * STEPS, [probe.data(1, 319)] * STEPS
+
+    def moved(c: float) -> float:
+        return float(np.linalg.norm(probe.change(many, c) - (probe.change(others, c) if drifting else 0.0)))
+
+    if regime.kind == "switched":  # nothing, if the sample never counts
+        return None if drifting else 1 + moved(norm) / max(regime.changes)
+    if regime.kind != "linear":
+        return None
+    sizes = moved(norm), moved(norm / 10)
+    if min(sizes) <= 300 * probe.resolution:
+        return None
+    share = sizes[0] / sizes[1] / 10
+    return max(share, 1 / share)
 
 
 def _slack(probe: Probe, gain: float, norm: float) -> float:

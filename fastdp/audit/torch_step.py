@@ -99,18 +99,20 @@ class TorchTrainable:
         """Train the model by the script's own step."""
         ready = [model.tensors(batch) for batch in batches]
         with self._running(seed):
-            if not ready:
-                pass  # a loop of one's own need not bear no batches
-            elif self.train is not None:
-                self.train(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier,
-                           seed=seed)  # fmt: skip
-            else:
-                self._optimizer(model, count(batches[0][1]), clipping_norm, noise_multiplier, seed)
-                for x, y in ready:
-                    model.optimizer.zero_grad()
-                    self.loss(model.called(x), y).backward()
-                    model.optimizer.step()
+            if ready:  # a loop of one's own need not bear no batches
+                self._train(model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed)
         return self._outcome(model, ready)
+
+    def trajectory(
+        self, model: Job, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
+    ) -> Array | None:
+        """The parameters [steps, P] after every step of a run; None where a loop does not take batches in turn."""
+        ready = Watched([model.tensors(batch) for batch in batches], model)
+        with self._running(seed):
+            self._train(model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed)
+        ready.note(len(ready))
+        whole = sorted(ready.seen) == list(range(len(ready) + 1))
+        return np.stack([ready.seen[k] for k in range(1, len(ready) + 1)]) if whole else None
 
     def _run_parts(
         self,
@@ -160,6 +162,16 @@ class TorchTrainable:
 
     # ------------------------------------------------------------------ inside
 
+    def _train(self, model: Job, ready: Sequence[Any], **given: Any) -> None:
+        if self.train is not None:
+            self.train(model.model, ready, **given)
+            return
+        self._optimizer(model, count(ready[0][1]), **given)
+        for x, y in ready:
+            model.optimizer.zero_grad()
+            self.loss(model.called(x), y).backward()
+            model.optimizer.step()
+
     def _counted(self, model: Job) -> list[tuple[float, float | None, int]]:
         assert self._history is not None
         return [tuple(entry) for entry in self._history(model.optimizer if self.train is None else model.model)]
@@ -185,7 +197,7 @@ class TorchTrainable:
             yield
 
     def _outcome(self, model: Job, ready: Sequence[tuple[Any, Any]]) -> Outcome:
-        flat = torch.cat([p.detach().double().flatten() for p in model.trained]).numpy(force=True)
+        flat = model.flat()
         if not ready:
             return Outcome(float("nan"), flat)
         kept = [buffer.clone() for buffer in model.model.buffers()]
@@ -208,6 +220,11 @@ class Job:
         self.device = first.device
         self.dtype = torch.float64 if first.dtype == torch.float64 else torch.get_default_dtype()
 
+    def flat(self) -> Array:
+        """The trained parameters [P]."""
+        found = torch.cat([p.detach().double().flatten() for p in self.trained])
+        return found.numpy(force=True)  # type: ignore[no-any-return]
+
     def tensors(self, batch: Batch) -> tuple[Any, Any]:
         """A batch as the model takes it: on its device, numbers in its precision."""
         return self.tensor(batch[0]), self.tensor(batch[1])
@@ -219,6 +236,26 @@ class Job:
             return type(part)(self.tensor(value) for value in part)
         found = torch.from_numpy(np.array(part))
         return found.to(self.device, self.dtype if found.is_floating_point() else found.dtype)
+
+
+class Watched(list[Any]):
+    """Batches that note the model's parameters when one is taken: those after all steps before it."""
+
+    def __init__(self, batches: Sequence[Any], model: Job) -> None:
+        super().__init__(batches)
+        self.model, self.seen = model, dict[int, Array]()
+
+    def note(self, number: int) -> None:
+        self.seen[number] = self.model.flat()
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(len(self)):
+            yield self[number]
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, int):
+            self.note(number % len(self))
+        return super().__getitem__(number)
 
 
 def _arrays(part: Any) -> Any:

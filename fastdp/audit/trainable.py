@@ -51,6 +51,8 @@ class Trainable(Protocol):
     run_parts(model, batches, *, clipping_norm, noise_multiplier, seed) -> Outcome
                                        as run, but each logical batch is a list of physical ones (micro-batches that are
                                        accumulated, or the shares of workers)
+    trajectory(model, batches, *, clipping_norm, noise_multiplier, seed) -> [steps, P], or None
+                                       as run, with the parameters after every step; else one run a step, on one model
     state(model) -> [S]                whatever else is released with the parameters: running statistics of BatchNorm
     sample(records, steps, seed) -> [indices of step 1, indices of step 2, ...]
                                        the batches that the script's loader draws; with sample_rate, the accounted one

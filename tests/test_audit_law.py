@@ -1,0 +1,85 @@
+"""Tests of independent normal draws: right ones pass, each departure is found in as many draws as an audit has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from fastdp.audit import law
+
+STEPS, SIZE = 472, 276
+Array = np.ndarray
+BLOCKS = [("weight", slice(0, 192)), ("bias", slice(192, 208)), ("head", slice(208, 276))]
+
+
+def normal(seed: int, steps: int = STEPS, size: int = SIZE) -> Array:
+    return np.random.default_rng(seed).normal(size=(steps, size))
+
+
+def doubts(z: Array) -> dict[str, law.Doubt]:
+    z = z / np.sqrt(np.mean(z**2))
+    return {"shape": law.worst(list(law.shape(z))), "groups": law.worst(list(law.groups(z, BLOCKS))),
+            "steps": law.worst(list(law.over_steps(z))), "pairs": law.worst(list(law.pairs(z)))}  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "size"), [(STEPS, SIZE), (64, 2000), (560, 8), (24, SIZE), (24, 8), (3, 276)])
+def test_right_noise_is_not_doubted(steps: int, size: int) -> None:
+    for seed in range(4):
+        found = doubts(normal(seed, steps, size))
+        assert min(doubt.p_value for doubt in found.values()) > 1e-4, found
+
+
+def redrawn(z: Array, edge: float) -> Array:
+    draw = np.random.default_rng(99)
+    while (beyond := np.abs(z) > edge).any():
+        z = np.where(beyond, draw.normal(size=z.shape), z)
+    return z
+
+
+def without(z: Array, chosen: object, factor: float = 0.0) -> Array:
+    z = z.copy()
+    z[chosen] *= factor
+    return z
+
+
+WRONG: dict[str, tuple[str, Callable[[Array], Array]]] = {
+    "cut at 4": ("shape", lambda z: z.clip(-4, 4)),
+    "cut at 3": ("shape", lambda z: z.clip(-3, 3)),
+    "drawn again beyond 3": ("shape", lambda z: redrawn(z, 3)),
+    "twelve uniforms": ("shape", lambda z: np.random.default_rng(1).random((12, *z.shape)).sum(0) - 6),
+    "a mean": ("shape", lambda z: z + 0.03),
+    "some zeros": ("shape", lambda z: z * (np.random.default_rng(1).random(z.shape) > 0.005)),
+    "Student": ("shape", lambda z: np.random.default_rng(1).standard_t(20, z.shape)),
+    "half on 4 coordinates": ("groups", lambda z: without(z, np.s_[:, -4:], 0.5)),
+    "0.97 on a parameter": ("groups", lambda z: without(z, np.s_[:, :192], 0.97)),
+    "centred": ("groups", lambda z: z - z.mean(1, keepdims=True)),
+    "none at every tenth step": ("steps", lambda z: without(z, np.s_[9::10])),
+    "0.9 at every tenth step": ("steps", lambda z: without(z, np.s_[9::10], 0.9)),
+    "a fixed norm": ("steps", lambda z: z / np.linalg.norm(z, axis=1, keepdims=True)),
+    "fading": ("steps", lambda z: z * 0.9998 ** np.arange(len(z))[:, None]),
+    "used again": ("pairs", lambda z: np.concatenate([z[:300], z[17 : 17 + len(z) - 300]])),
+    "a tenth of the step before": ("pairs", lambda z: z + 0.1 * np.roll(z, 1, 0)),
+    "two coordinates alike": ("pairs", lambda z: np.concatenate([z[:, :-1], z[:, :1]], 1)),
+    "a part that all share": ("pairs", lambda z: z + 0.2 * z[:, :1] * np.sign(normal(5, 1))),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_noise_is_doubted(name: str) -> None:
+    where, change = WRONG[name]
+    for seed in range(3):
+        found = doubts(change(normal(seed)))
+        assert found[where].p_value < law.LEVEL and found[where].what, found
+
+
+def test_a_run_of_24_steps_shows_a_step_without_noise() -> None:
+    for size in (8, SIZE):
+        assert doubts(without(normal(1, 24, size), np.s_[9::10]))["steps"].p_value < law.LEVEL
+
+
+def test_rounding_is_not_taken_for_values_that_come_too_often() -> None:
+    coarse = np.round(normal(3) * 2000) / 2000
+    assert law.worst(list(law.shape(coarse / coarse.std(), 5e-4))).p_value > 1e-3
+    assert law.worst(list(law.shape(np.round(normal(3) * 100) / 100))).p_value < law.LEVEL
