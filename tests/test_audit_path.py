@@ -102,6 +102,14 @@ def test_a_momentum_is_measured_and_taken_off() -> None:
     assert abs(np.corrcoef(flat.noise[1:].ravel(), flat.noise[:-1].ravel())[0, 1]) < 0.02
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_sample_that_does_not_count_stays_out_of_later_steps(seed: int) -> None:
+    """Global clipping: with C just below its gradient it came in when another had moved the weights."""
+    probe = Probe(right.HAND["global"](), seed)
+    np.testing.assert_allclose(response(probe, walker(probe)[1], 3), 0, atol=0.02)  # type: ignore[arg-type]
+    np.testing.assert_allclose(_echo(probe, 4), 1, atol=0.02)
+
+
 def test_adams_contributions_are_followed_too() -> None:
     for make in (lambda: Hand("adam"), right.RIGHT["fastdp, Adam"]):
         np.testing.assert_allclose(_echo(Probe(make(), 1), 4), [1.985, 1.094, 0.631, 0.291], atol=5e-3)

@@ -78,6 +78,6 @@ def steady(probe: Probe, share: float) -> tuple[float, Batch]:
     """
     regime = probe.regime
     if regime.kind != "linear":
-        return regime.norm, probe.strong
+        return regime.norm / 3, probe.strong  # far enough below its gradient, which moves with the weights
     typical = ordinary_norm(probe)
     return min(share * regime.norm, typical / 20 if typical is not None else np.inf), probe.data(1, 317)

@@ -223,7 +223,8 @@ def response(probe: Probe, walk: Walk, lags: int) -> Array | None:
     size = float(apart[0] @ apart[0])
     if not np.isfinite(apart).all() or size <= (20 * probe.resolution) ** 2:
         return None
-    return np.asarray(apart[1:] @ apart[0] / size)
+    found = np.asarray(apart[1:] @ apart[0] / size)
+    return found if np.abs(found).max() <= 1.05 else None  # no memory lets a contribution grow: it was not steady
 
 
 def without_memory(steps: Array, lags: Array) -> Array:
