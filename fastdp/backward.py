@@ -14,7 +14,6 @@ from .capture import Pass
 from .errors import (
     BatchLayoutError,
     FastDPError,
-    LossNotFollowedWarning,
     SampleMixingError,
     StepError,
     UncapturedUseError,
@@ -78,7 +77,8 @@ class Backward:
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
         self.owner: Owner | None = None  # of the forwards, by whose hooks gradients may change
-        self.lost, self._warned = False, False  # the loss that backward begins with was made out of sight
+        self._problem: SampleMixingError | Warning | None = None  # of what backward was called on
+        self._reached = False
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.whose, self.others = Whose(), Others(tracked)
         self.profile = False  # measure the time of each use on a device too
@@ -102,7 +102,7 @@ class Backward:
         if self.owner is not None:
             self.owner.begins(self._open_forwards == 0)
         self._open_forwards += 1
-        self._tape, self.lost = None, False
+        self._tape = None
         self.note_grads()
         self.others.begin()
 
@@ -133,14 +133,6 @@ class Backward:
     def reached(self, layout: Layout | None, grad: Tensor) -> None:
         """A gradient arrives at an output of the model."""
         tape = self._begin()
-        if self.lost and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "the loss was made where fastdp could not follow it (a custom autograd function, numpy, a function of "
-                "torch.func): whether it is a sum or mean of each sample's own loss is not known. Run fastdp.verify.",
-                LossNotFollowedWarning,
-                stacklevel=2,
-            )
         if layout is not None and layout.mixed and not layout.total:
             tape.failed = True
             raise mixing_error(layout)
@@ -152,7 +144,28 @@ class Backward:
                 "by batch_size= if consecutive rows are of one sample."
             )
 
+    @property
+    def count(self) -> int:
+        """Backwards so far."""
+        return self._count
+
+    def expect(self, problem: SampleMixingError | Warning | None) -> None:
+        """A backward is called on something with this problem, of this engine or of none."""
+        self._problem, self._reached = problem, False
+
+    def was_reached(self) -> bool:
+        """Whether the backward since `expect` was of this engine."""
+        self._problem = None
+        return self._reached
+
     def _begin(self) -> _Tape:
+        self._reached = True
+        problem, self._problem = self._problem, None
+        if isinstance(problem, Warning):
+            warnings.warn(problem, stacklevel=2)
+        elif problem is not None:
+            self.gradients = None
+            raise problem
         tape = self._tape
         if tape is None:
             with self._lock:

@@ -9,7 +9,6 @@ what backward is called on: that must be a total over the samples (`layouts.tota
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from typing import Any, Protocol
 
@@ -21,7 +20,7 @@ from . import sampling
 from .activation_hooks import HOOKING, guard_graph, hooked
 from .arguments import nested_tensors
 from .backward import mixing_error
-from .errors import LossReductionWarning, SampleMixingError
+from .errors import LossNotFollowedWarning, LossReductionWarning, SampleMixingError
 from .layouts.calls import Call, function_name, map_tensors, tensors_in
 from .layouts.layout import INPUT, LOADERS, Layout, Moment, is_stale, set_moment, tag, tag_of
 from .layouts.losses import LOSSES
@@ -71,12 +70,16 @@ class Following(TorchFunctionMode):
         if func is Tensor.backward or func is torch.autograd.backward:
             roots = args[0] if args else kwargs.get("tensors", ())
             given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
+            problem = self._problem_of(self._weighted(roots, given))
+            guard_graph(self.moment.owner, roots, self.batch)
+            engines = list(ENGINES)
+            for engine in engines:
+                engine.backward_begins(problem)
             try:
-                self._check(self._weighted(roots, given))
-                guard_graph(self.moment.owner, roots, self.batch)
+                return func(*args, **kwargs)
             finally:
-                self.finish()
-            return func(*args, **kwargs)
+                if any([engine.backward_was_reached() for engine in engines]):
+                    self.finish()  # else it was of something else
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         if func in HOOKING and not (args[0].is_leaf and args[0].requires_grad):
@@ -163,28 +166,35 @@ class Following(TorchFunctionMode):
             found.append(root)
         return found
 
-    def _check(self, roots: Any) -> None:
-        """What backward is called on must be a sum over the samples, or each sample's own."""
-        for root in tensors_in(roots):
+    def _problem_of(self, roots: list[Tensor]) -> SampleMixingError | Warning | None:
+        """What backward is called on must be a sum over the samples, or each sample's own: what is wrong with it."""
+        for root in roots:
             if not root.requires_grad:
                 continue
             layout = tag_of(root, self.batch)
-            if isinstance(root.grad_fn, torch.autograd.function.BackwardCFunction):
-                self.engine.lose()  # its backward is the user's own
+            own = isinstance(root.grad_fn, torch.autograd.function.BackwardCFunction)  # its backward is the user's
+            if own or (layout is None and not root.is_leaf):
+                return LossNotFollowedWarning(_LOST)
             if layout is None:
-                if not root.is_leaf:
-                    self.engine.lose()
-            elif layout.mixed and not layout.total:
+                continue
+            if layout.mixed and not layout.total:
                 of_model = next((known for known in self.mixed if known.mixed == layout.mixed), None)
                 if of_model is not None:
-                    raise mixing_error(of_model)
-                raise SampleMixingError(_REFUSED.format(layout.mixed), layout.mixed)
-            elif layout.piece is not None:
-                raise SampleMixingError(_REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
-            elif layout.total not in ("", "either", "mean" if self.engine.mean else "sum"):
-                warnings.warn(_REDUCTION[layout.total], LossReductionWarning, stacklevel=4)
+                    return mixing_error(of_model)
+                if self.engine.grouped:  # of one person's records, perhaps
+                    return LossNotFollowedWarning(_LOST)
+                return SampleMixingError(_REFUSED.format(layout.mixed), layout.mixed)
+            if layout.piece is not None:
+                return SampleMixingError(_REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
+            if layout.total not in ("", "either", "mean" if self.engine.mean else "sum"):
+                return LossReductionWarning(_REDUCTION[layout.total])
+        return None
 
 
+_LOST = (
+    "the loss was made where fastdp could not follow it (a custom autograd function, numpy, a function of torch.func): "
+    "whether it is a sum or mean of each sample's own loss is not known. Run fastdp.verify."
+)
 _REDUCTION = {
     "sum": (
         "the loss is a sum over the samples, but loss_reduction is 'mean' (the default): each sample's gradient is "
@@ -222,7 +232,7 @@ def current() -> Following | None:
 def start(batch: int, moment: Moment, engine: Engine, outputs: list[Layout]) -> None:
     """Follow a batch from here on, in this thread, until `stop` or its backward."""
     stop()
-    if batch > 1:
+    if batch > 1 and PLAINLY.possible():
         set_moment(moment)
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
         _HERE.following = Following(batch, moment, engine, mixed)
@@ -240,8 +250,18 @@ class Engine(Protocol):
     sizes: Sizes
     reads: Reads
 
-    def lose(self) -> None:
-        """Backward is called on something that could not be followed."""
+    @property
+    def grouped(self) -> bool:
+        """Whether a sample is a group of records."""
+
+    def backward_begins(self, problem: SampleMixingError | Warning | None) -> None:
+        """Backward is called on something with this problem: to be raised, or warned of, if it is of the engine."""
+
+    def backward_was_reached(self) -> bool:
+        """Whether the backward that has just ended was of the engine."""
+
+    def backwards(self) -> int:
+        """How many there were."""
 
     @property
     def takes_rows(self) -> bool:
@@ -253,15 +273,16 @@ class Engine(Protocol):
 
 
 ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # that are attached to a model
-_LAST: list[Moment] = []  # of the batch that a loader handed out last
+_LAST: list[Moment] = []  # of batches that loaders handed out
+_TRAINED = [0]  # backwards of all engines, when the last one was
 
 
 def handed_out(batch: Any, size: int) -> None:
     """A loader hands out a batch: what is made of it before the model sees it is followed, too."""
     stop()
-    for moment in _LAST:
-        moment.alive = False
-    _LAST.clear()
+    if _LAST and sum(engine.backwards() for engine in ENGINES) != _TRAINED[0]:
+        _LAST.pop(0).alive = False  # the batch before, or, if they are fetched ahead, the one trained on since
+    _TRAINED[0] = sum(engine.backwards() for engine in ENGINES)
     engines: list[Engine] = list(ENGINES)
     if not engines or not all(engine.takes_rows for engine in engines) or size <= 1:
         return

@@ -16,9 +16,10 @@ from .arguments import batch_of, nested_tensors, outputs_apart, packed_sequences
 from .backward import Backward
 from .capture import Pass
 from .compiled import Switches
-from .errors import BatchLayoutError, ParameterError
+from .errors import BatchLayoutError, ParameterError, SampleMixingError
 from .layouts.layout import Layout, Moment, set_moment, tag_of
 from .layouts.memory import look
+from .layouts.pieces import OWN_READS
 from .layouts.sizes import Sizes
 from .memo import Memo
 from .module_hooks import ModuleHook
@@ -72,9 +73,22 @@ class Forward:
         self._switches: Switches | None = None
         backward.ended = self.backward_ended
 
-    def lose(self) -> None:
-        """Backward is called on something that could not be followed."""
-        self.backward.lost = True
+    @property
+    def grouped(self) -> bool:
+        """Whether a sample is a group of records."""
+        return self._people is not None
+
+    def backward_begins(self, problem: SampleMixingError | Warning | None) -> None:
+        """Backward is called on something with this problem: to be raised, or warned of, if it is of the engine."""
+        self.backward.expect(problem)
+
+    def backward_was_reached(self) -> bool:
+        """Whether the backward that has just ended was of the engine."""
+        return self.backward.was_reached()
+
+    def backwards(self) -> int:
+        """How many there were."""
+        return self.backward.count
 
     @property
     def takes_rows(self) -> bool:
@@ -180,6 +194,7 @@ class Forward:
             self._moments.append(active.moment)
         set_moment(active.moment)
         self.sizes.begin()
+        OWN_READS.clear()
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
@@ -283,7 +298,7 @@ class Forward:
                 layout = look(tensor, tag_of(tensor, self._batch), self._batch) or unseen
                 tensor.register_hook(functools.partial(self.backward.reached, layout))
                 layouts += [] if layout is None else [layout]
-        if not self.runs_again():
+        if out is not None and not self.runs_again():
             following.start(self._batch, started.moment, self, layouts)
         return apart
 

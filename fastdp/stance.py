@@ -13,6 +13,15 @@ from typing import Any
 _DYNAMO = "torch._dynamo.eval_frame"  # imported by torch.compile, as it takes seconds: without it nothing is compiled
 
 
+_COMPILED = "/torch/_dynamo/eval_frame.py"
+_HERE = __file__.removesuffix("stance.py")
+
+
+def _is_call(name: str) -> bool:
+    """Whether code of this file only stands between a model's forward and who called it."""
+    return name.startswith(_HERE) or name.endswith(("/torch/nn/modules/module.py", _COMPILED))
+
+
 class _Plainly:
     """Counts who wants compiled functions to run as plain Python."""
 
@@ -28,8 +37,19 @@ class _Plainly:
             if self._wanted == 1 and (dynamo := sys.modules.get(_DYNAMO)) is not None:
                 try:  # what torch.compiler.set_stance does, at a tenth of its time
                     self._users = dynamo._set_stance(dynamo.DynamoStance("force_eager"))
-                except RuntimeError:  # compiled code called the model: its hooks refuse that
+                except RuntimeError:  # compiled code called the model
                     self._users = None
+
+    def possible(self) -> bool:
+        """Whether no compiled function runs that called the model (the model itself may be compiled)."""
+        if sys.modules.get(_DYNAMO) is None:
+            return True
+        frame: Any = sys._getframe(1)
+        while frame is not None and _is_call(frame.f_code.co_filename):
+            frame = frame.f_back
+        while frame is not None and not frame.f_code.co_filename.endswith(_COMPILED):
+            frame = frame.f_back
+        return frame is None
 
     def end(self) -> None:
         """No longer."""

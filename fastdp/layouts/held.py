@@ -67,7 +67,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The tensor's memory; None for tensors without one (sparse)."""
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return None
 
 
@@ -75,7 +75,7 @@ def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
     """The tensor was given a layout: its memory holds data, of this moment's batch."""
     try:
         storage: Any = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return
     held: Held | None = getattr(storage, HELD, None)
     if held is None:

@@ -19,6 +19,7 @@ from .layout import ATTRIBUTE, Layout, tag, tag_of
 from .positions import is_random
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
+OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
 _SOURCE = "_fastdp_cut"  # on a tensor that was cut: the number of its parts, and the version
@@ -169,7 +170,8 @@ def joined(pieces: Sequence[Piece | None]) -> tuple[Piece | None, str]:
         return first._replace(past=hash(tuple(known))), ""
     if any(len(piece.samples) > 1 for piece in different):
         return None, BY_POSITION
-    NOTED.append(f"a single sample {BY_POSITION}")  # its own data may have said so
+    if not OWN_READS:  # else its own data may have said so
+        NOTED.append(f"a single sample {BY_POSITION}")
     return first, ""
 
 

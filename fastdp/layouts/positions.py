@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .calls import function_name, is_in_place, tensors_in
-from .layout import ATTRIBUTE
+from .layout import ATTRIBUTE, Layout
 
 _MADE = "_fastdp_made"  # on a constant: how it was made within sight
 _ALIKE = "_fastdp_alike"  # on a constant: (dimension, version, whether its rows are alike)
@@ -95,30 +95,43 @@ def may_matter(tensor: Tensor, batch: int) -> bool:
 NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING | _FILLING
 
 
-def by_place(tensor: Tensor, dim: int, rows: int) -> bool:
-    """Whether a constant has, along this dimension, different numbers for the rows of the batch by their place."""
-    if ATTRIBUTE in tensor.__dict__ or tensor.__dict__.get(_MADE) != _CONSTANT:
+def by_place(tensor: Tensor, dim: int, layout: Layout) -> bool:
+    """Whether a constant has, along this dimension, different numbers for the samples' rows by their place."""
+    if ATTRIBUTE in tensor.__dict__ or tensor.__dict__.get(_MADE) != _CONSTANT or layout.batch <= 1:
         return False
-    return 0 <= dim < tensor.dim() and rows > 1 and tensor.size(dim) == rows and not rows_alike(tensor, dim)
+    return 0 <= dim < tensor.dim() and tensor.size(dim) == layout.rows and not rows_alike(tensor, dim, layout)
 
 
-def rows_alike(tensor: Tensor, dim: int) -> bool:
-    """Whether all rows along a dimension hold the same numbers."""
-    if tensor.stride(dim) == 0 or tensor.numel() == 0:
+def rows_alike(tensor: Tensor, dim: int, layout: Layout) -> bool:
+    """Whether all samples' rows along a dimension hold the same numbers: the first, the second ... of each."""
+    if tensor.stride(dim) == 0 or tensor.numel() == 0 or layout.alone >= 0:
         return True
+    key = (dim, tensor._version, layout[1:4])
     note = tensor.__dict__.get(_ALIKE)
-    if note is not None and note[:2] == (dim, tensor._version):
-        return bool(note[2])
-    with torch.no_grad():
-        values = tensor.detach()
-        alike = bool((values == values.narrow(dim, 0, 1)).all())
-    tensor.__dict__[_ALIKE] = (dim, tensor._version, alike)
+    if note is not None and note[0] == key and layout.owner is None:
+        return bool(note[1])
+    alike = _alike(tensor.detach(), dim, layout)
+    tensor.__dict__[_ALIKE] = (key, alike)
     return alike
 
 
-def was_by_place(before: Tensor, written: Tensor, dim: int, rows: int) -> bool:
+def _alike(values: Tensor, dim: int, layout: Layout) -> bool:
+    if layout.owner is None:
+        values = values.unflatten(dim, (layout.outer, layout.batch, layout.inner))
+        return bool((values == values.narrow(dim + 1, 0, 1)).all())
+    owner = layout.owner.to(values.device)
+    order = torch.argsort(owner, stable=True)
+    counts = torch.bincount(owner, minlength=layout.batch)
+    rank = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner[order]]
+    rows = values.movedim(dim, 0)[order]
+    first = torch.zeros(int(rank.max()) + 1, dtype=torch.long, device=owner.device)
+    first[rank.flip(0)] = torch.arange(len(owner), device=owner.device).flip(0)  # a row of each rank
+    return bool((rows == rows[first[rank]]).all())
+
+
+def was_by_place(before: Tensor, written: Tensor, dim: int, layout: Layout) -> bool:
     """The same of a constant that was written to in place, as it was before."""
     made = written.__dict__.get(_MADE) == _CONSTANT and ATTRIBUTE not in before.__dict__
-    if not made or before.shape[dim : dim + 1] != (rows,) or rows <= 1:
+    if not made or before.shape[dim : dim + 1] != (layout.rows,) or layout.batch <= 1 or layout.alone >= 0:
         return False
-    return bool((before != before.narrow(dim, 0, 1)).any())
+    return before.numel() > 0 and not _alike(before, dim, layout)

@@ -193,7 +193,7 @@ def ask(call: Call) -> Tags:
     if order is not None and order.order is not None and (by_position if found is not None else _spans(call, order)):
         why = "meets numbers by position with rows whose order depends on the data"
         return [(t, combined(call, t, why, mixed)) for t in outputs]
-    if by_position and any(meets_places(call, layout.rows) for _, layout in inputs if not layout.mixed):
+    if by_position and any(meets_places(call, layout) for _, layout in inputs if not layout.mixed):
         return [(t, by_place_layout(call, t, mixed)) for t in outputs]
     if found is None or len(found) != len(outputs):
         tags: Tags = [(tensor, _guess(call, tensor, inputs, mixed)) for tensor in outputs]
@@ -210,14 +210,16 @@ def ask(call: Call) -> Tags:
     return tags
 
 
-def meets_places(call: Call, rows: int) -> bool:
+def meets_places(call: Call, layout: Layout) -> bool:
     """Whether a constant among the arguments has numbers for the rows of the batch by their place."""
     written = {id(t) for t in call.written()}  # what these hold now is data
     constants = [t for t in tensors_in((call.args, call.kwargs)) if tag_of(t, call.batch) is None]
     constants = [t for t in constants if id(t) not in written]
-    if call.before is not None and any(was_by_place(call.before, call.args[0], d, rows) for d in range(call.out.dim())):
+    if call.before is not None and any(
+        was_by_place(call.before, call.args[0], dim, layout) for dim in range(call.out.dim())
+    ):
         return True
-    return any(by_place(t, dim, rows) for t in constants for dim in range(t.dim()))
+    return any(by_place(t, dim, layout) for t in constants for dim in range(t.dim()))
 
 
 def by_place_layout(call: Call, tensor: Tensor, mixed: str = "") -> Layout | None:

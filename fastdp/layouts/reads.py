@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
+from .pieces import OWN_READS
 from .trial import Tags
 
 T = torch.Tensor
@@ -31,7 +32,10 @@ def read_of(call: Call, tags: Tags | None) -> str:
             return f"{call.mixed()} compares all samples"
         if call.func not in _TO_PYTHON:
             return ""
-        return next((layout.mixed for _, layout in call.inputs() if layout.mixed), "")
+        found = [layout for _, layout in call.inputs()]
+        if not OWN_READS and any(not layout.mixed for layout in found):
+            OWN_READS.append(True)
+        return next((layout.mixed for layout in found if layout.mixed), "")
     if all(layout is not None and layout.mixed for _, layout in tags):
         return ""
     sizes = (found.mixed for t, found in call.inputs() if found.mixed and not t.dim() and not t.is_floating_point())

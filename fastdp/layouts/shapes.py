@@ -152,12 +152,11 @@ def _beside_places(call: Call, out: Tensor, layout: Layout, inputs: list[tuple[T
     if len(inputs) == len(call.args) and not call.kwargs:
         return layout
     tagged = {id(tensor) for tensor, _ in inputs}
-    if out is call.args[0] and id(out) not in tagged:
-        tagged.add(id(out))  # a constant that was written to: what it holds now is data
+    tagged |= {id(t) for t in call.written()}  # what these hold now is data
     constants = [t for t in tensors_in((call.args, call.kwargs)) if id(t) not in tagged]
-    places = [by_place(t, layout.dim - out.dim() + t.dim(), layout.rows) for t in constants]
+    places = [by_place(t, layout.dim - out.dim() + t.dim(), layout) for t in constants]
     if out is call.args[0] and call.before is not None and call.name != "copy_":
-        places.append(was_by_place(call.before, out, layout.dim, layout.rows))
+        places.append(was_by_place(call.before, out, layout.dim, layout))
     if not any(places):
         return layout
     whole = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
@@ -177,7 +176,7 @@ def _elementwise_in_any_order(call: Call, out: Tensor, inputs: list[tuple[Tensor
     constants = [t for t in tensors_in((call.args, call.kwargs)) if id(t) not in tagged and t.dim() >= -beside]
     if first.order is not None and any(t.size(beside) != 1 for t in constants):
         return [(out, combined(call, out, "meets numbers by position with rows whose order depends on the data"))]
-    if any(by_place(t, t.dim() + beside, first.rows) for t in constants) and out.is_floating_point():
+    if any(by_place(t, t.dim() + beside, first) for t in constants) and out.is_floating_point():
         return [(out, by_place_layout(call, out))]
     return [(out, first)] if out.size(first.dim) == first.rows else ask(call)
 

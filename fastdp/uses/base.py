@@ -363,9 +363,14 @@ def refuse_by_position(recorder: Recorder, operand: Tensor, layout: Layout, ndim
     if layout.batch <= 1 or not 0 <= dim < operand.dim() or operand.size(dim) == 1:
         return
     place = recorder.place(name)
-    if layout.order is None and by_place(operand, dim, layout.rows):
+    if layout.order is None and by_place(operand, dim, layout):
         raise SampleMixingError(f"{place}: a constant {WHY}.", f"{place}: a constant {WHY}")
-    if layout.order is None and recorder.is_parameter(operand) and layout.alone < 0 and not _alike(operand, dim):
+    if (
+        layout.order is None
+        and recorder.is_parameter(operand)
+        and layout.alone < 0
+        and not _alike(operand, dim, layout)
+    ):
         raise SampleMixingError(f"{place}: a parameter {WHY}.", f"{place}: a parameter {WHY}")
     if layout.order is not None:
         raise SampleMixingError(
@@ -375,17 +380,17 @@ def refuse_by_position(recorder: Recorder, operand: Tensor, layout: Layout, ndim
         )
 
 
-def _alike(operand: Tensor, dim: int) -> bool:
+def _alike(operand: Tensor, dim: int, layout: Layout) -> bool:
     """Whether a parameter, or what is made of it, has the same numbers for all rows of a dimension."""
     link = link_of(operand)
     if link is not None and link.kind == "broadcast":
         above = dim - operand.dim() + link.parent.dim()
-        return above < 0 or link.parent.size(above) == 1 or _alike(link.parent, above)
+        return above < 0 or link.parent.size(above) == 1 or _alike(link.parent, above, layout)
     if link is not None and link.kind == "lookup" and link.ids is not None and dim < link.ids.dim():
-        return rows_alike(link.ids, dim)
+        return rows_alike(link.ids, dim, layout)
     if link is None or link.isometric:  # numbers of its own for each row, also while they happen to be equal
         return operand.stride(dim) == 0
-    return rows_alike(operand, dim)
+    return rows_alike(operand, dim, layout)
 
 
 def cut(tensor: Tensor, layout: Layout) -> Tensor:
