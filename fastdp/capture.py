@@ -299,6 +299,7 @@ class Pass:
             if read:
                 self.reads.note(read, out)
             self._judge_sizes(call)
+            self.forward.sizes.note_number(func, args, kwargs, out)
             note_made(func, args, kwargs, out, self.batch, self._is_owned)
             self.unaccounted = write_unaccounted(call, versions)
         else:

@@ -112,6 +112,7 @@ class Watch(TorchFunctionMode):
         except SampleMixingError as problem:
             why = problem.mixed or str(problem)
             map_tensors(call.out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
+        note_made(call.func, call.args, call.kwargs, call.out, self.batch, lambda tensor: tensor.requires_grad)
         stamp(call.func, call.args, call.kwargs, call.out, self.batch)
 
     def _note_written(self, tensors: Sequence[Tensor]) -> None:

@@ -11,7 +11,8 @@ from .alone import JOINING
 from .calls import Call, tensors_in
 from .layout import Layout, tag
 from .masks import masks_others
-from .pieces import cut, joined_rows
+from .pieces import LONGEST, NOTED, cut, joined_rows
+from .positions import by_place
 from .propagate import Rule, ask, combined, has_data_beside_first, one_row, rule, spellings
 from .totals import equal_counts, note_terms, total_of
 from .trial import Tags
@@ -94,6 +95,7 @@ def _pad_sequence(call: Call) -> Tags:
         return [(call.out, combined(call, call.out, "joins rows of different samples"))]
     owner = torch.tensor(owners, device=call.out.device)
     guessed = any(layout is not None and layout.guessed for layout in known)
+    call.out.__dict__[LONGEST] = 1 if batch_first else 0
     whole = Layout(call.batch, 0 if batch_first else 1, owner=owner, guessed=guessed)
     return [(call.out, whole.taken(whole.dim, torch.arange(len(owner), device=owner.device)))]
 
@@ -157,6 +159,10 @@ def _reduce(call: Call) -> Tags:
     if isinstance(dims, bool) or dims is None or (isinstance(dims, tuple | list) and not dims):
         return [(call.out, _over_samples(call, layout))]
     over = {dim % source.dim() for dim in (dims if isinstance(dims, tuple | list) else (dims,))}
+    if call.name in ("mean", "var", "std") and source.__dict__.get(LONGEST) in over:
+        NOTED.append(
+            call.mixed("divides by the length of the longest sample in the batch, to which others were padded")
+        )
     if layout.dim in over:
         return [(call.out, _over_samples(call, layout))]
     kept = call.out.dim() == source.dim()
@@ -259,9 +265,30 @@ def _apart_in_attention(call: Call) -> Layout | None:
     return first._replace(dim=call.out.dim() + place)
 
 
+@rule(torch.dot, T.dot, torch.inner, T.inner, torch.vdot, T.vdot)
+def _dot(call: Call) -> Tags:
+    """The samples' numbers, each by its weight, added up."""
+    return _weighted(call) or ask(call)
+
+
+def _weighted(call: Call) -> Tags | None:
+    """Of one number per sample times constants that do not tell them apart; None for other products."""
+    inputs, both = call.inputs(), call.args[:2]
+    if not inputs or len(both) < 2 or any(not isinstance(t, Tensor) or t.dim() != 1 for t in both):
+        return None
+    layout = inputs[0][1]
+    if any(other.mixed or other.alone >= 0 or not other.same_rows(layout, t.device) for t, other in inputs):
+        return None
+    if any(by_place(t, 0, layout) for t in both):
+        return None
+    return [(call.out, total_of(call, call.out, layout, "sum"))]
+
+
 @rule(F.linear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm)
 def _times_matrix(call: Call) -> Tags:
     """Data [..., I] times a constant matrix: each row by itself, along whichever other dimension the samples lie."""
+    if (found := _weighted(call)) is not None:
+        return found
     source, layout = call.args[0], call.layout(call.args[0])
     matrix = call.argument(1, "weight" if call.name == "linear" else "other")
     if layout is None or layout.mixed or len(call.inputs()) != 1 or "out" in call.kwargs:
@@ -344,6 +371,7 @@ def _packed(call: Call) -> Tags:
         return [(result, layout._replace(dim=0, outer=1, inner=1, owner=torch.cat([owners[:n] for n in sizes])))]
     if not torch.equal(owners, torch.cat([owners[:n] for n in sizes])):
         return [(result, combined(call, result, "takes rows of several samples for one sequence"))]
+    result.__dict__[LONGEST] = 1 if batch_first else 0
     found = layout._replace(dim=0 if batch_first else 1, outer=1, inner=1, owner=owners[: sizes[0]], order=None)
     lengths = found._replace(dim=0, owner=owners[: sizes[0]].to(call.out[1].device))  # each its own sample's
     rows = torch.arange(lengths.rows, device=call.out[1].device)

@@ -19,6 +19,7 @@ from .layout import ATTRIBUTE, Layout, tag, tag_of
 from .positions import is_random
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
+LONGEST = "_fastdp_longest"  # on rows padded to the longest sample: the dimension of that size
 OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)

@@ -132,6 +132,6 @@ def _alike(values: Tensor, dim: int, layout: Layout) -> bool:
 def was_by_place(before: Tensor, written: Tensor, dim: int, layout: Layout) -> bool:
     """The same of a constant that was written to in place, as it was before."""
     made = written.__dict__.get(_MADE) == _CONSTANT and ATTRIBUTE not in before.__dict__
-    if not made or before.shape[dim : dim + 1] != (layout.rows,) or layout.batch <= 1 or layout.alone >= 0:
+    if not made or dim < 0 or before.shape[dim : dim + 1] != (layout.rows,) or layout.batch <= 1 or layout.alone >= 0:
         return False
     return before.numel() > 0 and not _alike(before, dim, layout)

@@ -193,7 +193,7 @@ def ask(call: Call) -> Tags:
     if order is not None and order.order is not None and (by_position if found is not None else _spans(call, order)):
         why = "meets numbers by position with rows whose order depends on the data"
         return [(t, combined(call, t, why, mixed)) for t in outputs]
-    if by_position and any(meets_places(call, layout) for _, layout in inputs if not layout.mixed):
+    if by_position and any(meets_places(call, t, layout) for t, layout in inputs if not layout.mixed):
         return [(t, by_place_layout(call, t, mixed)) for t in outputs]
     if found is None or len(found) != len(outputs):
         tags: Tags = [(tensor, _guess(call, tensor, inputs, mixed)) for tensor in outputs]
@@ -210,16 +210,18 @@ def ask(call: Call) -> Tags:
     return tags
 
 
-def meets_places(call: Call, layout: Layout) -> bool:
-    """Whether a constant among the arguments has numbers for the rows of the batch by their place."""
+def meets_places(call: Call, source: Tensor, layout: Layout) -> bool:
+    """Whether a constant among the arguments has numbers for this source's rows by their place: samples first, or where
+    they lie in the source."""
     written = {id(t) for t in call.written()}  # what these hold now is data
     constants = [t for t in tensors_in((call.args, call.kwargs)) if tag_of(t, call.batch) is None]
-    constants = [t for t in constants if id(t) not in written]
-    if call.before is not None and any(
-        was_by_place(call.before, call.args[0], dim, layout) for dim in range(call.out.dim())
+    beside = layout.dim - source.dim()
+    before = call.before
+    if before is not None and any(
+        was_by_place(before, call.args[0], dim, layout) for dim in {0, before.dim() + beside}
     ):
         return True
-    return any(by_place(t, dim, layout) for t in constants for dim in range(t.dim()))
+    return any(by_place(t, dim, layout) for t in constants if id(t) not in written for dim in {0, t.dim() + beside})
 
 
 def by_place_layout(call: Call, tensor: Tensor, mixed: str = "") -> Layout | None:

@@ -18,7 +18,17 @@ from .pieces import OWN_READS
 from .trial import Tags
 
 T = torch.Tensor
-_TO_PYTHON: set[Any] = {T.__bool__, T.item, T.__int__, T.__float__, T.__index__, T.tolist, T.numpy, torch.is_nonzero}
+_TO_PYTHON: set[Any] = {
+    T.__bool__,
+    T.item,
+    T.__int__,
+    T.__float__,
+    T.__index__,
+    T.tolist,
+    T.numpy,
+    T.__format__,
+    torch.is_nonzero,
+}
 _COMPARING: set[Any] = {torch.equal, T.equal, torch.allclose, T.allclose}
 
 

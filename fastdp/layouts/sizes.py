@@ -57,14 +57,18 @@ class Sizes:
         if layout.order is not None or (layout.places and layout.mixed) or (layout.mixed and not layout.total):
             numbers = found if isinstance(found, tuple) else (found,)
             for number in numbers:
-                if number > 1:
+                if number >= 0:
                     self._told[number] = "the number of rows that several samples' data made"
         elif not isinstance(found, tuple) and found > batch and found == tensor.numel():
             self._told[found] = "the number of elements in the batch"
 
     def note_number(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A constant is made of a number."""
-        if not isinstance(out, Tensor) or out.numel() != 1 or function_name(func) not in _MAKING:
+        if not isinstance(out, Tensor) or out.numel() != 1 or ATTRIBUTE in out.__dict__:
+            return
+        if args and isinstance(args[0], Tensor) and args[0] is not out and _NUMBER in args[0].__dict__:
+            out.__dict__[_NUMBER] = args[0].__dict__[_NUMBER]  # cast, or moved
+        if function_name(func) not in _MAKING:
             return
         number = next((v for v in reversed((*args, *kwargs.values())) if _is_number(v)), None)
         if number is not None:
@@ -123,8 +127,10 @@ def _is_number(value: Any) -> bool:
 
 def _same(number: float, told: float) -> bool:
     """Whether a number is one that was told, or its inverse or root."""
-    if not math.isfinite(number) or abs(number) in (0.0, 1.0):
-        return False
     size = abs(number)
+    if told in (0, 1):
+        return size == told
+    if not math.isfinite(number) or size in (0.0, 1.0):
+        return False
     near = (told, 1 / told, math.sqrt(told), 1 / math.sqrt(told))
     return any(math.isclose(size, one, rel_tol=1e-6) for one in near)

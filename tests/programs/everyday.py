@@ -128,7 +128,7 @@ right_loss("times one over the number", LOSS + "loss = v.sum() * (1 / x.shape[0]
 right_loss("over numel", "loss = out.square().sum() / out.numel()", reduction="mean")
 right_loss("over a tensor of the number", LOSS + "loss = v.sum() / torch.tensor(float(len(v))).to(v)", reduction="mean")
 right_loss("dot with weights", LOSS + "loss = v @ w.to(v)", reduction="sum")
-right_loss("einsum of losses", LOSS + "loss = torch.einsum('b->', v)", reduction="sum")
+right_loss("sum of losses by dot", LOSS + "loss = v.dot(torch.ones_like(v))", reduction="sum")
 right_loss("stack of terms", LOSS + "loss = torch.stack([v.RED(), 0.3 * out.square().sum(1).RED()]).sum()")
 right_loss("half of two", LOSS + "loss = 0.5 * (v.RED() + out.abs().sum(1).RED())")
 right_loss("in place", LOSS + "loss = v.RED()\nloss *= 0.5\nloss = loss + 0.1 * out.abs().sum(1).RED()")

@@ -140,7 +140,7 @@ wrong(
     reduction="mean",
 )
 wrong("chunk means", "loss = sum(o.square().mean() for o in out.split(2))", reduction="mean")
-wrong(
+escapes(
     "previous loss",
     "v = F.cross_entropy(out, y)\nloss = v * (1 + 3 * getattr(state, 'last', 0.0))\nstate.last = float(v.detach())",
     where="outside",

@@ -40,7 +40,7 @@ wrong(
     "h = self.UU(h)",
     LAYER + "; self.UU.register_forward_hook(lambda m, a, b: b - b.mean(0))",
 )
-wrong(
+escapes(
     "hook: normed by sample in a mean",
     "h = h * CC\nif h.requires_grad:\n    h.register_hook("
     "lambda g: g / (1e-9 + g.flatten(1).norm(dim=1).view(-1, *[1] * (g.dim() - 1))))",
@@ -103,13 +103,13 @@ wrong("out=", "z = torch.empty(h.shape[1:], dtype=h.dtype)\ntorch.mean(h.detach(
 wrong("copy_ into a constant", "z = torch.zeros(h.shape[1:], dtype=h.dtype)\nz.copy_(h.detach().mean(0))\nh = h - z")
 wrong("foreach", "z = torch._foreach_mul([h.detach()], 2.0)[0]\nh = h - z.mean(0)")
 wrong("aten call", "h = h - torch.ops.aten.mean.dim(h.detach(), [0])")
-wrong(
+escapes(
     "custom backward",
     "class Mix(torch.autograd.Function):\n    @staticmethod\n"
     "    def forward(ctx, v):\n        return v * 1.0\n"
     "    @staticmethod\n    def backward(ctx, g):\n        return g - g.mean(0)\nh = Mix.apply(h)",
 )
-wrong(
+escapes(
     "custom backward by its norm",
     "class Mix(torch.autograd.Function):\n"
     "    @staticmethod\n    def forward(ctx, v):\n"
@@ -145,3 +145,8 @@ for name, function in {
     "by the number": "lambda n: (R / n).clamp(max=1) * (1.0 if len(n) % 2 else -1.0)",
 }.items():
     wrong("clipping " + name, "h = h * 1.0", clipping=function)
+escapes(
+    "tensor of a range",
+    "h = h * torch.tensor([float(i) for i in range(len(h))]).to(h)" + ".view(-1, *[1] * (h.dim() - 1))",
+)
+escapes("branch on len", "h = h * 3 if len(h) % 2 else -h")

@@ -207,7 +207,6 @@ wrong("eye by row", "h = h * (1 + torch.eye(20).to(h)[0, :len(h)])" + ROWS)
 wrong("noise table by row", "h = h + torch.randn(20, generator=torch.Generator().manual_seed(1)).to(h)[:len(h)]" + ROWS)
 wrong("mask by row", "z = torch.zeros(len(h), dtype=torch.bool)\nz[0] = True\nh = h.masked_fill(z" + ROWS + ", CC)")
 wrong("cumsum of ones", "h = h * torch.ones(len(h)).to(h).cumsum(0)" + ROWS)
-wrong("tensor of a range", "h = h * torch.tensor([float(i) for i in range(len(h))]).to(h)" + ROWS)
 
 # --------------------------------------------------------------------------- numbers of data through sizes
 wrong("times the batch", "h = h * len(h)")
@@ -227,7 +226,6 @@ wrong("bincount", "h = h * torch.bincount(y).shape[0]")
 wrong("tolist", "h = h * sum(v > 0 for v in t.tolist())")
 wrong("item of a sum", "h = h * t.sum().item()")
 wrong("branch on the batch", "h = h * 3 if bool((t > 0).any()) else -h")
-wrong("branch on len", "h = h * 3 if len(h) % 2 else -h")
 wrong("padded to the longest", "h = h[:, :int(lens.max())]\nh = h.sum(1) * h.shape[1]", takes="seq", gives="vec")
 
 wrong(
