@@ -123,7 +123,9 @@ def test_the_page_names_every_test_and_every_exit_status() -> None:
 def test_the_page_has_the_tables_of_the_rows() -> None:
     text, rows = benchmark.PAGE.read_text(), benchmark.read()
     assert benchmark.filled(text, rows) == text, "python -m benchmarks.audit --report"
-    later = {("bug", name) for name in set(PLANTED) - set(FIRST)}  # the page says that these are not counted yet
+    # the page says that these are not counted yet
+    later = {("bug", name) for name in set(PLANTED) - set(FIRST)}
+    later |= {("right", name) for name in ("small inputs", "large inputs", "a loop with a momentum of its own")}
     counted = {(row["kind"], row["name"]) for row in rows}
     assert set(benchmark.steps()) - later <= counted <= set(benchmark.steps())
     assert all(int(row["seeds"]) >= 20 and row["commit"] for row in rows)
