@@ -27,6 +27,7 @@ def optimizer_of(model, **options):
 def silent():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
         yield
 
 
@@ -107,6 +108,7 @@ def test_a_new_optimizer_on_a_trained_model_says_what_it_does_not_count():
     steps(third, model, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
         assert third.epsilon(1e-5) == epsilon_of([(1.0, RATE, 9)], 1e-5, "rdp")
     third.detach()
     with pytest.warns(UserWarning, match=r"^9 noised"):  # the first's are within the third's
