@@ -22,6 +22,7 @@ from .arguments import nested_tensors
 from .backward import mixing_error
 from .errors import LossNotFollowedWarning, LossReductionWarning, SampleMixingError
 from .layouts.calls import Call, function_name, map_tensors, tensors_in
+from .layouts.held import is_of_model, note_parameter
 from .layouts.layout import INPUT, LOADERS, Layout, Moment, is_stale, set_moment, tag, tag_of
 from .layouts.losses import LOSSES
 from .layouts.pieces import BY_POSITION, NOTED, stamp
@@ -62,6 +63,8 @@ class Following(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.over or func is torch.autograd.grad:
             return func(*args, **kwargs)
+        if args and isinstance(args[0], nn.Parameter):
+            note_parameter(args[0])
         if inquires(func):
             out = func(*args, **kwargs)
             if func in TELLING:
@@ -102,7 +105,11 @@ class Following(TorchFunctionMode):
                 tag(tensor, None)  # the same labels again, in another step
         self._presume_labels(func, args, kwargs)
         if not any(tag_of(tensor, self.batch) is not None for tensor in given):
+            of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
             out = func(*args, **kwargs)
+            if of_model:
+                for tensor in tensors_in(out):
+                    note_parameter(tensor)
             note_made(func, args, kwargs, out, self.batch, _is_parameter)
             return out
         signature = self.memo.signature(func, args, kwargs, self.batch, {})
@@ -148,7 +155,7 @@ class Following(TorchFunctionMode):
         if not tensor.dim() or tensor.is_sparse or tensor.is_nested or tag_of(tensor, self.batch) is not None:
             return
         first = tensor.__dict__.setdefault(_SEEN_WITH, self.batch)
-        if tensor.size(0) == self.batch == first and not made_in_sight(tensor):
+        if tensor.size(0) == self.batch == first and not made_in_sight(tensor) and not is_of_model(tensor):
             tag(tensor, Layout(self.batch))
             tensor.__dict__[_PRESUMED] = True
 

@@ -17,6 +17,7 @@ from .backward import Backward
 from .capture import Pass
 from .compiled import Switches
 from .errors import BatchLayoutError, ParameterError, SampleMixingError
+from .layouts.held import note_parameter
 from .layouts.layout import Layout, Moment, set_moment, tag_of
 from .layouts.memory import look
 from .layouts.pieces import OWN_READS
@@ -126,6 +127,8 @@ class Forward:
             after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
             self._handles += [_numbered(before, -1, first=True), _numbered(after, -2)]
         self._switches = Switches(self)
+        for parameter in self.model.parameters():
+            note_parameter(parameter)
         following.ENGINES.add(self)
 
     def detach(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import following
 from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError, VerificationError
 from .people import numbers_of
 from .sampling import PoissonLoader
@@ -85,6 +86,7 @@ def verify(
     if tolerance is None:
         half = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
         tolerance = 5e-2 if half else 1e-4
+    following.stop()  # of a forward before, whose backward has not come
     standing = Standing(model, loss_fn, pool.batch)
     refusal: FastDPError | None = None
     try:

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
+from fastdp import following
 from fastdp.errors import LossReductionWarning, SampleMixingError
+from fastdp.layouts import held
+from fastdp.layouts.layout import Layout
 
 from .programs_by_hand import C, D, Program, run, truth
 
@@ -185,6 +188,37 @@ def test_nothing_stays_behind() -> None:
     assert len(torch.overrides._get_current_function_mode_stack()) == 1
     optimizer.detach()
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
+    """Copies of weights are no labels, and labels made by hand are no numbers by place, later on."""
+    waiting = nn.Linear(3, 2)
+    optimizer = fastdp.DPSGD(waiting, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
+    waiting(torch.randn(4, 3))  # no backward
+    held.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+    saved = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter, values in zip(model.parameters(), saved, strict=True):
+        parameter.data.mul_(0.5).add_(values, alpha=0.5)
+    x, y = torch.randn(4, 3), torch.zeros(4, 4)
+    y[torch.arange(4), torch.tensor([0, 2, 1, 1])] = 1.0
+    y[2] = 0.0
+    assert following.current() is not None
+    assert fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
+    optimizer.detach()
+
+
+def test_numbers_by_place_from_before_the_forward_are_seen_of_a_loaders_batches() -> None:
+    model = nn.Linear(3, 2)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 3))
+    loader = fastdp.poisson_loader(data, sample_rate=0.2)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    (x,) = next(iter(loader))
+    weights = torch.linspace(-3, 3, len(x))
+    losses = model(x).square().sum(1)
+    with pytest.raises(SampleMixingError, match="place"):
+        (losses * weights).mean().backward()
+    optimizer.detach()
 
 
 def test_other_modes_may_begin_within_and_end_after() -> None:

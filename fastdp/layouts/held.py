@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 HELD = "_fastdp_held"  # on a storage, and on each tensor with a layout: what its memory held when it was tagged
+_OF_MODEL = "_fastdp_of_model"  # on the storage of a parameter, and of what was computed of parameters alone
 _FOREIGN = "_fastdp_foreign"  # on a storage over memory that torch did not make: when it was compared with the data's
 _PRUNE = 20_000
 
@@ -105,6 +106,18 @@ def written(tensor: Tensor, layout: Any, before: Any) -> None:
 def was_filled() -> bool:
     """Whether memory of constants ever became data."""
     return _HOLDING.turn > 0
+
+
+def note_parameter(parameter: Tensor) -> None:
+    """What lies in this memory (weights, copies and averages of them) is no record's."""
+    storage = storage_of(parameter)
+    if storage is not None:
+        setattr(storage, _OF_MODEL, True)
+
+
+def is_of_model(tensor: Tensor) -> bool:
+    """Whether the tensor is a parameter, or shares its memory (`detach()`, `.data`), or was made of such ones."""
+    return getattr(storage_of(tensor), _OF_MODEL, False)
 
 
 def is_new_foreign(tensor: Tensor) -> bool:

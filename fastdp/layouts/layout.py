@@ -174,6 +174,11 @@ def set_moment(moment: Moment | None) -> None:
     _now = _NOBODYS if moment is None else moment
 
 
+def now() -> Moment:
+    """The moment of what is tagged now."""
+    return _now
+
+
 def moment_of(tensor: Tensor) -> Moment | None:
     """Whose batch a tensor's samples are of."""
     found: Moment | None = tensor.__dict__.get(_MOMENT)

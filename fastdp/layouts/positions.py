@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .calls import function_name, is_in_place, tensors_in
-from .layout import ATTRIBUTE, Layout
+from .layout import ATTRIBUTE, LOADERS, Layout, now
 
-_MADE = "_fastdp_made"  # on a constant: how it was made within sight
+_MADE = "_fastdp_made"  # on a constant: how it was made within sight, and during which batch's forward or loss
 _ALIKE = "_fastdp_alike"  # on a constant: (dimension, version, whether its rows are alike)
 _CONSTANT, _RANDOM = "constant", "random"
 _NUMBERING = frozenset("arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander".split())
@@ -48,7 +48,7 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
     if not results:
         return
     given = [tensor for tensor in tensors_in((args, kwargs)) if ATTRIBUTE not in tensor.__dict__]
-    known = {tensor.__dict__.get(_MADE) for tensor in given}
+    known = {_made(tensor) for tensor in given}
     if name in _CUTTING and given and is_owned(given[0]):
         made = _CONSTANT
     elif name in _DRAWING or _RANDOM in known:
@@ -57,13 +57,13 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
         made = _CONSTANT
     elif _CONSTANT in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
-        strange = any(_MADE not in t.__dict__ and t.dim() and not is_owned(t) for t in given)
+        strange = any(not _made(t) and t.dim() and not is_owned(t) for t in given)
         made = "" if strange else _CONSTANT
     else:
         made = ""
     for tensor in results:
         if made:
-            tensor.__dict__[_MADE] = made
+            tensor.__dict__[_MADE] = (made, now())
         else:
             tensor.__dict__.pop(_MADE, None)
 
@@ -79,17 +79,26 @@ def _is_drawn_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
 
 def made_in_sight(tensor: Tensor) -> bool:
     """Whether a constant was made of nothing, by a torch function that was seen."""
-    return _MADE in tensor.__dict__
+    return bool(_made(tensor))
+
+
+def _made(tensor: Tensor) -> str:
+    """How a constant was made, if that was seen during the present batch: what is older may be labels, made by a user
+    while a forward waited for its backward."""
+    note = tensor.__dict__.get(_MADE)
+    if note is None or (note[1] is not now() and not (note[1].owner is LOADERS and note[1].alive)):
+        return ""
+    return str(note[0])
 
 
 def is_random(tensor: Tensor) -> bool:
     """Whether a constant was drawn at random within sight."""
-    return tensor.__dict__.get(_MADE) == _RANDOM
+    return _made(tensor) == _RANDOM
 
 
 def may_matter(tensor: Tensor, batch: int) -> bool:
     """Whether what a call on data makes of this constant may depend on more than on its shape."""
-    return _MADE in tensor.__dict__ and any(size >= batch and not size % batch for size in tensor.shape)
+    return made_in_sight(tensor) and any(size >= batch and not size % batch for size in tensor.shape)
 
 
 NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING | _FILLING
@@ -97,7 +106,7 @@ NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING | _FILLING
 
 def by_place(tensor: Tensor, dim: int, layout: Layout) -> bool:
     """Whether a constant has, along this dimension, different numbers for the samples' rows by their place."""
-    if ATTRIBUTE in tensor.__dict__ or tensor.__dict__.get(_MADE) != _CONSTANT or layout.batch <= 1:
+    if ATTRIBUTE in tensor.__dict__ or _made(tensor) != _CONSTANT or layout.batch <= 1:
         return False
     return 0 <= dim < tensor.dim() and tensor.size(dim) == layout.rows and not rows_alike(tensor, dim, layout)
 
@@ -131,7 +140,7 @@ def _alike(values: Tensor, dim: int, layout: Layout) -> bool:
 
 def was_by_place(before: Tensor, written: Tensor, dim: int, layout: Layout) -> bool:
     """The same of a constant that was written to in place, as it was before."""
-    made = written.__dict__.get(_MADE) == _CONSTANT and ATTRIBUTE not in before.__dict__
+    made = _made(written) == _CONSTANT and ATTRIBUTE not in before.__dict__
     if not made or dim < 0 or before.shape[dim : dim + 1] != (layout.rows,) or layout.batch <= 1 or layout.alone >= 0:
         return False
     return before.numel() > 0 and not _alike(before, dim, layout)
