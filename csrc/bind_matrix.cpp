@@ -42,6 +42,20 @@ void linear_direct(const Matrix &a, const Matrix &g, std::int64_t batch, std::in
                          pointer<void>(scratch), threads);
 }
 
+void enlarge_by_data(const Matrix &a, const Matrix &g, std::int64_t batch, std::int64_t rows, double units,
+                     double tolerance, std::uintptr_t norm_sq, std::uintptr_t bound, int threads) {
+    const fastdp_matrix first = matrix(a), second = matrix(g);
+    const py::gil_scoped_release release;
+    fastdp_enlarge_by_data(&first, &second, batch, rows, units, tolerance, pointer<double>(norm_sq),
+                           pointer<double>(bound), threads);
+}
+
+void enlarge_by_blocks(std::uintptr_t parts, std::int64_t batch, std::int64_t blocks, double units, double tolerance,
+                       std::uintptr_t norm_sq, std::uintptr_t bound) {
+    fastdp_enlarge_by_blocks(pointer<const double>(parts), batch, blocks, units, tolerance, pointer<double>(norm_sq),
+                             pointer<double>(bound));
+}
+
 std::int64_t routed_jobs(std::uintptr_t starts, std::int64_t segments, std::int64_t longest, std::int64_t inputs,
                          std::int64_t outputs, std::uintptr_t first) {
     return fastdp_routed_jobs(pointer<const std::int64_t>(starts), segments, longest, inputs, outputs,
@@ -125,6 +139,8 @@ void bind_matrix(py::module_ &module) {
     module.def("direct_scratch", &fastdp_direct_scratch, "bytes of scratch a thread");
     module.def("direct_parts", &fastdp_direct_parts, "doubles in `parts`");
     module.def("linear_direct", &linear_direct, "squared norms from the elements of the gradients");
+    module.def("enlarge_by_data", &enlarge_by_data, "norms enlarged by the rounding of sums over such data");
+    module.def("enlarge_by_blocks", &enlarge_by_blocks, "the same, of the `parts` of the gram route");
     module.def("routed_scratch", &fastdp_routed_scratch, "bytes of scratch a thread");
     module.def("routed_jobs", &routed_jobs, "fills `first`; returns how many times 4 doubles `parts` holds");
     module.def("routed_norm", &routed_norm, "squared norms of segments; returns how many were in doubt");

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import sampling
 from .errors import StepError
-from .layouts.layout import ATTRIBUTE, INPUT, Layout, is_stale, tag, tag_of
+from .layouts.layout import INPUT, Layout, is_stale, layout_on, tag, tag_of
 from .marks import layout_said, mark_of, samples_said, tag_marked
 
 
@@ -85,7 +85,7 @@ def outputs_apart(out: Any, chosen: Callable[[Tensor], bool]) -> Any:
         if not chosen(tensor):
             return tensor
         apart = tensor.view_as(tensor)
-        tag(apart, tensor.__dict__.get(ATTRIBUTE))
+        tag(apart, layout_on(tensor))
         return apart
 
     return _rebuilt(out, view)

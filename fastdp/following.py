@@ -306,6 +306,14 @@ def handed_out(batch: Any, size: int) -> None:
 sampling.tell_of_batches(handed_out)
 
 
+def handed_out_in(batch: int) -> int:
+    """The number of the moment in which a loader handed out the batch that a forward begins with, in this thread."""
+    found = current()
+    if found is None or found.over or found.batch != batch:
+        return 0
+    return found.moment.number if found.moment.owner is LOADERS else found.moment.before
+
+
 def sweep() -> None:
     """Take away what a backward has ended."""
     if (found := current()) is not None and found.over:

@@ -190,10 +190,12 @@ class Forward:
         tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
+        before = following.handed_out_in(self._batch)
         following.stop()
         moment = self._moments[-1] if recomputing and self._moments else None
         active = Pass(self, self._batch, tracked, not recomputing or not path, self._people, moment)
         if not recomputing:
+            active.moment.before = before
             self._moments.append(active.moment)
         set_moment(active.moment)
         self.sizes.begin()

@@ -10,6 +10,14 @@ constexpr int64_t PIECE = 1 << 15;  // elements of a row that one task squares
 constexpr int LANES = 32;
 constexpr int COLUMNS = 1024;  // that one task of the weighted sum works on: its sums stay in the L1 cache
 
+CLONES void add_row(const float *__restrict x, double c, double *__restrict sum, int n) {
+    for (int j = 0; j < n; ++j) sum[j] += c * x[j];
+}
+
+}  // namespace
+
+namespace fastdp {
+
 CLONES double squares(const float *__restrict x, int64_t n) {
     double lanes[LANES] = {};
     int64_t i = 0;
@@ -26,11 +34,7 @@ CLONES double squares(const float *__restrict x, int64_t n) {
     return lanes[0];
 }
 
-CLONES void add_row(const float *__restrict x, double c, double *__restrict sum, int n) {
-    for (int j = 0; j < n; ++j) sum[j] += c * x[j];
-}
-
-}  // namespace
+}  // namespace fastdp
 
 extern "C" {
 
@@ -42,7 +46,7 @@ void fastdp_square_sum(const float *rows, int64_t batch, int64_t n, int64_t stri
 #pragma omp parallel for schedule(static) num_threads(threads) if (tasks > 1 && batch * n > PIECE)
     for (int64_t task = 0; task < tasks; ++task) {
         const int64_t begin = task % pieces * PIECE;
-        parts[task] = squares(rows + task / pieces * stride + begin, std::min(PIECE, n - begin));
+        parts[task] = fastdp::squares(rows + task / pieces * stride + begin, std::min(PIECE, n - begin));
     }
     for (int64_t b = 0; b < batch; ++b) {
         out[b] = 0;

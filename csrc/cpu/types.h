@@ -17,6 +17,9 @@
 
 namespace fastdp {
 
+// The sum of n squares, in double (rows.cpp).
+double squares(const float *x, int64_t n);
+
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
-from .layout import ATTRIBUTE, Layout, tag
+from .layout import Layout, layout_on, tag
 
 
 class Entry(NamedTuple):
@@ -36,7 +36,7 @@ def index_tuple(index: Any, device: torch.device) -> tuple[Any, ...]:
 def _as_tensor(numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
     """A list as an index; numbers that are tensors of one sample each keep their samples."""
     whole = torch.tensor(numbers, device=device)
-    layouts = [item.__dict__.get(ATTRIBUTE) if isinstance(item, Tensor) else None for item in numbers]
+    layouts = [layout_on(item) if isinstance(item, Tensor) else None for item in numbers]
     known = [layout for layout in layouts if layout is not None]
     if known:
         owner = torch.tensor([-1 if layout is None else layout.alone for layout in layouts], device=device)

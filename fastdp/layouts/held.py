@@ -20,7 +20,7 @@ from torch import Tensor
 HELD = "_fastdp_held"  # on a storage, and on each tensor with a layout: what its memory held when it was tagged
 _OF_MODEL = "_fastdp_of_model"  # on the storage of a parameter, and of what was computed of parameters alone
 _FOREIGN = "_fastdp_foreign"  # on a storage over memory that torch did not make: when it was compared with the data's
-_PRUNE = 20_000
+_PRUNE = 1_000
 
 
 # What one memory holds: the layout of a tensor over it, the moment of its batch, and, where it was written to, the

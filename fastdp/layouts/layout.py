@@ -7,7 +7,9 @@ here is what a layout means and how to cut a tensor by sample.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +133,12 @@ class Layout(NamedTuple):
             return True
         return all(0 == k or k == self.rows or bool(self.order[k - 1] != self.order[k]) for k in (start, stop))
 
+    def __deepcopy__(self, memo: Any) -> Layout:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _nothing()
+
     def same_rows(self, other: Layout, device: torch.device) -> bool:
         """Whether the rows of both belong to the same samples in the same order, wherever they lie."""
         if self.rows != other.rows:
@@ -144,23 +152,32 @@ class Layout(NamedTuple):
         )
 
 
+def _nothing() -> tuple[Any, tuple[()]]:
+    """How a note on a tensor is pickled: a tensor loaded again is of no running engine, and must load without fastdp,
+    also where only weights may be (torch.load)."""
+    return OrderedDict, ()
+
+
 class Moment:
     """The batch whose samples a tensor carries: alive until a backward has gone through the forward that made it.
 
     owner: a token of the engine whose batch it is; reached: by the backward that runs; survived: one that did not.
+    number: tells moments apart; before: the number of the one in which this very batch was handed out by its loader.
     """
 
-    __slots__ = ("owner", "alive", "reached", "survived")
+    __slots__ = ("owner", "alive", "reached", "survived", "number", "before")
+    _count = itertools.count(1)
 
-    def __init__(self, owner: Any = None) -> None:
+    def __init__(self, owner: Any = None, before: int = 0) -> None:
         self.owner, self.alive = owner, True
         self.reached = self.survived = False
+        self.number, self.before = next(Moment._count), before
 
     def __deepcopy__(self, memo: Any) -> Moment:
         return self
 
     def __reduce__(self) -> Any:
-        return (Moment, ())  # a tensor that is loaded again is of no running engine
+        return _nothing()
 
 
 LOADERS = object()  # the owner of batches that a loader hands out, to whichever engine
@@ -192,7 +209,7 @@ def is_stale(tensor: Tensor) -> bool:
 
 def is_past(moment: Moment | None) -> bool:
     """Whether a moment is of an earlier batch of the engine that tags now."""
-    return moment is not None and not moment.alive and moment.owner in (_now.owner, LOADERS)
+    return isinstance(moment, Moment) and not moment.alive and moment.owner in (_now.owner, LOADERS)
 
 
 STALE = (
@@ -222,16 +239,21 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
         tensor.__dict__.pop(HELD, None)
 
 
+def layout_on(tensor: Tensor) -> Layout | None:
+    """The layout written on the tensor, of whatever batch."""
+    return tensor.__dict__.get(ATTRIBUTE) or None  # of a tensor that was loaded from a file nothing is left
+
+
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout written on the tensor, if it speaks of a batch of this size."""
-    layout = tensor.__dict__.get(ATTRIBUTE)
+    layout = layout_on(tensor)
     if layout is not None and tensor.__dict__[_MOMENT] is not _now and is_stale(tensor):
         return stale_layout(tensor, batch)
     if layout is None or layout.batch != batch:
         return _seen_through(tensor, batch) if not is_lazy(tensor) and tensor._is_view() else None
     if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
         base = tensor._base
-        known = base.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
+        known = layout_on(base)  # type: ignore[arg-type]
         if known is not None and known.batch == batch and known.mixed and known.shifted is None:
             return layout._replace(mixed=known.mixed)
         if base.__dict__.get(RELAID, -1) > tensor.__dict__.get(_WHEN, -1):  # type: ignore[union-attr]
@@ -242,7 +264,7 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
 def _seen_through(view: Tensor, batch: int) -> Layout | None:
     """The layout of a view by that of its base, whose memory was written to since the view was made."""
     base = view._base
-    known = None if base is None else base.__dict__.get(ATTRIBUTE)
+    known = None if base is None else layout_on(base)
     if base is None or known is None:
         return None
     if is_stale(base):

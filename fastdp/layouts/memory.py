@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .calls import Call, tensors_in
 from .held import HELD, Held, foreign, is_over, storage_of, written
-from .layout import ATTRIBUTE, INPUT, Layout, is_past, layout_of_owners, owner_map, stale_layout, tag
+from .layout import INPUT, Layout, is_past, layout_of_owners, layout_on, owner_map, stale_layout, tag
 
 _APART = "_fastdp_apart"  # on a tensor that shares memory with data and is none: a view of an input beside the data
 _SHARED = (
@@ -101,7 +101,7 @@ def write_unaccounted(call: Call, versions: list[int]) -> bool:
             continue
         layout = Layout(call.batch, mixed=call.mixed("writes to an argument of its own, of what samples is not known"))
         for held in (tensor, tensor._base if tensor._is_view() else tensor):
-            before = held.__dict__.get(ATTRIBUTE)  # type: ignore[union-attr]
+            before = layout_on(held)  # type: ignore[arg-type]
             tag(held, layout)  # type: ignore[arg-type]
             written(held, layout, before)  # type: ignore[arg-type]
     return True
@@ -112,7 +112,7 @@ def written_through(call: Call, view: Tensor, before: Layout | None, layout: Lay
     base = view._base
     if base is None or base is view or layout is None or (layout == before and not layout.mixed):
         return
-    known = base.__dict__.get(ATTRIBUTE)
+    known = layout_on(base)
     known = known if known is not None and known.batch == call.batch else None
     if layout.alone >= 0 or (known is not None and known.mixed):
         return  # `alone` has looked at it

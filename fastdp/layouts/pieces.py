@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .calls import function_name, is_in_place, tensors_in
-from .layout import ATTRIBUTE, Layout, tag, tag_of
+from .layout import Layout, layout_on, tag, tag_of
 from .positions import is_random
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
@@ -123,7 +123,7 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
     if isinstance(value, Tensor):
         if value.is_leaf and value.requires_grad:
             into.append(id(value))
-        elif ATTRIBUTE not in value.__dict__ and not is_random(value) and _is_small(value):
+        elif layout_on(value) is None and not is_random(value) and _is_small(value):
             into.append(tuple(value.detach().flatten().tolist()))
     elif isinstance(value, tuple | list):
         for item in value:

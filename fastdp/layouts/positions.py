@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .calls import function_name, is_in_place, tensors_in
-from .layout import ATTRIBUTE, LOADERS, Layout, now
+from .layout import Layout, layout_on, now
 
 _MADE = "_fastdp_made"  # on a constant: how it was made within sight, and during which batch's forward or loss
 _ALIKE = "_fastdp_alike"  # on a constant: (dimension, version, whether its rows are alike)
@@ -27,6 +27,8 @@ _DRAWING = frozenset(
     "normal_ uniform_ exponential_ random_ cauchy_ log_normal_ geometric_ dropout alpha_dropout trunc_normal_".split()
 )
 _CUTTING = frozenset("__getitem__ narrow select split chunk split_with_sizes tensor_split unbind index_select".split())
+
+_ROUNDING = 2**10  # units of the last place of the largest number, in which equal rows of a product may differ
 
 WHY = (
     "meets the samples with different numbers by their place in the batch (a range, or a part of a table or parameter "
@@ -40,14 +42,14 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
 
     is_owned: whether a tensor is a parameter or buffer of the model, which has no rows of samples.
     """
-    if batch <= 1 or (isinstance(out, Tensor) and ATTRIBUTE in out.__dict__):
+    if batch <= 1 or (isinstance(out, Tensor) and layout_on(out) is not None):
         return
     name = function_name(func)
     results = [*tensors_in(out), *(tensors_in(args[:1]) if is_in_place(name) else ())]
-    results = [tensor for tensor in results if tensor.dim() and ATTRIBUTE not in tensor.__dict__]
+    results = [tensor for tensor in results if tensor.dim() and layout_on(tensor) is None]
     if not results:
         return
-    given = [tensor for tensor in tensors_in((args, kwargs)) if ATTRIBUTE not in tensor.__dict__]
+    given = [tensor for tensor in tensors_in((args, kwargs)) if layout_on(tensor) is None]
     known = {_made(tensor) for tensor in given}
     if name in _CUTTING and given and is_owned(given[0]):
         made = _CONSTANT
@@ -63,7 +65,7 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
         made = ""
     for tensor in results:
         if made:
-            tensor.__dict__[_MADE] = (made, now())
+            tensor.__dict__[_MADE] = (made, now().number)
         else:
             tensor.__dict__.pop(_MADE, None)
 
@@ -86,9 +88,8 @@ def _made(tensor: Tensor) -> str:
     """How a constant was made, if that was seen during the present batch: what is older may be labels, made by a user
     while a forward waited for its backward."""
     note = tensor.__dict__.get(_MADE)
-    if note is None or (note[1] is not now() and not (note[1].owner is LOADERS and note[1].alive)):
-        return ""
-    return str(note[0])
+    moment = now()
+    return str(note[0]) if note is not None and note[1] in (moment.number, moment.before) else ""
 
 
 def is_random(tensor: Tensor) -> bool:
@@ -106,28 +107,31 @@ NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING | _FILLING
 
 def by_place(tensor: Tensor, dim: int, layout: Layout) -> bool:
     """Whether a constant has, along this dimension, different numbers for the samples' rows by their place."""
-    if ATTRIBUTE in tensor.__dict__ or _made(tensor) != _CONSTANT or layout.batch <= 1:
+    if layout_on(tensor) is not None or _made(tensor) != _CONSTANT or layout.batch <= 1:
         return False
     return 0 <= dim < tensor.dim() and tensor.size(dim) == layout.rows and not rows_alike(tensor, dim, layout)
 
 
-def rows_alike(tensor: Tensor, dim: int, layout: Layout) -> bool:
-    """Whether all samples' rows along a dimension hold the same numbers: the first, the second ... of each."""
+def rows_alike(tensor: Tensor, dim: int, layout: Layout, computed: bool = False) -> bool:
+    """Whether all samples' rows along a dimension hold the same numbers: the first, the second ... of each.
+
+    computed: they were computed, maybe of the same numbers, which a matrix product rounds as it takes them together.
+    """
     if tensor.stride(dim) == 0 or tensor.numel() == 0 or layout.alone >= 0:
         return True
     key = (dim, tensor._version, layout[1:4])
     note = tensor.__dict__.get(_ALIKE)
     if note is not None and note[0] == key and layout.owner is None:
         return bool(note[1])
-    alike = _alike(tensor.detach(), dim, layout)
+    alike = _alike(tensor.detach(), dim, layout, computed)
     tensor.__dict__[_ALIKE] = (key, alike)
     return alike
 
 
-def _alike(values: Tensor, dim: int, layout: Layout) -> bool:
+def _alike(values: Tensor, dim: int, layout: Layout, computed: bool = False) -> bool:
     if layout.owner is None:
         values = values.unflatten(dim, (layout.outer, layout.batch, layout.inner))
-        return bool((values == values.narrow(dim + 1, 0, 1)).all())
+        return _same(values, values.narrow(dim + 1, 0, 1), computed)
     owner = layout.owner.to(values.device)
     order = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=layout.batch)
@@ -135,12 +139,19 @@ def _alike(values: Tensor, dim: int, layout: Layout) -> bool:
     rows = values.movedim(dim, 0)[order]
     first = torch.zeros(int(rank.max()) + 1, dtype=torch.long, device=owner.device)
     first[rank.flip(0)] = torch.arange(len(owner), device=owner.device).flip(0)  # a row of each rank
-    return bool((rows == rows[first[rank]]).all())
+    return _same(rows, rows[first[rank]], computed)
+
+
+def _same(values: Tensor, wanted: Tensor, computed: bool) -> bool:
+    if not computed or not values.is_floating_point():
+        return bool((values == wanted).all())
+    allowed = _ROUNDING * torch.finfo(values.dtype).eps * values.abs().amax()
+    return bool(((values - wanted).abs() <= allowed).all())
 
 
 def was_by_place(before: Tensor, written: Tensor, dim: int, layout: Layout) -> bool:
     """The same of a constant that was written to in place, as it was before."""
-    made = _made(written) == _CONSTANT and ATTRIBUTE not in before.__dict__
+    made = _made(written) == _CONSTANT and layout_on(before) is None
     if not made or dim < 0 or before.shape[dim : dim + 1] != (layout.rows,) or layout.batch <= 1 or layout.alone >= 0:
         return False
     return before.numel() > 0 and not _alike(before, dim, layout)

@@ -23,7 +23,7 @@ from .calls import Call, tensors_in
 from .counted import counted
 from .guesses import with_guesses
 from .held import written
-from .layout import ATTRIBUTE, RELAID, Layout, tag, tag_of
+from .layout import RELAID, Layout, layout_on, tag, tag_of
 from .memory import written_through
 from .pieces import cut
 from .positions import by_place, was_by_place
@@ -78,19 +78,19 @@ def propagate(call: Call) -> str:
     tags = _layouts_of(call, inputs) if not kept else _layouts_in(kept, call, outputs, inputs)
     if any(layout.guessed for _, layout in inputs):
         tags = with_guesses(call, inputs, tags, functools.partial(_layouts_of, call))
-    into = [(tensor, tensor.__dict__.get(ATTRIBUTE), _root(tensor)) for tensor in _written(call)]
+    into = [(tensor, layout_on(tensor), _root(tensor)) for tensor in _written(call)]
     from_places = call.func not in PICKING and any(layout.places for _, layout in inputs)
     for tensor, layout in tags:
         if from_places:
             layout = _made_of_places(call, tensor, layout)
         tag(tensor, layout)
     for tensor, before, (root, held) in into:
-        layout = tensor.__dict__.get(ATTRIBUTE)
+        layout = layout_on(tensor)
         if tensor._is_view():
             written_through(call, tensor, before, layout and layout._replace(shifted=None))
         elif before is not None and before != layout:
             tensor.__dict__[RELAID] = tensor._version
-        if (after := root.__dict__.get(ATTRIBUTE)) is not None and after != held:
+        if (after := layout_on(root)) is not None and after != held:
             written(root, after, held)
     return read_of(call, tags)
 
@@ -111,7 +111,7 @@ def _of_new_memory(call: Call, tensor: Tensor, other: Tensor) -> Layout | None:
 def _root(tensor: Tensor) -> tuple[Tensor, Layout | None]:
     """The tensor that a view is seen through, else itself, and its layout."""
     root = tensor._base if tensor._is_view() else tensor
-    return root, root.__dict__.get(ATTRIBUTE)  # type: ignore[return-value, union-attr]
+    return root, layout_on(root)  # type: ignore[return-value, arg-type]
 
 
 def format_of(tensor: Tensor) -> str:

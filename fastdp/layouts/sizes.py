@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call, function_name
-from .layout import ATTRIBUTE
+from .layout import layout_on
 
 T = torch.Tensor
 TELLING = frozenset((T.__len__, T.size, T.numel, T.nelement, T.shape.__get__))  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ class Sizes:
 
     def asked(self, tensor: Any, found: Any, batch: int) -> None:
         """Python asked for the size of a tensor."""
-        layout = tensor.__dict__.get(ATTRIBUTE) if isinstance(tensor, Tensor) else None
+        layout = layout_on(tensor) if isinstance(tensor, Tensor) else None
         if layout is None or batch <= 1:
             return
         frame = sys._getframe(2)
@@ -64,7 +64,7 @@ class Sizes:
 
     def note_number(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A constant is made of a number."""
-        if not isinstance(out, Tensor) or out.numel() != 1 or ATTRIBUTE in out.__dict__:
+        if not isinstance(out, Tensor) or out.numel() != 1 or layout_on(out) is not None:
             return
         if args and isinstance(args[0], Tensor) and args[0] is not out and _NUMBER in args[0].__dict__:
             out.__dict__[_NUMBER] = args[0].__dict__[_NUMBER]  # cast, or moved

@@ -53,16 +53,16 @@ def is_small(norm_sq: Tensor, bound: Tensor) -> bool:
     return norm_sq.device.type == bound.device.type == "cpu" and bool((bound <= TOLERANCE * norm_sq.sqrt()).all())
 
 
-def of_products(a: Tensor, g: Tensor, sizes: Tensor | None = None) -> Tensor | None:
-    """The bound [B] for sum_t g_t a_t^T, a [B,T,I] and g [B,T,O]: sum_t |g_t| |a_t| <= |g| |a|. None: no sum at all.
+def units_of_products(a: Tensor, g: Tensor) -> float:
+    """The bound of `of_products` as a share of |a| |g|."""
+    return roundings(a.size(1), min(a.size(2), g.size(2)) > 1) * unit(a)
 
-    sizes: |a| |g| of each sample, [B] float64, where that is known.
-    """
+
+def of_products(a: Tensor, g: Tensor) -> Tensor | None:
+    """The bound [B] for sum_t g_t a_t^T, a [B,T,I] and g [B,T,O]: sum_t |g_t| |a_t| <= |g| |a|. None: no sum at all."""
     if a.size(1) <= 1 or a.numel() == 0 or g.numel() == 0:
         return None
-    if sizes is None:
-        sizes = (square_sum(a) * square_sum(g)).sqrt_()
-    return sizes * (roundings(a.size(1), min(a.size(2), g.size(2)) > 1) * unit(a))
+    return (square_sum(a) * square_sum(g)).sqrt_() * units_of_products(a, g)
 
 
 def of_segments(a: Tensor, g: Tensor, starts: Tensor, batch: int) -> Tensor:

@@ -135,7 +135,7 @@ def _compiled_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "a
 
 
 def _compiled_gram(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """The norms, and |patches| |g| of each sample, which the kernel has at hand."""
+    """The norms, and what the kernel leaves of each block."""
     kernels, threads, conv = compiled.module(), torch.get_num_threads(), _packed(x, g, geometry)
     out, parts = compiled.doubles(x.size(0)), compiled.doubles(conv.parts(kernels.CONV_GRAM))
     memory = compiled.scratch(threads * conv.scratch(kernels.CONV_GRAM))
@@ -147,7 +147,7 @@ def _compiled_gram(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Te
     if doubtful:
         again = torch.nonzero(doubt).flatten()
         out[again] = _compiled_norm_sq(x[again], g[again], geometry, "direct")
-    return out, linear.sizes_of(parts, x.size(0))
+    return out, parts
 
 
 # ---------------------------------------------------------------------- for the engine: F images, also transposed
@@ -189,20 +189,31 @@ def rounding(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor | None:
     positions = positions_of(g, geometry)
     if positions <= 1 or x.numel() == 0 or g.numel() == 0:
         return None
+    return (square_sum(x) * square_sum(g)).sqrt_().mul_(_units(x, geometry, positions))
+
+
+def _units(x: Tensor, geometry: Geometry, positions: int) -> float:
+    """The bound of `rounding` as a share of |x| |g|."""
     # a number of x (g, if transposed) stands in so many patches at most
     sizes = zip(geometry.weight[2:], geometry.stride, geometry.dilation, strict=True)
     patches = math.prod(-(-k * math.gcd(stride, dilation) // stride) for k, stride, dilation in sizes)
-    units = bounds.roundings(positions) * math.sqrt(patches) * bounds.unit(x)
-    return (square_sum(x) * square_sum(g)).sqrt_().mul_(units)
+    return bounds.roundings(positions) * math.sqrt(patches) * bounds.unit(x)
 
 
 def bounded_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
     """`norm_sq` enlarged by what rounding may do to the clipped sum."""
     positions = positions_of(g, geometry)
     gram = method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry))
-    if gram and _is_compiled(_norm_sq_op, x) and compiled.takes(x, g) and x.numel() and g.numel():
-        found, sizes = _compiled_gram(x, g, geometry)
-        return bounds.enlarged(found, sizes * (bounds.roundings(positions) * bounds.unit(x)))
+    built = _is_compiled(_norm_sq_op, x) and compiled.takes(x, g) and x.numel() and g.numel()
+    if built and gram:
+        found, parts = _compiled_gram(x, g, geometry)
+        linear.enlarge_by_blocks(found, parts, bounds.roundings(positions) * bounds.unit(x))
+        return found
+    if built and positions > 1 and x.is_contiguous() and g.is_contiguous():
+        found = norm_sq(x, g, geometry, method)
+        a, rows = x.flatten(1).unsqueeze(1), g.flatten(1).unsqueeze(1)
+        linear.enlarge_by_data(found, a, rows, _units(x, geometry, positions))
+        return found
     return bounds.enlarged(norm_sq(x, g, geometry, method), rounding(x, g, geometry))
 
 

@@ -22,10 +22,7 @@ ROUNDING = 4 * 2.0**-24
 ROUNDING_COMPILED = 8 * 2.0**-24
 GRAM_TOLERANCE = 4e-6
 TINY = 1.2e-38  # a product of float32 may lose so much
-GRAM_PARTS, GRAM_SIZES = (
-    4,
-    2,
-)  # numbers of a block of the compiled kernel; where |a|^2 and |g|^2 stand (csrc/cpu/gram.h)
+GRAM_PARTS = 4  # numbers of a block of the compiled kernel (csrc/cpu/gram.h)
 UNDERFLOW = 1e-28  # below it products of float32 may have been lost: directly, too
 
 
@@ -104,16 +101,11 @@ def vanished(a_sq: Tensor, g_sq: Tensor, t: int, i: int, o: int) -> Tensor:
 
 
 def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
-    return _compiled_gram_and_sizes(a, g)[0]
+    return _compiled_gram_and_parts(a, g)[0]
 
 
-def sizes_of(parts: Tensor, batch: int) -> Tensor:
-    """|a| |g| of each sample, [B], from what the compiled kernel of the gram route leaves of each block."""
-    return parts.view(batch, -1, GRAM_PARTS)[..., GRAM_SIZES:].sum(1).prod(1).sqrt_()
-
-
-def _compiled_gram_and_sizes(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """The norms, and |a| |g| of each sample, which the kernel has at hand."""
+def _compiled_gram_and_parts(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The norms, and what the kernel leaves of each block."""
     kernels, threads = compiled.module(), torch.get_num_threads()
     batch, t, _ = a.shape
     out, doubt = compiled.doubles(batch), torch.empty(batch, dtype=torch.bool)
@@ -126,7 +118,7 @@ def _compiled_gram_and_sizes(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     if doubtful:
         again = torch.nonzero(doubt).flatten()
         out[again] = _compiled_direct(a[again], g[again])
-    return out, sizes_of(parts, batch)
+    return out, parts
 
 
 def _compiled_direct(a: Tensor, g: Tensor) -> Tensor:
@@ -246,15 +238,40 @@ def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tenso
         return linear_norm_sq(a, g, method, dtype=torch.float64), None
     built = a.device.type == "cpu" and _norm_sq_op.implementation("cpu") is not _norm_sq_op.reference
     if built and compiled.takes(a, g):
+        units = bounds.units_of_products(a, g)
         if method == "gram" or (method == "auto" and compiled_gram_is_cheaper(a.size(1), a.size(2), g.size(2))):
-            found, sizes = _compiled_gram_and_sizes(a, g)
-            bound = bounds.of_products(a, g, sizes)
-            return bounds.enlarged(found, bound), bound
+            found, parts = _compiled_gram_and_parts(a, g)
+            return found, enlarge_by_blocks(found, parts, units)
+        found = _compiled_direct(a, g)
+        return found, enlarge_by_data(found, a, g, units)
     found = linear_norm_sq(a, g, method, dtype=torch.float64)
     if a.device.type != "cpu" and method == "gram" and a.size(1) <= bounds.BLOCK:
         return found, None  # enlarged there by what cancels, which is more than the bound
     bound = bounds.of_products(a, g)
     return bounds.enlarged(found, bound), bound
+
+
+def enlarge_by_blocks(norm_sq: Tensor, parts: Tensor, units: float) -> Tensor:
+    """Enlarge norms [B] in place by what rounding may do (`fastdp.ops.bounds`), and return that bound [B].
+
+    parts: what the compiled kernel of the gram route has left of each block; units: `bounds.units_of_products`.
+    """
+    batch, bound = norm_sq.numel(), torch.empty_like(norm_sq)
+    compiled.module().enlarge_by_blocks(
+        parts.data_ptr(), batch, parts.numel() // (GRAM_PARTS * batch), units, bounds.TOLERANCE, norm_sq.data_ptr(),
+        bound.data_ptr(),
+    )  # fmt: skip
+    return bound
+
+
+def enlarge_by_data(norm_sq: Tensor, a: Tensor, g: Tensor, units: float) -> Tensor:
+    """The same of sums over the data a [B,T,I] and g [B,T,O]."""
+    bound = torch.empty_like(norm_sq)
+    compiled.module().enlarge_by_data(
+        compiled.matrix(a), compiled.matrix(g), *a.shape[:2], units, bounds.TOLERANCE, norm_sq.data_ptr(),
+        bound.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return bound
 
 
 def linear_per_sample(a: Tensor, g: Tensor) -> Tensor:

@@ -390,7 +390,7 @@ def _alike(operand: Tensor, dim: int, layout: Layout) -> bool:
         return rows_alike(link.ids, dim, layout)
     if link is None or link.isometric:  # numbers of its own for each row, also while they happen to be equal
         return operand.stride(dim) == 0
-    return rows_alike(operand, dim, layout)
+    return rows_alike(operand, dim, layout, computed=True)
 
 
 def cut(tensor: Tensor, layout: Layout) -> Tensor:
