@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
+from collections import Counter
 from types import FrameType
 from typing import Any
 
@@ -101,6 +102,10 @@ def refuse_division() -> None:
         )
 
 
+_IN_VAIN: Counter[tuple[float, int]] = Counter()  # how often there was no DataLoader at such a rate and batch
+_OFTEN = 3  # looking takes 20 ms: programs that make hundreds of optimizers (fastdp.audit) do not wait for that
+
+
 def check_rate(rate: float | None, batch: int, expected: float | None) -> None:
     """Warns where a sample rate that was given is far below what the first batch shows.
 
@@ -112,7 +117,7 @@ def check_rate(rate: float | None, batch: int, expected: float | None) -> None:
     seen = ""
     if expected is not None and batch > 2 * expected + 10:  # more than chance makes of it
         seen = f"expected_batch_size={expected:g} was given with it, and the first batch has {batch} samples"
-    elif (records := _records(batch)) and rate < batch / records / 2:
+    elif _IN_VAIN[rate, batch] < _OFTEN and (records := _records(rate, batch)) and rate < batch / records / 2:
         seen = (
             f"the first batch has {batch} of the {records} records of its DataLoader, a rate of {batch / records:.3g}"
         )
@@ -124,11 +129,15 @@ def check_rate(rate: float | None, batch: int, expected: float | None) -> None:
         )
 
 
-def _records(batch: int) -> int:
+def _records(rate: float, batch: int) -> int:
     """Records of the largest data set whose DataLoader has handed out a batch and is not done, 0 if there is none."""
     found = 0
-    for iterator in gc.get_objects():
-        if not issubclass(type(iterator), _BaseDataLoaderIter) or not getattr(iterator, "_num_yielded", 0):
+    kinds = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
+    iterators = [item for item in gc.get_referrers(*kinds) if isinstance(item, _BaseDataLoaderIter)]
+    if not iterators:
+        _IN_VAIN[rate, batch] += 1
+    for iterator in iterators:
+        if not getattr(iterator, "_num_yielded", 0):
             continue
         source: Any = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
         if not isinstance(source, SubsetRandomSampler):

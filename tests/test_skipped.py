@@ -219,13 +219,15 @@ def test_right_loops_hear_nothing(silent):
     for limit, rate in ((None, 0.5), (4, 0.5), (None, 0.02), (2, 0.02)):
         model, loader, optimizer = made(limit=limit, rate=rate)
         for _ in range(3):
-            for x, y in loader:
-                optimizer.epsilon(1e-2)
+            for number, (x, y) in enumerate(loader):
+                if number == 3:
+                    optimizer.epsilon(1e-2)
                 if len(x) == 0:
                     optimizer.step()  # without a forward
                 else:
                     train(model, optimizer, (x, y))
-                optimizer.epsilon(1e-2)
+                if number == 4:
+                    optimizer.epsilon(1e-2)
         assert sum(n for *_, n in optimizer.history) == 18
 
 
