@@ -317,16 +317,27 @@ def handed_out_in(batch: int) -> int:
 def sweep() -> None:
     """Take away what a backward has ended."""
     if (found := current()) is not None and found.over:
-        stop()
+        _HERE.following = None
+    if _pushed():
+        _remove()
 
 
 def stop() -> None:
-    """Follow no longer in this thread. (Not from within a call that the mode sees.)"""
+    """Follow no longer in this thread."""
     found = current()
     if found is not None:
         found.finish()
         _HERE.following = None
+    if _pushed():
         _remove()
+
+
+def _pushed() -> list[Following]:
+    """The modes that this thread has put on its stack and not taken off yet."""
+    found: list[Following] | None = getattr(_HERE, "pushed", None)
+    if found is None:
+        found = _HERE.pushed = []
+    return found
 
 
 def _insert(mode: Following) -> None:
@@ -337,16 +348,22 @@ def _insert(mode: Following) -> None:
     if above and above[-1] is default:
         torch.overrides._push_mode(above.pop())
     torch.overrides._push_mode(mode)
+    _pushed().append(mode)
     for other in reversed(above):
         torch.overrides._push_mode(other)
 
 
 def _remove() -> None:
-    """Take what is over off the stack of modes."""
+    """Take what is over off the stack of modes. One whose call runs just now is not there: torch puts it back after
+    the call, and a later sweep takes it off."""
+    if not any(mode.over for mode in _pushed()):
+        return
     kept = []
     for _ in range(torch.overrides._len_torch_function_stack()):
         top = torch.overrides._pop_mode()
-        if not (isinstance(top, Following) and top.over):
+        if isinstance(top, Following) and top.over:
+            _pushed().remove(top)
+        else:
             kept.append(top)
     for mode in reversed(kept):
         torch.overrides._push_mode(mode)

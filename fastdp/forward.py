@@ -191,7 +191,8 @@ class Forward:
         if recomputing and backward.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
         before = following.handed_out_in(self._batch)
-        following.stop()
+        if not recomputing:
+            following.stop()
         moment = self._moments[-1] if recomputing and self._moments else None
         active = Pass(self, self._batch, tracked, not recomputing or not path, self._people, moment)
         if not recomputing:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fastdp
 from fastdp import following
@@ -188,6 +189,28 @@ def test_nothing_stays_behind() -> None:
     assert len(torch.overrides._get_current_function_mode_stack()) == 1
     optimizer.detach()
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "budget"])
+def test_nothing_stays_behind_of_what_is_computed_again(way: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, D)), nn.Linear(D, C)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(checkpoint(self.body, x, use_reentrant=way == "reentrant"))
+
+    options = {"memory_budget": 1} if way == "budget" else {}
+    options |= {"sample_rate": 0.1, "expected_batch_size": 6}
+    optimizer = fastdp.DPSGD(model := Block(), lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, **options)
+    for _ in range(4):
+        losses = model(torch.randn(6, D, requires_grad=True)).square().sum(1)
+        assert len(torch.overrides._get_current_function_mode_stack()) == 1
+        losses.mean().backward()
+        optimizer.step()
+        assert not torch.overrides._get_current_function_mode_stack()
+    optimizer.detach()
 
 
 def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
