@@ -19,7 +19,7 @@ from ..costs import Segments, Shape
 from ..errors import BatchLayoutError, SampleMixingError, StepError
 from ..layouts.calls import tensors_in
 from ..layouts.layout import Layout, samplewise, tag, tag_of
-from ..layouts.positions import WHY, by_place, rows_alike
+from ..layouts.positions import WHY, by_place, is_random, rows_alike
 from ..links import link_of
 from ..ops.bounds import enlarged
 from ..ops.common import accumulate, chunks, exactly
@@ -369,6 +369,7 @@ def refuse_by_position(recorder: Recorder, operand: Tensor, layout: Layout, ndim
         layout.order is None
         and recorder.is_parameter(operand)
         and layout.alone < 0
+        and not is_random(operand)
         and not _alike(operand, dim, layout)
     ):
         raise SampleMixingError(f"{place}: a parameter {WHY}.", f"{place}: a parameter {WHY}")
