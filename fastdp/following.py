@@ -110,7 +110,7 @@ class Following(TorchFunctionMode):
             if of_model:
                 for tensor in tensors_in(out):
                     note_parameter(tensor)
-            note_made(func, args, kwargs, out, self.batch, _is_parameter)
+            note_made(func, args, kwargs, out, self.batch, _is_parameter, of_loss=True)
             return out
         signature = self.memo.signature(func, args, kwargs, self.batch, {})
         known = self.memo.layouts(signature)
@@ -127,7 +127,7 @@ class Following(TorchFunctionMode):
         except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
             why = problem.mixed or str(problem)
             map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
-        note_made(func, args, kwargs, out, self.batch, _is_parameter)
+        note_made(func, args, kwargs, out, self.batch, _is_parameter, of_loss=True)
         stamp(func, args, kwargs, out, self.batch)
         if NOTED:
             self.engine.reads.note(NOTED.pop(), None)

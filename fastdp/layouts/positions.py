@@ -20,6 +20,7 @@ from .layout import Layout, layout_on, now
 _MADE = "_fastdp_made"  # on a constant: how it was made within sight, and during which batch's forward or loss
 _ALIKE = "_fastdp_alike"  # on a constant: (dimension, version, whether its rows are alike)
 _CONSTANT, _RANDOM = "constant", "random"
+_TABLE = "table"  # made of the model's own tensors alone: its rows are no samples', until the batch's size cuts them
 _NUMBERING = frozenset("arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander".split())
 _FILLING = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full empty".split())
 _DRAWING = frozenset(
@@ -37,10 +38,13 @@ WHY = (
 )
 
 
-def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned: Callable[[Tensor], bool]) -> None:
+def note_made(
+    func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned: Callable[[Tensor], bool], of_loss: bool = False
+) -> None:
     """Note on the results of a call that carry no samples how they were made.
 
-    is_owned: whether a tensor is a parameter or buffer of the model, which has no rows of samples.
+    is_owned: whether a tensor is a parameter or buffer of the model, which has no rows of samples; of_loss: the call
+    comes after the forward, where the first rows of a tensor may be the batch's labels.
     """
     if batch <= 1 or (isinstance(out, Tensor) and layout_on(out) is not None):
         return
@@ -51,16 +55,19 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
         return
     given = [tensor for tensor in tensors_in((args, kwargs)) if layout_on(tensor) is None]
     known = {_made(tensor) for tensor in given}
-    if name in _CUTTING and given and is_owned(given[0]):
-        made = _CONSTANT
-    elif name in _DRAWING or _RANDOM in known:
+    tables = [is_owned(tensor) or _made(tensor) == _TABLE for tensor in given]
+    if name in _DRAWING or _RANDOM in known:
         made = _CONSTANT if _is_drawn_again(func, args, kwargs, out) else _RANDOM
+    elif name in _CUTTING and given and (tables[0] or (not of_loss and _is_head(given[0], out))):
+        made = _CONSTANT
     elif name in _NUMBERING or name in _FILLING:
         made = _CONSTANT
     elif _CONSTANT in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
         strange = any(not _made(t) and t.dim() and not is_owned(t) for t in given)
         made = "" if strange else _CONSTANT
+    elif given and all(tables):
+        made = _TABLE
     else:
         made = ""
     for tensor in results:
@@ -68,6 +75,13 @@ def note_made(func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned:
             tensor.__dict__[_MADE] = (made, now().number)
         else:
             tensor.__dict__.pop(_MADE, None)
+
+
+def _is_head(source: Tensor, out: Any) -> bool:
+    """Whether a part of a tensor of unseen origin begins with it: `table[: len(h)]`, of more rows than these."""
+    if not isinstance(out, Tensor) or _made(source) or out._base is None or out.numel() >= source.numel():
+        return False
+    return out.storage_offset() == source.storage_offset()
 
 
 def _is_drawn_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:

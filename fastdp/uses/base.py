@@ -364,7 +364,8 @@ def refuse_by_position(recorder: Recorder, operand: Tensor, layout: Layout, ndim
         return
     place = recorder.place(name)
     if layout.order is None and by_place(operand, dim, layout):
-        raise SampleMixingError(f"{place}: a constant {WHY}.", f"{place}: a constant {WHY}")
+        what = "a parameter" if recorder.is_parameter(operand) else "a constant"
+        raise SampleMixingError(f"{place}: {what} {WHY}.", f"{place}: {what} {WHY}")
     if (
         layout.order is None
         and recorder.is_parameter(operand)
