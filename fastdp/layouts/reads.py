@@ -62,6 +62,9 @@ def _bound(call: Call) -> str:
     return next((layout.mixed for layout in found if layout is not None and layout.mixed), "")
 
 
+_VALIDATING = ("__init__", "_validate_sample")  # of distributions: they raise, or do nothing
+
+
 def reading_line() -> str:
     """File and line of the code that reads, or '' where torch checks an assertion."""
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -70,6 +73,8 @@ def reading_line() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(library) and frame.f_code.co_name.startswith("_check"):
+            return ""
+        if name.startswith(os.path.join(library, "distributions")) and frame.f_code.co_name in _VALIDATING:
             return ""
         if not name.startswith((here, library)):
             return f"{os.path.basename(name)}, line {frame.f_lineno}"

@@ -116,7 +116,8 @@ _ELEMENTWISE = (
     "float half bfloat16 double bool long int copy_ __floordiv__ __rfloordiv__ floor_divide __mod__ remainder fmod "
     "bitwise_and bitwise_or bitwise_xor bitwise_not logical_xor __xor__ __lshift__ __rshift__ isfinite trunc frac "
     "expm1 log1p log2 log10 exp2 sinh cosh atan atan2 nan_to_num square_ sqrt_ neg_ abs_ clamp_min_ clamp_max_ pow_ "
-    "floor_ round_ remainder_ lerp addcmul addcdiv lerp_ addcmul_ addcdiv_ positive erfc hypot hardshrink softshrink"
+    "floor_ round_ remainder_ lerp addcmul addcdiv lerp_ addcmul_ addcdiv_ positive erfc hypot hardshrink softshrink "
+    "rrelu rrelu_ poisson binomial normal geometric_ _standard_gamma"  # these draw for each element
 ).split()
 
 
@@ -206,9 +207,27 @@ def _renorm(call: Call) -> Tags:
     return [(call.out, layout)]
 
 
+@rule(*spellings("_sample_dirichlet"))
+def _dirichlet(call: Call) -> Tags:
+    """Draws for each row along the last dimension."""
+    layout = call.layout(call.args[0])
+    if layout is not None and not layout.mixed and layout.dim == call.out.dim() - 1:
+        return [(call.out, combined(call, call.out, "draws for the samples together"))]
+    return [(call.out, layout)]
+
+
 UNCHECKED.update(spellings("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"))
 UNCHECKED.update(
-    spellings("bernoulli", "multinomial", "rand_like", "randn_like", "empty_like", "randint_like", "dropout_")
+    spellings(
+        "bernoulli",
+        "multinomial",
+        "rand_like",
+        "randn_like",
+        "empty_like",
+        "randint_like",
+        "dropout_",
+        "_sample_dirichlet",
+    )
 )
 UNCHECKED.update(spellings("bernoulli_", "normal_", "uniform_", "exponential_", "random_", "cauchy_", "log_normal_"))
 UNCHECKED.update(spellings(*_ELEMENTWISE, "where"))

@@ -3,12 +3,15 @@
 The number of samples, or of rows that the data of several samples chose, is made by all samples; as a size it does no
 harm, as a factor it makes each sample's gradient depend on the others. Python's numbers cannot be followed, so they are
 told by value: a factor that equals such a number, in code that has asked for sizes, is warned of; where it follows
-that number from one batch to the next it is no coincidence, and refused.
+that number from one batch to the next it is no coincidence, and refused. A number that is written in the code, or is
+an attribute of the module, may equal a size by chance: nothing is said until it follows the size. And a factor that
+grows or shrinks with the sizes over several batches, whatever was computed of them, is warned of.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from types import CodeType
 from typing import Any
@@ -18,17 +21,22 @@ from torch import Tensor
 
 from .calls import Call, function_name
 from .layout import layout_on
+from .positions import is_random, made_in_sight
 
 T = torch.Tensor
 TELLING = frozenset((T.__len__, T.size, T.numel, T.nelement, T.shape.__get__))  # type: ignore[attr-defined]
 _NUMBER = "_fastdp_number"  # on a constant made of one number: that number
+_ORIGIN = "_fastdp_number_of"  # on such a constant: which size it was made of
 _MAKING = frozenset("tensor as_tensor asarray scalar_tensor full full_like new_tensor new_full".split())
+_FULL = ("full", "full_like")
 COMPUTING = frozenset(
     f"{before}{name}{after}"
     for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv rsub".split()
     for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
 )
 _HERE = __file__.removesuffix("layouts/sizes.py")
+_NOT_USERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(torch.__file__))
+_ENOUGH = 6  # sizes: 6 numbers of a schedule rise or fall with them by chance in one run of 360
 _LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
 
 
@@ -36,8 +44,12 @@ class Sizes:
     """What one engine's forwards were told by sizes, and where they computed with it."""
 
     def __init__(self) -> None:
+        self._batch = 0
         self._codes: set[CodeType] = set()  # that asked for sizes, in this forward
         self._told: dict[float, str] = {}  # numbers that several samples' data made, in this forward
+        self._series: dict[
+            Any, list[tuple[tuple[float, ...], float]] | None
+        ] = {}  # (sizes told, number); None: cleared
         self._places: dict[Any, tuple[float, float] | None] = {}  # (number told, number computed with); None: cleared
 
     def begin(self) -> None:
@@ -50,29 +62,43 @@ class Sizes:
         layout = layout_on(tensor) if isinstance(tensor, Tensor) else None
         if layout is None or batch <= 1:
             return
+        self._batch = batch
         frame = sys._getframe(2)
         while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
             frame = frame.f_back
-        self._codes.add(frame.f_code)
+        while frame is not None and not frame.f_code.co_filename.startswith(_NOT_USERS):
+            self._codes.add(frame.f_code)  # and whoever asks by functions of his own
+            frame = frame.f_back  # type: ignore[assignment]
         if layout.order is not None or (layout.places and layout.mixed) or (layout.mixed and not layout.total):
             numbers = found if isinstance(found, tuple) else (found,)
             for number in numbers:
                 if number >= 0:
                     self._told[number] = "the number of rows that several samples' data made"
-        elif not isinstance(found, tuple) and found > batch and found == tensor.numel():
-            self._told[found] = "the number of elements in the batch"
+        elif (elements := tensor.numel()) > batch and (isinstance(found, tuple) or found == elements):
+            self._told[elements] = "the number of elements in the batch"
 
     def note_number(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A constant is made of a number."""
-        if not isinstance(out, Tensor) or out.numel() != 1 or layout_on(out) is not None:
+        if not isinstance(out, Tensor) or layout_on(out) is not None:
             return
-        if args and isinstance(args[0], Tensor) and args[0] is not out and _NUMBER in args[0].__dict__:
-            out.__dict__[_NUMBER] = args[0].__dict__[_NUMBER]  # cast, or moved
-        if function_name(func) not in _MAKING:
+        name = function_name(func)
+        number = None
+        if out.numel() == 1 and args and isinstance(args[0], Tensor) and args[0] is not out:
+            number = args[0].__dict__.get(_NUMBER)
+            origins = [t.__dict__[_ORIGIN] for t in args if isinstance(t, Tensor) and _ORIGIN in t.__dict__]
+            if origins:
+                out.__dict__[_ORIGIN] = origins[0]
+            if out.device.type == "cpu" and (number is not None or (made_in_sight(args[0]) and not is_random(args[0]))):
+                number = out.item()  # of a range or of ones as many as there are samples, perhaps
+        elif name in _MAKING and (out.numel() == 1 or name.endswith(_FULL)):
+            number = next((v for v in reversed((*args, *kwargs.values())) if _is_number(v)), None)
+        if number is None:
             return
-        number = next((v for v in reversed((*args, *kwargs.values())) if _is_number(v)), None)
-        if number is not None:
-            out.__dict__[_NUMBER] = number
+        out.__dict__[_NUMBER] = number
+        if self._codes and _ORIGIN not in out.__dict__:
+            found = next((what for told, what in self._sources(self._batch) if _same(float(number), told)), None)
+            if found is not None and not _is_written(number):
+                out.__dict__[_ORIGIN] = found
 
     def has_told(self) -> bool:
         """Whether the code that calls now has asked for sizes of the batch."""
@@ -89,6 +115,8 @@ class Sizes:
             return "", False  # a sum over the samples may be divided by their number
         for value in (*call.args, *call.kwargs.values()):
             number: Any = value.__dict__.get(_NUMBER) if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor) and number is not None and _ORIGIN in value.__dict__:
+                return f"{call.mixed()} computes with {number:g}, made of {value.__dict__[_ORIGIN]}", False
             if _is_number(number) and (found := self._of(call, float(number)))[0]:
                 return found
         return "", False
@@ -102,6 +130,8 @@ class Sizes:
         place = (call.path, call.name, frame.f_code, frame.f_lineno)
         matching = ((told, what) for told, what in self._sources(call.batch) if _same(number, told))
         source, what = next(matching, (float(call.batch), ""))
+        if not what and (following := self._follows(place, call.batch, number)):
+            return f"{call.mixed()} computes with {number:g}, {following}", False
         before = self._places.setdefault(place, (source, number))
         if before is None:
             return "", False
@@ -111,10 +141,46 @@ class Sizes:
         if not what:
             return "", False
         certain = before[0] != source and before[1] != number
+        if not certain and _is_written(number):
+            return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain
+
+    def _follows(self, place: Any, batch: int, number: float) -> str:
+        """Whether the numbers computed with at a place grow or shrink with a size, over _ENOUGH sizes; '' if not."""
+        seen = self._series.setdefault(place, [])
+        if seen is None:
+            return ""
+        sizes = (batch, *self._told)
+        if any((before == number) != (known == sizes) for known, before in seen):
+            self._series[place] = None  # a constant, or a schedule
+            return ""
+        if (sizes, number) not in seen:
+            seen.append((sizes, number))
+        if len(seen) < _ENOUGH:
+            return ""
+        self._series[place] = None
+        for k in range(min(len(known) for known, _ in seen)):
+            series = sorted((known[k], value) for known, value in seen)
+            steps = list(zip(series, series[1:], strict=False))
+            rising = {later[1] > earlier[1] for earlier, later in steps}
+            if len(rising) == 1 and all(later[0] > earlier[0] for earlier, later in steps):
+                return f"which {'grows' if rising.pop() else 'shrinks'} with a size of the batch"
+        return ""
 
     def _sources(self, batch: int) -> list[tuple[float, str]]:
         return [*self._told.items(), (batch, f"the number of samples ({batch})")]
+
+
+def _is_written(number: float) -> bool:
+    """Whether the code that computes with a number has it written down, or its module keeps it as an attribute."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
+    own = [value for module in modules for value in module.__dict__.values()]
+    return any(_is_number(value) and value == number for value in (*frame.f_code.co_consts, *own))
 
 
 def _is_ours(name: str) -> bool:

@@ -1,0 +1,106 @@
+"""Numbers that sizes told, computed further: followed through tensors, told by how they grow; literals are none."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.errors import BatchReadWarning, NotVerifiedWarning, SampleMixingError
+
+D = 5
+
+
+class Scaled(nn.Module):
+    def __init__(self, number: Callable[[Scaled, Tensor], float | Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.number = nn.Linear(D, 4), nn.Linear(4, 3), number
+        self.scaling, self.step = 0.5, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        h = self.a(x)
+        return self.b(h * self.number(self, h))
+
+
+def warned(number: Callable[[Scaled, Tensor], float | Tensor], batches: list[int]) -> bool:
+    torch.manual_seed(0)
+    model = Scaled(number)
+    optimizer = fastdp.DPSGD(
+        model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.1, expected_batch_size=6
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for size in batches:
+                F.cross_entropy(model(torch.randn(size, D)), torch.randint(0, 3, (size,))).backward()
+                optimizer.step()
+        except SampleMixingError:
+            return True
+        finally:
+            optimizer.detach()
+    kinds = {w.category for w in caught} - {NotVerifiedWarning}
+    assert kinds <= {BatchReadWarning}
+    return bool(kinds)
+
+
+AT_ONCE = {
+    "ones added up": lambda m, h: torch.ones(h[h > 0].shape[0]).sum() ** 2 * 0.01,
+    "ones beside data added up": lambda m, h: h.new_ones(len(h)).sum() * 0.3,
+    "a full tensor": lambda m, h: torch.full((4,), float(len(h))),
+    "as it is": lambda m, h: len(h),
+    "by a function of one's own": lambda m, h: (lambda t: t.shape[0])(h),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_numbers_followed_through_tensors_are_warned_of(name: str) -> None:
+    assert warned(AT_ONCE[name], [7])
+
+
+SERIES = [6, 9, 4, 12, 8, 5, 11, 7]
+GROWING = {
+    "square": lambda m, h: len(h) ** 2 * 0.013,
+    "logarithm": lambda m, h: math.log1p(len(h)),
+    "a share": lambda m, h: 3.7 * len(h),
+    "inverse": lambda m, h: 0.37 / len(h),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_numbers_that_grow_with_a_size_are_warned_of(name: str) -> None:
+    assert not warned(GROWING[name], SERIES[:3]) and warned(GROWING[name], SERIES)
+
+
+RIGHT = {
+    "a schedule": lambda m, h: (len(h), 0.99**m.step)[1],
+    "a constant": lambda m, h: (len(h), 0.7)[1],
+    "random": lambda m, h: (len(h), random.random())[1],
+    "the width": lambda m, h: 1 / math.sqrt(h.shape[-1]),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_other_numbers_are_not(name: str) -> None:
+    random.seed(0)
+    assert not warned(RIGHT[name], [6, 9, 4, 6, 8, 5, 11, 7])
+
+
+LITERALS = {
+    "of a GELU": lambda m, h: (len(h), 0.5 * (1.0 + torch.tanh(h + 0.044715 * torch.pow(h, 3.0))))[1],
+    "a square": lambda m, h: (len(h), h.pow(2))[1],
+    "an attribute": lambda m, h: (len(h), h * m.scaling)[1],
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", LITERALS)
+def test_what_is_written_in_the_code_is_no_size(name: str, size: int) -> None:
+    assert not warned(LITERALS[name], [size] * 3)
