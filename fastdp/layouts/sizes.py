@@ -115,10 +115,10 @@ class Sizes:
             return "", False  # a sum over the samples may be divided by their number
         for value in (*call.args, *call.kwargs.values()):
             number: Any = value.__dict__.get(_NUMBER) if isinstance(value, Tensor) else value
-            if isinstance(value, Tensor) and number is not None and _ORIGIN in value.__dict__:
-                return f"{call.mixed()} computes with {number:g}, made of {value.__dict__[_ORIGIN]}", False
             if _is_number(number) and (found := self._of(call, float(number)))[0]:
                 return found
+            if isinstance(value, Tensor) and number is not None and _ORIGIN in value.__dict__:
+                return f"{call.mixed()} computes with {number:g}, made of {value.__dict__[_ORIGIN]}", False
         return "", False
 
     def _of(self, call: Call, number: float) -> tuple[str, bool]:
