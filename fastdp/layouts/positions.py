@@ -123,7 +123,11 @@ def by_place(tensor: Tensor, dim: int, layout: Layout) -> bool:
     """Whether a constant has, along this dimension, different numbers for the samples' rows by their place."""
     if layout_on(tensor) is not None or _made(tensor) != _CONSTANT or layout.batch <= 1:
         return False
-    return 0 <= dim < tensor.dim() and tensor.size(dim) == layout.rows and not rows_alike(tensor, dim, layout)
+    return (
+        0 <= dim < tensor.dim()
+        and tensor.size(dim) == layout.rows
+        and not rows_alike(tensor, dim, layout, computed=True)
+    )
 
 
 def rows_alike(tensor: Tensor, dim: int, layout: Layout, computed: bool = False) -> bool:
