@@ -137,7 +137,11 @@ class Layout(NamedTuple):
         return self
 
     def __reduce__(self) -> Any:
-        return _nothing()
+        """As a number: a tensor loaded again is of no running engine (unless it is the same batch still), and must load
+        without fastdp, also where only weights may be loaded."""
+        number = next(_pickles)
+        _PICKLED[number] = self
+        return OrderedDict, ([("layout", number)],)
 
     def same_rows(self, other: Layout, device: torch.device) -> bool:
         """Whether the rows of both belong to the same samples in the same order, wherever they lie."""
@@ -152,10 +156,8 @@ class Layout(NamedTuple):
         )
 
 
-def _nothing() -> tuple[Any, tuple[()]]:
-    """How a note on a tensor is pickled: a tensor loaded again is of no running engine, and must load without fastdp,
-    also where only weights may be (torch.load)."""
-    return OrderedDict, ()
+_PICKLED: dict[int, Layout] = {}  # of the present moment
+_pickles = itertools.count(1)
 
 
 class Moment:
@@ -177,7 +179,7 @@ class Moment:
         return self
 
     def __reduce__(self) -> Any:
-        return _nothing()
+        return OrderedDict, ()
 
 
 LOADERS = object()  # the owner of batches that a loader hands out, to whichever engine
@@ -188,6 +190,7 @@ _now = _NOBODYS  # the moment of what is tagged now
 def set_moment(moment: Moment | None) -> None:
     """From now on, what is tagged carries samples of this moment's batch."""
     global _now
+    _PICKLED.clear()
     _now = _NOBODYS if moment is None else moment
 
 
@@ -241,7 +244,8 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
 
 def layout_on(tensor: Tensor) -> Layout | None:
     """The layout written on the tensor, of whatever batch."""
-    return tensor.__dict__.get(ATTRIBUTE) or None  # of a tensor that was loaded from a file nothing is left
+    found = tensor.__dict__.get(ATTRIBUTE)
+    return found if found is None or type(found) is Layout else _PICKLED.get(found.get("layout"))
 
 
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:

@@ -10,9 +10,12 @@ grows or shrinks with the sizes over several batches, whatever was computed of t
 
 from __future__ import annotations
 
+import dis
+import functools
 import math
 import os
 import sys
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -97,7 +100,7 @@ class Sizes:
         out.__dict__[_NUMBER] = number
         if self._codes and _ORIGIN not in out.__dict__:
             found = next((what for told, what in self._sources(self._batch) if _same(float(number), told)), None)
-            if found is not None and not _is_written(number):
+            if found is not None and not _is_written(number, self._codes):
                 out.__dict__[_ORIGIN] = found
 
     def has_told(self) -> bool:
@@ -141,7 +144,7 @@ class Sizes:
         if not what:
             return "", False
         certain = before[0] != source and before[1] != number
-        if not certain and _is_written(number):
+        if not certain and _is_written(number, self._codes):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain
 
@@ -171,16 +174,24 @@ class Sizes:
         return [*self._told.items(), (batch, f"the number of samples ({batch})")]
 
 
-def _is_written(number: float) -> bool:
-    """Whether the code that computes with a number has it written down, or its module keeps it as an attribute."""
+def _is_written(number: float, asking: Iterable[CodeType]) -> bool:
+    """Whether the code that computes with a number has it written down, or its module keeps it as an attribute, which
+    neither this code nor the one that asked for sizes assigns."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
     if frame is None:
         return False
     modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
-    own = [value for module in modules for value in module.__dict__.values()]
+    stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
+    own = [value for module in modules for name, value in module.__dict__.items() if name not in stored]
     return any(_is_number(value) and value == number for value in (*frame.f_code.co_consts, *own))
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored_by(code: CodeType) -> frozenset[str]:
+    """The attributes that code assigns: counters, averages."""
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
 
 
 def _is_ours(name: str) -> bool:
