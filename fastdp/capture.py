@@ -238,9 +238,9 @@ class Pass:
         for tensor in tensors_in((args, kwargs)):
             if tensor.is_nested:
                 refuse_ragged(tensor, f"an argument of {self.place(function_name(func))}")
-            if self.batch > 1:
-                look_at(self, tensor, func)
-            if self.is_parameter(tensor):
+            if self.batch > 1 and look_at(self, tensor, func) is not None:
+                has_data = True
+            elif self.is_parameter(tensor):
                 parameters.append(tensor)
             elif self.is_data(tensor):
                 has_data = True

@@ -32,30 +32,29 @@ class PlanRow(NamedTuple):
 
 
 class Plan:
-    """What a backward did, without its data: uses are described when asked for."""
+    """What a backward did, without its data: uses are described when asked for.
 
-    def __init__(self, gradients: Gradients) -> None:
+    before: of the backward before, whose descriptions are taken over where the uses are the same.
+    """
+
+    def __init__(self, gradients: Gradients, before: Plan | None = None) -> None:
         self._people = gradients.people
+        self._clocks = [use.clock for use in gradients.uses]
+        self._key = [(id(u.operand), u.name, u.shape, u.route, u.batch, u.shared) for u in gradients.uses]
+        if before is not None and before._key == self._key and all(use.shape is not None for use in gradients.uses):
+            self._uses = before._uses  # (which hold the operands, so that no other has their ids)
+            return
         self._uses = [
-            (
-                use.operand,
-                use.name,
-                use.shape or use.segments(),
-                use.route,
-                use.held_bytes(),
-                use.batch,
-                use.short,
-                use.clock,
-                use.shared,
-            )
-            for use in gradients.uses
+            (u.operand, u.name, u.shape or u.segments(), u.route, u.held_bytes(), u.batch, u.short, u.shared)
+            for u in gradients.uses
         ]
 
     def rows(self, named: Mapping[str, Tensor]) -> list[PlanRow]:
         """A row a use."""
         names = {id(p): name for name, p in named.items()}
         rows = []
-        for operand, function, shape, route, held, batch, short, clock, shared in self._uses:
+        for clock, use in zip(self._clocks, self._uses, strict=True):
+            operand, function, shape, route, held, batch, short, shared = use
             owners = ", ".join(names.get(id(leaf), "?") for leaf in leaves_of(operand))
             text, units = _shape_and_units(shape, route, batch, operand)
             predicted = None

@@ -138,7 +138,7 @@ class Privacy:
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending = True
-        self._plan = Plan(gradients)
+        self._plan = Plan(gradients, self._plan)
         for group in sums:
             _add(self._pending, group)
 

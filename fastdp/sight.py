@@ -11,7 +11,7 @@ from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import function_name
 from .layouts.exposed import Exposed
 from .layouts.held import was_filled
-from .layouts.layout import tag_of
+from .layouts.layout import Layout, tag_of
 from .layouts.memory import look, shares
 from .links import link_of
 
@@ -32,19 +32,20 @@ class Sees(Protocol):
         """Names of parameters, for messages."""
 
 
-def look_at(recorder: Sees, tensor: Tensor, func: Any) -> None:
-    """See whether a tensor's memory says other than its tag (`layouts.memory.look`)."""
+def look_at(recorder: Sees, tensor: Tensor, func: Any) -> Layout | None:
+    """The layout of a tensor as its memory has it, where that says other than its tag (`layouts.memory.look`)."""
     if id(tensor) not in recorder.tracked and link_of(tensor) is None:
         layout = tag_of(tensor, recorder.batch)
         if layout is None:
             recorder.exposed.meet(tensor)
             layout = tag_of(tensor, recorder.batch)
-        look(tensor, layout, recorder.batch)
-    elif was_filled() and shares(tensor):
+        return look(tensor, layout, recorder.batch)
+    if was_filled() and shares(tensor):
         raise UncapturedUseError(
             f"{recorder.place(function_name(func))} takes parameter {recorder.names_of([tensor])}, whose memory data "
             "was written to (a start from the first batch?): a parameter must not tell of samples without noise."
         )
+    return None
 
 
 def refuse_numbers_of_data(recorder: Sees, func: Any, parameters: list[Tensor]) -> None:
