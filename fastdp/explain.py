@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -39,6 +39,7 @@ class Plan:
 
     def __init__(self, gradients: Gradients, before: Plan | None = None) -> None:
         self._people = gradients.people
+        self._uses: list[tuple[Any, ...]]
         self._clocks = [use.clock for use in gradients.uses]
         self._key = [(id(u.operand), u.name, u.shape, u.route, u.batch, u.shared) for u in gradients.uses]
         if before is not None and before._key == self._key and all(use.shape is not None for use in gradients.uses):
