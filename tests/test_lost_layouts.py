@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -247,3 +248,26 @@ def test_memory_notes_what_it_holds_until_it_is_gone() -> None:
     of_rows(Between(function), torch.randn(B, D))
     held = getattr(kept[0].untyped_storage(), HELD)
     assert held[0].batch == B and kept[0].__dict__[ATTRIBUTE].plain
+
+
+def test_saved_tensors_load_as_weights_only_and_without_fastdp() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    x = torch.randn(4, 3)
+    out = model(x)
+    with torch.no_grad():
+        features = model.eval()(x)
+    file = io.BytesIO()
+    torch.save({"x": x, "out": out.detach(), "features": features, "ones": torch.ones(4, 2)}, file)
+    optimizer.detach()
+    assert b"fastdp." not in file.getvalue() and b"cfastdp" not in file.getvalue()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded["features"], features)
+    optimizer = fastdp.DPSGD(
+        model.train(), lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.1, expected_batch_size=4
+    )
+    for _ in range(2):  # an ordinary input and target again
+        F.mse_loss(model(loaded["x"]), loaded["out"]).backward()
+        optimizer.step()
+    optimizer.detach()
