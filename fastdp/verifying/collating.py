@@ -79,6 +79,11 @@ def collated(items: list[Any], collate: Callable[[list[Any]], Any], numbers: lis
     return pool.made_by(makes), ""
 
 
+def may_be_padded(pool: Records) -> bool:
+    """Whether a batch holds what may have been padded."""
+    return any(_may_be_padded(t, len(pool.numbers)) for t in nested_tensors(pool.batch))
+
+
 def trimmed(pool: Records) -> tuple[Records, list[int]] | None:
     """The records of a padded batch with lengths of their own, and these; None where no padding can be told.
 
@@ -106,21 +111,27 @@ def _may_be_padded(leaf: Tensor, size: int) -> bool:
 
 
 def _lengths(leaf: Tensor) -> Tensor | None:
-    """Lengths [B] without the value that fills the ends; None: the tensor is the same in all of its places."""
+    """Lengths [B] without the value that fills the ends, the whole one where there is none; None: of a tensor that is
+    the same in all of its places.
+
+    What fills ends stands nowhere else, and twice at one end at least: else it may be what records happen to end in.
+    """
     leaf = leaf.detach().cpu()
     rows = leaf if leaf.dim() == 3 else leaf[..., None]
     even = (rows == rows[..., :1]).all(-1)
     steady = (rows[:, 1:] == rows[:, :-1]).all(-1).all(1)  # one value from end to end
-    ends = rows[~steady, -1, 0] if bool((~steady).any()) else rows[:0, -1, 0]
+    ends = rows[~steady & even[:, -1], -1, 0]
+    whole = torch.full((len(leaf),), leaf.size(1))
     if not len(ends):
-        return None
-    values, counts = ends[even[~steady, -1]].unique(return_counts=True)
-    if not len(values):
-        return torch.full((len(leaf),), leaf.size(1))
-    fill = values[counts.argmax()]
-    other = ~(even & (rows[..., 0] == fill))
+        return None if bool(steady.all()) else whole
+    values, counts = ends.unique(return_counts=True)
+    filled = even & (rows[..., 0] == values[counts.argmax()])
     places = torch.arange(1, leaf.size(1) + 1)
-    return (other * places).amax(1).clamp(min=1)
+    lengths = (~filled * places).amax(1)
+    within = filled & (places <= lengths[:, None])
+    if bool(within.any()) or int(lengths[~steady].min()) > leaf.size(1) - 2:
+        return whole
+    return lengths.clamp(min=1)
 
 
 def _kept_by(collate: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..arguments import nested_tensors
 from ..errors import FastDPError
-from .collating import FAILS, first_line, trimmed
+from .collating import FAILS, first_line, may_be_padded, trimmed
 from .records import Records
 from .report import VerifyReport
 
@@ -37,6 +37,10 @@ def judge_padding(work: Examination, report: VerifyReport, once: str) -> None:
         return
     found = work.anew or _cut(work)
     if found is None:
+        if may_be_padded(work.pool):
+            report.not_looked_at.append(
+                "padding, if there is some in this collated batch: give the data set, or the records and collate_fn"
+            )
         return
     drew = work.last_draws() is not None
     try:
