@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,6 +155,46 @@ def test_samples_in_another_order_are_no_coupling(order):
 
     report = fastdp.verify(Sorted(), loss, sequences())
     assert report.ok and "gradients as a set" in str(report)
+
+
+@pytest.mark.parametrize("dropout", ["module", "function"])
+def test_draws_by_place_in_another_order_are_not_called_coupling(dropout):
+    class Drops(Sorted):
+        def __init__(self):
+            super().__init__()
+            if dropout == "module":
+                self.dropout = nn.Dropout(0.3)
+
+        def forward(self, x, lengths):
+            return super().forward(
+                self.dropout(x) if dropout == "module" else F.dropout(x, 0.3, self.training), lengths
+            )
+
+    def loss(m, b):
+        x, lengths, y = by_sort(*b)
+        return F.cross_entropy(m(x, lengths), y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = fastdp.verify(Drops(), loss, sequences(), raise_on_failure=False)
+    words = report.problem + " ".join(report.not_looked_at)
+    assert "into another order and then draws" in words and "depends on other samples" not in words
+    assert report.ok == (dropout == "module")
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_collate_fn_that_sorts(right):
+    torch.manual_seed(0)
+    records = [(torch.randn(int(torch.randint(2, 10, ())), 4), number % 3) for number in range(30)]
+
+    def collate(chosen):
+        chosen = sorted(chosen, key=lambda record: -len(record[0]))
+        x = nn.utils.rnn.pad_sequence([x for x, _ in chosen], batch_first=True)
+        return x, torch.tensor([len(x) for x, _ in chosen]), torch.tensor([label for _, label in chosen])
+
+    model = Sorted()
+    loss = lambda m, b: F.cross_entropy(m(b[0], b[1]) if right else m.head(m.lstm(b[0])[0][:, -1]), b[2])
+    assert fastdp.verify(model, loss, records, collate_fn=collate, raise_on_failure=False).ok == right
 
 
 @pytest.mark.parametrize("fault", ["labels stay", "lengths mixed", "by place"])

@@ -17,7 +17,7 @@ from .looks import Looked, Probe, between_equal_runs, carried, look
 from .records import Records, relabelled
 from .report import VerifyReport
 from .runs import Drew, Loss, Runs
-from .state import Attributes
+from .state import Attributes, evaluating
 
 
 class Examined(NamedTuple):
@@ -113,6 +113,11 @@ class Examination:
             if report.problem and (apart := self._apart()) > self.tolerance:
                 return Examined(before, _unrepeated(apart, changed, self._out_of_reach()))
         unjudged = self._out_of_reach() if report.problem and report.parameters else ""
+        if report.problem and report.parameters and not unjudged and self._draws_in_another_order():
+            unjudged = (
+                "it puts the samples of a batch into another order and then draws random numbers by their places, so a "
+                "sample cannot be given the same draws alone. Verify it in eval mode, or sort within collate_fn"
+            )
         if unjudged:
             return Examined(report, unjudged)
         if report.ok:
@@ -227,6 +232,23 @@ class Examination:
                 return bool(runs.draws.seen)
         except (FastDPError, RuntimeError, TypeError, ValueError):
             return False
+
+    def _draws_in_another_order(self) -> bool:
+        """Whether the program draws, and in eval mode draws nothing, is exact, and puts the samples into another order.
+
+        The draws of a sample are then not in its place.
+        """
+        last = self._runs
+        if last.draws is None:
+            return False
+        try:
+            with evaluating(self.model):
+                report = self.attempt(attributes=False, on=(self.base, self.pool))
+            return report.ok and self._runs.draws is None and self._runs.reordered
+        except FAILS:
+            return False
+        finally:
+            self._runs = last
 
     def _apart(self) -> float:
         """How far equal runs are apart; 0 where that cannot be told."""

@@ -112,7 +112,7 @@ class Seen:
         rows = {name: g[places] for name, g in found.rows.items()}
         if not off(rows) <= 1e-2 * off(found.rows):
             return found
-        self.ordered = False
+        self.ordered, self.runs.reordered = False, True
         return Found(found.norms[places], found.factors[places], found.sums, rows)
 
     def compared(self, found: Found) -> VerifyReport:

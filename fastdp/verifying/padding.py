@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-from torch import nn
 
 from ..arguments import nested_tensors
 from ..errors import FastDPError
 from .collating import FAILS, first_line, may_be_padded, trimmed
 from .records import Records
 from .report import VerifyReport
+from .state import evaluating
 
 if TYPE_CHECKING:
     from .examine import Examination
@@ -114,15 +112,3 @@ def _counts(off: float) -> str:
         f"padding counts: a sample's gradient is {off:.1e} off its own in a batch that is padded to a longer record, "
         f"so it depends on the other samples, and {REMEDY}"
     )
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode; every module's mode comes back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -60,6 +60,7 @@ class Runs:
         self.hidden = False  # whether torch's generator was drawn from by what no mode sees
         self.moved: list[str] = []  # buffers and attributes that a run changed
         self.reads: list[Reads] = []
+        self.reordered = False  # whether the program was seen to put the samples into another order
         self.rounding: np.random.Generator | None = None  # changes the last bits in backwards of one sample, if set
         self._buffers, self._devices = Buffers(model), devices_of(model)
         self._own = RandomNumbers(set(), generators_of(model, loss_fn))
