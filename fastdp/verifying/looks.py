@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FastDPError, SampleMixingError
-from .noise import DRAWS, Rows, last_bits, least_sizes, norms_of, places_of
+from .noise import DRAWS, Rows, apart, last_bits, least_sizes, norms_of, only_rounding, places_of
 from .records import Records
 from .report import VerifyReport, largest
 from .runs import Found, Miscounted, Runs
@@ -96,21 +96,26 @@ class Seen:
         """Find the samples whose gradients are nothing but rounding."""
         if self._known:
             return
-        self._known, disturbed = True, []
-        repeated = _alone(self.runs, self.base)
+        self._known, bits = True, last_bits(self.runs.named.values())
+        moved = torch.zeros_like(self.norms)
         for draw in range(DRAWS):
             self.runs.rounding = np.random.default_rng(draw)
-            disturbed.append(_alone(self.runs, self.base))
-        self.runs.rounding = None
-        bits = last_bits(self.runs.named.values())
-        self.least = least_sizes(self.truth, repeated, disturbed, bits, self.tolerance)
+            try:
+                moved = torch.maximum(moved, apart(self.truth, _alone(self.runs, self.base)))
+            finally:
+                self.runs.rounding = None
+            if not bool(only_rounding(self.norms, moved, bits).any()):
+                return
+        repeated = apart(self.truth, _alone(self.runs, self.base))
+        self.least = least_sizes(self.norms, repeated, moved, bits, self.tolerance)
 
     def in_order(self, found: Found) -> Found:
         """What the engine found, sample by sample, where the program put them into another order."""
         places = places_of(self.truth, found.rows)
-        off = lambda rows: float(norms_of({name: rows[name] - g for name, g in self.truth.items()}).max())
+        if places == list(range(len(places))):
+            return found
         rows = {name: g[places] for name, g in found.rows.items()}
-        if not off(rows) <= 1e-2 * off(found.rows):
+        if not float(apart(self.truth, rows).max()) <= 1e-2 * float(apart(self.truth, found.rows).max()):
             return found
         self.ordered, self.runs.reordered = False, True
         return Found(found.norms[places], found.factors[places], found.sums, rows)
@@ -160,9 +165,9 @@ class Seen:
         found = self.runs.engine(records, rows=True)
         wanted, norms = {name: rows[numbers] for name, rows in self.truth.items()}, norms_of(found.rows)
         places = places_of(wanted, found.rows)
-        apart = norms_of({name: found.rows[name][places] - g for name, g in wanted.items()}) / self.sizes[numbers]
+        off = apart(wanted, {name: g[places] for name, g in found.rows.items()}) / self.sizes[numbers]
         sizes = norms.clamp(min=max(self.floor, float(self.least.max())))
-        errors = [apart.max(), ((found.norms - norms).abs() / sizes).max()]
+        errors = [off.max(), ((found.norms - norms).abs() / sizes).max()]
         least = self.least.max().expand_as(norms)
         return largest([*map(float, errors), _sum_error(found, found.rows, norms, least)])
 

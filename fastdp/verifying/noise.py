@@ -58,27 +58,35 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
         waiting += [following for following, _ in node.next_functions]
 
 
-def least_sizes(truth: Rows, repeated: Rows, disturbed: list[Rows], bits: float, tolerance: float) -> Tensor:
+def least_sizes(norms: Tensor, repeated: Tensor, moved: Tensor, bits: float, tolerance: float) -> Tensor:
     """Sizes [B] of gradients below which a relative error says nothing; 0 where the gradient is more than rounding.
 
-    repeated: the samples' gradients once more: a program that does not repeat itself is not rounding; disturbed: with
-    gradients changed by so many last bits.
+    repeated: how far the gradients are apart once more: a program that does not repeat itself is not rounding; moved:
+    how far with what flows changed by so many last bits.
     """
-    norms = norms_of(truth)
-    apart = [norms_of({name: other[name] - g for name, g in truth.items()}) for other in (repeated, *disturbed)]
-    moved = torch.stack(apart[1:]).amax(0)
-    noise = moved / bits
-    only = (noise > ONLY_ROUNDING * norms) & (moved > max(4.0, bits / 16) * apart[0])
-    return torch.where(only, TIMES * noise / tolerance, torch.zeros_like(noise))
+    only = only_rounding(norms, moved, bits) & (moved > max(4.0, bits / 16) * repeated)
+    return torch.where(only, TIMES * moved / bits / tolerance, torch.zeros_like(moved))
+
+
+def only_rounding(norms: Tensor, moved: Tensor, bits: float) -> Tensor:
+    """Which gradients may be rounding and nothing else."""
+    return moved / bits > ONLY_ROUNDING * norms
 
 
 def places_of(wanted: Rows, rows: Rows) -> list[int]:
     """For each wanted gradient the place of the one most like it among these, each taken once."""
     count, free, found = len(next(iter(wanted.values()))), list(range(len(next(iter(rows.values()))))), list[int]()
     for sample in range(count):
-        off = norms_of({name: rows[name][free] - g[sample] for name, g in wanted.items()})
-        found.append(free.pop(int(off.nan_to_num(float("inf")).argmin())))
+        off = [
+            sum(float((rows[name][place] - g[sample]).square().sum()) for name, g in wanted.items()) for place in free
+        ]
+        found.append(free.pop(min(range(len(free)), key=lambda i: off[i] if off[i] == off[i] else float("inf"))))
     return found
+
+
+def apart(one: Rows, other: Rows) -> Tensor:
+    """How far gradients are apart, [B]."""
+    return torch.stack([(other[n] - g).reshape(len(g), -1).square().sum(1) for n, g in one.items()]).sum(0).sqrt()
 
 
 def norms_of(rows: Rows) -> Tensor:
