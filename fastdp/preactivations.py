@@ -41,13 +41,8 @@ class Noted(NamedTuple):
         layout = tag_of(x, batch)  # there where a fastdp engine follows the model's samples
         if layout is not None and layout.mixed:
             raise SampleMixingError(f"the pre-activation of '{self.layer}' depends on several samples: {layout.mixed}")
-        if (
-            layout is not None
-            and layout.alone < 0
-            and not layout.places
-            and x.dim()
-            and x.size(layout.dim) == layout.rows
-        ):
+        followed = layout is not None and layout.alone < 0 and not layout.places
+        if layout is not None and followed and x.dim() and x.size(layout.dim) == layout.rows:
             rows = _row_sums(wide.movedim(layout.dim, 0))
             size = x.numel() // max(len(rows), 1)
             if layout.plain:
@@ -58,6 +53,8 @@ class Noted(NamedTuple):
                 return sums
             counts = rows.new_zeros(batch).index_add(0, owners, torch.ones_like(rows.detach()))
             return sums / (counts * size).clamp(min=1)  # a sample may have no row
+        if batch == 1:  # of one sample all rows are its own, wherever they lie
+            return (wide.square().mean() if mean and x.numel() else wide.square().sum())[None]
         if not x.dim() or x.size(0) != batch or layout is not None:
             raise StepError(
                 f"the pre-activation of '{self.layer}' has the shape {tuple(x.shape)}: its first dimension is not the "

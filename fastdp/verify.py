@@ -17,9 +17,11 @@ from .errors import BatchLayoutError, FastDPError, SampleMixingError, StepError,
 from .people import numbers_of
 from .sampling import PoissonLoader
 from .verified import forget_verified, note_verified
+from .verifying.collating import collated
 from .verifying.examine import Examination
 from .verifying.generators import devices_of
-from .verifying.records import Records, alike, drawn_of, fetched, moved, records_of
+from .verifying.padding import judge_padding
+from .verifying.records import Records, alike, drawn_of, fetched, records_of
 from .verifying.report import VerifyReport
 from .verifying.runs import Loss
 from .verifying.state import Standing
@@ -69,7 +71,8 @@ def verify(
         group_by: a key for each record, where all records of one key are one sample (a person).
         batch_sizes: of the batches, made of these samples, in which they are looked at besides (default: 1, 2, one
             sample less, more than twice as many, and all that are in the batch up to 8 times `samples`).
-        collate_fn: makes a batch of a list of records.
+        collate_fn: makes a batch of a list of records. It is run for every batch that is looked at, those of one record
+            too, so that padding which counts is found; once for all, where it draws random numbers.
         seed: of what is drawn here, and of the program's own random numbers.
         options: batch_first, batch_size, rows_per_sample, memory_budget of PerSampleGradients.
 
@@ -79,7 +82,7 @@ def verify(
     one can be named (or returns the report with `problem`, if not raise_on_failure), and the engine's own errors where
     it refuses the model.
     """
-    pool, total = _pool(model, batch, group_by, collate_fn, samples, seed, options)
+    pool, total, once = _pool(model, batch, group_by, collate_fn, samples, seed, options)
     if pool.samples < 2:
         raise ValueError("verify needs a batch of at least two samples")
     judged = tolerance is None
@@ -97,6 +100,7 @@ def verify(
         base = drawn_of(pool, samples, seed)
         work.choose(pool, base, _sizes(len(base), pool.samples, batch_sizes))
         report = _looks(work, model)
+        judge_padding(work, report, once)
     except _REFUSED as error:
         refusal = error
         infinite = float("inf")
@@ -145,8 +149,8 @@ def _looks(work: Examination, model: nn.Module) -> VerifyReport:
 
 
 def _pool(model: nn.Module, batch: Any, group_by: Any, collate_fn: Callable[[list[Any]], Any] | None, samples: int,
-          seed: int, options: dict[str, Any]) -> tuple[Records, int]:  # fmt: skip
-    """The records to choose from, and how many there were to draw them from."""
+          seed: int, options: dict[str, Any]) -> tuple[Records, int, str]:  # fmt: skip
+    """The records to choose from, how many there were to draw them from, and why collate_fn is run only once, if so."""
     numbers = None if group_by is None else numbers_of(group_by)[0]
     if isinstance(batch, PoissonLoader):
         if batch.sampler.grouping is not None and group_by is None:
@@ -154,11 +158,11 @@ def _pool(model: nn.Module, batch: Any, group_by: Any, collate_fn: Callable[[lis
         batch = batch.loader
     found = fetched(batch, collate_fn, samples * int(options.get("rows_per_sample", 1)), numbers, seed)
     if found is not None:
-        batch, numbers, total = found
         device = next(iter(devices_of(model)), torch.device("cpu"))
-        return records_of(moved(batch, device), numbers, group_by is not None), total
+        pool, why = collated(found.items, found.collate, found.numbers, group_by is not None, device)
+        return pool, found.total, why
     pool = records_of(batch, numbers, group_by is not None)
-    return pool, len(pool.numbers)
+    return pool, len(pool.numbers), ""
 
 
 def _sizes(count: int, pool: int, asked: Sequence[int] | None) -> list[int]:

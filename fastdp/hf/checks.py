@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,22 +10,11 @@ from torch import Tensor, nn
 
 from ..errors import StepError
 from ..verify import VerifyReport, verify
+from ..verifying.state import evaluating as evaluating
 from .losses import rows
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # -> a scalar
 VERIFIED_ELEMENTS = 40_000_000  # parameters' elements that are compared, times samples: some GB in float64
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, so that dropout (also of functions) is off; every module's mode comes back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def check_padding(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..errors import FastDPError, SampleMixingError
 from ..reads import Reads
-from ..rounding import doubled, in_double, judged_in_double, may_be_doubled
+from ..rounding import in_double, judged_in_double, may_be_doubled
+from .collating import FAILS, first_line
 from .draws import SampleDraws
 from .looks import Looked, Probe, between_equal_runs, carried, look
 from .records import Records, relabelled
 from .report import VerifyReport
 from .runs import Drew, Loss, Runs
-from .state import Attributes
+from .state import Attributes, evaluating
 
 
 class Examined(NamedTuple):
@@ -67,6 +67,12 @@ class Examination:
         whole = len(samples) == pool.samples and samples == sorted(samples)
         self.base = pool if whole and len(kept) == len(pool.numbers) else pool.of(samples)
         self.probes = Probe.of_sizes(samples, pool, sizes, self.seed)
+        self.anew = None if pool.makes is None else (self.base, pool)  # where each batch is made by itself
+        self.judged_anew, self.failed = False, ""
+
+    def last_draws(self) -> SampleDraws | None:
+        """What the last runs drew, if they drew."""
+        return self._runs.draws
 
     def harmless(self) -> None:
         """Nothing is wrong: of what Python read of the batch, nothing need be warned."""
@@ -96,17 +102,22 @@ class Examination:
         return examined
 
     def _examined(self) -> Examined:
-        report = self._attempt(attributes=False)
+        report = self.attempt(attributes=False)
         if report.problem and report.parameters and self._draws_unseen():
-            report = self._attempt(attributes=False, drawn=True)
+            report = self.attempt(attributes=False, drawn=True)
         apart = 0.0
         if report.problem and report.parameters and (apart := self._apart()) > self.tolerance:
             # not the same twice: by what its modules keep in attributes (a counter), or by random numbers out of reach
             before, changed = report, self._changed_attributes()
-            report = self._attempt(attributes=True, drawn=self._runs.draws is not None)
+            report = self.attempt(attributes=True, drawn=self._runs.draws is not None)
             if report.problem and (apart := self._apart()) > self.tolerance:
                 return Examined(before, _unrepeated(apart, changed, self._out_of_reach()))
         unjudged = self._out_of_reach() if report.problem and report.parameters else ""
+        if report.problem and report.parameters and not unjudged and self._draws_in_another_order():
+            unjudged = (
+                "it puts the samples of a batch into another order and then draws random numbers by their places, so a "
+                "sample cannot be given the same draws alone. Verify it in eval mode, or sort within collate_fn"
+            )
         if unjudged:
             return Examined(report, unjudged)
         if report.ok:
@@ -115,15 +126,17 @@ class Examination:
             self._other_labels(report)
         return Examined(report)
 
-    def _attempt(self, attributes: bool, drawn: bool = False) -> VerifyReport:
+    def attempt(self, attributes: bool, drawn: bool = False, on: tuple[Records, Records] | None = None) -> VerifyReport:
         """In the model's own precision, and in float64 where that could not tell.
 
-        attributes: put back before every run; drawn: with draws made sample by sample from the first.
+        attributes: put back before every run; drawn: with draws made sample by sample from the first; on: samples and
+        pool, if others than those that are examined, in no other batches.
         """
-        report, truth = self._looked(self.base, self.pool, attributes, drawn)
+        probes = self.probes if on is None else []
+        report, truth = self._looked(*(on or (self.base, self.pool)), attributes, drawn, probes)
         if report.problem and report.parameters and self._judged:
-            base, pool = (replace(each, batch=doubled(each.batch)) for each in (self.base, self.pool))
-            repeat = lambda: self._looked(base, pool, attributes, drawn)
+            base, pool = (each.doubled() for each in on or (self.base, self.pool))
+            repeat = lambda: self._looked(base, pool, attributes, drawn, probes)
             report.problem, report.rounding = judged_in_double(report, truth, self.model, repeat)
         return report
 
@@ -136,9 +149,17 @@ class Examination:
         try:
             try:
                 if not drawn:
-                    return look(runs, base, pool, probes, self.tolerance)
+                    looked = look(runs, base, pool, probes, self.tolerance)
+                    self.judged_anew = self.judged_anew or base.makes is not None
+                    return looked
             except Drew:
                 runs.put_back()
+                base, pool = self._in_one_length(base, pool, "")
+            except FAILS as error:
+                if base.makes is None or isinstance(error, FastDPError):
+                    raise
+                base, pool = self._in_one_length(base, pool, f"{type(error).__name__}: {first_line(error)}")
+                return self._looked(base, pool, attributes, drawn, probes)
             return self._looked_with_draws(runs, base.in_order(), pool, probes)
         finally:
             self._reads_now += runs.reads
@@ -166,6 +187,19 @@ class Examination:
         assert looked is not None
         return looked
 
+    def _in_one_length(self, base: Records, pool: Records, failed: str) -> tuple[Records, Records]:
+        """From now on all records as they are in the batch of all of them, where batches were made anew.
+
+        failed: why, where the program takes no other.
+        """
+        if pool.makes is None:
+            return base, pool
+        self.failed = failed
+        self.pool = self.pool.made_by(None)
+        self.base = self.pool.of(self.base.names)
+        pool = pool.made_by(None)
+        return pool.of(base.names), pool
+
     # ------------------------------------------------------------------ what else may be the cause
 
     @contextlib.contextmanager
@@ -177,7 +211,7 @@ class Examination:
         with contextlib.ExitStack() as stack:
             if self._doubles:
                 stack.enter_context(in_double(self.model))
-                base = replace(base, batch=doubled(base.batch))
+                base = base.doubled()
             runs = Runs(*self._program)
             runs.draws = last.draws
             runs.attributes = None if last.attributes is None else Attributes(self.model)
@@ -198,6 +232,23 @@ class Examination:
                 return bool(runs.draws.seen)
         except (FastDPError, RuntimeError, TypeError, ValueError):
             return False
+
+    def _draws_in_another_order(self) -> bool:
+        """Whether the program draws, and in eval mode draws nothing, is exact, and puts the samples into another order.
+
+        The draws of a sample are then not in its place.
+        """
+        last = self._runs
+        if last.draws is None:
+            return False
+        try:
+            with evaluating(self.model):
+                report = self.attempt(attributes=False, on=(self.base, self.pool))
+            return report.ok and self._runs.draws is None and self._runs.reordered
+        except FAILS:
+            return False
+        finally:
+            self._runs = last
 
     def _apart(self) -> float:
         """How far equal runs are apart; 0 where that cannot be told."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import FastDPError, SampleMixingError
+from .noise import DRAWS, Rows, apart, last_bits, least_sizes, norms_of, only_rounding, places_of
 from .records import Records
 from .report import VerifyReport, largest
 from .runs import Found, Miscounted, Runs
 from .where import BEFORE, where_coupled
-
-Rows = dict[str, Tensor]
 
 
 class Looked(NamedTuple):
@@ -58,25 +58,128 @@ def look(runs: Runs, base: Records, pool: Records, probes: list[Probe], toleranc
         found = runs.engine(base, rows=True) if found is None else found
     except Miscounted as count:
         return Looked(_miscounted(count, base, tolerance), {})
-    norms = _norms(truth)
-    floor = float(norms.max()) * 1e-6 + 1e-30
-    errors = [((each - norms).abs() / norms.clamp(min=floor)).max() for each in (found.norms, _norms(found.rows))]
-    norm_error = float(torch.stack(errors).max())  # of the routes of training, and of the gradients themselves
-    sum_error = _sum_error(found, truth, norms)
-    whole = norms.mean().clamp(min=floor)
-    parameters = {
-        name: float((found.rows[name] - rows).reshape(size, -1).norm(dim=1).max() / whole)
-        for name, rows in truth.items()
-    }
-    coupling = _coupling(runs, base, found.rows, norms, floor)
-    report = VerifyReport(size, norm_error, sum_error, coupling, tolerance, parameters)
-    report.untested = [name for name, rows in truth.items() if not rows.any()]
+    seen = Seen(runs, base, truth, tolerance)
+    report = seen.compared(found)
     if not report.worst() <= tolerance:
-        report.problem = _problem(runs, base, report)
-        return Looked(report, truth)
+        found = seen.in_order(found)
+        seen.know_rounding()
+        if not (again := seen.compared(found)).worst() <= tolerance:
+            report.problem = _problem(runs, base, report)
+            return Looked(report, truth)
+        report = again
     report.looked_at.append(f"batches of {_listed([1, size])} samples")
-    _other_batches(runs, base, pool, probes, truth, norms, floor, report)
+    _other_batches(seen, pool, probes, report)
+    seen.tell(report)
     return Looked(report, truth)
+
+
+class Seen:
+    """Samples, their own gradients by plain torch, and what counts as an error of them."""
+
+    def __init__(self, runs: Runs, base: Records, truth: Rows, tolerance: float) -> None:
+        self.runs, self.base, self.truth, self.tolerance = runs, base, truth, tolerance
+        self.norms = norms_of(truth)
+        self.least = torch.zeros_like(self.norms)  # sizes of gradients that are nothing but rounding
+        self.ordered = True  # whether samples stay in their places
+        self._known = False
+
+    @property
+    def sizes(self) -> Tensor:
+        """What errors are relative to, [B]."""
+        return torch.maximum(self.norms, self.least).clamp(min=self.floor)
+
+    @property
+    def floor(self) -> float:
+        return float(self.norms.max()) * 1e-6 + 1e-30
+
+    def know_rounding(self) -> None:
+        """Find the samples whose gradients are nothing but rounding."""
+        if self._known:
+            return
+        self._known, bits = True, last_bits(self.runs.named.values())
+        moved = torch.zeros_like(self.norms)
+        for draw in range(DRAWS):
+            self.runs.rounding = np.random.default_rng(draw)
+            try:
+                moved = torch.maximum(moved, apart(self.truth, _alone(self.runs, self.base)))
+            finally:
+                self.runs.rounding = None
+            if not bool(only_rounding(self.norms, moved, bits).any()):
+                return
+        repeated = apart(self.truth, _alone(self.runs, self.base))
+        self.least = least_sizes(self.norms, repeated, moved, bits, self.tolerance)
+
+    def in_order(self, found: Found) -> Found:
+        """What the engine found, sample by sample, where the program put them into another order."""
+        places = places_of(self.truth, found.rows)
+        if places == list(range(len(places))):
+            return found
+        rows = {name: g[places] for name, g in found.rows.items()}
+        if not float(apart(self.truth, rows).max()) <= 1e-2 * float(apart(self.truth, found.rows).max()):
+            return found
+        self.ordered, self.runs.reordered = False, True
+        return Found(found.norms[places], found.factors[places], found.sums, rows)
+
+    def compared(self, found: Found) -> VerifyReport:
+        """The errors of what the engine found."""
+        sizes = self.sizes
+        errors = [((each - self.norms).abs() / sizes).max() for each in (found.norms, norms_of(found.rows))]
+        norm_error = float(torch.stack(errors).max())  # of the routes of training, and of the gradients themselves
+        sum_error = _sum_error(found, self.truth, self.norms, self.least)
+        whole = self.norms.mean().clamp(min=max(self.floor, float(self.least.max())))
+        parameters = {
+            name: float((found.rows[name] - rows).reshape(len(rows), -1).norm(dim=1).max() / whole)
+            for name, rows in self.truth.items()
+        }
+        coupling = _coupling(self.runs, self.base, found.rows, sizes)
+        report = VerifyReport(len(sizes), norm_error, sum_error, coupling, self.tolerance, parameters)
+        report.untested = [name for name, rows in self.truth.items() if not rows.any()]
+        return report
+
+    def off(self, records: Records) -> float:
+        """How far these samples are off their own gradients in a batch of them and others."""
+        place = {name: number for number, name in enumerate(self.base.names)}
+        numbers = torch.tensor([place.get(name, -1) for name in records.names], device=self.norms.device)
+        known = numbers >= 0
+        if not self.ordered:
+            return self._off_as_a_set(records, numbers[known])
+        want = self.norms[numbers.clamp(min=0)]
+        weights = torch.where(known, (self.norms.median() / want.clamp(min=1e-30)).clamp(max=1.0), 0 * want)
+        weights = weights * torch.linspace(0.5, 1.0, len(weights), dtype=weights.dtype, device=weights.device)
+        found = self.runs.engine(records, weights)
+        numbers = numbers[known]
+        repeated = {name: rows[numbers] for name, rows in self.truth.items()}
+        kept = Found(found.norms[known], found.factors[known], found.sums, {})
+
+        def off() -> float:
+            errors = (kept.norms - self.norms[numbers]).abs() / self.sizes[numbers]
+            return largest([float(errors.max()), _sum_error(kept, repeated, self.norms[numbers], self.least[numbers])])
+
+        if not (first := off()) <= self.tolerance and not self._known:
+            self.know_rounding()
+            return off()
+        return first
+
+    def _off_as_a_set(self, records: Records, numbers: Tensor) -> float:
+        """The same where the samples may stand anywhere: each gradient is there, and the routes agree with them."""
+        found = self.runs.engine(records, rows=True)
+        wanted, norms = {name: rows[numbers] for name, rows in self.truth.items()}, norms_of(found.rows)
+        places = places_of(wanted, found.rows)
+        off = apart(wanted, {name: g[places] for name, g in found.rows.items()}) / self.sizes[numbers]
+        sizes = norms.clamp(min=max(self.floor, float(self.least.max())))
+        errors = [off.max(), ((found.norms - norms).abs() / sizes).max()]
+        least = self.least.max().expand_as(norms)
+        return largest([*map(float, errors), _sum_error(found, found.rows, norms, least)])
+
+    def tell(self, report: VerifyReport) -> None:
+        """Say what was taken for rounding, and that samples changed their places."""
+        count = int((self.least > 0).sum())
+        if count:
+            report.not_looked_at.append(
+                f"{count} of {len(self.least)} samples' gradients here: they are zero but for rounding"
+            )
+        if not self.ordered:
+            report.looked_at.append("gradients as a set, as the program puts the samples into another order")
 
 
 def _alone(runs: Runs, base: Records) -> Rows:
@@ -91,20 +194,14 @@ def _alone(runs: Runs, base: Records) -> Rows:
 # --------------------------------------------------------------------------- other batches
 
 
-def _other_batches(runs: Runs, base: Records, pool: Records, probes: list[Probe], truth: Rows, norms: Tensor,
-                   floor: float, report: VerifyReport) -> None:  # fmt: skip
+def _other_batches(seen: Seen, pool: Records, probes: list[Probe], report: VerifyReport) -> None:
     """The samples in other batches, each against its own gradient."""
-    place = {name: number for number, name in enumerate(base.names)}
+    base, runs = seen.base, seen.runs
     sizes = {1, base.samples}
     for probe in probes:
         records = pool.of(probe.samples)
-        numbers = torch.tensor([place.get(name, -1) for name in records.names], device=norms.device)
-        known = numbers >= 0
-        want = norms[numbers.clamp(min=0)]
-        weights = torch.where(known, (norms.median() / want.clamp(min=1e-30)).clamp(max=1.0), torch.zeros_like(want))
-        weights = weights * torch.linspace(0.5, 1.0, len(weights), dtype=weights.dtype, device=weights.device)
         try:
-            found = runs.engine(records, weights)
+            off = seen.off(records)
         except SampleMixingError:
             raise
         except Miscounted as count:
@@ -117,10 +214,6 @@ def _other_batches(runs: Runs, base: Records, pool: Records, probes: list[Probe]
                 f"{first[0][:160] if first else ''}"
             )
             continue
-        errors = ((found.norms - want).abs() / want.clamp(min=floor))[known]
-        repeated = {name: rows[numbers[known]] for name, rows in truth.items()}
-        kept = Found(found.norms[known], found.factors[known], found.sums, {})
-        off = largest([float(errors.max()), _sum_error(kept, repeated, want[known])])
         report.coupling = largest([report.coupling, off])
         sizes.add(records.samples)
         if not off <= report.tolerance:
@@ -140,13 +233,13 @@ def _listed(sizes: Iterable[int]) -> str:
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
 
 
-def _coupling(runs: Runs, base: Records, ours: Rows, norms: Tensor, floor: float) -> float:
+def _coupling(runs: Runs, base: Records, ours: Rows, sizes: Tensor) -> float:
     """Largest change of a sample's gradient when all others are replaced by copies of it."""
     moves, size = [], base.samples
     for i in {0, size - 1}:
         other = runs.engine(base.of([i] * size), rows=True).rows
         moved = sum(float((other[name][i] - g[i]).square().sum()) for name, g in ours.items()) ** 0.5
-        moves.append(moved / max(float(norms[i]), floor))
+        moves.append(moved / float(sizes[i]))
     return largest(moves)
 
 
@@ -160,8 +253,8 @@ def _by_place(runs: Runs, base: Records) -> float:
 def between_equal_runs(runs: Runs, base: Records) -> float:
     """How far two equal runs are apart, relative to the largest gradient."""
     one, other = runs.engine(base, rows=True).rows, runs.engine(base, rows=True).rows
-    moved = _norms({name: other[name] - g for name, g in one.items()}).max()
-    return largest([float(moved / _norms(one).max().clamp(min=1e-30))])
+    moved = norms_of({name: other[name] - g for name, g in one.items()}).max()
+    return largest([float(moved / norms_of(one).max().clamp(min=1e-30))])
 
 
 def carried(runs: Runs, base: Records) -> float:
@@ -173,8 +266,8 @@ def carried(runs: Runs, base: Records) -> float:
         found.append(runs.alone(last, fresh=False))
     runs.put_back()
     one, other = ({name: g[None] for name, g in rows.items()} for rows in found)
-    moved = _norms({name: other[name] - g for name, g in one.items()})
-    return largest([float(moved / _norms(one).clamp(min=1e-30))])
+    moved = norms_of({name: other[name] - g for name, g in one.items()})
+    return largest([float(moved / norms_of(one).clamp(min=1e-30))])
 
 
 # --------------------------------------------------------------------------- in words
@@ -242,14 +335,13 @@ def _miscounted(count: Miscounted, records: Records, tolerance: float) -> Verify
 # --------------------------------------------------------------------------- numbers
 
 
-def _norms(rows: Rows) -> Tensor:
-    return torch.stack([g.reshape(len(g), -1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+def _sum_error(found: Found, truth: Rows, norms: Tensor, rounding: Tensor) -> float:
+    """The clipped sum's error relative to its norm, or to one sample's share: where samples cancel, it is rounding.
 
-
-def _sum_error(found: Found, truth: Rows, norms: Tensor) -> float:
-    """The clipped sum's error relative to its norm, or to one sample's share: where samples cancel, it is rounding."""
+    rounding: sizes of gradients that are nothing but rounding.
+    """
     want = {name: torch.einsum("b,b...->...", found.factors, g) for name, g in truth.items()}
-    least = float((found.factors * norms).max())
+    least = max(float((found.factors * norms).max()), float((found.factors * rounding).norm()))
     wrong = sum(float((found.sums[n] - want[n]).square().sum()) for n in want)
     size = sum(float(t.square().sum()) for t in want.values())
     return float((wrong / max(size, least**2, 1e-60)) ** 0.5)

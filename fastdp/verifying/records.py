@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from ..arguments import may_be_packed, nested_tensors
 from ..marks import mark_of, mark_rows, samples_said
+from ..rounding import doubled
 
 FETCHED = 4  # times as many samples as are looked at are taken out of a data set, to draw different ones
 
@@ -22,7 +23,8 @@ class Records:
     """A batch, and the number of the sample that each of its records belongs to.
 
     names: of the samples, the same in every batch that is made of them; rows: records that make one sample of the
-    engine's by its rows_per_sample or batch_size.
+    engine's by its rows_per_sample or batch_size; makes: a batch of records by their places in `items`, where batches
+    are not rows of this one; double: in float64.
     """
 
     batch: Any
@@ -30,6 +32,9 @@ class Records:
     names: list[int]
     grouped: bool = False
     rows: int = 1
+    makes: Callable[[Sequence[int]], Any] | None = None
+    items: tuple[int, ...] = ()
+    double: bool = False
 
     @property
     def samples(self) -> int:
@@ -48,8 +53,25 @@ class Records:
             by_sample.setdefault(number, []).append(record)
         own = [by_sample[sample] for sample in chosen]
         numbers = [number for number, records in enumerate(own) for _ in records]
-        batch = rows_of(self.batch, [record for records in own for record in records], len(self.numbers))
-        return replace(self, batch=batch, numbers=numbers, names=[self.names[sample] for sample in chosen])
+        rows = [record for records in own for record in records]
+        items = tuple(self.items[row] for row in rows) if self.items else ()
+        names = [self.names[sample] for sample in chosen]
+        return replace(self, batch=self.batch_of(rows), numbers=numbers, names=names, items=items)
+
+    def batch_of(self, rows: Sequence[int]) -> Any:
+        """A batch of these records."""
+        if self.makes is None:
+            return rows_of(self.batch, rows, len(self.numbers))
+        batch = self.makes([self.items[row] for row in rows])
+        return doubled(batch) if self.double else batch
+
+    def made_by(self, makes: Callable[[Sequence[int]], Any] | None) -> Records:
+        """The same records, where this makes batches of them; None: batches are rows of the one that there is."""
+        return replace(self, makes=makes, items=() if makes is None else tuple(range(len(self.numbers))))
+
+    def doubled(self) -> Records:
+        """In float64."""
+        return replace(self, batch=doubled(self.batch), double=True)
 
     def in_order(self) -> Records:
         """The records of a sample one after the other."""
@@ -70,12 +92,21 @@ def records_of(batch: Any, numbers: list[int] | None, grouped: bool) -> Records:
     return Records(batch, numbers, list(range(max(numbers, default=-1) + 1)), grouped)
 
 
+class Fetched(NamedTuple):
+    """Records out of a data set, what collates them, their numbers, and how many there were to draw from."""
+
+    items: list[Any]
+    collate: Callable[[list[Any]], Any]
+    numbers: list[int] | None
+    total: int
+
+
 def fetched(
     source: Any, collate: Callable[[list[Any]], Any] | None, samples: int, numbers: list[int] | None, seed: int
-) -> tuple[Any, list[int] | None, int] | None:
-    """A batch out of a data set or loader, with its records' numbers and how many records there were; None: no such.
+) -> Fetched | None:
+    """Records drawn out of a data set or loader: FETCHED times as many samples as are looked at. None: it is neither.
 
-    Records are drawn: FETCHED times as many samples as are looked at.
+    Of a list, the longest and the shortest are among them.
     """
     if isinstance(source, DataLoader):
         source, collate = source.dataset, collate or source.collate_fn
@@ -84,18 +115,34 @@ def fetched(
     collate = collate or default_collate
     if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
         first = list(islice(iter(source), FETCHED * samples))
-        return collate(first), None if numbers is None else numbers[: len(first)], len(first)
+        return Fetched(first, collate, None if numbers is None else numbers[: len(first)], len(first))
     total = len(source)
     if numbers is not None and len(numbers) != total:
         raise ValueError(f"group_by gives {len(numbers)} keys for {total} records")
     whose = list(range(total)) if numbers is None else numbers
     count = max(whose, default=-1) + 1
-    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: FETCHED * samples].tolist()
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    if isinstance(source, list | tuple) and numbers is None and total:
+        lengths = [_length(item) for item in source]
+        drawn = list(dict.fromkeys([lengths.index(max(lengths)), lengths.index(min(lengths)), *drawn]))
+    drawn = drawn[: FETCHED * samples]
+    if numbers is None:
+        return Fetched([source[record] for record in drawn], collate, None, total)
     place = {number: new for new, number in enumerate(drawn)}
     kept = [record for record, number in enumerate(whose) if number in place]
-    if numbers is None:
-        return collate([source[record] for record in drawn]), None, total
-    return collate([source[record] for record in kept]), [place[whose[record]] for record in kept], total
+    return Fetched([source[record] for record in kept], collate, [place[whose[record]] for record in kept], total)
+
+
+def _length(item: Any) -> int:
+    """How many numbers a record holds."""
+    if hasattr(item, "numel"):
+        return int(item.numel())
+    if isinstance(item, tuple | list):
+        return sum(map(_length, item))
+    if hasattr(item, "values") and callable(item.values):
+        return sum(map(_length, item.values()))
+    size = getattr(item, "size", None)
+    return size if isinstance(size, int) else len(item) if isinstance(item, str | bytes) else 1
 
 
 def drawn_of(pool: Records, samples: int, seed: int) -> list[int]:
@@ -106,6 +153,9 @@ def drawn_of(pool: Records, samples: int, seed: int) -> list[int]:
     order = torch.randperm(pool.samples, generator=random).tolist()
     labels: list[int] = []
     extremes: list[int] = []
+    if isinstance(items := getattr(pool.makes, "items", None), list) and not pool.grouped and pool.rows == 1:
+        lengths = [_length(item) for item in items]
+        extremes += [lengths.index(max(lengths)), lengths.index(min(lengths))]
     for leaf in _leaves(pool):
         value = torch.zeros(pool.samples, dtype=torch.float64)
         rows = leaf.detach().reshape(len(leaf), -1).double().cpu().nan_to_num().sum(1)
@@ -151,13 +201,13 @@ def relabelled(records: Records) -> Records | None:
         changed.append(leaf)
         return torch.where(odd, leaf + (1 if leaf[0] == 0 else -1), leaf)
 
-    batch = _mapped(records.batch, turned)
-    return replace(records, batch=batch) if changed else None
+    batch = mapped(records.batch, turned)
+    return replace(records.made_by(None), batch=batch) if changed else None
 
 
 def moved(batch: Any, device: torch.device) -> Any:
     """The batch on a device."""
-    return _mapped(batch, lambda leaf: leaf.to(device))
+    return mapped(batch, lambda leaf: leaf.to(device))
 
 
 def size_of(batch: Any) -> int:
@@ -172,7 +222,7 @@ def size_of(batch: Any) -> int:
 def rows_of(batch: Any, rows: Sequence[int], size: int) -> Any:
     """The batch made of these records."""
     index = torch.as_tensor(list(rows), dtype=torch.long)
-    return _mapped(batch, lambda leaf: _taken(leaf, index, size))
+    return mapped(batch, lambda leaf: _taken(leaf, index, size))
 
 
 def _taken(tensor: Tensor, index: Tensor, size: int) -> Tensor:
@@ -192,15 +242,16 @@ def _taken(tensor: Tensor, index: Tensor, size: int) -> Tensor:
     return tensor
 
 
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with this done to each of its tensors."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[_mapped(item, function) for item in value])
+        return type(value)(*[mapped(item, function) for item in value])
     if isinstance(value, tuple | list):
-        return type(value)(_mapped(item, function) for item in value)
+        return type(value)(mapped(item, function) for item in value)
     if hasattr(value, "items"):
-        return {key: _mapped(item, function) for key, item in value.items()}
+        return {key: mapped(item, function) for key, item in value.items()}
     return value
 
 

@@ -18,6 +18,7 @@ from ..errors import BatchReadWarning, VerificationError
 from ..reads import Reads
 from .draws import SampleDraws
 from .generators import RandomNumbers, devices_of, generators_of
+from .noise import disturb, last_bits, nodes_of
 from .records import Records
 from .state import Attributes, Buffers
 
@@ -59,6 +60,8 @@ class Runs:
         self.hidden = False  # whether torch's generator was drawn from by what no mode sees
         self.moved: list[str] = []  # buffers and attributes that a run changed
         self.reads: list[Reads] = []
+        self.reordered = False  # whether the program was seen to put the samples into another order
+        self.rounding: np.random.Generator | None = None  # changes the last bits in backwards of one sample, if set
         self._buffers, self._devices = Buffers(model), devices_of(model)
         self._own = RandomNumbers(set(), generators_of(model, loss_fn))
         self._by_backward = False
@@ -209,21 +212,16 @@ class Runs:
         return loss.mean() if self.reduction == "mean" else loss.sum()
 
     def _scaled(self, records: Records) -> Tensor:
-        return self._loss(records) * (records.units if self.reduction == "mean" else 1)
+        loss = self._loss(records) * (records.units if self.reduction == "mean" else 1)
+        if self.rounding is not None:
+            disturb(loss, self.rounding, last_bits(self.named.values()))
+        return loss
 
 
 @contextlib.contextmanager
 def _others_grads(loss: Tensor) -> Iterator[None]:
     """No backward adds to the gradients of what the loss takes besides: what stands in `.grad` is put back."""
-    leaves, seen, waiting = list[Tensor](), set[Any](), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
+    leaves = [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]
     kept = [(leaf, leaf.grad) for leaf in leaves]
     for leaf, _ in kept:
         leaf.grad = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,6 +102,18 @@ class Standing:
             if tensor.grad is not grad:
                 tensor.grad = grad
         self._random.put_back()
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode, so that dropout (also of functions) is off; every module's mode comes back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import nested_tensors
-from .records import Records, rows_of
+from .records import Records
 from .runs import Drew, Runs
 
 Outputs = list[tuple[str | None, list[Tensor]]]
@@ -21,7 +21,7 @@ def where_coupled(runs: Runs, records: Records) -> str:
     """The first module whose output for a sample changes with the others, in words, or ''."""
     try:
         first = _outputs(runs, records)
-        batch = rows_of(records.batch, [0] * len(records.numbers), len(records.numbers))
+        batch = records.batch_of([0] * len(records.numbers))
         second = _outputs(runs, replace(records, batch=batch, names=[records.names[0]] * records.samples))
     except (RuntimeError, Drew):  # a loss that needs gradients: what is coupled is known, only not where
         return ""
