@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import loops, sampling
-from .accounting import Ledger, check_accountant, warn_of_delta
+from .accounting import check_accountant, warn_of_delta
 from .buffers import Buffers, alias
 from .clipping import Clipping, ClippingFunction
 from .engine import PerSampleGradients
@@ -18,6 +18,7 @@ from .errors import AccountingError, SampleMixingError, StepError
 from .explain import Plan
 from .gradients import Gradients
 from .layouts.doubts import settle
+from .ledger import Ledger
 from .missed import Missed
 from .ops.clip import GAMMA
 from .ops.noise import Noise
@@ -200,12 +201,17 @@ class Privacy:
         known = {name for group in self.clipping.groups for name in group.parameters}
         new = [name for name in named if name not in known]
         if new and isinstance(self.clipping.style, str):  # unfrozen since
-            self.clipping = self.clipping.changed(named)
+            self._regroup(named)
         elif new:
             raise StepError(
                 f"parameters changed since the optimizer was made: {new[:5]} now require grad but belong to no "
                 "clipping group. Add them with add_param_group, or freeze them."
             )
+
+    def _regroup(self, named: dict[str, Tensor]) -> None:
+        """Other parameters are trained than before."""
+        self.clipping = self.clipping.changed(named)
+        self.ledger.enrol(named.values())
 
     def pending(self) -> range:
         """Numbers of the backwards that no step has taken."""
@@ -333,7 +339,7 @@ class Privacy:
         if not isinstance(self.clipping.style, str):
             raise StepError("with groups of one's own, make a new optimizer whose groups hold the new parameters")
         self.engine.track(params)
-        self.clipping = self.clipping.changed(self.engine.named_parameters())
+        self._regroup(self.engine.named_parameters())
 
     def set_clipping(
         self, clipping: ClippingFunction | None, max_grad_norm: float | None, style: Any, gamma: float | None
@@ -360,6 +366,7 @@ class Privacy:
             "dropped": self.nonfinite_samples,
             "grouped": self.unit.grouped,
             **({"lost": [tuple(run) for run in self.ledger.lost]} if self.ledger.lost else {}),
+            "makers": self.ledger.makers,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -377,7 +384,7 @@ class Privacy:
         if isinstance(self.clipping.style, str):
             named = self.engine.named_parameters()
             self.clipping = self.clipping.changed(named, kind, float(norm), style, float(gamma))
-        self.ledger.load(history, lost)
+        self.ledger.load(history, lost, state.get("makers"))
         self.noise_multiplier, self.noise.step = noise_multiplier, step
         self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
         self.discard()
