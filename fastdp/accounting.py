@@ -39,7 +39,9 @@ def warn_of_delta(delta: float, samples: float | None, stacklevel: int = 3) -> N
     samples = 10 if samples is None else samples  # fewer than that nobody trains on
     if delta < 1 and (problem := delta_problem(delta, samples, "sample")):
         if not known:
-            problem = f"delta={delta:g} is of no use: publishing one sample of {math.ceil(1 / delta)} in full satisfies it"
+            problem = (
+                f"delta={delta:g} is of no use: publishing one sample of {math.ceil(1 / delta)} in full satisfies it"
+            )
         warnings.warn(f"{problem}. Ask for epsilon at {1 / (2 * samples):.1g} or less", stacklevel=stacklevel)
 
 

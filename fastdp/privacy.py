@@ -22,6 +22,7 @@ from .ledger import Ledger
 from .missed import Missed
 from .ops.clip import GAMMA
 from .ops.noise import Noise
+from .rates import Rate
 from .whose import Unit
 
 
@@ -102,6 +103,7 @@ class Privacy:
         self._sums_of = -1  # the logical batch of the sums
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned = self.detached = False
+        self._rate_check = Rate()
         self._born = sampling.now()
         self._rate: float | None = None
         self._expected: float | None = None
@@ -168,8 +170,7 @@ class Privacy:
         loops.check()
         current = self._current()
         if current is None:
-            if not self._backwards:
-                loops.check_rate(self.sample_rate, gradients.batch, self.expected_batch_size)
+            self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
             if self._has_pending and not self._warned:
                 self._warned = True
                 warnings.warn(loops.ADDED, stacklevel=2)
