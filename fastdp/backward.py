@@ -28,6 +28,7 @@ from .people import People
 from .planner import Planner
 from .replay import Block, Replays
 from .streams import Streams
+from .taken import Known
 from .threads import two_backwards
 from .tracked import Tracked
 from .uses.base import Use
@@ -81,6 +82,7 @@ class Backward:
         self._reached = False
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.whose, self.others = Whose(), Others(tracked)
+        self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
         self.replays = Replays(self)

@@ -36,6 +36,11 @@ LAST_SKIPPED = (
     f"in it is no Poisson sampling. {EVERY_BATCH}."
 )
 PASSED_OVER = "{n} batch(es) of the poisson_loader were passed over, of which no accountant knows."
+CHOSEN = (
+    "{n} batch(es) of the poisson_loader had no step() while others had: they were taken out of the loader before any "
+    "was trained on, or another optimizer stepped on them; fine if that was settled beforehand (turns by number), and "
+    "not if batches were chosen for what was in them, of which no accountant knows."
+)
 LEFT = (
     "{n} time(s) the loop was left with a batch of the poisson_loader in hand that no step() had ended: fine if that "
     "was settled beforehand, and not if it was for what was in the batch, of which no accountant knows."
@@ -45,9 +50,9 @@ CUT = (
     "lost, and no accountant knows why."
 )
 UNUSED = (
-    "{n} pass(es) over the poisson_loader were made without any step(), with the model in training mode: fine if they "
-    "were for another purpose (evaluation: model.eval(), torch.no_grad()), and not if the batches were passed over for "
-    "what was in them, of which no accountant knows."
+    "{n} pass(es) over the poisson_loader were made without any step(), with gradients on and the model in the mode in "
+    "which it is trained: fine if they were for another purpose (evaluation: model.eval(), torch.no_grad()), and not "
+    "if the batches were passed over for what was in them, of which no accountant knows."
 )
 BEFORE_CLOSURE = (
     "step(closure) after backwards that no step has taken: they would be added to the closure's, and what accumulates "

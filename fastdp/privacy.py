@@ -23,6 +23,7 @@ from .missed import Missed
 from .ops.clip import GAMMA
 from .ops.noise import Noise
 from .rates import Rate
+from .taken import Known
 from .whose import Unit
 
 
@@ -118,6 +119,7 @@ class Privacy:
         self._sums: dict[int, Tensor] = {}  # of the logical batch's steps so far
         self._has_pending = self._has_sums = False
         self._doubts: list[tuple[Tensor, str]] = []
+        self._taken: list[Known] = []  # the batches of these backwards, if they were taken out of their loader before
         self.unit.forget()
 
     # ------------------------------------------------------------------ backward
@@ -174,6 +176,9 @@ class Privacy:
             if self._has_pending and not self._warned:
                 self._warned = True
                 warnings.warn(loops.ADDED, stacklevel=2)
+            known = self.engine.taken or self.missed.stepped.like(self.sample_rate, gradients.records)
+            if known is not None:
+                self._taken.append(known)
             return
         number = (current.logical, current.physical)
         if self._has_pending and number != self._backward_of:
@@ -259,6 +264,8 @@ class Privacy:
         if current is not None:
             self._step_of = (current.logical, current.physical)
             sampling.train(current, self.missed, stepped=True)
+        while self._taken:
+            self.missed.take(self._taken.pop())
         return current is None or current.final
 
     def _of_loader(self, current: sampling.PhysicalBatch) -> tuple[float, float]:
@@ -280,6 +287,7 @@ class Privacy:
     def zero_grad(self) -> None:
         """Drop the gradients of backwards that no step has taken."""
         self._pending, self._has_pending = {}, False
+        self._taken.clear()
         self.unit.forget()
 
     def release(self) -> Release:
@@ -368,6 +376,7 @@ class Privacy:
             "grouped": self.unit.grouped,
             **({"lost": [tuple(run) for run in self.ledger.lost]} if self.ledger.lost else {}),
             "makers": self.ledger.makers,
+            **({"missed": missed} if (missed := self.missed.state_dict()) else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -380,6 +389,7 @@ class Privacy:
             noise_multiplier, dropped = float(state["noise_multiplier"]), int(state["dropped"])
             step = int(state["noise_step"]) if state["seed"] == self.noise.seed is not None else self.noise.step
             kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
+            self.missed.load(state.get("missed", {}))
         except (KeyError, TypeError, ValueError) as problem:
             raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
         if isinstance(self.clipping.style, str):
