@@ -21,7 +21,7 @@ from . import loops
 from .errors import StepError
 from .taken import Stepped, Taken, turns_passed_over
 
-Place = tuple[int, int]  # pass, and its logical batches handed out whole
+Place = tuple[int, int]  # pass, and its logical batches handed out, the one in hand counted
 Event = tuple[str, Place]  # the mark of what a loader samples by, and the place
 _GLANCES = 2  # passes left at once before any training: for the shapes, say
 
@@ -113,7 +113,7 @@ class Missed:
     def redo(self, mark: str, place: Place) -> None:
         """A loader hands out (again) what follows this place."""
         for events in (self.left, self.cut, self.after):
-            events[:] = [(of, where) for of, where in events if of != mark or where < place]
+            events[:] = [(of, where) for of, where in events if of != mark or where <= place]
 
     def state_dict(self, gone: bool = False) -> dict[str, Any]:
         """What another optimizer that goes on must know; gone: one of the same model, after this was detached."""

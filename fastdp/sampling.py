@@ -243,7 +243,7 @@ class PoissonLoader:
             watch.end()
 
     def _begin(self, mine: int, note: PhysicalBatch, place: tuple[int, int]) -> None:
-        _WATCHED[mine].hand(place)
+        _WATCHED[mine].hand((place[0], place[1] + (not note.final)))
         self._place = place
         before = _ACTIVE.pop(mine, None)  # to the end: it advanced last
         _ACTIVE[mine] = note._replace(skipped=before is not None and not before.taken, moment=now())
