@@ -29,6 +29,7 @@ from .planner import Planner
 from .replay import Block, Replays
 from .streams import Streams
 from .taken import Known
+from .taken import of as batch_taken
 from .threads import two_backwards
 from .tracked import Tracked
 from .uses.base import Use
@@ -107,6 +108,11 @@ class Backward:
         self._tape = None
         self.note_grads()
         self.others.begin()
+
+    def looks_at(self, given: object) -> None:
+        """What a forward is given: what made it, and which batch it is."""
+        self.others.inputs(given)
+        self.taken = batch_taken(given)
 
     def note_grads(self) -> None:
         """What stands in `.grad` now did not come of the backwards to follow."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import following, taken
+from . import following
 from .arguments import batch_of, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from .backward import Backward
 from .capture import Pass
@@ -188,8 +188,7 @@ class Forward:
             if not path:
                 backward.tracked.check_complete()
             backward.forward_begins()
-            backward.others.inputs((args, kwargs))
-            backward.taken = taken.of((args, kwargs))
+            backward.looks_at((args, kwargs))
         named = backward.tracked.named()
         _refuse_hooks(named)
         tracked = {id(p): name for name, p in named.items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import loops, sampling
 from .accounting import check_accountant, warn_of_delta
-from .buffers import Buffers, alias
+from .buffers import Buffers, add, alias
 from .clipping import Clipping, ClippingFunction
 from .engine import PerSampleGradients
 from .errors import AccountingError, SampleMixingError, StepError
@@ -145,7 +145,7 @@ class Privacy:
         self._has_pending = True
         self._plan = Plan(gradients)
         for group in sums:
-            _add(self._pending, group)
+            add(self._pending, group)
 
     def _in_hand(self) -> sampling.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
@@ -176,8 +176,7 @@ class Privacy:
             if self._has_pending and not self._warned:
                 self._warned = True
                 warnings.warn(loops.ADDED, stacklevel=2)
-            known = self.engine.taken or self.missed.stepped.like(self.sample_rate, gradients.records)
-            if known is not None:
+            if known := self.engine.taken or self.missed.stepped.like(self.sample_rate, gradients.records):
                 self._taken.append(known)
             return
         number = (current.logical, current.physical)
@@ -257,7 +256,7 @@ class Privacy:
                 stacklevel=3,
             )
             self._sums, self._has_sums = {}, False
-        _add(self._sums, self._pending)
+        add(self._sums, self._pending)
         self._pending, self._has_pending, self._has_sums = {}, False, True
         self.unit.forget()
         self._rate, self._expected, self._sums_of = rate, expected, logical
@@ -399,8 +398,3 @@ class Privacy:
         self.noise_multiplier, self.noise.step = noise_multiplier, step
         self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
         self.discard()
-
-
-def _add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
-    for key, value in more.items():
-        total[key] = total[key].add_(value) if key in total else value
