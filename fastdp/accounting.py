@@ -11,9 +11,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
-
 from .errors import AccountingError
 
 ACCOUNTANTS = ("prv", "rdp", "gdp")
@@ -38,95 +35,14 @@ def delta_problem(delta: float, samples: float, unit: str = "record") -> str:
 
 def warn_of_delta(delta: float, samples: float | None, stacklevel: int = 3) -> None:
     """Warns of an epsilon at a delta that means nothing; samples: None where their number is not known."""
-    if samples is not None and delta < 1 and (problem := delta_problem(delta, samples, "sample")):
+    known = samples is not None
+    samples = 10 if samples is None else samples  # fewer than that nobody trains on
+    if delta < 1 and (problem := delta_problem(delta, samples, "sample")):
+        if not known:
+            problem = (
+                f"delta={delta:g} is of no use: publishing one sample of {math.ceil(1 / delta)} in full satisfies it"
+            )
         warnings.warn(f"{problem}. Ask for epsilon at {1 / (2 * samples):.1g} or less", stacklevel=stacklevel)
-
-
-class Ledger:
-    """Every noised step: runs of (noise multiplier, sample rate, steps)."""
-
-    def __init__(self) -> None:
-        self.history: History = []
-        self.lost: History = []  # steps that were made, and are in no history that was loaded since
-        self.earlier: list[Ledger] = []  # of other optimizers, which have trained the same parameters before
-
-    def enrol(self, parameters: Iterable[Tensor]) -> None:
-        """The steps are of these parameters."""
-        for parameter in parameters:
-            before = [ledger for ledger in _TRAINED.get(parameter, ()) if ledger.history and ledger is not self]
-            self.earlier += [ledger for ledger in before if ledger not in self.earlier]
-            _TRAINED[parameter] = [*before, self]
-
-    def load(self, history: History, lost: History) -> None:
-        """Go on from this history. Steps made so far that it does not hold stay counted, with a warning."""
-        left = beyond(self.history, history)
-        self.lost = [*self.lost, *beyond(lost, self.lost), *left]
-        self.history = history
-        if left:
-            warnings.warn(
-                f"{sum(steps for *_, steps in left)} noised step(s) that this optimizer has made are not in the "
-                "history of the state that it loads. They were made with the data all the same, so epsilon() goes on "
-                "counting them. To count the state's steps alone load it into a new optimizer: right only if nothing "
-                "of the others was kept, shown or chosen by.",
-                stacklevel=4,
-            )
-
-    @property
-    def spent(self) -> History:
-        """The runs of all steps that were made."""
-        return [*self.lost, *self.history]
-
-    @property
-    def elsewhere(self) -> int:
-        """Steps of earlier optimizers on the same parameters, which the history does not hold."""
-        missing = [ledger for ledger in self.earlier if beyond(ledger.history, self.history)]
-        counted = [
-            ledger.steps
-            for place, ledger in enumerate(missing)
-            if all(beyond(ledger.history, later.history) for later in missing[place + 1 :])
-        ]
-        return sum(counted)
-
-    def warn(self, stacklevel: int = 3) -> None:
-        """Say what epsilon is not of."""
-        if self.elsewhere:
-            warnings.warn(
-                f"{self.elsewhere} noised step(s) were made on this model's parameters by another private optimizer "
-                "before, and epsilon is of the steps of this one only. Where the data were the same, add them: load "
-                "that optimizer's state_dict(), or accounting.epsilon_of([*first.history, *second.history], delta).",
-                stacklevel=stacklevel,
-            )
-
-    @property
-    def steps(self) -> int:
-        return sum(steps for _, _, steps in self.history)
-
-    def add(self, noise_multiplier: float, sample_rate: float | None) -> None:
-        if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
-            steps = self.history[-1][2] + 1
-            self.history[-1] = (noise_multiplier, sample_rate, steps)
-        else:
-            self.history.append((noise_multiplier, sample_rate, 1))
-
-    def epsilon(self, delta: float, accountant: str = "prv") -> float:
-        """epsilon at delta of all steps so far; 0 before the first, inf after a step without noise.
-
-        Raises AccountingError where a step's sample rate is not known, or delta is not in (0, 1).
-        """
-        return epsilon_of(self.spent, delta, accountant)
-
-
-_TRAINED = WeakIdKeyDictionary()  # {parameter: [Ledger]}
-
-
-def beyond(history: History, known: History) -> History:
-    """The runs of a history after what it has in common with the beginning of another."""
-    for place, (sigma, rate, steps) in enumerate(history):
-        same = place < len(known) and known[place][:2] == (sigma, rate)
-        if not same or known[place][2] != steps:
-            rest = steps - min(steps, known[place][2]) if same else steps
-            return [(sigma, rate, rest)] * (rest > 0) + history[place + 1 :]
-    return []
 
 
 def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float:
@@ -146,6 +62,11 @@ def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float
         return 0.0
     if any(sigma == 0 for sigma, _, _ in runs):
         return math.inf
+    return max(0.0, _epsilon_by(accountant, runs, delta))  # at a large delta theirs may be below 0, which is none
+
+
+def _epsilon_by(accountant: str, runs: list[tuple[float, float, int]], delta: float) -> float:
+    """What the accountant says of runs that have noise."""
     if accountant == "gdp":
         return _gdp(runs, delta)
     if accountant == "rdp":
@@ -154,7 +75,7 @@ def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float
         found = _by_opacus("prv", runs, delta)
     except (RuntimeError, ValueError, MemoryError) as problem:  # its numbers run out: RDP bounds epsilon as well
         found = _by_opacus("rdp", runs, delta)
-        warnings.warn(f"PRV accounting failed ({str(problem)[:80]}); epsilon is RDP's, which is larger", stacklevel=3)
+        warnings.warn(f"PRV accounting failed ({str(problem)[:80]}); epsilon is RDP's, which is larger", stacklevel=4)
     # PRV's grid ends near 700: above, it says too little
     return found if found < PRV_LIMIT else max(found, _by_opacus("rdp", runs, delta))
 

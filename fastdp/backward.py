@@ -28,6 +28,8 @@ from .people import People
 from .planner import Planner
 from .replay import Block, Replays
 from .streams import Streams
+from .taken import Known
+from .taken import of as batch_taken
 from .threads import two_backwards
 from .tracked import Tracked
 from .uses.base import Use
@@ -81,6 +83,7 @@ class Backward:
         self._reached = False
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.whose, self.others = Whose(), Others(tracked)
+        self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
         self.replays = Replays(self)
@@ -105,6 +108,11 @@ class Backward:
         self._tape = None
         self.note_grads()
         self.others.begin()
+
+    def looks_at(self, given: object) -> None:
+        """What a forward is given: what made it, and which batch it is."""
+        self.others.inputs(given)
+        self.taken = batch_taken(given)
 
     def note_grads(self) -> None:
         """What stands in `.grad` now did not come of the backwards to follow."""

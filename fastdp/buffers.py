@@ -79,3 +79,9 @@ def _only_ours(block: Tensor) -> bool:
     """Whether nobody else sees the memory: no other tensor, and nobody who holds the storage object itself."""
     alone = _alone()
     return alone is not None and _observers(block) == alone
+
+
+def add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
+    """Add tensors by key."""
+    for key, value in more.items():
+        total[key] = total[key].add_(value) if key in total else value

@@ -18,6 +18,7 @@ from .gradients import Gradients
 from .layouts.doubts import settle
 from .ops.common import exactly, sum_type
 from .planner import Planner
+from .taken import Known
 from .tracked import Tracked
 from .whose import Whose
 
@@ -113,6 +114,11 @@ class PerSampleGradients:
     def whose(self) -> Whose:
         """Whose the records of a batch are."""
         return self._backward.whose
+
+    @property
+    def taken(self) -> Known | None:
+        """Which batch of a Poisson loader the last forward was given, if it was taken out of it before."""
+        return self._backward.taken
 
     def group_by(self, keys: Any) -> None:
         """Say whose the records of the coming batch are: those of one key are one sample, whose gradient is their sum.

@@ -77,7 +77,7 @@ class Following(TorchFunctionMode):
             guard_graph(self.moment.owner, roots, self.batch)
             engines = list(ENGINES)
             for engine in engines:
-                engine.backward_begins(problem)
+                engine.backward_begins(problem, tensors_in(roots), self.batch)
             try:
                 return func(*args, **kwargs)
             finally:
@@ -261,8 +261,8 @@ class Engine(Protocol):
     def grouped(self) -> bool:
         """Whether a sample is a group of records."""
 
-    def backward_begins(self, problem: SampleMixingError | Warning | None) -> None:
-        """Backward is called on something with this problem: to be raised, or warned of, if it is of the engine."""
+    def backward_begins(self, problem: SampleMixingError | Warning | None, roots: list[Tensor], batch: int) -> None:
+        """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
 
     def backward_was_reached(self) -> bool:
         """Whether the backward that has just ended was of the engine."""
@@ -280,6 +280,13 @@ class Engine(Protocol):
 
 
 ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # that are attached to a model
+
+
+def parameters() -> set[int]:
+    """Ids of the parameters of all models that have an engine."""
+    return {key for engine in ENGINES for key in engine.backward.tracked.current()}
+
+
 _LAST: list[Moment] = []  # of batches that loaders handed out
 _TRAINED = [0]  # backwards of all engines, when the last one was
 

@@ -79,9 +79,13 @@ class Forward:
         """Whether a sample is a group of records."""
         return self._people is not None
 
-    def backward_begins(self, problem: SampleMixingError | Warning | None) -> None:
-        """Backward is called on something with this problem: to be raised, or warned of, if it is of the engine."""
+    def backward_begins(
+        self, problem: SampleMixingError | Warning | None, roots: list[torch.Tensor], size: int
+    ) -> None:
+        """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
         self.backward.expect(problem)
+        if self.backward.open_forwards():
+            self.backward.others.loss(roots, size, following.parameters)
 
     def backward_was_reached(self) -> bool:
         """Whether the backward that has just ended was of the engine."""
@@ -184,7 +188,7 @@ class Forward:
             if not path:
                 backward.tracked.check_complete()
             backward.forward_begins()
-            backward.others.inputs((args, kwargs))
+            backward.looks_at((args, kwargs))
         named = backward.tracked.named()
         _refuse_hooks(named)
         tracked = {id(p): name for name, p in named.items()}

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import warnings
-from collections import Counter
 from types import FrameType
-from typing import Any
 
 import torch
-from torch.utils.data import SubsetRandomSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .errors import StepError
 
@@ -42,6 +36,11 @@ LAST_SKIPPED = (
     f"in it is no Poisson sampling. {EVERY_BATCH}."
 )
 PASSED_OVER = "{n} batch(es) of the poisson_loader were passed over, of which no accountant knows."
+CHOSEN = (
+    "{n} batch(es) of the poisson_loader had no step() while others had: they were taken out of the loader before any "
+    "was trained on, or another optimizer stepped on them; fine if that was settled beforehand (turns by number), and "
+    "not if batches were chosen for what was in them, of which no accountant knows."
+)
 LEFT = (
     "{n} time(s) the loop was left with a batch of the poisson_loader in hand that no step() had ended: fine if that "
     "was settled beforehand, and not if it was for what was in the batch, of which no accountant knows."
@@ -51,9 +50,9 @@ CUT = (
     "lost, and no accountant knows why."
 )
 UNUSED = (
-    "{n} pass(es) over the poisson_loader were made without any step(), with the model in training mode: fine if they "
-    "were for another purpose (evaluation: model.eval(), torch.no_grad()), and not if the batches were passed over for "
-    "what was in them, of which no accountant knows."
+    "{n} pass(es) over the poisson_loader were made without any step(), with gradients on and the model in the mode in "
+    "which it is trained: fine if they were for another purpose (evaluation: model.eval(), torch.no_grad()), and not "
+    "if the batches were passed over for what was in them, of which no accountant knows."
 )
 BEFORE_CLOSURE = (
     "step(closure) after backwards that no step has taken: they would be added to the closure's, and what accumulates "
@@ -100,51 +99,3 @@ def refuse_division() -> None:
             f"Accelerator(gradient_accumulation_steps={count}) divides every loss by {count}, so every sample's norm "
             f"would be {count} times too small beside max_grad_norm. {_PHYSICAL}"
         )
-
-
-_IN_VAIN: Counter[tuple[float, int]] = Counter()  # how often there was no DataLoader at such a rate and batch
-_OFTEN = 3  # looking takes 20 ms: programs that make hundreds of optimizers (fastdp.audit) do not wait for that
-
-
-def check_rate(rate: float | None, batch: int, expected: float | None) -> None:
-    """Warns where a sample rate that was given is far below what the first batch shows.
-
-    Args: batch: samples of this backward; expected: the expected batch size that was given with the rate. Records
-    can be counted where an ordinary DataLoader is being iterated: of several, the one with the most is believed.
-    """
-    if rate is None:
-        return
-    seen = ""
-    if expected is not None and batch > 2 * expected + 10:  # more than chance makes of it
-        seen = f"expected_batch_size={expected:g} was given with it, and the first batch has {batch} samples"
-    elif _IN_VAIN[rate, batch] < _OFTEN and (records := _records(rate, batch)) and rate < batch / records / 2:
-        seen = (
-            f"the first batch has {batch} of the {records} records of its DataLoader, a rate of {batch / records:.3g}"
-        )
-    if seen:
-        warnings.warn(
-            f"sample_rate={rate:g} is far below what is sampled: {seen}. epsilon grows with the rate, and what is said "
-            "of it would be too small: give batch / records, or train with fastdp.poisson_loader, which tells it.",
-            stacklevel=2,
-        )
-
-
-def _records(rate: float, batch: int) -> int:
-    """Records of the largest data set whose DataLoader has handed out a batch and is not done, 0 if there is none."""
-    found = 0
-    kinds = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
-    iterators = [item for item in gc.get_referrers(*kinds) if isinstance(item, _BaseDataLoaderIter)]
-    if not iterators:
-        _IN_VAIN[rate, batch] += 1
-    for iterator in iterators:
-        if not getattr(iterator, "_num_yielded", 0):
-            continue
-        source: Any = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
-        if not isinstance(source, SubsetRandomSampler):
-            source = getattr(iterator, "_dataset", None)
-        try:
-            count = len(source)
-        except (TypeError, NotImplementedError):
-            return 0  # a stream, whose records cannot be counted
-        found = max(found, count if getattr(iterator, "_auto_collation", True) else count * batch)
-    return found

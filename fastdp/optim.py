@@ -244,7 +244,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if privacy is not None:  # it stays: what was spent stays spent
             privacy.engine.detach()
             privacy.discard()
-            privacy.detached = privacy.missed.over = True
+            privacy.detached = True
+            privacy.missed.end()
 
     # ------------------------------------------------------------------ torch's own
 

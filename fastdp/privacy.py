@@ -10,17 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from . import loops, sampling
-from .accounting import Ledger, check_accountant, warn_of_delta
-from .buffers import Buffers, alias
+from .accounting import check_accountant, warn_of_delta
+from .buffers import Buffers, add, alias
 from .clipping import Clipping, ClippingFunction
 from .engine import PerSampleGradients
 from .errors import AccountingError, SampleMixingError, StepError
 from .explain import Plan
 from .gradients import Gradients
 from .layouts.doubts import settle
+from .ledger import Ledger
 from .missed import Missed
 from .ops.clip import GAMMA
 from .ops.noise import Noise
+from .rates import Rate
+from .taken import Known
 from .whose import Unit
 
 
@@ -101,6 +104,7 @@ class Privacy:
         self._sums_of = -1  # the logical batch of the sums
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned = self.detached = False
+        self._rate_check = Rate()
         self._born = sampling.now()
         self._rate: float | None = None
         self._expected: float | None = None
@@ -115,6 +119,7 @@ class Privacy:
         self._sums: dict[int, Tensor] = {}  # of the logical batch's steps so far
         self._has_pending = self._has_sums = False
         self._doubts: list[tuple[Tensor, str]] = []
+        self._taken: list[Known] = []  # the batches of these backwards, if they were taken out of their loader before
         self.unit.forget()
 
     # ------------------------------------------------------------------ backward
@@ -140,7 +145,7 @@ class Privacy:
         self._has_pending = True
         self._plan = Plan(gradients, self._plan)
         for group in sums:
-            _add(self._pending, group)
+            add(self._pending, group)
 
     def _in_hand(self) -> sampling.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
@@ -167,11 +172,12 @@ class Privacy:
         loops.check()
         current = self._current()
         if current is None:
-            if not self._backwards:
-                loops.check_rate(self.sample_rate, gradients.batch, self.expected_batch_size)
+            self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
             if self._has_pending and not self._warned:
                 self._warned = True
                 warnings.warn(loops.ADDED, stacklevel=2)
+            if known := self.engine.taken or self.missed.stepped.like(self.sample_rate, gradients.records):
+                self._taken.append(known)
             return
         number = (current.logical, current.physical)
         if self._has_pending and number != self._backward_of:
@@ -200,12 +206,17 @@ class Privacy:
         known = {name for group in self.clipping.groups for name in group.parameters}
         new = [name for name in named if name not in known]
         if new and isinstance(self.clipping.style, str):  # unfrozen since
-            self.clipping = self.clipping.changed(named)
+            self._regroup(named)
         elif new:
             raise StepError(
                 f"parameters changed since the optimizer was made: {new[:5]} now require grad but belong to no "
                 "clipping group. Add them with add_param_group, or freeze them."
             )
+
+    def _regroup(self, named: dict[str, Tensor]) -> None:
+        """Other parameters are trained than before."""
+        self.clipping = self.clipping.changed(named)
+        self.ledger.enrol(named.values())
 
     def pending(self) -> range:
         """Numbers of the backwards that no step has taken."""
@@ -245,13 +256,15 @@ class Privacy:
                 stacklevel=3,
             )
             self._sums, self._has_sums = {}, False
-        _add(self._sums, self._pending)
+        add(self._sums, self._pending)
         self._pending, self._has_pending, self._has_sums = {}, False, True
         self.unit.forget()
         self._rate, self._expected, self._sums_of = rate, expected, logical
         if current is not None:
             self._step_of = (current.logical, current.physical)
             sampling.train(current, self.missed, stepped=True)
+        while self._taken:
+            self.missed.take(self._taken.pop())
         return current is None or current.final
 
     def _of_loader(self, current: sampling.PhysicalBatch) -> tuple[float, float]:
@@ -273,6 +286,7 @@ class Privacy:
     def zero_grad(self) -> None:
         """Drop the gradients of backwards that no step has taken."""
         self._pending, self._has_pending = {}, False
+        self._taken.clear()
         self.unit.forget()
 
     def release(self) -> Release:
@@ -333,7 +347,7 @@ class Privacy:
         if not isinstance(self.clipping.style, str):
             raise StepError("with groups of one's own, make a new optimizer whose groups hold the new parameters")
         self.engine.track(params)
-        self.clipping = self.clipping.changed(self.engine.named_parameters())
+        self._regroup(self.engine.named_parameters())
 
     def set_clipping(
         self, clipping: ClippingFunction | None, max_grad_norm: float | None, style: Any, gamma: float | None
@@ -360,6 +374,8 @@ class Privacy:
             "dropped": self.nonfinite_samples,
             "grouped": self.unit.grouped,
             **({"lost": [tuple(run) for run in self.ledger.lost]} if self.ledger.lost else {}),
+            "makers": self.ledger.makers,
+            **({"missed": missed} if (missed := self.missed.state_dict()) else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -372,17 +388,13 @@ class Privacy:
             noise_multiplier, dropped = float(state["noise_multiplier"]), int(state["dropped"])
             step = int(state["noise_step"]) if state["seed"] == self.noise.seed is not None else self.noise.step
             kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
+            self.missed.load(state.get("missed", {}))
         except (KeyError, TypeError, ValueError) as problem:
             raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
         if isinstance(self.clipping.style, str):
             named = self.engine.named_parameters()
             self.clipping = self.clipping.changed(named, kind, float(norm), style, float(gamma))
-        self.ledger.load(history, lost)
+        self.ledger.load(history, lost, state.get("makers"))
         self.noise_multiplier, self.noise.step = noise_multiplier, step
         self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
         self.discard()
-
-
-def _add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
-    for key, value in more.items():
-        total[key] = total[key].add_(value) if key in total else value

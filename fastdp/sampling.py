@@ -6,25 +6,22 @@ handed out last, so that the optimizer knows when a logical batch is complete; s
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import itertools
 import secrets
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from .accounting import steps_per_epoch
+from .collating import CollateWithEmpty
 from .errors import StepError
 from .grouping import Grouping
-from .missed import Missed, Watch
+from .missed import Missed, Trainers, Watch, mark_of_key
 from .people import People
 
 
@@ -134,40 +131,6 @@ class PoissonSampler(Sampler[list[int]]):
             yield part, number == len(parts) - 1, None
 
 
-class _CollateWithEmpty:
-    """Collate, and for an empty batch the same structure with no rows."""
-
-    def __init__(self, collate: Any, dataset: Any) -> None:
-        self.collate, self.dataset = collate, dataset
-
-    def __call__(self, items: list[Any]) -> Any:
-        return self.collate(items) if items else _no_rows(self.collate([self.dataset[0]]))
-
-
-def _no_rows(batch: Any) -> Any:
-    """The same structure without a row: lists of things that are no tensors hold one a record."""
-    if isinstance(batch, Tensor | np.ndarray):
-        return batch[:0] if batch.ndim else batch
-    if isinstance(batch, nn.utils.rnn.PackedSequence):
-        raise StepError("an empty batch cannot be packed: collate padded tensors, and pack in the model")
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*[_no_rows(item) for item in batch])
-    if isinstance(batch, tuple):
-        return tuple(_no_rows(item) for item in batch)
-    if isinstance(batch, list):
-        nested = bool(batch) and isinstance(batch[0], Tensor | np.ndarray | tuple | list | Mapping)
-        return [_no_rows(item) for item in batch] if nested else []
-    if isinstance(batch, Mapping):
-        empty = copy.copy(batch)
-        for key, value in batch.items():
-            empty[key] = _no_rows(value)  # type: ignore[index]
-        return empty
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: _no_rows(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
-        return dataclasses.replace(batch, **fields)
-    return batch
-
-
 class PoissonLoader:
     """Batches of a Poisson sample of the dataset; see `poisson_loader`."""
 
@@ -175,14 +138,14 @@ class PoissonLoader:
         self.loader, self.sampler = loader, sampler
         self.expected_batch_size = expected_batch_size
         self._place = (0, 0)  # pass, and its logical batches handed out whole
-        self._trainers: weakref.WeakSet[Missed] = weakref.WeakSet()  # of the optimizers that have trained on it
+        self._trainers = Trainers()  # of the optimizers that have trained on it
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another loader, that nobody has trained on."""
         return {name: value for name, value in vars(self).items() if name != "_trainers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _trainers=weakref.WeakSet())
+        vars(self).update(state, _trainers=Trainers())
 
     def state_dict(self, *, secret: bool = False) -> dict[str, Any]:
         """Where the loader stands: {"pass", "step"}: taken after a step() it is where the next one begins.
@@ -209,7 +172,7 @@ class PoissonLoader:
         self.sampler.key, self.sampler.passes, self.sampler.first = key, place, step
         self._place = (place, step)
         for missed in self._trainers:
-            missed.redo(id(self), self._place)
+            missed.redo(mark_of_key(key), self._place)
 
     @property
     def dataset(self) -> Any:
@@ -249,6 +212,7 @@ class PoissonLoader:
                 begin()
                 for tell in _TELL:
                     tell(batch, _ACTIVE[mine].size)
+                _WATCHED[mine].give(batch, _ACTIVE[mine].size)
                 yield batch
             finish(mine)
         finally:
@@ -257,13 +221,14 @@ class PoissonLoader:
     def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
         """Batches of a pass of that number, each with what is to be called before training on it, however late."""
         batches = iter(self.loader)
-        _WATCHED[mine] = Watch(id(self), self._trainers)
+        watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sample_rate)
         pending: deque[tuple[int, bool, People | None]] | None = None
         logical, physical, place, step = next(_LOGICAL), 0, 0, 0
         for batch in batches:
             if pending is None:
                 pending = self.sampler.pending
                 place, step = self.sampler.running
+                watch.begin(mark_of_key(self.sampler.key), (place, step), self.sampler.steps)
             size, final, people = pending.popleft()
             step += final
             note = PhysicalBatch(
@@ -278,7 +243,7 @@ class PoissonLoader:
             watch.end()
 
     def _begin(self, mine: int, note: PhysicalBatch, place: tuple[int, int]) -> None:
-        _WATCHED[mine].hand(place)
+        _WATCHED[mine].hand((place[0], place[1] + (not note.final)))
         self._place = place
         before = _ACTIVE.pop(mine, None)  # to the end: it advanced last
         _ACTIVE[mine] = note._replace(skipped=before is not None and not before.taken, moment=now())
@@ -399,6 +364,6 @@ def poisson_loader(
     sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed, grouping)
     collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
     loader: DataLoader[Any] = DataLoader(
-        dataset, batch_sampler=sampler, collate_fn=_CollateWithEmpty(collate, dataset), **options
+        dataset, batch_sampler=sampler, collate_fn=CollateWithEmpty(collate, dataset), **options
     )
     return PoissonLoader(loader, sampler, expected_batch_size)

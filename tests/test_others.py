@@ -44,6 +44,64 @@ def test_a_trunk_outside_of_the_model_is_seen_by_what_the_inputs_were_made_with(
         step(both, head(trunk(x)).square().sum(1).mean())
 
 
+class Tempered(nn.Module):
+    """A loss with a trained temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_t = nn.Parameter(torch.zeros(()))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits * self.log_t.exp(), labels)
+
+
+@pytest.mark.parametrize("what", ["head", "bias", "tensor", "temperature"])
+def test_what_stands_between_the_model_and_the_loss_is_named_once(what):
+    model, x, labels = net(), torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    made = {"head": nn.Linear(3, 3), "bias": nn.Parameter(torch.zeros(3)), "temperature": Tempered(),
+            "tensor": torch.zeros(5, requires_grad=True)}[what]  # fmt: skip
+    loss = {"head": lambda: nn.functional.cross_entropy(made(model(x)), labels),
+            "bias": lambda: nn.functional.cross_entropy(model(x) + made, labels),
+            "tensor": lambda: nn.functional.cross_entropy(model(x) + made[:3], labels),
+            "temperature": lambda: made(model(x), labels)}[what]  # fmt: skip
+    trained = list(made.parameters()) if isinstance(made, nn.Module) else [made]
+    both = [private(model), torch.optim.SGD(trained, lr=0.1)]
+    with pytest.warns(UserWarning, match=r"one of shape .*, which the loss was made with") as found:
+        for _ in range(3):
+            step(both, loss())
+    assert sum("no private optimizer" in str(w.message) for w in found) == 1
+
+
+def test_a_loss_that_is_made_otherwise_later_is_looked_at_again():
+    model, x, shift = net(), torch.randn(6, 4), nn.Parameter(torch.zeros(3))
+    mine = private(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            step([mine], model(x).square().sum(1).mean())
+    with pytest.warns(UserWarning, match=r"one of shape \(3,\), which the loss"):
+        step([mine], (model(x) - shift).square().sum(1).mean())
+
+
+def test_what_is_private_or_no_parameter_between_model_and_loss_hears_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trunk, head, x = nn.Linear(4, 8), nn.Linear(8, 3), torch.randn(6, 4)
+        both = [private(trunk), private(head)]
+        step(both, head(trunk(x)).square().sum(1).mean())
+        frozen = nn.Linear(3, 2).requires_grad_(False)
+        model = net()
+        mine = private(model)
+        step([mine], frozen(model(x)).square().sum(1).mean())
+        target = torch.randn(6, 3, requires_grad=True)  # data
+        step([mine], (model(x) - target).square().sum(1).mean())
+        public = nn.Linear(4, 3)  # trained beside it, by backwards of its own
+        ordinary = torch.optim.SGD(public.parameters(), lr=0.1)
+        for _ in range(3):
+            step([mine], model(x).square().sum(1).mean())
+            step([ordinary], public(x).square().sum(1).mean())
+
+
 def test_what_is_unfrozen_later_is_named_then():
     model, x = net(), torch.randn(6, 4)
     model[0].requires_grad_(False)
@@ -121,3 +179,29 @@ def test_a_poisson_loader_tells_its_own_rate():
         warnings.simplefilter("error")
         for (x,) in fastdp.poisson_loader(TensorDataset(torch.randn(600, 4)), sample_rate=0.01, steps=2):
             step([mine], model(x).square().sum(1).mean())
+
+
+@pytest.mark.parametrize("rate, size, told", [(0.01, 50, 1), (0.01, 40, 1), (0.1, 50, 0), (0.1, 40, 0)])
+def test_a_larger_loader_that_stands_still_does_not_hide_a_rate_that_is_too_low(rate, size, told):
+    """An open iteration over a validation set, say."""
+    other = iter(DataLoader(TensorDataset(torch.randn(100_000, 4)), batch_size=size))
+    next(other)
+    assert len(rated(rate, records=400, batch=40)) == told
+    next(other)
+
+
+def test_a_small_loader_beside_the_one_that_trains_says_nothing():
+    """Two that are read in turns: the batches of the size at hand are believed, of these the larger."""
+    model = net()
+    mine = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.01)
+    private_data = DataLoader(TensorDataset(torch.randn(600, 4)), batch_size=6)
+    public = DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for (x,), _ in zip(private_data, public, strict=False):
+            step([mine], model(x).square().sum(1).mean())
+    low = fastdp.DPSGD(two := net(), lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.001)
+    large = DataLoader(TensorDataset(torch.randn(60_000, 4)), batch_size=60)
+    with pytest.warns(UserWarning, match="6 of the 600 records"):
+        for (x,), _, _ in zip(private_data, large, range(4), strict=False):
+            step([low], two(x).square().sum(1).mean())

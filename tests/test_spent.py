@@ -8,7 +8,8 @@ import warnings
 import pytest
 
 import fastdp
-from fastdp.accounting import Ledger, beyond, epsilon_of
+from fastdp.accounting import epsilon_of
+from fastdp.ledger import Ledger, beyond
 
 from .runs import model_of, steps
 
@@ -150,3 +151,103 @@ def test_a_ledger_keeps_all_of_several_losses():
             ledger.add(2.0, 0.1)
             ledger.load([(1.0, 0.1, 1)], [])
     assert sum(n for *_, n in ledger.spent) == 1 + 3 + 2
+
+
+@pytest.mark.parametrize("second", [3, 5, 9])
+def test_steps_of_equal_settings_are_not_taken_for_those_of_the_optimizer_before(second):
+    """However many steps the new one makes: only a state that was loaded holds the other's."""
+    model = model_of()
+    first = optimizer_of(model)
+    steps(first, model, 5)
+    first.detach()
+    new = optimizer_of(model)
+    steps(new, model, second)
+    with pytest.warns(UserWarning, match=r"^5 noised step\(s\) were made"):
+        new.epsilon(1e-5)
+    state = copy.deepcopy(new.state_dict())
+    new.detach()
+    third = optimizer_of(model)
+    third.load_state_dict(state)  # which does not hold the first's
+    with pytest.warns(UserWarning, match=r"^5 noised step\(s\) were made"):
+        third.epsilon(1e-5)
+    third.detach()
+    with pytest.warns(UserWarning, match=rf"^{5 + second} noised"):
+        optimizer_of(model).epsilon(1e-5)
+
+
+def test_a_history_of_equal_settings_of_another_run_does_not_take_the_place_of_ones_own():
+    model, other = model_of(), model_of()
+    optimizer, long = optimizer_of(model), optimizer_of(other)
+    steps(optimizer, model, 4)
+    steps(long, other, 9)
+    with pytest.warns(UserWarning, match="^4 noised"):
+        optimizer.load_state_dict(copy.deepcopy(long.state_dict()))
+    assert optimizer.epsilon(1e-5) == pytest.approx(epsilon_of([(1.0, RATE, 13)], 1e-5, "rdp"))
+
+
+def test_two_ways_on_from_one_state_are_both_counted():
+    model = model_of()
+    optimizer = optimizer_of(model)
+    steps(optimizer, model, 2)
+    early = copy.deepcopy(optimizer.state_dict())
+    steps(optimizer, model, 3)
+    late = copy.deepcopy(optimizer.state_dict())
+    other = model_of()
+    resumed = optimizer_of(other)
+    resumed.load_state_dict(early)
+    steps(resumed, other, 1)
+    with pytest.warns(UserWarning, match="^1 noised"):  # it is none of the three that the first made
+        resumed.load_state_dict(late)
+    assert resumed.epsilon(1e-5) == pytest.approx(epsilon_of([(1.0, RATE, 6)], 1e-5, "rdp"))
+
+
+def test_optimizers_of_two_models_that_share_weights_hear_of_each_other():
+    model, twin = model_of(), model_of()
+    twin[0].weight, twin[0].bias = model[0].weight, model[0].bias
+    one, two = optimizer_of(model, params=model[0].parameters()), optimizer_of(twin, params=twin[0].parameters())
+    steps(one, model, 2)
+    steps(two, twin, 3)
+    for optimizer, others in ((one, 3), (two, 2)):
+        with pytest.warns(UserWarning, match=f"^{others} noised"):
+            optimizer.epsilon(1e-5)
+
+
+def test_parameters_that_are_added_bring_their_steps():
+    model = model_of()
+    model[2].requires_grad_(False)
+    old = optimizer_of(model, params=model[0].parameters())
+    steps(old, model, 4)
+    old.detach()
+    model.requires_grad_(True)
+    model[0].requires_grad_(False)
+    new = optimizer_of(model, params=model[2].parameters())
+    steps(new, model, 1)
+    assert new._privacy.ledger.elsewhere == 0
+    model[0].requires_grad_(True)
+    new.add_param_group({"params": list(model[0].parameters())})
+    with pytest.warns(UserWarning, match="^4 noised"):
+        new.epsilon(1e-5)
+
+
+def test_a_state_of_an_older_version_counts_as_before(silent):
+    model = model_of()
+    optimizer = optimizer_of(model)
+    steps(optimizer, model, 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["fastdp"]["makers"]
+    optimizer.load_state_dict(state)
+    optimizer.detach()
+    new = optimizer_of(model)
+    new.load_state_dict(state)
+    assert new.epsilon(1e-5) == epsilon_of([(1.0, RATE, 3)], 1e-5, "rdp")
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+def test_no_epsilon_is_below_zero(accountant):
+    for delta in (0.3, 0.5, 0.99):
+        assert epsilon_of([(1.0, RATE, 3)], delta, accountant) >= 0
+    model = model_of()
+    optimizer = optimizer_of(model, accountant=accountant, sample_rate=0.1, expected_batch_size=None)
+    optimizer._privacy.ledger.add(1.0, 0.1)
+    with pytest.warns(UserWarning, match=r"delta=0\.5 is of no use: publishing one sample of 2 in full"):
+        assert optimizer.epsilon(0.5) >= 0

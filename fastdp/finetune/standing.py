@@ -221,7 +221,7 @@ class Standing:
         """The optimizer's accountant knows of every step in the journal but those that it will see again."""
         spent = self.journal.count - self.repeating
         rate, sigma = self.loader.sample_rate, self.plan.noise_multiplier
-        self.privacy.ledger.history = [(sigma, rate, spent)] if spent else []
+        self.privacy.ledger.begin([(sigma, rate, spent)] if spent else [])
 
     def _costs(self) -> dict[str, Any]:
         """What the planner chooses routes by: routes decide the last bits of the sums."""

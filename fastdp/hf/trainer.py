@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import time
 import warnings
@@ -189,10 +188,10 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
                 raise AccountingError(
                     f"the checkpoint's run had noise_multiplier={private.noise_multiplier}, this one has {chosen}"
                 )
-            run.ledger.history = copy.copy(self._resumed.history)
+            run.ledger.begin(self._resumed.history)
             source.loader.load_state_dict(self._resumed.loader)
         else:
-            run.ledger.history = copy.copy(self._history)  # of an earlier training of the same model
+            run.ledger.begin(self._history)  # of an earlier training of the same model
         self._place = source.loader.state_dict()
         self._plan(max_steps)
         self._accounting = [time.monotonic(), 0.0]

@@ -315,7 +315,7 @@ class PrivacyEngine:
     def get_epsilon(self, delta: float) -> float:
         """epsilon at delta of the steps so far; warns of a delta that is 1 / records or more."""
         warn_of_delta(delta, records_of(self))
-        return float(self.accountant.get_epsilon(delta))
+        return max(0.0, float(self.accountant.get_epsilon(delta)))
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -23,7 +23,7 @@ class GaussianAccountant(theirs.GaussianAccountant):  # type: ignore[misc]
         if any(noise_multiplier == 0 for noise_multiplier, _, _ in self.history):
             return math.inf
         try:
-            return float(super().get_epsilon(delta, poisson, **kwargs))
+            return max(0.0, float(super().get_epsilon(delta, poisson, **kwargs)))
         except ValueError as problem:
             raise AccountingError(
                 f'GDP accounting has no epsilon for {self.history} at delta {delta:g} ({problem}): use accountant="prv"'

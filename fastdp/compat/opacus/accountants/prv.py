@@ -31,7 +31,7 @@ class PRVAccountant(theirs.PRVAccountant):  # type: ignore[misc]
         if bound > 4 * PRV_LIMIT:  # its numbers would run out, or memory before them
             return self._instead(bound)
         try:
-            found = float(super().get_epsilon(delta, eps_error=eps_error, delta_error=delta_error, **kwargs))
+            found = max(0.0, float(super().get_epsilon(delta, eps_error=eps_error, delta_error=delta_error, **kwargs)))
         except (RuntimeError, ValueError, OverflowError, MemoryError):
             return self._instead(bound)
         return found if found < PRV_LIMIT else self._instead(bound)

@@ -1,0 +1,113 @@
+"""Whether a sample rate that was given can be right: the first batches, and the DataLoaders that hand them out."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections import Counter
+from typing import Any, NamedTuple
+
+from torch.utils.data import SubsetRandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+_IN_VAIN: Counter[tuple[float, int]] = Counter()  # how often there was no DataLoader at such a rate and batch
+_OFTEN = 3  # looking takes 20 ms: programs that make hundreds of optimizers (fastdp.audit) do not wait for that
+
+
+class _Open(NamedTuple):
+    """An iteration over a DataLoader that has begun."""
+
+    iterator: weakref.ref[Any]
+    handed: int  # batches so far
+    records: int  # 0: a stream, whose records cannot be counted
+    fits: bool  # its batches are as large as the one at hand
+
+
+class Rate:
+    """Warns, once, where a sample rate that was given is far below what the first batches show.
+
+    Records can be counted where an ordinary DataLoader is being iterated. Where several are, which disagree, those
+    count that have handed out a batch from the first backward to the second, or the third: a validation loader that
+    stands still says nothing. Of several that do, those whose batches are of the size at hand are believed, and of
+    these the one with the most records.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0  # so far; 3: no more
+        self._open: list[_Open] = []  # at the look before, if they disagree
+
+    def check(self, rate: float | None, batch: int, expected: float | None) -> None:
+        """Look, at a backward that no Poisson loader tells of.
+
+        Args: batch: samples of this backward; expected: the expected batch size that was given with the rate.
+        """
+        if self._looks >= 3 or rate is None:
+            return
+        self._looks += 1
+        if self._looks > 1:
+            self._again(rate, batch)
+        elif expected is not None and batch > 2 * expected + 10:  # more than chance makes of it
+            self._warn(
+                rate, f"expected_batch_size={expected:g} was given with it, and the first batch has {batch} samples"
+            )
+        elif _IN_VAIN[rate, batch] < _OFTEN:
+            self._first(rate, batch)
+
+    def _first(self, rate: float, batch: int) -> None:
+        kinds = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
+        iterators = [item for item in gc.get_referrers(*kinds) if isinstance(item, _BaseDataLoaderIter)]
+        if not iterators:
+            _IN_VAIN[rate, batch] += 1
+        found = [_open(item, batch) for item in iterators if getattr(item, "_num_yielded", 0)]
+        said = {_is_low(rate, batch, item.records) for item in found}
+        if len(said) == 1:
+            self._judge(rate, batch, found)
+        elif said:
+            self._open = found
+        else:
+            self._looks = 3
+
+    def _again(self, rate: float, batch: int) -> None:
+        moved = [item for item in self._open if getattr(item.iterator(), "_num_yielded", 0) > item.handed]
+        if moved:
+            self._judge(rate, batch, moved)
+        elif self._looks == 3:  # they are all gone: as if they had moved
+            self._judge(rate, batch, self._open)
+
+    def _judge(self, rate: float, batch: int, found: list[_Open]) -> None:
+        """These loaders may have handed out the batch."""
+        chosen = [item for item in found if item.fits] or found
+        self._looks, self._open = 3, []
+        records = 0 if any(not item.records for item in chosen) else max((item.records for item in chosen), default=0)
+        if _is_low(rate, batch, records):
+            share = f"{batch / records:.3g}"
+            self._warn(
+                rate, f"the first batch has {batch} of the {records} records of its DataLoader, a rate of {share}"
+            )
+
+    def _warn(self, rate: float, seen: str) -> None:
+        self._looks = 3
+        warnings.warn(
+            f"sample_rate={rate:g} is far below what is sampled: {seen}. epsilon grows with the rate, and what is said "
+            "of it would be too small: give batch / records, or train with fastdp.poisson_loader, which tells it.",
+            stacklevel=2,
+        )
+
+
+def _is_low(rate: float, batch: int, records: int) -> bool:
+    return bool(records) and rate < batch / records / 2
+
+
+def _open(iterator: Any, batch: int) -> _Open:
+    source: Any = getattr(getattr(iterator, "_index_sampler", None), "sampler", None)
+    if not isinstance(source, SubsetRandomSampler):
+        source = getattr(iterator, "_dataset", None)
+    size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
+    try:
+        count = len(source)
+    except (TypeError, NotImplementedError):
+        count = 0
+    if not getattr(iterator, "_auto_collation", True):  # each item is a batch
+        count, size = count * batch, batch
+    return _Open(weakref.ref(iterator), iterator._num_yielded, count, size == batch)
