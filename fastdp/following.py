@@ -22,6 +22,7 @@ from .activation_hooks import HOOKING, guard_graph, hooked
 from .arguments import nested_tensors
 from .backward import mixing_error
 from .errors import LossNotFollowedWarning, LossReductionWarning, SampleMixingError
+from .layouts import ctc as _ctc  # noqa: F401  (registers its rule)
 from .layouts.calls import Call, map_tensors, tensors_in
 from .layouts.held import is_of_model, note_parameter
 from .layouts.layout import INPUT, LOADERS, Layout, Moment, set_moment, tag, tag_of

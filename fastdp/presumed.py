@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .layouts.calls import function_name, tensors_in
 from .layouts.chosen import permutes
-from .layouts.held import is_of_model
+from .layouts.held import is_of_model, release
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.losses import LOSSES
 from .layouts.positions import made_in_sight
@@ -36,9 +36,10 @@ _TOGETHER = frozenset(
 )  # of a batch's labels
 _INDEXING = frozenset(
     "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_put "
-    "index_put_ index_copy index_copy_ index_fill index_fill_ __setitem__ cat concat stack hstack take".split()
+    "index_put_ index_copy index_copy_ index_fill index_fill_ cat concat stack hstack take".split()
 )  # whole numbers among their arguments may be labels
 _PICKING = frozenset(("__getitem__", "index_select"))
+_LOOKING_UP = frozenset("__getitem__ index_select take take_along_dim embedding gather".split())
 
 UNKNOWN_ORDER = (
     "the loss takes labels in an order given by an index that was made before the forward. They are taken to belong to "
@@ -115,6 +116,8 @@ class Labels:
     def before(self, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> Origin | None:
         """Before a call: what its results are of, if they are made of labels alone."""
         found = [(tensor, origin) for tensor in given if (origin := self._origin(tensor)) is not None]
+        if found and function_name(func) in _LOOKING_UP and self._is_table(func, args, given):
+            found = [(tensor, origin) for tensor, origin in found if _ORIGIN in tensor.__dict__]
         if not found:
             if function_name(func) in _PICKING and given and tag_of(given[0], self.batch) is not None:
                 index = self._order(func, args)
@@ -147,6 +150,26 @@ class Labels:
                 origin = origin._replace(order=order)
         for tensor in tensors_in(out):
             tensor.__dict__[_ORIGIN] = origin
+
+    def _is_table(self, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> bool:
+        """Whether numbers that were taken for labels, as there are as many, are a table that labels look up in."""
+        number = 1 if function_name(func) == "embedding" else 0
+        table = args[number] if len(args) > number else None
+        if not isinstance(table, Tensor) or not table.is_floating_point() or (origin := self._origin(table)) is None:
+            return False
+        indices = [t for t in given if t is not table]
+        known = [layout for t in indices if (layout := tag_of(t, self.batch)) is not None]
+        layout = tag_of(table, self.batch)
+        if not known or any(found.mixed for found in known) or layout is None or layout.mixed:
+            return False
+        if origin.order is not None or any(root in self._met for root in origin.roots):
+            return False
+        for tensor in (table, table._base):
+            if tensor is not None and _ORIGIN in tensor.__dict__:
+                release(tensor)
+                tag(tensor, None)
+                del tensor.__dict__[_ORIGIN]
+        return True
 
     def _origin(self, tensor: Tensor) -> Origin | None:
         origin: Origin | None = tensor.__dict__.get(_ORIGIN)
