@@ -87,8 +87,9 @@ class Labels:
     def _candidates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
         name = function_name(func)
         if name in _ROWS:
-            return () if any(tag_of(t, self.batch) is not None for t in tensors_in(args[1:])) else args[:1]
-        if name in _RESHAPING or name in ELEMENTWISE_NAMES or name in _TOGETHER:
+            known = [t for t in tensors_in(args[1:]) if tag_of(t, self.batch) is not None]
+            return args[:1] if all(t.dtype == torch.bool and t.dim() for t in known) else ()  # else a table, maybe
+        if name == "masked_select" or name in _RESHAPING or name in ELEMENTWISE_NAMES or name in _TOGETHER:
             return (*args, *kwargs.values())
         if name == "gather":  # along the first dimension from a table, by labels
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
