@@ -191,7 +191,8 @@ class Labels:
             return None
         if tag_of(index, self.batch) is not None or not permutes(index, self.batch):
             return None
-        return index.detach()
+        index = index.detach()
+        return None if torch.equal(index, torch.arange(self.batch, device=index.device)) else index
 
     def _is_in_sight(self, order: Tensor, args: tuple[Any, ...]) -> bool:
         """Whether an order was made since the forward, or is one that the outputs were put in."""
