@@ -8,6 +8,7 @@ they do not: the same labels meet the outputs in another order too, or the index
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,33 @@ TWO_ORDERS = (
 )
 
 
+@functools.lru_cache(maxsize=1024)
+def _kind(func: Any) -> str:
+    """Which arguments of a function may be labels."""
+    name = function_name(func)
+    if name in _ROWS:
+        return "rows"
+    if name == "masked_select" or name in _RESHAPING or name in ELEMENTWISE_NAMES or name in _TOGETHER:
+        return "all"
+    if name == "gather":
+        return name
+    if name in _INDEXING:
+        return "index"
+    if func is torch.nn.functional.ctc_loss:
+        return "ctc"
+    return "loss" if func in LOSSES else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _picks(func: Any) -> bool:
+    return function_name(func) in _PICKING
+
+
+@functools.lru_cache(maxsize=1024)
+def _looks_up(func: Any) -> bool:
+    return function_name(func) in _LOOKING_UP
+
+
 class Origin(NamedTuple):
     """roots: the labels (by id) that a tensor is made of; order: how their rows were picked; moment: in which batch."""
 
@@ -81,25 +109,25 @@ class Labels:
                 if note[1] == tensor._version:  # else what was written to them stands
                     tag(tensor, None)  # the same labels again, in another step
         for tensor in self._candidates(func, args, kwargs):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            if isinstance(tensor, Tensor) and not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 self._presume(tensor)
 
     def _candidates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
-        name = function_name(func)
-        if name in _ROWS:
+        kind = _kind(func)
+        if kind == "all":
+            return (*args, *kwargs.values()) if kwargs else args
+        if kind == "rows":
             known = [t for t in tensors_in(args[1:]) if tag_of(t, self.batch) is not None]
             return args[:1] if all(t.dtype == torch.bool and t.dim() for t in known) else ()  # else a table, maybe
-        if name == "masked_select" or name in _RESHAPING or name in ELEMENTWISE_NAMES or name in _TOGETHER:
-            return (*args, *kwargs.values())
-        if name == "gather":  # along the first dimension from a table, by labels
+        if kind == "gather":  # along the first dimension from a table, by labels
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
             found = (*args, *kwargs.values())
             return found if dim != 0 else [t for t in found if isinstance(t, Tensor) and not t.is_floating_point()]
-        if name in _INDEXING:
+        if kind == "index":
             return [t for t in tensors_in((args, kwargs)) if t.dtype in (torch.int64, torch.int32)]
-        if func is torch.nn.functional.ctc_loss:
+        if kind == "ctc":
             return [t for t in (*args, *kwargs.values()) if t is not _packed_targets(args, kwargs)]
-        if func in LOSSES:
+        if kind == "loss":
             return (*args, *[value for key, value in kwargs.items() if key not in ("weight", "pos_weight")])
         return ()
 
@@ -116,33 +144,39 @@ class Labels:
 
     def before(self, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> Origin | None:
         """Before a call: what its results are of, if they are made of labels alone."""
-        found = [(tensor, origin) for tensor in given if (origin := self._origin(tensor)) is not None]
-        if found and function_name(func) in _LOOKING_UP and self._is_table(func, args, given):
-            found = [(tensor, origin) for tensor, origin in found if _ORIGIN in tensor.__dict__]
+        found = [(t, note) for t in given if (note := t.__dict__.get(_ORIGIN)) is not None]
+        if found and (len(found) > 1 or len(given) > 1 or found[0][1].moment != self.moment):
+            found = [(tensor, origin) for tensor, _ in found if (origin := self._origin(tensor)) is not None]
+            if found and _looks_up(func) and self._is_table(func, args, given):
+                found = [(tensor, origin) for tensor, origin in found if _ORIGIN in tensor.__dict__]
         if not found:
-            if function_name(func) in _PICKING and given and tag_of(given[0], self.batch) is not None:
+            if _picks(func) and given and tag_of(given[0], self.batch) is not None:
                 index = self._order(func, args)
                 self._permuting += [] if index is None else [index]
             return None
+        first = found[0][1]
+        if len(found) == len(given) == 1:
+            return first
+        mine = {id(tensor) for tensor, _ in found}
         others = [
             (tensor, layout)
             for tensor in given
-            if (layout := tag_of(tensor, self.batch)) is not None and self._origin(tensor) is None
+            if id(tensor) not in mine and (layout := tag_of(tensor, self.batch)) is not None
         ]
         if others:
             self._meet(found, others)
             return None
-        orders = [origin.order for _, origin in found]
-        if not all(_same(order, orders[0]) for order in orders):
+        if not all(_same(origin.order, first.order) for _, origin in found):
             for tensor, origin in found:
                 self._place(tensor, origin)
             return None
-        roots = frozenset().union(*(origin.roots for _, origin in found))
-        return Origin(roots, orders[0], self.moment)
+        if all(origin is first for _, origin in found):
+            return first
+        return first._replace(roots=frozenset().union(*(origin.roots for _, origin in found)))
 
     def after(self, origin: Origin, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """After a call on labels alone, whose results have their layouts."""
-        order = self._order(func, args) if function_name(func) in _PICKING else None
+        order = self._order(func, args) if _picks(func) else None
         if order is not None and not self._is_in_sight(order, args):
             before = tag_of(args[0], self.batch)
             if before == Layout(self.batch):
@@ -203,8 +237,9 @@ class Labels:
         """Labels meet data: of an order of its own, or the samples'."""
         for tensor, origin in found:
             order = origin.order
-            rows = [layout.owner for _, layout in others if layout.owner is not None]
-            if order is not None and any(_same(order, owner) for owner in rows):
+            if order is not None and any(
+                layout.owner is not None and _same(order, layout.owner) for _, layout in others
+            ):
                 self._place(tensor, origin)
                 continue
             known = [self._met[root] for root in origin.roots if root in self._met]

@@ -81,16 +81,16 @@ def _shared(call: Call, given: dict[str, Any]) -> Tags | None:
 @rule(*_BY_ELEMENT)
 def _by_element(call: Call) -> Tags:
     given = _arguments(call)
-    terms = {name: value for name, value in given.items() if isinstance(value, Tensor) and name in _TERMS}
-    ndim = max(t.dim() for t in terms.values())
-    shifts = {name: ndim - t.dim() for name, t in terms.items()}
-    var, source = terms.get("var"), terms.get("input")
-    if var is not None and source is not None and var.shape == source.shape[:-1]:
-        shifts["var"] = 0  # one for all numbers of a row
-    tags = _shared(call, given) or _reduced(call, given, [(t, shifts[name]) for name, t in terms.items()])
+    names = [name for name, value in given.items() if name in _TERMS and isinstance(value, Tensor)]
+    tensors = [given[name] for name in names]
+    ndim = max([tensor.dim() for tensor in tensors])
+    terms = [(tensor, ndim - tensor.dim()) for tensor in tensors]
+    if "var" in names and given["var"].shape == given["input"].shape[:-1]:
+        terms[names.index("var")] = (given["var"], 0)  # one for all numbers of a row
+    tags = _shared(call, given) or _reduced(call, given, terms)
     if call.func in _DIVIDING and "weight" in given and not call.out.dim() and _kind(given) == "mean":
         layout = tags[0][1]
-        if layout is not None and layout.total and not _even_weights(call, given["weight"], terms.values()):
+        if layout is not None and layout.total and not _even_weights(call, given["weight"], tensors):
             return [(call.out, combined(call, call.out, UNEVEN))]
     return tags
 
