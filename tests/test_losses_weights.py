@@ -38,6 +38,11 @@ def scatter_counts(y):
     return torch.zeros(C).scatter_add(0, y, torch.ones(len(y)))
 
 
+def occurring(y):
+    weights = torch.full((C,), 0.5)
+    return weights.index_put_((y,), torch.ones(len(y)), accumulate=True)
+
+
 COUPLED = {
     "weights by frequency": lambda o, y: bce(o, y, weight=1 / one_hot(y, o).mean(0).clamp(min=0.05) ** 2),
     "the same of softmax": lambda o, y: F.multilabel_soft_margin_loss(
@@ -52,6 +57,7 @@ COUPLED = {
     "counted by scatter": lambda o, y: F.nll_loss(
         o.log_softmax(1), y, weight=1 / scatter_counts(y).clamp(min=1), reduction="sum"
     ),
+    "what occurs": lambda o, y: F.cross_entropy(o, y, weight=occurring(y), reduction="none").sum(),
     "of soft labels": lambda o, y: F.cross_entropy(o, one_hot(y, o), weight=rare(y)),
     "of margins": lambda o, y: F.multi_margin_loss(o, y, weight=one_hot(y, o).sum(0) ** 3),
     "one number for all": lambda o, y: F.margin_ranking_loss(
