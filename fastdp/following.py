@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,28 +22,22 @@ from .activation_hooks import HOOKING, guard_graph, hooked
 from .arguments import nested_tensors
 from .backward import mixing_error
 from .errors import LossNotFollowedWarning, LossReductionWarning, SampleMixingError
-from .layouts.calls import Call, function_name, map_tensors, tensors_in
+from .layouts import ctc as _ctc  # noqa: F401  (registers its rule)
+from .layouts.calls import Call, map_tensors, tensors_in
 from .layouts.held import is_of_model, note_parameter
-from .layouts.layout import INPUT, LOADERS, Layout, Moment, is_stale, set_moment, tag, tag_of
-from .layouts.losses import LOSSES
+from .layouts.layout import INPUT, LOADERS, Layout, Moment, set_moment, tag, tag_of
 from .layouts.pieces import BY_POSITION, NOTED, stamp
-from .layouts.positions import made_in_sight, note_made
+from .layouts.positions import note_made
 from .layouts.propagate import propagate
-from .layouts.shapes import ELEMENTWISE_NAMES
 from .layouts.sizes import TELLING, Sizes
 from .layouts.totals import by_size
 from .layouts.trial import target_as_it_is
 from .marks import mark_of
 from .memo import CONSTANT, Memo, inquires
+from .presumed import TWO_ORDERS, UNKNOWN_ORDER, Labels
 from .reads import Reads
 from .stance import PLAINLY
 
-_SEEN_WITH = "_fastdp_seen_with"  # on a tensor: the size of a batch beside which it was first met
-_PRESUMED = "_fastdp_presumed"  # on a tensor that was taken for labels
-_LABELS = frozenset(
-    "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda".split()
-)
-_ROWS = frozenset("__getitem__ index_select flip roll split chunk unbind narrow select tensor_split __iter__".split())
 _HERE = threading.local()
 
 
@@ -56,6 +51,7 @@ class Following(TorchFunctionMode):
         super().__init__()
         self.batch, self.moment, self.engine, self.mixed = batch, moment, engine, mixed
         self.memo, self.sizes = engine.memo, engine.sizes
+        self.labels = Labels(batch, moment.number)
         self.over = False  # backward has begun
         PLAINLY.begin()
 
@@ -100,10 +96,14 @@ class Following(TorchFunctionMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_in((args, kwargs))
-        for tensor in given:
-            if _PRESUMED in tensor.__dict__ and is_stale(tensor):
-                tag(tensor, None)  # the same labels again, in another step
-        self._presume_labels(func, args, kwargs)
+        self.labels.presume(func, args, kwargs, given)
+        origin = self.labels.before(func, args, given)
+        out = self._followed(func, args, kwargs, given)
+        if origin is not None:
+            self.labels.after(origin, func, args, out)
+        return out
+
+    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
         if not any(tag_of(tensor, self.batch) is not None for tensor in given):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
             out = func(*args, **kwargs)
@@ -135,29 +135,6 @@ class Following(TorchFunctionMode):
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
         return out
-
-    def _presume_labels(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tensors of unseen origin with a row for each sample are taken for labels, beside the model's outputs."""
-        name = function_name(func)
-        if name in _ROWS:
-            tensors = () if any(tag_of(t, self.batch) is not None for t in tensors_in(args[1:])) else args[:1]
-        elif name in _LABELS or name in ELEMENTWISE_NAMES or name == "gather":
-            tensors = (*args, *kwargs.values())
-        elif func in LOSSES:
-            tensors = (*args, *[value for key, value in kwargs.items() if key not in ("weight", "pos_weight")])
-        else:
-            return
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-                self._presume(tensor)
-
-    def _presume(self, tensor: Tensor) -> None:
-        if not tensor.dim() or tensor.is_sparse or tensor.is_nested or tag_of(tensor, self.batch) is not None:
-            return
-        first = tensor.__dict__.setdefault(_SEEN_WITH, self.batch)
-        if tensor.size(0) == self.batch == first and not made_in_sight(tensor) and not is_of_model(tensor):
-            tag(tensor, Layout(self.batch))
-            tensor.__dict__[_PRESUMED] = True
 
     def _weighted(self, roots: Any, weights: Any) -> list[Tensor]:
         """What backward from these tensors, with these gradients, is the gradient of."""
@@ -195,6 +172,10 @@ class Following(TorchFunctionMode):
                 return SampleMixingError(_REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
             if layout.total not in ("", "either", "mean" if self.engine.mean else "sum"):
                 return LossReductionWarning(_REDUCTION[layout.total])
+            if self.labels.two_orders:
+                return SampleMixingError(_REFUSED.format(TWO_ORDERS), TWO_ORDERS)
+            if self.labels.unknown_order:
+                return LossNotFollowedWarning(UNKNOWN_ORDER)
         return None
 
 

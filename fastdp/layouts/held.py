@@ -89,6 +89,13 @@ def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
     tensor.__dict__[HELD] = held
 
 
+def release(tensor: Tensor) -> None:
+    """What was taken for data is none after all: forget it of the tensor's memory."""
+    storage = storage_of(tensor)
+    if storage is not None and getattr(storage, HELD, None) is tensor.__dict__.get(HELD):
+        setattr(storage, HELD, None)
+
+
 def written(tensor: Tensor, layout: Any, before: Any) -> None:
     """A tensor (no view) was written to, and holds other samples' numbers now than before: what was known of its memory
     through other tensors is past. before: its layout then, None for a constant."""

@@ -111,6 +111,16 @@ def is_random(tensor: Tensor) -> bool:
     return _made(tensor) == _RANDOM
 
 
+def is_numbered(tensor: Tensor) -> bool:
+    """Whether a constant was made within sight, of numbers that are not all the same."""
+    return _made(tensor) == _CONSTANT and tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
+
+
+def is_constant(tensor: Tensor) -> bool:
+    """Whether a tensor was made within sight, and neither drawn at random nor of numbers of unseen origin."""
+    return layout_on(tensor) is None and _made(tensor) == _CONSTANT
+
+
 def may_matter(tensor: Tensor, batch: int) -> bool:
     """Whether what a call on data makes of this constant may depend on more than on its shape."""
     return made_in_sight(tensor) and any(size >= batch and not size % batch for size in tensor.shape)

@@ -14,8 +14,8 @@ from .along import along
 from .calls import Call, tensors_in
 from .chosen import found_in
 from .coordinates import mark_coordinates
-from .layout import Layout
-from .propagate import ask, combined, rule, spellings
+from .layout import Layout, tag
+from .propagate import RULES, ask, combined, rule, spellings
 from .shapes import elementwise
 from .trial import Tags
 
@@ -82,7 +82,22 @@ def _unique(call: Call) -> Tags:
     return [(t, None if layout is None else layout._replace(places=whole)) for t, layout in tags]
 
 
-@rule(*spellings("masked_select", "bincount", "histc"))
+@rule(torch.masked_select, T.masked_select)
+def _masked_select(call: Call) -> Tags:
+    """source[mask], both made as large as each other first."""
+    given = (call.args[0], call.argument(1, "mask"))
+    whole = torch.broadcast_tensors(*given)
+    for tensor, made in zip(given, whole, strict=True):
+        layout = call.layout(tensor)
+        if made is not tensor and layout is not None:
+            aligned = layout._replace(dim=layout.dim + made.dim() - tensor.dim())
+            if made.size(aligned.dim) != layout.rows:
+                return _rows_by_value(call)
+            tag(made, aligned)
+    return RULES[T.__getitem__](Call(T.__getitem__, whole, {}, call.out, call.batch, call.path))
+
+
+@rule(*spellings("bincount", "histc"))
 def _rows_by_value(call: Call) -> Tags:
     return [(tensor, combined(call, tensor, "keeps rows by value")) for tensor in tensors_in(call.out)]
 

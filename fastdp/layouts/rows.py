@@ -11,8 +11,9 @@ from .alone import JOINING, REACHING
 from .calls import Call, tensors_in
 from .chosen import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
 from .coordinates import is_position_within
-from .layout import Layout, is_one
+from .layout import Layout, is_one, reshaped
 from .pieces import cut
+from .positions import WHY, is_constant, rows_alike
 from .propagate import PICKING, ask, combined, one_row, rule
 from .trial import Tags
 
@@ -302,6 +303,8 @@ def _gather(call: Call) -> Tags:
     index = call.argument(1, "indices") if along else call.argument(2, "index")
     layout, by = call.layout(source), call.layout(index)
     both = [found for found in (layout, by) if found is not None]
+    if layout is None and by is not None and not by.mixed:
+        return [(call.out, _looked_up(call, source, index, by, dim))]
     if any(found.mixed for found in both) or dim is None:
         return [(call.out, combined(call, call.out, "gathers one sample's data by another's indices"))]
     if layout is None or dim % source.dim() != layout.dim:
@@ -311,6 +314,21 @@ def _gather(call: Call) -> Tags:
             return [(call.out, combined(call, call.out, "gathers along the batch"))]
         return [(call.out, both[0]._replace(places=both[0].places and layout is not None))]
     return [(call.out, _gathered_rows(call, layout, by, index))]
+
+
+def _looked_up(call: Call, table: Tensor, index: Tensor, by: Layout, dim: int | None) -> Layout | None:
+    """Numbers of a constant table, each chosen by its sample's own index: they lie as the index does."""
+    if dim is None:  # both as one row
+        why = "gathers rows of different samples"
+        return reshaped(by, index.shape, call.out.shape) or combined(call, call.out, why)
+    if call.out.dim() != index.dim() or call.out.shape[by.dim : by.dim + 1] != (by.rows,):
+        return combined(call, call.out, "gathers one sample's data by another's indices")
+    if dim % table.dim() != by.dim and table.size(by.dim) != 1:  # the table has rows beside the samples'
+        beside = table.narrow(by.dim, 0, by.rows)
+        seen = by.order is not None or table.size(by.dim) > by.rows or is_constant(table)
+        if seen and not rows_alike(beside, by.dim, by):
+            return combined(call, call.out, WHY)
+    return by
 
 
 def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor) -> Layout | None:

@@ -103,12 +103,17 @@ class Sizes:
             if found is not None and not _is_written(number, self._codes):
                 out.__dict__[_ORIGIN] = found
 
-    def has_told(self) -> bool:
-        """Whether the code that calls now has asked for sizes of the batch."""
-        frame: Any = sys._getframe(2) if self._codes else None
-        while frame is not None and frame.f_code not in self._codes:
+    def has_told(self, number: float) -> bool:
+        """Whether the code that calls now has asked for sizes of the batch, and this number is most likely one: it is
+        neither written down there as a constant, nor a fraction, which no size is."""
+        frame: Any = sys._getframe(2) if self._codes and number == int(number) else None
+        while frame is not None:
+            if not _is_ours(frame.f_code.co_filename) and _writes(frame, number):
+                return False
+            if frame.f_code in self._codes:
+                return True
             frame = frame.f_back
-        return frame is not None
+        return False
 
     def problem(self, call: Call) -> tuple[str, bool]:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
@@ -196,6 +201,17 @@ def _stored_by(code: CodeType) -> frozenset[str]:
 
 def _is_ours(name: str) -> bool:
     return name.endswith(_LIBRARY) or name.startswith(_HERE)
+
+
+def _writes(frame: Any, number: float) -> bool:
+    """Whether a number stands in the code of a frame, or in a global name that it reads."""
+    code = frame.f_code
+    if any(_is_number(value) and abs(value) == abs(number) for value in code.co_consts):
+        return True
+    if frame.f_locals is frame.f_globals:  # a script, whose names are all global
+        return False
+    known = (frame.f_globals.get(name) for name in code.co_names)
+    return any(_is_number(value) and abs(value) == abs(number) for value in known)
 
 
 def _is_number(value: Any) -> bool:

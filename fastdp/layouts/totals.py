@@ -8,6 +8,7 @@ depend on the others: the result is mixed for good, and a gradient through it is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -97,10 +98,10 @@ def _kind(call: Call, inputs: Inputs) -> str:
     return kind
 
 
-def by_size(call: Call, told: Callable[[], bool]) -> None:
+def by_size(call: Call, told: Callable[[float], bool]) -> None:
     """A total that is scaled by the number of samples: a sum becomes a mean, or a mean a sum.
 
-    told: whether the code has asked for that number; else a constant may happen to equal it.
+    told: whether the code has asked for that number, and writes no such constant; else one may happen to equal it.
     """
     if call.name not in _SCALING or not isinstance(call.out, Tensor):
         return
@@ -109,7 +110,10 @@ def by_size(call: Call, told: Callable[[], bool]) -> None:
         return
     values = [value for value in call.args if not isinstance(value, Tensor) or call.layout(value) is None]
     values = [float(v) for v in values if not isinstance(v, Tensor) or (v.numel() == 1 and v.device.type == "cpu")]
-    number = abs(values[0]) if values else 1.0
+    given = values[0] if values else 1.0
+    number = abs(given)
+    if not math.isfinite(number):
+        return
     divides = "div" in call.name
     if number < 1 and number:
         number, divides = 1 / number, not divides
@@ -117,7 +121,7 @@ def by_size(call: Call, told: Callable[[], bool]) -> None:
     if not number or number % call.batch:
         return
     kind = {("sum", True): "mean", ("mean", False): "sum"}.get((found.total, divides), "other")
-    if not told():
+    if not told(given):
         kind = "either" if kind != "other" else found.total
     tag(call.out, found._replace(total=kind))
 

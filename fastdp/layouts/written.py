@@ -104,7 +104,8 @@ def _new_layout(
         if len(fitting) == 1 or len(by_number) == 1:  # what is not written yet may count as anyone's
             return (by_number or fitting)[0]
         if source is None and not fitting:
-            return None  # a constant, its places chosen by data: exact whatever it holds
+            why = "marks which choices occur among the samples"  # may pick rows; must not become numbers
+            return Layout(call.batch, mixed=call.mixed(why), places=True)
     return Layout(call.batch, mixed=call.mixed(_MIXES))
 
 
