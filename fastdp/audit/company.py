@@ -12,6 +12,7 @@ from .finding import BUG, OK, Finding
 from .known import ordinary_norm, weak
 from .measure import Probe
 from .trainable import Array, Batch, pick, rows
+from .update import update
 
 NAME = "per_sample_independence"
 TOLERANCE = {"sgd": 0.01, "adam": 0.1}  # relative; of Adam, whose step is only nearly linear
@@ -123,7 +124,7 @@ def _second_steps(probe: Probe, pool: dict[str, Batch], norm: float) -> Iterator
     def made(before: list[Batch]) -> Array:
         return probe.change([*before, pool["0"]], norm) - probe.change([*before, pool["1"]], norm)
 
-    alone = made([])
+    alone = made([]) * update(probe).later
     size = float(np.linalg.norm(alone))
     if not np.isfinite(size) or size <= 100 * probe.resolution:
         return

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .known import steady
-from .measure import Probe
+from .measure import NORMS, Probe
 from .noise import settings
 from .trainable import Array, AuditError, Batch, Lacking, check_outcome, pick
+from .update import NEAR, Update, update
 
 VALUES = 130_000  # draws of noise: Irwin and Hall's sum of twelve is then seven standard errors away
 MOST, LEAST = 560, 64  # steps
@@ -82,20 +83,34 @@ def _walked(probe: Probe) -> Path:
     way, walk = walker(probe)
     if walk is None:
         return _fresh(probe, norm, sigma, max(LEAST, min(number // 3, MOST // 4)))
-    lags = response(probe, walk, 3)
+    known, lags = memory(probe, walk)
     drifting = bool(np.any(probe.drift))
-    if lags is not None and np.abs(lags).max() < 0.02:
-        lags = np.zeros(0)
-    elif lags is not None:
-        lags, number = response(probe, walk, LAGS), min(number, 200)
+    if known.kind != "plain":
+        number = min(number, 200)
     batches, empty = _batches(probe, walk, norm, sigma, number)
     found = _steps(probe, walk(batches, norm, sigma, probe.noise_seed(2101)))
     if drifting:
-        found -= _steps(probe, walk(batches, norm, 0.0, probe.noise_seed(2101))) if lags is None or len(lags) else (
+        found -= _steps(probe, walk(batches, norm, 0.0, probe.noise_seed(2101))) if known.kind != "plain" else (
             _decay(probe) * _before(probe, found))  # fmt: skip
     if not np.isfinite(found).all():
         raise Lacking("needs steps with noise that leave the parameters finite")
-    return Path(without_memory(found, lags if lags is not None else np.zeros(0)), norm, sigma, way, empty)
+    return Path(without_memory(known.undone(found), lags), norm, sigma, way, empty)
+
+
+def memory(probe: Probe, walk: Walk) -> tuple[Update, Array]:
+    """What a model that is read after every step keeps of earlier ones: an update that is known, or lags.
+
+    Where every step is a run of its own, a momentum that begins anew in each run is none.
+    """
+    lags, known = response(probe, walk, 3), update(probe)
+    if lags is None:
+        return Update("unknown"), np.zeros(0)
+    if np.abs(lags).max() < NEAR:
+        return Update("plain"), np.zeros(0)
+    if known.kind != "unknown" and np.abs(lags - known.weights(4)[1:, 0]).max() < NEAR:
+        return known, np.zeros(0)
+    lags = response(probe, walk, LAGS)
+    return Update("unknown"), np.zeros(0) if lags is None else lags
 
 
 def _fresh(probe: Probe, norm: float, sigma: float, number: int) -> Path:
@@ -110,11 +125,20 @@ def _fresh(probe: Probe, norm: float, sigma: float, number: int) -> Path:
 
 
 def straightened(probe: Probe, change: Array) -> Array:
-    """The first step of Adam, u = rate * g / (|g| + eps), as rate * g / eps: as though it were linear."""
+    """The first step of Adam, u = rate * g / (|g| + eps), as rate * g / eps: as though it were linear. RMSprop's is bent
+    less, u = rate * g / (a |g| + eps): what is left of a huge gradient tells a."""
     rate = getattr(probe.trainable, "learning_rate", None)
     if rate is None:
         return change
-    return change / np.maximum(1 - np.abs(change) / rate, 1e-3)  # type: ignore[no-any-return]
+    return change / np.maximum(1 - np.abs(change) / farthest(probe, rate), 1e-3)  # type: ignore[no-any-return]
+
+
+def farthest(probe: Probe, rate: float) -> float:
+    """How far a step takes a parameter whose gradient is huge: the rate with Adam, ten of it with RMSprop at 0.99."""
+    if "farthest" not in probe.memo:
+        found = float(np.abs(probe.change([probe.strong], max(NORMS)) - probe.drift).max())
+        probe.memo["farthest"] = found if np.isfinite(found) and found > 0.5 * rate else rate
+    return probe.memo["farthest"]  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------- ways of reading a model after every step

@@ -89,6 +89,7 @@ def _can_be_measured(probe: Probe) -> str:
         probe.data(1)
         probe.check_steps()
         assert probe.regime
+        _is_what_it_says(probe)
     except (AuditError, KeyboardInterrupt):
         raise
     except Exception as problem:
@@ -102,6 +103,20 @@ def _can_be_measured(probe: Probe) -> str:
             f"the training step fails on one sample without noise ({type(problem).__name__}: {str(problem)[:300]})"
         ) from problem
     return ""
+
+
+def _is_what_it_says(probe: Probe) -> None:
+    """Raises AuditError where an optimizer that is said to be SGD takes steps as Adam does."""
+    if probe.optimizer != "sgd":
+        return
+    moved = np.abs(probe.change([probe.strong], 1.0) - probe.drift)
+    moved = moved[moved > 1e-3 * moved.max()]
+    if moved.size >= 8 and np.mean(np.abs(moved / np.median(moved) - 1) < 1e-3) > 0.9:
+        raise AuditError(
+            "a step moves every parameter equally far, whatever its gradient is: this is no SGD. Say "
+            'optimizer="adam" to the trainable where it is Adam, AdamW or RMSprop; audit other optimizers with SGD in '
+            "their place"
+        )
 
 
 def _works_on_many(probe: Probe) -> bool:

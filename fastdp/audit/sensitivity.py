@@ -12,6 +12,7 @@ from .finding import BUG, OK, Finding, not_tested
 from .known import confident, gradient_norm, steady, weak
 from .measure import Probe
 from .trainable import Batch, pick, rows
+from .update import gain as rate_of
 
 NAME = "sensitivity"
 TOLERANCE = 1e-3
@@ -32,7 +33,7 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
     statistic: the largest contribution over C; bound: 1 and the tolerance. Needs learning_rate.
     """
     probe = Probe.of(trainable, seed)
-    gain = probe.gain
+    gain = rate_of(probe)
     tolerance = max(tolerance, 0.02) if probe.optimizer == "adam" else tolerance  # its small steps round more
     company = probe.data(COMPANY, 23)
     norms = _norms(probe, gain)
