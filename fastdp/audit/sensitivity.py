@@ -80,8 +80,9 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
         over = [step.number for step in steps if step.share > 1 + tolerance]
         text = (
             f"In step {most.number} of a run one sample contributes {most.share:.4g} C ({most.what}); in "
-            f"{len(over)} of {len(steps)} steps it is more than C. Look at what the loop does at its k-th step, at factors, norms and "
-            "weights that are kept from earlier steps, and at samples that get a threshold of their own."
+            f"{len(over)} of {len(steps)} steps it is more than C. Look at what the loop does at its k-th step, at "
+            "factors, norms and weights that are kept from earlier steps, and at samples that get a threshold of "
+            "their own."
         )
         return Finding(NAME, BUG, text, most.share, None, 1 + tolerance, data=data)
     data["steps"] = len(steps)
