@@ -16,7 +16,7 @@ from fastdp.audit.known import confident, gradient_norm, ordinary_norm, weak
 from fastdp.audit.measure import Probe
 from fastdp.audit.path import noise_path, response, walker, without_memory
 from fastdp.audit.sensitivity import _later
-from fastdp.audit.update import echo, update
+from fastdp.audit.update import echo
 
 from . import audit_right as right
 from .audit_hand import Hand, make_batch

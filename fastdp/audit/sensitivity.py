@@ -16,6 +16,7 @@ from .known import confident, gradient_norm, steady, weak
 from .measure import Probe
 from .path import walker
 from .trainable import Array, AuditError, Batch, pick, rows
+from .update import echo
 from .update import gain as rate_of
 
 NAME = "sensitivity"
@@ -93,6 +94,13 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
             "some step they are not clipped to C, or count again. Look at what the loop does at its k-th step."
         )
         return Finding(NAME, BUG, text, odd, None, AT_THE_END, data=data)
+    left = echo(probe, 4) if probe.optimizer == "sgd" else None
+    if left is not None and left[-1] > 1 + LATER["sgd"]:
+        text = (
+            f"A sample contributes {left[-1]:.3g} times as much to the fourth step of a run as to the first. Look "
+            "for a threshold that grows in the loop (and audit without a learning rate that does)."
+        )
+        return Finding(NAME, BUG, text, float(left[-1]), None, 1 + LATER["sgd"], data=data)
     growth = _later(probe) if odd is None and not steps else None
     if growth is not None and not abs(growth - 1) < LATER[probe.optimizer]:
         text = (
