@@ -19,7 +19,7 @@ from .path import Walk, drifting_part, memory, steps_of, walker
 from .trainable import Array, AuditError, Batch, pick
 from .update import Update, gain, update
 
-STEPS, MOVING, WHOLE = 48, 24, 24  # of the walk at a small C, of that at a large one, of a run that is read at its end
+STEPS, MOVING, WHOLE = 48, 48, 24  # of the walk at a small C, of that at a large one, of a run that is read at its end
 SHARES = (0.03, 0.3)  # least and largest C of the walk over that of the samples alone
 ROUNDING = 1.6e-3  # of a contribution, wanted
 NONE = 0.2  # of the steps are on no sample
@@ -64,7 +64,7 @@ def worst_at_the_end(probe: Probe) -> float | None:
         moved = probe.change([found[k][1] for k in order], norm) * probe.divisor(1)
         due = weights @ np.stack([found[k][2] for k in order]) * norm / alone(probe)[0]
         slack = 2 * WHOLE**0.5 * probe.resolution * probe.divisor(1)
-        return (float(np.linalg.norm(moved - due)) - slack) / gain(probe) / norm / float(weights.max())
+        return (float(np.linalg.norm(moved - due)) - slack) / per_c(probe) / norm / float(weights.max())
 
     found_at = apart(norm)
     return found_at if found_at <= AT_THE_END else min(found_at, apart(norm / 3))
@@ -85,18 +85,26 @@ def moving(probe: Probe) -> list[Step]:
     sums = _sums(probe, walk, known, [found[k][1] for k in order], norm)
     if sums is None:
         return []
-    sizes = np.linalg.norm(sums, axis=1) * probe.divisor(1) / gain(probe) / norm - slack(probe, norm)
+    sizes = np.linalg.norm(sums, axis=1) * probe.divisor(1) / per_c(probe) / norm - slack(probe, norm)
     return [Step(k + 1, found[order[k]][0], 1, float(sizes[k]), 0.0) for k in range(MOVING)]
 
 
 def slack(probe: Probe, norm: float) -> float:
     """What rounding, and a momentum that is known nearly only, can add to a contribution over C."""
     known = update(probe)
-    unit = gain(probe) * norm / probe.divisor(1)
+    unit = per_c(probe) * norm / probe.divisor(1)
     rounding = 4 * probe.resolution / unit
     if known.kind == "plain":
         return rounding
     return rounding + (2e-3 + 1e-3 * float(np.linalg.norm(probe.drift)) / unit) / (1 - abs(known.momentum))
+
+
+def per_c(probe: Probe) -> float:
+    """What a contribution of C changes, over C: the gain; where no learning rate is said, what the largest does."""
+    if getattr(probe.trainable, "learning_rate", None) is not None:
+        return gain(probe)
+    norm, found = alone(probe)
+    return max(float(np.linalg.norm(change)) for _, _, change in found) / norm
 
 
 # ---------------------------------------------------------------------- inside
@@ -107,7 +115,7 @@ def small(probe: Probe) -> float:
     norm = alone(probe)[0]
     if np.any(probe.drift):  # beside which contributions must not be too small
         return norm * max(SHARES)
-    rounding = probe.resolution * probe.divisor(1) / gain(probe) / norm
+    rounding = probe.resolution * probe.divisor(1) / per_c(probe) / norm
     return norm * float(np.clip(rounding / ROUNDING, *SHARES))
 
 
@@ -141,7 +149,7 @@ def _walked(probe: Probe) -> list[Step]:
     if walk is None or probe.regime.kind != "linear":
         return []
     known = _kept(probe, way, walk)
-    if known is None or not alone(probe)[1]:
+    if known is None or not alone(probe)[1] or not per_c(probe) > 0:
         return []
     script = _script(probe)
     for nothing in (True, False):  # a script that takes no empty batch: its own test says so
@@ -179,7 +187,7 @@ def _compared(probe: Probe, walk: Walk, known: Update, script: list[list[int]], 
     sums = _sums(probe, walk, known, batches, norm)
     if sums is None:
         return []
-    steps, unit, least = [], gain(probe) * norm, slack(probe, norm)
+    steps, unit, least = [], per_c(probe) * norm, slack(probe, norm)
     for k, part in enumerate(script):
         due = np.sum([found[j][2] for j in part], 0) * norm / base if part else 0.0
         total = sums[k] * probe.divisor(1)  # the size of a batch where sums are divided by that: 1, of none, too

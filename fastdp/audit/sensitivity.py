@@ -34,7 +34,7 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
     batch of its own, as the difference that it makes to a batch of seven others, and (SGD) in a second step.
     Several clipping norms, as far as the rounding of the parameters lets a contribution be seen to `tolerance`. Then
     samples of small gradients, each at a C somewhat below its own norm; samples of every label; and every step of runs
-    of 48 and 24 steps on those, at a small C and at one of the gradients' size.
+    of 48 on those, at a small C and at one of the gradients' size.
 
     statistic: the largest contribution over C; bound: 1 and the tolerance. Needs learning_rate.
     """

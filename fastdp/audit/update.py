@@ -70,9 +70,9 @@ def echo(probe: Probe, steps: int) -> Array | None:
 
     Ones for plain SGD. None where contributions are not proportional to C.
     """
-    if ("echo", steps) not in probe.memo:
-        probe.memo["echo", steps] = _echo(probe, steps)
-    return probe.memo["echo", steps]  # type: ignore[no-any-return]
+    if f"echo {steps}" not in probe.memo:
+        probe.memo[f"echo {steps}"] = _echo(probe, steps)
+    return probe.memo[f"echo {steps}"]  # type: ignore[no-any-return]
 
 
 def _echo(probe: Probe, steps: int) -> Array | None:
