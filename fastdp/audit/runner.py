@@ -15,7 +15,7 @@ from .company import per_sample_independence
 from .distribution import noise_distribution, noise_scale
 from .finding import BUG, Finding, not_tested
 from .independence import noise_independence
-from .measure import Probe
+from .measure import NORMS, Probe
 from .minibatch import minibatch_clipping
 from .noise import uncalibrated_noise
 from .parts import noise_once
@@ -23,7 +23,7 @@ from .report import Report
 from .samples import batch_statistics, nan_sample
 from .sampling import poisson_sampling
 from .sensitivity import sensitivity
-from .trainable import AuditError, Trainable
+from .trainable import AuditError, Batch, Trainable
 
 Test = Callable[..., Finding]
 COUPLED = "batch_statistics"
@@ -109,9 +109,18 @@ def _is_what_it_says(probe: Probe) -> None:
     """Raises AuditError where an optimizer that is said to be SGD takes steps as Adam does."""
     if probe.optimizer != "sgd":
         return
-    moved = np.abs(probe.change([probe.strong], 1.0) - probe.drift)
-    moved = moved[moved > 1e-3 * moved.max()]
-    if moved.size >= 8 and np.mean(np.abs(moved / np.median(moved) - 1) < 1e-3) > 0.9:
+
+    def alike(sample: Batch) -> float | None:
+        """How far every parameter is moved, where all are moved equally far; C is above the gradient."""
+        moved = np.abs(probe.change([sample], max(NORMS)) - probe.drift)
+        moved = moved[moved > 1e-3 * moved.max()]
+        if moved.size < max(8, 0.2 * probe.start.size) or np.mean(np.abs(moved / np.median(moved) - 1) < 1e-3) < 0.9:
+            return None
+        return float(np.median(moved))
+
+    far = alike(probe.strong)
+    other = alike(probe.data(1, 17)) if far is not None else None
+    if far is not None and other is not None and abs(other / far - 1) < 1e-2:
         raise AuditError(
             "a step moves every parameter equally far, whatever its gradient is: this is no SGD. Say "
             'optimizer="adam" to the trainable where it is Adam, AdamW or RMSprop; audit other optimizers with SGD in '
