@@ -23,7 +23,7 @@ from .report import Report
 from .samples import batch_statistics, nan_sample
 from .sampling import poisson_sampling
 from .sensitivity import sensitivity
-from .trainable import AuditError, Batch, Trainable
+from .trainable import Array, AuditError, Trainable
 
 Test = Callable[..., Finding]
 COUPLED = "batch_statistics"
@@ -110,17 +110,17 @@ def _is_what_it_says(probe: Probe) -> None:
     if probe.optimizer != "sgd":
         return
 
-    def alike(sample: Batch) -> float | None:
-        """How far every parameter is moved, where all are moved equally far; C is above the gradient."""
-        moved = np.abs(probe.change([sample], max(NORMS)) - probe.drift)
-        moved = moved[moved > 1e-3 * moved.max()]
-        if moved.size < max(8, 0.2 * probe.start.size) or np.mean(np.abs(moved / np.median(moved) - 1) < 1e-3) < 0.9:
+    def alike(change: Array) -> float | None:
+        """How far every parameter is moved, where all are moved equally far."""
+        moved = np.abs(change)[np.abs(change) > 1e-3 * np.abs(change).max()]
+        if moved.size < max(8, 0.2 * change.size) or np.mean(np.abs(moved / np.median(moved) - 1) < 1e-3) < 0.9:
             return None
         return float(np.median(moved))
 
-    far = alike(probe.strong)
-    other = alike(probe.data(1, 17)) if far is not None else None
-    if far is not None and other is not None and abs(other / far - 1) < 1e-2:
+    one, other = (probe.change([sample], max(NORMS)) - probe.drift for sample in (probe.strong, probe.data(1, 17)))
+    far, same = alike(one), alike(other)  # C is above the gradients; some parameters go the other way
+    opposed = float(np.abs(one - other).max()) > 1e-3 * float(np.abs(one).max())
+    if far is not None and same is not None and abs(same / far - 1) < 1e-2 and opposed:
         raise AuditError(
             "a step moves every parameter equally far, whatever its gradient is: this is no SGD. Say "
             'optimizer="adam" to the trainable where it is Adam, AdamW or RMSprop; audit other optimizers with SGD in '
