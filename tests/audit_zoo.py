@@ -7,6 +7,7 @@ its docstring says so.
 from . import (  # noqa: F401  (they plant)
     audit_zoo_clipping,
     audit_zoo_company,
+    audit_zoo_each,
     audit_zoo_law,
     audit_zoo_noise,
     audit_zoo_steps,
@@ -15,7 +16,7 @@ from .audit_hand import PLANTED
 from .audit_right import Large, Small
 from .audit_zoo_clipping import NoClipping
 
-LATER = tuple(module.__name__ for module in (audit_zoo_law, audit_zoo_steps, audit_zoo_company))
+LATER = tuple(module.__name__ for module in (audit_zoo_law, audit_zoo_steps, audit_zoo_company, audit_zoo_each))
 FIRST = [name for name, (made, _) in PLANTED.items() if made.__module__ not in LATER]  # those that libraries had
 SCALED = (
     "noise cut at 3 sigma", "momentum over sums without noise", "the last step's sum added again",
@@ -34,6 +35,13 @@ MISSED = (  # by the audit of an earlier version, with the variants of SCALED
     "sum of 12 uniforms", "momentum over sums without noise, in the loop",
     "the last step's sum added again, in the loop", "no noise at every tenth step of the loop",
     "norm whose squares underflow, summed in float32",
+    "class weights after clipping", "small class weights after clipping", "threshold of 10 C for label 3",
+    "threshold of 2 C for label 0", "threshold of 1.03 C for label 3", "2 C at every fifth step", "10 C at step 6",
+    "2 C at step 6", "2 C at step 6 of the loop", "a quarter of the noise on more than 40 samples",
+    "noise times min(1, 40 / B)", "half the noise on no sample", "half the noise on two samples",
+    "a tenth of the noise where the sum is small", "an empty batch adds the last sum again",
+    "an empty batch adds half of the last sum again", "norms at the weights before the last update",
+    "a record is never in two batches running", "records of the last batch at 0.3 of the rate",
 )  # fmt: skip
 ALWAYS = [*FIRST, *SCALED, *MISSED]
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastdp.audit import TorchTrainable
-from fastdp.audit.independence import _echo
 from fastdp.audit.known import confident, gradient_norm, ordinary_norm, weak
 from fastdp.audit.measure import Probe
 from fastdp.audit.path import noise_path, response, walker, without_memory
 from fastdp.audit.sensitivity import _later
+from fastdp.audit.update import echo
 
 from . import audit_right as right
 from .audit_hand import Hand, make_batch
@@ -94,7 +94,7 @@ def test_a_momentum_is_measured_and_taken_off() -> None:
     probe = Probe(right.HAND["momentum"](), 2)
     lags = response(probe, walker(probe)[1], 3)  # type: ignore[arg-type]
     np.testing.assert_allclose(lags, [0.9, 0.81, 0.729], atol=1e-3)
-    np.testing.assert_allclose(_echo(probe, 4), [3.439, 2.71, 1.9, 1.0], atol=1e-3)
+    np.testing.assert_allclose(echo(probe, 4), [3.439, 2.71, 1.9, 1.0], atol=1e-3)
     noise = np.random.default_rng(0).normal(size=(50, 3))
     moved = np.stack([sum(0.5**k * noise[t - k] for k in range(t + 1)) for t in range(50)])
     np.testing.assert_allclose(without_memory(moved, 0.5 ** np.arange(1.0, 50.0)), noise, atol=1e-9)
@@ -107,12 +107,12 @@ def test_a_sample_that_does_not_count_stays_out_of_later_steps(seed: int) -> Non
     """Global clipping: with C just below its gradient it came in when another had moved the weights."""
     probe = Probe(right.HAND["global"](), seed)
     np.testing.assert_allclose(response(probe, walker(probe)[1], 3), 0, atol=0.02)  # type: ignore[arg-type]
-    np.testing.assert_allclose(_echo(probe, 4), 1, atol=0.02)
+    np.testing.assert_allclose(echo(probe, 4), 1, atol=0.02)
 
 
 def test_adams_contributions_are_followed_too() -> None:
     for make in (lambda: Hand("adam"), right.RIGHT["fastdp, Adam"]):
-        np.testing.assert_allclose(_echo(Probe(make(), 1), 4), [1.985, 1.094, 0.631, 0.291], atol=5e-3)
+        np.testing.assert_allclose(echo(Probe(make(), 1), 4), [1.985, 1.094, 0.631, 0.291], atol=5e-3)
 
 
 @pytest.mark.parametrize("name", ["by hand", "regression", "automatic", "global", "momentum", "weight decay"])

@@ -61,8 +61,7 @@ WHEN = (
 def empty_batch(trainable: Any, *, seed: int = 0) -> Finding:
     """A Poisson sample may be empty: that step is noise alone, and is counted.
 
-    statistic: size of the noise of an empty batch over that of a batch of the expected size (where the divisor is
-    fixed; else whether there is any).
+    statistic: size of the noise of an empty batch over that of a batch of one sample.
     """
     name = "empty_batch"
     probe = Probe.of(trainable, seed)
@@ -84,7 +83,7 @@ def empty_batch(trainable: Any, *, seed: int = 0) -> Finding:
     if not math.isfinite(empty):
         text = f"An empty batch makes the parameters NaN or infinite: a mean over no samples, perhaps. {WHEN}"
         return Finding(name, BUG, text, empty)
-    ordinary = noise(full)
+    ordinary = noise(pick(full, [0]))
     ratio = empty / max(ordinary, probe.resolution)
     if empty <= 10 * probe.resolution:
         text = (
@@ -92,9 +91,11 @@ def empty_batch(trainable: Any, *, seed: int = 0) -> Finding:
             "noise alone, and counted."
         )
         return Finding(name, BUG, text, ratio, None, 0.0)
-    if not probe.follows_batch and not 0.7 < ratio < 1.4:
+    if not 0.7 < ratio < 1.4:
         text = (
-            f"The noise of an empty batch is {ratio:.3g} times that of another: the divisor is fixed, so is the noise."
+            f"The noise of an empty batch is {ratio:.3g} times that of a batch of one sample: it must be the same, "
+            "sigma * C on the sum, whatever was drawn. Look for noise that is scaled with the size of the batch, and "
+            "for a divisor of its own for empty batches."
         )
         return Finding(name, BUG, text, ratio, None, 1.0)
     history = getattr(probe.trainable, "history", None)

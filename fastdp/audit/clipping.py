@@ -12,6 +12,7 @@ from .finding import BUG, OK, Finding
 from .measure import NORMS, Probe
 from .statistics import slope
 from .trainable import Lacking
+from .update import gain
 
 NAME = "no_clipping"
 FLAT = 0.01  # of the largest change, left at the smallest C: below, the step went to zero with C
@@ -68,6 +69,6 @@ def _saturation(probe: Probe, found: list[tuple[float, float, float]]) -> str:
     try:
         if probe.optimizer != "sgd":
             return "stops growing at large C"
-        return f"stops growing where C reaches the gradient's norm, {top / probe.gain:.3g} for an ordinary sample"
+        return f"stops growing where C reaches the gradient's norm, {top / gain(probe):.3g} for an ordinary sample"
     except Lacking:
         return "stops growing at large C"

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from .every_step import APART, Step, walked
 from .finding import BUG, OK, Finding
 from .known import ordinary_norm, weak
 from .measure import Probe
 from .trainable import Array, Batch, pick, rows
+from .update import update
 
 NAME = "per_sample_independence"
 TOLERANCE = {"sgd": 0.01, "adam": 0.1}  # relative; of Adam, whose step is only nearly linear
@@ -25,7 +27,8 @@ def per_sample_independence(trainable: Any, *, seed: int = 0) -> Finding:
     norms, among them and above them; companies of ordinary samples, of huge, small and no gradients, and of 131.
 
     Then two steps (SGD): what it makes in the second to take another sample must be what it makes in the first,
-    whatever sample the first had.
+    whatever sample the first had. Then every one of 48 steps, some of them on no sample, against what its samples
+    contribute alone.
 
     statistic: norm of the difference over the largest contribution of a sample.
     """
@@ -56,8 +59,23 @@ def per_sample_independence(trainable: Any, *, seed: int = 0) -> Finding:
                     "earlier batches without noise, and for sums or norms that are kept from step to step."
                 )
                 return Finding(NAME, BUG, text, difference, None, LATER, data=data)
+    steps = walked(probe)
+    if steps and max(steps, key=_apart).apart > APART[probe.optimizer]:
+        odd = max(steps, key=_apart)
+        many = sum(step.apart > APART[probe.optimizer] for step in steps)
+        text = (
+            f"Step {odd.number} of a run ({odd.what}) is {odd.apart:.3g} C away from what its samples contribute alone "
+            f"({many} of {len(steps)} steps are). Look for sums of earlier steps that are added again, on an empty "
+            "batch perhaps, and for factors, norms or thresholds that are kept or changed from step to step."
+        )
+        return Finding(NAME, BUG, text, odd.apart, None, APART[probe.optimizer], data=data)
+    data["steps"] = len(steps)
     return Finding(NAME, OK, f"A batch is the sum of its samples, to {max(worst, 0):.1e} of one's contribution, in "
                    f"{tried} batches.", worst, None, bound, data=data)  # fmt: skip
+
+
+def _apart(step: Step) -> float:
+    return step.apart
 
 
 def _norms(probe: Probe) -> list[float]:
@@ -123,7 +141,7 @@ def _second_steps(probe: Probe, pool: dict[str, Batch], norm: float) -> Iterator
     def made(before: list[Batch]) -> Array:
         return probe.change([*before, pool["0"]], norm) - probe.change([*before, pool["1"]], norm)
 
-    alone = made([])
+    alone = made([]) * update(probe).later
     size = float(np.linalg.norm(alone))
     if not np.isfinite(size) or size <= 100 * probe.resolution:
         return

@@ -15,6 +15,7 @@ from .path import noise_path
 from .sizes import wrong_size
 from .statistics import normality, scale_interval
 from .trainable import Array
+from .update import gain
 
 MOST = 20_000  # values that a test of the distribution looks at
 NULL = "the noise is N(0, s^2), independent of coordinate and seed"
@@ -62,7 +63,7 @@ def noise_distribution(trainable: Any, *, seed: int = 0, seeds: int = 4, signifi
         return Finding(name, BUG, text, None, None, None, NULL, data)
     ratio = None
     if getattr(probe.trainable, "learning_rate", None) is not None:
-        expected = probe.gain * norm * sigma / probe.divisor(8)
+        expected = gain(probe) * norm * sigma / probe.divisor(8)
         low, high = scale_interval(noise, 1 - significance)
         margin = 0.02 if probe.optimizer == "sgd" else 0.05
         ratio, data["expected"] = std / expected, expected
@@ -74,7 +75,7 @@ def noise_distribution(trainable: Any, *, seed: int = 0, seeds: int = 4, signifi
         text = "In later steps there is no noise."
         return Finding(name, BUG, text, 0.0, None, None, NULL, data)
     if ratio is not None and probe.optimizer == "sgd":
-        exact = probe.gain * path.norm * path.sigma / probe.divisor(1)
+        exact = gain(probe) * path.norm * path.sigma / probe.divisor(1)
         low, high = scale_interval(path.noise, 1 - LEVEL)
         if not low / exact <= 1.005 or not high / exact >= 0.995:
             return Finding(name, BUG, _off(path.std / exact), path.std / exact, None, 1.0, NULL, data)

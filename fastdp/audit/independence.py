@@ -9,13 +9,13 @@ import numpy as np
 from scipy import stats
 
 from .finding import BUG, OK, Finding
-from .known import steady
 from .law import LEVEL, Doubt, over_steps, pairs, worst
 from .measure import Probe
 from .noise import draws, settings
-from .path import Path, noise_path, prefixes, without_memory
+from .path import Path, noise_path, prefixes
 from .statistics import scale_interval
 from .trainable import Array
+from .update import echo, update
 
 NAME = "noise_independence"
 LONGEST = 1 << 18  # coordinates that are looked at for repetitions
@@ -48,8 +48,8 @@ def noise_independence(
     many = np.stack([probe.change([batch] * steps, norm, sigma, 4201 + k) - still for k in range(seeds)])
     growth = float(np.sqrt(np.mean(many**2))) / noise
     share = growth / constant
-    echo = _echo(probe, steps)
-    expected = math.sqrt(float(np.sum(echo**2))) if echo is not None else None
+    left = echo(probe, steps)
+    expected = math.sqrt(float(np.sum(left**2))) if left is not None else None
     data: dict[str, Any] = {"steps": steps, "growth": growth, "constant": constant, "norm": norm, "sigma": sigma,
                             "expected": expected}  # fmt: skip
     low, high = scale_interval(many, 1 - significance)
@@ -67,7 +67,7 @@ def noise_independence(
         return Finding(NAME, BUG, text, share, None, 0.9, "", data)
     path = noise_path(probe)
     data |= {"followed": len(path.noise), "read": path.way}
-    odd = _over_steps(probe, path, echo)
+    odd = _over_steps(probe, path)
     if odd.p_value < LEVEL:
         text = (
             f"The noise of {len(path.noise)} steps is not fresh and alike: {odd.what} (p = {odd.p_value:.1e}). Look "
@@ -89,41 +89,19 @@ def noise_independence(
     return Finding(NAME, OK, text, share, p_value, significance, "no two stretches of the noise are alike", data)
 
 
-def _echo(probe: Probe, steps: int) -> Array | None:
-    """What a contribution to the first, second, ... step has done after the last, over what it does in a single step.
-
-    Ones for plain SGD. None where contributions are not proportional to C.
-    """
-    if probe.regime.kind not in ("linear", "switched"):
-        return None
-    norm, rest = steady(probe, 0.1 if probe.optimizer == "sgd" else 0.25)
-    sample = probe.data(1, 241)
-    base = probe.change([rest] * steps, norm)
-    places = [[sample if k == place else rest for k in range(steps)] for place in range(steps)]
-    apart = np.stack([probe.change(batches, norm) - base for batches in places])
-    single = probe.change([sample], norm) - probe.change([rest], norm)
-    size = float(single @ single)
-    if not np.isfinite(apart).all() or size <= (100 * probe.resolution) ** 2:
-        return None
-    return apart @ single / size  # type: ignore[no-any-return]
-
-
-def _over_steps(probe: Probe, path: Path, echo: Array | None) -> Doubt:
+def _over_steps(probe: Probe, path: Path) -> Doubt:
     """Doubts of the path's noise, and of that of one run's steps where the path is of several runs."""
     if path.std == 0:
         return Doubt(0.0, "later steps have no noise")
     z = path.noise / path.std
     doubts = [*over_steps(z), *pairs(z)]
-    if path.way != "trajectory" and probe.optimizer == "sgd" and echo is not None:
-        lags = np.diff(echo[::-1])
-        power = lags[0] ** np.arange(1, len(lags) + 1) if abs(lags[0]) > 0.02 else 0 * lags
-        if float(np.abs(lags - power).max()) < 0.02:  # plain, or a momentum as usual
-            noise, stride = prefixes(probe, path.norm, path.sigma)
-            if stride == 1 and power[0]:
-                noise = without_memory(noise, lags[0] ** np.arange(1.0, len(noise)))
-            if stride == 1 or not power[0]:
-                std = float(np.sqrt(np.mean(noise**2)))
-                doubts += [*over_steps(noise / std), *pairs(noise / std)] if std > 0 else [Doubt(0.0, "no noise")]
+    known = update(probe)
+    if path.way != "trajectory" and probe.optimizer == "sgd" and known.kind != "unknown":
+        noise, stride = prefixes(probe, path.norm, path.sigma)
+        if stride == 1 or known.kind == "plain":
+            noise = known.undone(noise)
+            std = float(np.sqrt(np.mean(noise**2)))
+            doubts += [*over_steps(noise / std), *pairs(noise / std)] if std > 0 else [Doubt(0.0, "no noise")]
     return worst(doubts)
 
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .known import steady
-from .measure import Probe
+from .measure import NORMS, Probe
 from .noise import settings
 from .trainable import Array, AuditError, Batch, Lacking, check_outcome, pick
+from .update import NEAR, Update, update
 
 VALUES = 130_000  # draws of noise: Irwin and Hall's sum of twelve is then seven standard errors away
 MOST, LEAST = 560, 64  # steps
@@ -82,20 +83,34 @@ def _walked(probe: Probe) -> Path:
     way, walk = walker(probe)
     if walk is None:
         return _fresh(probe, norm, sigma, max(LEAST, min(number // 3, MOST // 4)))
-    lags = response(probe, walk, 3)
+    known, lags = memory(probe, walk)
     drifting = bool(np.any(probe.drift))
-    if lags is not None and np.abs(lags).max() < 0.02:
-        lags = np.zeros(0)
-    elif lags is not None:
-        lags, number = response(probe, walk, LAGS), min(number, 200)
+    if known.kind != "plain":
+        number = min(number, 200)
     batches, empty = _batches(probe, walk, norm, sigma, number)
-    found = _steps(probe, walk(batches, norm, sigma, probe.noise_seed(2101)))
+    found = steps_of(probe, walk(batches, norm, sigma, probe.noise_seed(2101)))
     if drifting:
-        found -= _steps(probe, walk(batches, norm, 0.0, probe.noise_seed(2101))) if lags is None or len(lags) else (
-            _decay(probe) * _before(probe, found))  # fmt: skip
+        found -= steps_of(probe, walk(batches, norm, 0.0, probe.noise_seed(2101))) if known.kind != "plain" else (
+            drifting_part(probe, found))  # fmt: skip
     if not np.isfinite(found).all():
         raise Lacking("needs steps with noise that leave the parameters finite")
-    return Path(without_memory(found, lags if lags is not None else np.zeros(0)), norm, sigma, way, empty)
+    return Path(without_memory(known.undone(found), lags), norm, sigma, way, empty)
+
+
+def memory(probe: Probe, walk: Walk) -> tuple[Update, Array]:
+    """What a model that is read after every step keeps of earlier ones: an update that is known, or lags.
+
+    Where every step is a run of its own, a momentum that begins anew in each run is none.
+    """
+    lags, known = response(probe, walk, 3), update(probe)
+    if lags is None:
+        return Update("unknown"), np.zeros(0)
+    if np.abs(lags).max() < NEAR:
+        return Update("plain"), np.zeros(0)
+    if known.kind != "unknown" and np.abs(lags - known.weights(4)[1:, 0]).max() < NEAR:
+        return known, np.zeros(0)
+    lags = response(probe, walk, LAGS)
+    return Update("unknown"), np.zeros(0) if lags is None else lags
 
 
 def _fresh(probe: Probe, norm: float, sigma: float, number: int) -> Path:
@@ -110,11 +125,22 @@ def _fresh(probe: Probe, norm: float, sigma: float, number: int) -> Path:
 
 
 def straightened(probe: Probe, change: Array) -> Array:
-    """The first step of Adam, u = rate * g / (|g| + eps), as rate * g / eps: as though it were linear."""
+    """The first step of Adam, u = rate * g / (|g| + eps), as rate * g / eps: as though it were linear.
+
+    RMSprop's is bent less, u = rate * g / (a |g| + eps): what a huge gradient does tells a.
+    """
     rate = getattr(probe.trainable, "learning_rate", None)
     if rate is None:
         return change
-    return change / np.maximum(1 - np.abs(change) / rate, 1e-3)  # type: ignore[no-any-return]
+    return change / np.maximum(1 - np.abs(change) / farthest(probe, rate), 1e-3)  # type: ignore[no-any-return]
+
+
+def farthest(probe: Probe, rate: float) -> float:
+    """How far a step takes a parameter whose gradient is huge: the rate with Adam, ten of it with RMSprop at 0.99."""
+    if "farthest" not in probe.memo:
+        found = float(np.abs(probe.change([probe.strong], max(NORMS)) - probe.drift).max())
+        probe.memo["farthest"] = found if np.isfinite(found) and found > 0.5 * rate else rate
+    return probe.memo["farthest"]  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------- ways of reading a model after every step
@@ -189,13 +215,13 @@ def prefixes(probe: Probe, norm: float, sigma: float) -> tuple[Array, int]:
     nothing = pick(kinds[0], np.zeros(0, int))
     batches = [nothing if empties and k % 4 else kinds[k // 4 % 4] for k in range(PREFIXES)]
     ends = range(stride, PREFIXES + 1, stride)
-    return _steps(probe, np.stack([probe.outcome(batches[:k], norm, sigma, 2401).parameters for k in ends])), stride
+    return steps_of(probe, np.stack([probe.outcome(batches[:k], norm, sigma, 2401).parameters for k in ends])), stride
 
 
 # ---------------------------------------------------------------------- what is taken off
 
 
-def _steps(probe: Probe, after: Array) -> Array:
+def steps_of(probe: Probe, after: Array) -> Array:
     """What every step changed."""
     return np.diff(after, axis=0, prepend=probe.start[None])
 
@@ -205,9 +231,14 @@ def _before(probe: Probe, steps: Array) -> Array:
     return probe.start + np.cumsum(steps, 0) - steps
 
 
-def _decay(probe: Probe) -> float:
+def decay(probe: Probe) -> float:
     """Weight decay of a step."""
     return float(probe.drift @ probe.start / (probe.start @ probe.start))
+
+
+def drifting_part(probe: Probe, steps: Array) -> Array:
+    """What weight decay takes from the parameters at each of these steps."""
+    return decay(probe) * _before(probe, steps)
 
 
 def response(probe: Probe, walk: Walk, lags: int) -> Array | None:
@@ -219,7 +250,7 @@ def response(probe: Probe, walk: Walk, lags: int) -> Array | None:
         return None
     norm, still = steady(probe, 0.01)
     one, other, rest = probe.data(1, 241), probe.data(1, 251), [still] * lags
-    apart = _steps(probe, walk([one, *rest], norm, 0.0, 1)) - _steps(probe, walk([other, *rest], norm, 0.0, 1))
+    apart = steps_of(probe, walk([one, *rest], norm, 0.0, 1)) - steps_of(probe, walk([other, *rest], norm, 0.0, 1))
     size = float(apart[0] @ apart[0])
     if not np.isfinite(apart).all() or size <= (20 * probe.resolution) ** 2:
         return None
@@ -246,7 +277,7 @@ def _batches(probe: Probe, walk: Walk, norm: float, sigma: float, number: int) -
     empty[:2] = False
     try:
         trial = probe.repeats(1, 1000)
-        alike = [float(np.sqrt(np.mean(_steps(probe, walk([batch] * trial, norm, sigma, 2301)) ** 2)))
+        alike = [float(np.sqrt(np.mean(steps_of(probe, walk([batch] * trial, norm, sigma, 2301)) ** 2)))
                  for batch in (nothing, kinds[0])]  # fmt: skip
         usable = abs(alike[0] / alike[1] - 1) < 0.3
     except AuditError:
@@ -258,4 +289,7 @@ def _batches(probe: Probe, walk: Walk, norm: float, sigma: float, number: int) -
     return [nothing if empty[k] else kinds[k % 8] for k in range(number)], empty
 
 
-__all__ = ["Path", "loud", "noise_path", "prefixes", "response", "straightened", "walker", "without_memory"]
+__all__ = [
+    "Path", "decay", "drifting_part", "loud", "memory", "noise_path", "prefixes", "response", "steps_of",
+    "straightened", "walker", "without_memory",
+]  # fmt: skip

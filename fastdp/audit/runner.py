@@ -15,7 +15,7 @@ from .company import per_sample_independence
 from .distribution import noise_distribution, noise_scale
 from .finding import BUG, Finding, not_tested
 from .independence import noise_independence
-from .measure import Probe
+from .measure import NORMS, Probe
 from .minibatch import minibatch_clipping
 from .noise import uncalibrated_noise
 from .parts import noise_once
@@ -23,7 +23,7 @@ from .report import Report
 from .samples import batch_statistics, nan_sample
 from .sampling import poisson_sampling
 from .sensitivity import sensitivity
-from .trainable import AuditError, Trainable
+from .trainable import Array, AuditError, Trainable
 
 Test = Callable[..., Finding]
 COUPLED = "batch_statistics"
@@ -89,6 +89,7 @@ def _can_be_measured(probe: Probe) -> str:
         probe.data(1)
         probe.check_steps()
         assert probe.regime
+        _is_what_it_says(probe)
     except (AuditError, KeyboardInterrupt):
         raise
     except Exception as problem:
@@ -102,6 +103,29 @@ def _can_be_measured(probe: Probe) -> str:
             f"the training step fails on one sample without noise ({type(problem).__name__}: {str(problem)[:300]})"
         ) from problem
     return ""
+
+
+def _is_what_it_says(probe: Probe) -> None:
+    """Raises AuditError where an optimizer that is said to be SGD takes steps as Adam does."""
+    if probe.optimizer != "sgd":
+        return
+
+    def alike(change: Array) -> float | None:
+        """How far every parameter is moved, where all are moved equally far."""
+        moved = np.abs(change)[np.abs(change) > 1e-3 * np.abs(change).max()]
+        if moved.size < max(8, 0.2 * change.size) or np.mean(np.abs(moved / np.median(moved) - 1) < 1e-3) < 0.9:
+            return None
+        return float(np.median(moved))
+
+    one, other = (probe.change([sample], max(NORMS)) - probe.drift for sample in (probe.strong, probe.data(1, 17)))
+    far, same = alike(one), alike(other)  # C is above the gradients; some parameters go the other way
+    opposed = float(np.abs(one - other).max()) > 1e-3 * float(np.abs(one).max())
+    if far is not None and same is not None and abs(same / far - 1) < 1e-2 and opposed:
+        raise AuditError(
+            "a step moves every parameter equally far, whatever its gradient is: this is no SGD. Say "
+            'optimizer="adam" to the trainable where it is Adam, AdamW or RMSprop; audit other optimizers with SGD in '
+            "their place"
+        )
 
 
 def _works_on_many(probe: Probe) -> bool:

@@ -24,9 +24,10 @@ def poisson_sampling(
 
     Looked at: how many records are drawn in all (the rate); how the sizes of batches vary (not at all, where their
     size is fixed), and the largest and the smallest (cut, filled up); how often each record is drawn (equally often,
-    where an epoch shuffles; never, where the last is forgotten); how often neighbours are drawn together; batches
-    without a record, of few records; records that are twice in a batch, batches that recur, and whether another seed
-    draws otherwise.
+    where an epoch shuffles; never, where the last is forgotten); whether a record's being drawn tells of other steps
+    (the next one's, and any up to half the run later), of other records, at any distance, and of other records in
+    later steps; whether sizes follow each other; batches without a record, of few records; records that are twice in a
+    batch, batches that recur, and whether another seed draws otherwise.
 
     statistic: the rate over the accounted one; p_value: the smallest of the tests', times their number. Needs sample
     and sample_rate of the trainable.
@@ -64,12 +65,14 @@ def poisson_sampling(
         )
         return Finding(NAME, OK if everything else BUG, text, found, None, None, NULL, data)
     spread = rate * (1 - rate)
+    links = _links(drawn, records, rate)
     checks = {
         "rate": _two_sided(stats.norm.sf, (sizes.sum() - records * steps * rate) / math.sqrt(records * steps * spread)),
         "sizes": _dispersion(sizes, records * rate, records * spread),
         "records": _dispersion(times, steps * rate, steps * spread),
         "single records": min(1.0, records * float(_binomial(times, steps, rate).min())),
-        "neighbours": float(_binomial(_together(drawn, records), steps * (records - 1), rate * rate)),
+        **{name: p_value for name, (p_value, _) in links.items()},
+        "sizes in a row": _following(sizes - records * rate, records * spread),
         "extremes": _extremes(sizes, records, rate),
         "empty batches": _empty(sample, rate, steps, seed),
     }
@@ -89,8 +92,10 @@ def poisson_sampling(
     elif checks["single records"] * len(checks) < significance:
         record = int(np.argmin(_binomial(times, steps, rate)))
         text = f"Record {record} is drawn in {times[record]:.0f} of {steps} batches, where {steps * rate:.1f} are due."
-    elif checks["neighbours"] * len(checks) < significance:
-        text = "Neighbouring records are drawn together: whole groups are in a batch or out of it."
+    elif min(p for p, _ in links.values()) * len(checks) < significance:
+        text = min(links.values())[1]
+    elif checks["sizes in a row"] * len(checks) < significance:
+        text = "The size of a batch depends on that of the one before: batches must be drawn independently."
     elif checks["extremes"] * len(checks) < significance:
         text = (
             f"Batches have {sizes.min():.0f} to {sizes.max():.0f} records: large ones are cut, or small ones filled up."
@@ -128,9 +133,66 @@ def _extremes(sizes: Array, records: int, rate: float) -> float:
     return float(min(1.0, 2 * min(law.cdf(sizes.max()) ** len(sizes), law.sf(sizes.min() - 1) ** len(sizes))))
 
 
-def _together(drawn: Sequence[Array], records: int) -> int:
-    """How often a record and the next are in one batch."""
-    return int(sum(np.isin(batch + 1, batch).sum() for batch in drawn))
+def _links(drawn: Sequence[Array], records: int, rate: float) -> dict[str, tuple[float, str]]:
+    """(p-value, sentence) of the three ways in which draws may depend on each other: those of a record on its own in
+    other steps, those of a step on each other, and those of a record on other records' in other steps.
+
+    What is added up are products of (drawn - rate) of two draws, which are uncorrelated even where they share one; the
+    tails of a sum are those of a gamma distribution of its skewness (Pearson's third kind). p-values are corrected for
+    the distances that are tried.
+    """
+    steps = len(drawn)
+    there = np.full((steps, records), -rate)
+    for k, batch in enumerate(drawn):
+        there[k, batch] += 1
+    shape = (2 * steps, 2 * records)
+    found = np.fft.irfft2(np.abs(np.fft.rfft2(there, shape)) ** 2, shape)
+    later, apart = np.meshgrid(np.arange(steps // 2 + 1), np.arange(-(records // 2), records // 2 + 1), indexing="ij")
+    number = (steps - later) * (records - np.abs(apart))
+    z = found[later, apart] / (rate * (1 - rate)) / np.sqrt(number)
+    skewness = (1 - 2 * rate) ** 2 / (rate * (1 - rate)) / np.sqrt(number)
+    p_values = 2 * np.minimum(_gamma(z, skewness), _gamma(-z, -skewness))
+
+    def least(where: Array, text: str) -> tuple[float, str]:
+        chosen = np.where(where, p_values, np.inf)
+        k = np.unravel_index(int(np.argmin(chosen)), chosen.shape)
+        often = "more" if z[k] > 0 else "less"
+        said = text.format(later=int(later[k]), apart=abs(int(apart[k])), often=often)
+        return float(min(1.0, chosen[k] * int(where.sum()))), said
+
+    return {
+        "a record in other steps": least(
+            (apart == 0) & (later > 0),
+            "A record that was drawn is drawn {often} often {later} steps later: batches must not depend on earlier "
+            "ones.",
+        ),
+        "records of a step": least(
+            (later == 0) & (apart > 0),
+            "Records that are {apart} apart are drawn together {often} often than by chance: groups are in a batch or "
+            "out of it.",
+        ),
+        "records in other steps": least(
+            (later > 0) & (apart != 0),
+            "Which records a batch has depends on that of {later} steps before: those {apart} further are drawn "
+            "{often} often.",
+        ),
+    }
+
+
+def _gamma(z: Array, skewness: Array) -> Array:
+    """Upper tail of a sum of mean 0, variance 1 and this skewness."""
+    skewness = np.where(np.abs(skewness) < 1e-9, 1e-9, skewness)
+    shape = 4 / skewness**2
+    x = shape + z * np.sqrt(shape) * np.sign(skewness)
+    upper, lower = stats.gamma.sf(np.maximum(x, 0), shape), stats.gamma.cdf(np.maximum(x, 0), shape)
+    exact = np.where(skewness > 0, upper, lower)
+    return np.where(np.abs(skewness) < 1e-3, stats.norm.sf(z), exact)  # type: ignore[no-any-return]
+
+
+def _following(sizes: Array, variance: float) -> float:
+    """p-value of "the size of a batch says nothing of the next one's", sizes less their mean."""
+    found = float((sizes[1:] * sizes[:-1]).sum()) / variance / math.sqrt(len(sizes) - 1)
+    return min(1.0, 2 * _two_sided(stats.norm.sf, found))  # twice: a sum of products has somewhat longer tails
 
 
 def _empty(sample: Any, rate: float, steps: int, seed: int) -> float:

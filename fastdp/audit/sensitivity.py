@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from .crowd import alone
+from .every_step import AT_THE_END, moving, walked, worst_at_the_end
 from .finding import BUG, OK, Finding, not_tested
 from .known import confident, gradient_norm, steady, weak
 from .measure import Probe
-from .trainable import Batch, pick, rows
+from .path import walker
+from .trainable import Array, AuditError, Batch, pick, rows
+from .update import echo
+from .update import gain as rate_of
 
 NAME = "sensitivity"
 TOLERANCE = 1e-3
@@ -27,12 +33,13 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
     Samples: ordinary ones, large labels, wrong labels, inputs scaled by 10 to 1000 and down to 0. Each is measured as a
     batch of its own, as the difference that it makes to a batch of seven others, and (SGD) in a second step.
     Several clipping norms, as far as the rounding of the parameters lets a contribution be seen to `tolerance`. Then
-    samples of small gradients, each at a C somewhat below its own norm; and 24 steps, which must be proportional to C.
+    samples of small gradients, each at a C somewhat below its own norm; samples of every label; and every step of runs
+    of 48 on those, at a small C and at one of the gradients' size.
 
     statistic: the largest contribution over C; bound: 1 and the tolerance. Needs learning_rate.
     """
     probe = Probe.of(trainable, seed)
-    gain = probe.gain
+    gain = rate_of(probe)
     tolerance = max(tolerance, 0.02) if probe.optimizer == "adam" else tolerance  # its small steps round more
     company = probe.data(COMPANY, 23)
     norms = _norms(probe, gain)
@@ -47,21 +54,15 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
         base = probe.summed(company, norm)
         after = probe.change([first, other], norm)
         for how, sample in adversaries:
-            moved = {f"{how}, alone": probe.summed(sample, norm)}
-            if seen:
-                together = probe.together([company, sample])
-                moved[f"{how}, with {COMPANY} others"] = probe.summed(together, norm) - base
-            if seen and probe.optimizer == "sgd":  # half of what it makes to take the place of another, at most C too;
-                # what the first step left in a momentum is the same in both
-                moved[f"{how}, in the second step"] = (
-                    (probe.change([first, sample], norm) - after) * probe.divisor(1) / 2
-                )
-            for label, change in moved.items():
+            for label, change in _moved(probe, sample, norm, (company, base) if seen else None, first, after):
                 with np.errstate(all="ignore"):
                     size = float(np.linalg.norm(change)) / gain / norm
                 if math.isfinite(size):
-                    found.append((size - slack, label, norm))
+                    found.append((size - slack, f"{how}, {label}", norm))
     found += _at_their_own_norms(probe, gain, adversaries)
+    norm, each = alone(probe) if probe.regime.kind in ("linear", "switched") else (1.0, [])
+    slack = _slack(probe, gain, norm)
+    found += [(float(np.linalg.norm(change)) / gain / norm - slack, f"{what}, alone", norm) for what, _, change in each]
     if not found:
         return not_tested(NAME, "every contribution is infinite or NaN, even of ordinary samples")
     worst, label, norm = max(found)
@@ -74,7 +75,33 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
             "factor's shape and sense, and at samples that are counted more than once.",
             worst, None, 1 + tolerance, data=data,
         )  # fmt: skip
-    growth = _later(probe)
+    steps = [step for step in [*walked(probe), *moving(probe)] if step.samples]
+    most = max(steps, key=lambda step: step.share, default=None)
+    if most is not None and most.share > 1 + tolerance:
+        over = [step.number for step in steps if step.share > 1 + tolerance]
+        text = (
+            f"In step {most.number} of a run one sample contributes {most.share:.4g} C ({most.what}); in "
+            f"{len(over)} of {len(steps)} steps it is more than C. Look at what the loop does at its k-th step, at "
+            "factors, norms and weights that are kept from earlier steps, and at samples that get a threshold of "
+            "their own."
+        )
+        return Finding(NAME, BUG, text, most.share, None, 1 + tolerance, data=data)
+    data["steps"] = len(steps)
+    odd = worst_at_the_end(probe) if not steps or walker(probe)[0] != "trajectory" else None
+    if odd is not None and odd > AT_THE_END:
+        text = (
+            f"A run of {STEPS} steps ends {odd:.3g} C away from where its samples' contributions alone add up to: in "
+            "some step they are not clipped to C, or count again. Look at what the loop does at its k-th step."
+        )
+        return Finding(NAME, BUG, text, odd, None, AT_THE_END, data=data)
+    left = echo(probe, 4) if probe.optimizer == "sgd" else None
+    if left is not None and left[-1] > 1 + LATER["sgd"]:
+        text = (
+            f"A sample contributes {left[-1]:.3g} times as much to the fourth step of a run as to the first. Look "
+            "for a threshold that grows in the loop (and audit without a learning rate that does)."
+        )
+        return Finding(NAME, BUG, text, float(left[-1]), None, 1 + LATER["sgd"], data=data)
+    growth = _later(probe) if odd is None and not steps else None
     if growth is not None and not abs(growth - 1) < LATER[probe.optimizer]:
         text = (
             f"{STEPS} steps on one sample change the parameters {growth:.3g} times as much as their share of C: in "
@@ -84,6 +111,27 @@ def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) 
         return Finding(NAME, BUG, text, growth, None, 1 + LATER[probe.optimizer], data=data)
     text = f"No sample changes the sum by more than C: at most {worst:.4g} C in {len(found)} trials."
     return Finding(NAME, OK, text, worst, None, 1 + tolerance, data=data)
+
+
+def _moved(
+    probe: Probe, sample: Batch, norm: float, company: tuple[Batch, Array] | None, first: Batch, after: Array
+) -> Iterator[tuple[str, Array]]:
+    """What the sample changes alone, in a company of which the sum is given, and (SGD) in a second step.
+
+    A sample that the script does not take (soft labels, perhaps) is left out.
+    """
+    try:
+        yield "alone", probe.summed(sample, norm)
+        if company is None:
+            return
+        yield f"with {COMPANY} others", probe.summed(probe.together([company[0], sample]), norm) - company[1]
+        if probe.optimizer == "sgd":  # half of what it makes to take the place of another, at most C too;
+            # what the first step left in a momentum is the same in both
+            yield "in the second step", (probe.change([first, sample], norm) - after) * probe.divisor(1) / 2
+    except AuditError:
+        raise
+    except Exception:  # noqa: BLE001
+        return
 
 
 def _at_their_own_norms(
@@ -98,7 +146,12 @@ def _at_their_own_norms(
         samples += [("a label that the model is sure of", sample) for sample in confident(probe, 313)]
     found = []
     for how, sample in samples:
-        size = gradient_norm(probe, sample)
+        try:
+            size = gradient_norm(probe, sample)
+        except AuditError:
+            raise
+        except Exception:  # noqa: BLE001  (a label that the script does not take)
+            continue
         if size is None or size * gain <= 50 * probe.resolution:
             continue
         for share in OWN:
