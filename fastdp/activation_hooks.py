@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import SampleMixingError, StepError
+from .hook_scales import NOT_LINEAR
 from .layouts.calls import tensors_in
 from .layouts.layout import Layout, tag, tag_of
 from .watch import Owner, Watch
@@ -91,7 +92,6 @@ class _Hook:
         self, given: Sequence[Sequence[Tensor | None]], layouts: Sequence[Sequence[Layout | None]], *before: Any
     ) -> Any:
         """The hook's result, from `before` and the gradients given; these have layouts. It may replace the first."""
-        watch = Watch(self.owner, self.batch)
         pairs = [
             (tensor, layout)
             for tensors, known in zip(given, layouts, strict=True)
@@ -101,6 +101,7 @@ class _Hook:
         versions = [tensor._version for tensor, _ in pairs]
         for tensor, layout in pairs:
             tag(tensor, None if layout is None or layout.total else layout)
+        watch = Watch(self.owner, self.batch, [tensor for tensor, _ in pairs])
         with watch:
             out = self.hook(*before, *(given[0] if len(given) == 1 and not before else given))
         self._check(watch, pairs, versions, given[0], out)
@@ -119,8 +120,11 @@ class _Hook:
     def refusal(self, shape: tuple[int, ...], why: str) -> str:
         """What to say of a hook that must not do this."""
         name = getattr(self.hook, "__qualname__", type(self.hook).__qualname__)
+        hook = f"{_place(self.path)}: {self.what} of shape {shape} ({name})"
+        if why == NOT_LINEAR:
+            return f"{hook} {why}."
         return (
-            f"{_place(self.path)}: {self.what} of shape {shape} ({name}) makes what one sample adds depend on others: "
+            f"{hook} makes what one sample adds depend on others: "
             f"{why}. Clipping does not bound that. Let it do the same to each sample's rows by themselves (g * 0.5, "
             "g.clamp(-1, 1), norms within a sample), or only look and return None."
         )

@@ -65,7 +65,7 @@ class Forward:
         self._moments: list[Moment] = []  # of forwards that no backward has gone through
         self.reads = Reads(model)
         self.sizes = Sizes()
-        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node)
+        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
         self._running_here, self._turn = Running(), Turn()
         self._batch = 0
         self._people: People | None = None

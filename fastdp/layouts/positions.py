@@ -102,6 +102,7 @@ def may_matter(tensor: Tensor, batch: int) -> bool:
     return made_in_sight(tensor) and any(size >= batch and not size % batch for size in tensor.shape)
 
 
+DRAWING = _DRAWING
 NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING | _FILLING
 
 
