@@ -27,6 +27,7 @@ from .watch import Owner, Watch
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SETTING = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
 HOOKING: frozenset[Any] = frozenset((Tensor.register_hook, _GRAD_FN, _SETTING))
+_MODES = frozenset((__name__, "fastdp.following", "fastdp.capture", "fastdp.watch", "torch.overrides"))
 _TORCHS_OWN = frozenset(("torch.utils.hooks", "torch.nn.modules.module"))  # what they hook is followed by module
 
 UNGUARDED = (
@@ -41,8 +42,9 @@ def hooked(owner: Any, batch: int, path: str, func: Any, args: tuple[Any, ...], 
     tensor = args[0]
     if func == _GRAD_FN:
         node = func(*args, **kwargs)
-        if isinstance(owner, Owner) and node is not None and _caller() not in _TORCHS_OWN:
-            owner.nodes = True
+        if isinstance(owner, Owner) and node is not None:
+            caller = _caller()
+            owner.nodes = owner.nodes or not (caller in _TORCHS_OWN or caller.startswith("fastdp."))
         return node
     if func == _SETTING and len(args) > 1 and not args[1]:
         return func(*args, **kwargs)  # none, as copies begin
@@ -55,11 +57,11 @@ def hooked(owner: Any, batch: int, path: str, func: Any, args: tuple[Any, ...], 
 
 
 def _caller() -> str:
-    """The module whose code asks: the first one above the engine's and those of modes."""
+    """The module whose code asks: the first one above those of modes."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith("fastdp.") and name != "torch.overrides":
+        if name not in _MODES:
             return name
         frame = frame.f_back
     return ""

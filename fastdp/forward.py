@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +12,14 @@ from torch import Tensor, nn
 
 from . import following
 from .arguments import batch_of, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
-from .backward import Backward
+from .backward import Arrival, Backward, joined_error
 from .capture import Pass
 from .compiled import Switches
 from .errors import BatchLayoutError, ParameterError, SampleMixingError
 from .layouts.held import note_parameter
-from .layouts.layout import Layout, Moment, set_moment, tag_of
+from .layouts.layout import Layout, tag_of
 from .layouts.memory import look
+from .layouts.moments import Moment, Token, set_moment
 from .layouts.pieces import OWN_READS
 from .layouts.sizes import Sizes
 from .memo import Memo
@@ -192,12 +192,13 @@ class Forward:
             backward.replays.blocks[path].computed_again(args, kwargs)
         before = following.handed_out_in(self._batch)
         if not recomputing:
-            following.stop()
+            following.pause()
         moment = self._moments[-1] if recomputing and self._moments else None
         active = Pass(self, self._batch, tracked, not recomputing or not path, self._people, moment)
         if not recomputing:
             active.moment.before = before
             self._moments.append(active.moment)
+            active.moment.token = Token()
         set_moment(active.moment)
         self.sizes.begin()
         OWN_READS.clear()
@@ -299,21 +300,27 @@ class Forward:
         apart = outputs_apart(out, self._is_guess)
         unseen = Layout(self._batch, mixed=started.unseen) if started.unseen else None
         layouts: list[Layout] = []
+        arrivals: list[Arrival] = []
         for tensor in nested_tensors(out if apart is None else apart):
             if tensor.requires_grad:
                 layout = look(tensor, tag_of(tensor, self._batch), self._batch) or unseen
-                tensor.register_hook(functools.partial(self.backward.reached, layout))
+                arrivals.append(Arrival(self.backward, layout))
+                tensor.register_hook(arrivals[-1])
                 layouts += [] if layout is None else [layout]
         if out is not None and not self.runs_again():
-            following.start(self._batch, started.moment, self, layouts)
+            following.start(self._batch, started.moment, self, layouts, arrivals)
         return apart
 
     def backward_ended(self) -> None:
         """A backward went through forwards: what is kept of their batches belongs to the past."""
+        reached = [moment for moment in self._moments if moment.reached]
         for moment in self._moments:
             moment.alive = moment.alive and not (moment.reached or moment.survived)
             moment.survived = True
         self._moments = [moment for moment in self._moments if moment.alive]
+        why = next((why for moment in reached for other, why in moment.doubts.items() if other.reached), "")
+        if why:
+            raise joined_error(why)
 
     def _is_guess(self, tensor: Tensor) -> bool:
         """Whether it matters if the loss takes this output itself, or only what the model goes on to make of it."""

@@ -73,7 +73,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
-    """The tensor was given a layout: its memory holds data, of this moment's batch."""
+    """The tensor was given a layout: its memory holds data, of this moment's batch (None: of inputs or labels)."""
     try:
         storage: Any = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError, ValueError):
@@ -84,8 +84,12 @@ def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
         _HOLDING.storages.append(_ref(storage))
         if len(_HOLDING.storages) > _HOLDING.prune:
             _HOLDING.drop_gone()
-    elif held[1] is not moment or (held[0] is not layout and (not view or held[0].batch != layout.batch)):
-        held[:] = [layout, moment]
+    elif (
+        held[1] is not moment
+        and held[1] is not None
+        or (held[0] is not layout and (not view or held[0].batch != layout.batch))
+    ):
+        held[:] = [layout, held[1] and moment]  # what a user made stays that
     tensor.__dict__[HELD] = held
 
 

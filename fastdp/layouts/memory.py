@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .calls import Call, tensors_in
 from .held import HELD, Held, foreign, is_over, storage_of, written
-from .layout import INPUT, Layout, is_past, layout_of_owners, layout_on, owner_map, stale_layout, tag
+from .layout import INPUT, Layout, layout_of_owners, layout_on, owner_map, stale_layout, tag
+from .moments import is_forgotten, is_past
 
 _APART = "_fastdp_apart"  # on a tensor that shares memory with data and is none: a view of an input beside the data
 _SHARED = (
@@ -44,6 +45,8 @@ def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
             tag(tensor, found)
             return found
         if held is None or is_apart(tensor):
+            return None
+        if is_forgotten(held[1], held[0]):
             return None
         if is_past(held[1]):
             found = stale_layout(tensor, batch)
