@@ -37,6 +37,7 @@ from .layouts.totals import by_size
 from .layouts.trial import target_as_it_is
 from .marks import mark_of
 from .memo import CONSTANT, Memo, inquires
+from .mode_stack import insert, moving, remove_over
 from .reads import Reads
 from .stance import PLAINLY
 from .watch import Owner
@@ -270,7 +271,7 @@ def start(batch: int, moment: Moment, engine: Engine, outputs: list[Layout], arr
         waiting.append(Followed(batch, moment, engine, mixed, arrivals))
     if waiting:
         _HERE.following = Following(waiting.pop(), waiting)
-        _insert(_HERE.following)
+        insert(_HERE.following)
 
 
 def pause() -> None:
@@ -356,8 +357,7 @@ def sweep() -> None:
     """Take away what a backward has ended."""
     if (found := current()) is not None and found.over:
         _HERE.following = None
-    if _pushed():
-        _remove()
+    remove_over()
 
 
 def stop() -> None:
@@ -370,8 +370,7 @@ def _end() -> None:
     if (found := current()) is not None:
         found.finish()
         _HERE.following = None
-    if _pushed():
-        _remove()
+    remove_over()
 
 
 def _is_gone(known: weakref.ref[Followed]) -> None:
@@ -381,45 +380,5 @@ def _is_gone(known: weakref.ref[Followed]) -> None:
     if what is None or mode is None or mode.what is not what or what.waits() or any(w.waits() for w in mode.waiting):
         return
     mode.finish()
-    if mode.thread == threading.get_ident() and not getattr(_HERE, "moving", False):
-        _remove()
-
-
-def _pushed() -> list[Following]:
-    """The modes that this thread has put on its stack and not taken off yet."""
-    found: list[Following] | None = getattr(_HERE, "pushed", None)
-    if found is None:
-        found = _HERE.pushed = []
-    return found
-
-
-def _insert(mode: Following) -> None:
-    """To the bottom of the stack of modes, so that others may end in any order; only torch's default device, which
-    insists on that place, lies beneath."""
-    _HERE.moving = True
-    above = [torch.overrides._pop_mode() for _ in range(torch.overrides._len_torch_function_stack())]
-    default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
-    if above and above[-1] is default:
-        torch.overrides._push_mode(above.pop())
-    torch.overrides._push_mode(mode)
-    _pushed().append(mode)
-    for other in reversed(above):
-        torch.overrides._push_mode(other)
-    _HERE.moving = False
-
-
-def _remove() -> None:
-    """Take what is over off the stack of modes. One whose call runs just now is not there: torch puts it back after
-    the call, and a later sweep takes it off."""
-    if not any(mode.over for mode in _pushed()):
-        return
-    _HERE.moving, kept = True, []
-    for _ in range(torch.overrides._len_torch_function_stack()):
-        top = torch.overrides._pop_mode()
-        if isinstance(top, Following) and top.over:
-            _pushed().remove(top)
-        else:
-            kept.append(top)
-    for mode in reversed(kept):
-        torch.overrides._push_mode(mode)
-    _HERE.moving = False
+    if mode.thread == threading.get_ident() and not moving():
+        remove_over()

@@ -23,7 +23,7 @@ from .layouts.moments import Moment, Token, set_moment
 from .layouts.pieces import OWN_READS
 from .layouts.sizes import Sizes
 from .memo import Memo
-from .module_hooks import ModuleHook
+from .module_hooks import ModuleHook, numbered
 from .people import People
 from .planner import Planner
 from .reads import Reads
@@ -125,7 +125,7 @@ class Forward:
             hook = ModuleHook(self, path)
             before = module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True)
             after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
-            self._handles += [_numbered(before, -1, first=True), _numbered(after, -2)]
+            self._handles += [numbered(before, -1, first=True), numbered(after, -2)]
         self._switches = Switches(self)
         for parameter in self.model.parameters():
             note_parameter(parameter)
@@ -355,18 +355,6 @@ def _refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
             "samples never become one before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
             "mask in the forward (torch.nn.utils.parametrize)."
         )
-
-
-def _numbered(handle: Any, number: int, first: bool = False) -> Any:
-    """The hook under a number that is the same in every module: compiled code asks for it, and modules share code."""
-    for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
-        hooks = ref()
-        if hooks is not None and handle.id in hooks:
-            hooks[number] = hooks.pop(handle.id)
-            if first:
-                hooks.move_to_end(number, last=False)
-    handle.id = number
-    return handle
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)

@@ -96,7 +96,7 @@ def test_hooks_on_modules() -> None:
     def build(register: str, change: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
         def made() -> nn.Module:
             model = Net()
-            hook: Any = lambda module, *grads: each(grads[0], change)  # noqa: E731
+            hook: Any = lambda module, *grads: each(grads[0], change)
             getattr(model.second, register)(hook)
             return model
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .held import HELD, hold, storage_of
+from .held import HELD, LABELS, hold, storage_of
 from .moments import Moment, is_forgotten, is_past, nothing, now
 
 ATTRIBUTE = "_fastdp_layout"
@@ -210,7 +210,7 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
             tensor.__dict__[_WHEN] = tensor._version
         given = INPUT in tensor.__dict__ or PRESUMED in tensor.__dict__
         tensor.__dict__[_TOKEN] = None if given else moment.token
-        hold(tensor, layout, view, None if given else moment)
+        hold(tensor, layout, view, moment if not given else None if INPUT in tensor.__dict__ else LABELS)
     else:
         tensor.__dict__.pop(ATTRIBUTE, None)
         tensor.__dict__.pop(HELD, None)
