@@ -76,8 +76,9 @@ class Arrival:
 
 _UNSEEN = (
     "fastdp did not see the backward begin, so it could not look at the loss (it was called in another thread than the "
-    "forward, by compiled code, or after many other forwards): whether the loss is a sum or mean of each sample's own "
-    "loss is not known. Call the model and backward() in one thread, one after the other, or run fastdp.verify."
+    "forward, by compiled code, after a checkpoint of the whole model, or after many other forwards): whether the loss "
+    "is a sum or mean of each sample's own loss is not known. Call the model and backward() in one thread, one after "
+    "the other, or run fastdp.verify."
 )
 
 

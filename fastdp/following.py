@@ -125,11 +125,14 @@ class Following(TorchFunctionMode):
         for engine in engines:
             guard_graph(engine.owner, roots, self.batch)
             engine.backward_begins(problem)
+        failed = True
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            failed = False
+            return out
         finally:
             if any([engine.backward_was_reached() for engine in engines]):  # else it was of something else
-                if self.moment.owner is LOADERS or not self.what.waits():
+                if failed or self.moment.owner is LOADERS or not self.what.waits():
                     self.turn()
 
     def _choose(self, roots: Sequence[Tensor]) -> None:
