@@ -92,6 +92,7 @@ class Following(TorchFunctionMode):
     def _turn_to(self, what: Followed) -> None:
         self.what, what.mode = what, weakref.ref(self)
         self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
+        self.numbers: dict[float, str] = {}  # that Python read of several samples, and what had combined these
         set_moment(self.moment)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,6 +194,8 @@ class Following(TorchFunctionMode):
             moment.token = None
 
     def _carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.numbers:
+            self._compare((*args, *kwargs.values()))
         signature = self.memo.signature(func, args, kwargs, self.batch, {})
         known = self.memo.layouts(signature)
         overwritten = target_as_it_is(func, args) if known is None else None
@@ -201,6 +204,8 @@ class Following(TorchFunctionMode):
             for tensor, layout in zip(tensors_in(out), known, strict=True):
                 tag(tensor, None if layout is CONSTANT else layout)
             return out
+        if type(out) is float and (read := tag_of(args[0], self.batch)) is not None and read.mixed:
+            self.numbers[out] = read.mixed
         call = Call(func, args, kwargs, out, self.batch, "", overwritten)
         try:
             propagate(call)
@@ -217,6 +222,13 @@ class Following(TorchFunctionMode):
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
         return out
+
+    def _compare(self, values: Sequence[Any]) -> None:
+        """Warn where the loss is computed with a number that Python has read of several samples; not with round ones,
+        which others may be by chance."""
+        found = next((v for v in values if type(v) is float and v in self.numbers and v * 1024 % 1), None)
+        if found is not None and (engine := self.what.engine()) is not None:
+            engine.reads.note(f"{self.numbers[found]}; the loss is computed with that number", None)
 
     def _presume_labels(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tensors of unseen origin with a row for each sample are taken for labels, beside the model's outputs."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.errors import LossNotFollowedWarning, SampleMixingError
+from fastdp.errors import BatchReadWarning, LossNotFollowedWarning, SampleMixingError
 from fastdp.stance import PLAINLY
 
 N, D, C = 8, 5, 3
@@ -378,3 +378,23 @@ def test_what_another_models_output_of_a_past_step_made_is_not_of_this_batch() -
     assert waiting.requires_grad
     engine.detach()
     one.detach()
+
+
+# --------------------------------------------------------------------------- numbers that come back
+
+
+def test_numbers_of_the_batch_that_the_loss_is_computed_with_are_warned_of() -> None:
+    (x, y), caught = data(), []
+    for loss in (
+        lambda out: F.cross_entropy(out * out.abs().max().item(), y),
+        lambda out: (whole := F.cross_entropy(out, y)) / float(whole.detach()),
+        lambda out: F.cross_entropy(out, y) + (rounded := F.cross_entropy(out, y)) * (0.5 if rounded else 1),
+        lambda out: (F.cross_entropy(out, y), out.detach().mean().item(), out.detach().norm().tolist())[0] * 0.3,
+    ):
+        model, optimizer = new()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            loss(model(x)).backward()
+        caught.append(any(issubclass(w.category, BatchReadWarning) for w in found))
+        optimizer.detach()
+    assert caught == [True, True, False, False]  # a branch is left to `verify`; logging is free
