@@ -145,7 +145,7 @@ class Following(TorchFunctionMode):
             self._turn_to(found)
 
     def turn(self) -> None:
-        """This batch is done: follow the one before it that waits. If it waits no longer than for one backward."""
+        """This batch is done: follow the one before it, if it waits and only this backward has passed it by."""
         for what in self.waiting:
             what.passed += 1
         self.waiting = [what for what in self.waiting if what.waits() and what.passed < 2]
