@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import SampleMixingError, StepError
+from .hook_scales import NOT_LINEAR
 from .layouts.calls import tensors_in
 from .layouts.layout import Layout, tag, tag_of
 from .watch import Owner, Watch
@@ -26,6 +27,7 @@ from .watch import Owner, Watch
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SETTING = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
 HOOKING: frozenset[Any] = frozenset((Tensor.register_hook, _GRAD_FN, _SETTING))
+_MODES = frozenset((__name__, "fastdp.following", "fastdp.capture", "fastdp.watch", "torch.overrides"))
 _TORCHS_OWN = frozenset(("torch.utils.hooks", "torch.nn.modules.module"))  # what they hook is followed by module
 
 UNGUARDED = (
@@ -40,8 +42,9 @@ def hooked(owner: Any, batch: int, path: str, func: Any, args: tuple[Any, ...], 
     tensor = args[0]
     if func == _GRAD_FN:
         node = func(*args, **kwargs)
-        if isinstance(owner, Owner) and node is not None and _caller() not in _TORCHS_OWN:
-            owner.nodes = True
+        if isinstance(owner, Owner) and node is not None:
+            caller = _caller()
+            owner.nodes = owner.nodes or not (caller in _TORCHS_OWN or caller.startswith("fastdp."))
         return node
     if func == _SETTING and len(args) > 1 and not args[1]:
         return func(*args, **kwargs)  # none, as copies begin
@@ -54,11 +57,11 @@ def hooked(owner: Any, batch: int, path: str, func: Any, args: tuple[Any, ...], 
 
 
 def _caller() -> str:
-    """The module whose code asks: the first one above the engine's and those of modes."""
+    """The module whose code asks: the first one above those of modes."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith("fastdp.") and name != "torch.overrides":
+        if name not in _MODES:
             return name
         frame = frame.f_back
     return ""
@@ -91,7 +94,6 @@ class _Hook:
         self, given: Sequence[Sequence[Tensor | None]], layouts: Sequence[Sequence[Layout | None]], *before: Any
     ) -> Any:
         """The hook's result, from `before` and the gradients given; these have layouts. It may replace the first."""
-        watch = Watch(self.owner, self.batch)
         pairs = [
             (tensor, layout)
             for tensors, known in zip(given, layouts, strict=True)
@@ -101,6 +103,7 @@ class _Hook:
         versions = [tensor._version for tensor, _ in pairs]
         for tensor, layout in pairs:
             tag(tensor, None if layout is None or layout.total else layout)
+        watch = Watch(self.owner, self.batch, [tensor for tensor, _ in pairs])
         with watch:
             out = self.hook(*before, *(given[0] if len(given) == 1 and not before else given))
         self._check(watch, pairs, versions, given[0], out)
@@ -119,8 +122,11 @@ class _Hook:
     def refusal(self, shape: tuple[int, ...], why: str) -> str:
         """What to say of a hook that must not do this."""
         name = getattr(self.hook, "__qualname__", type(self.hook).__qualname__)
+        hook = f"{_place(self.path)}: {self.what} of shape {shape} ({name})"
+        if why == NOT_LINEAR:
+            return f"{hook} {why}."
         return (
-            f"{_place(self.path)}: {self.what} of shape {shape} ({name}) makes what one sample adds depend on others: "
+            f"{hook} makes what one sample adds depend on others: "
             f"{why}. Clipping does not bound that. Let it do the same to each sample's rows by themselves (g * 0.5, "
             "g.clamp(-1, 1), norms within a sample), or only look and return None."
         )

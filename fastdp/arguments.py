@@ -45,8 +45,8 @@ def tag_inputs(
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
         elif may_be_packed(tensor, batch, dim):
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch, guessed=True)
-        tag(tensor, layout)
         tensor.__dict__[INPUT] = True
+        tag(tensor, layout)
     tag_marked(batch)
 
 

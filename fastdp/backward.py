@@ -14,6 +14,7 @@ from .capture import Pass
 from .errors import (
     BatchLayoutError,
     FastDPError,
+    LossNotFollowedWarning,
     SampleMixingError,
     StepError,
     UncapturedUseError,
@@ -53,6 +54,43 @@ def mixing_error(layout: Layout) -> SampleMixingError:
     )
 
 
+def joined_error(why: str) -> SampleMixingError:
+    """What to say where a backward goes through a forward, and another one of what was made, beside it, of samples."""
+    return SampleMixingError(
+        "one backward goes through two forwards, and what the second one was given was made, between them, of several "
+        f"samples of the first one's batch: {why}. Clipping does not bound what a sample then does to others. Make "
+        "what the model is given of each sample alone.",
+        why,
+    )
+
+
+class Arrival:
+    """Waits in the graph for the gradient of an output of the model, which lies as `layout` says."""
+
+    __slots__ = ("backward", "layout", "__weakref__")
+
+    def __init__(self, backward: Backward, layout: Layout | None) -> None:
+        self.backward, self.layout = backward, layout
+
+    def __call__(self, grad: Tensor) -> None:
+        self.backward.reached(self.layout, grad)
+
+
+_UNSEEN = (
+    "fastdp did not see the backward begin, so it could not look at the loss (it was called in another thread than the "
+    "forward, by compiled code, after a checkpoint of the whole model, or after many other forwards): whether the loss "
+    "is a sum or mean of each sample's own loss is not known. Call the model and backward() in one thread, one after "
+    "the other, or run fastdp.verify."
+)
+
+
+class _Expected:
+    """A backward that something followed to its roots. problem: what was found of these."""
+
+    def __init__(self, problem: SampleMixingError | Warning | None) -> None:
+        self.problem, self.reached = problem, False
+
+
 class _Tape:
     """What one backward records."""
 
@@ -64,6 +102,7 @@ class _Tape:
         self.batch: int | None = None
         self.people: People | None = None
         self.failed = False
+        self.judged = False  # whether the loss was followed
         self.recomputed = False  # went through forwards that reentrant checkpointing repeated
 
 
@@ -79,8 +118,7 @@ class Backward:
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
         self.owner: Owner | None = None  # of the forwards, by whose hooks gradients may change
-        self._problem: SampleMixingError | Warning | None = None  # of what backward was called on
-        self._reached = False
+        self._expected: dict[int, _Expected] = {}  # what backward was called on, by thread
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.whose, self.others = Whose(), Others(tracked)
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
@@ -158,22 +196,33 @@ class Backward:
         return self._count
 
     def expect(self, problem: SampleMixingError | Warning | None) -> None:
-        """A backward is called on something with this problem, of this engine or of none."""
-        self._problem, self._reached = problem, False
+        """A backward is called, in this thread, on something with this problem, of this engine or of none."""
+        self._expected[threading.get_ident()] = _Expected(problem)
 
     def was_reached(self) -> bool:
         """Whether the backward since `expect` was of this engine."""
-        self._problem = None
-        return self._reached
+        expected = self._expected.pop(threading.get_ident(), None)
+        return expected is not None and expected.reached
+
+    def _of_this_backward(self) -> _Expected | None:
+        """What was expected of the backward that runs: in this thread, or in one that autograd has for a device."""
+        me = threading.get_ident()
+        if not self._expected or me in self._expected:
+            return self._expected.get(me)
+        if any(thread.ident == me for thread in threading.enumerate()):
+            return None  # nobody followed what this thread called backward on
+        return next(iter(self._expected.values()), None)
 
     def _begin(self) -> _Tape:
-        self._reached = True
-        problem, self._problem = self._problem, None
-        if isinstance(problem, Warning):
-            warnings.warn(problem, stacklevel=2)
-        elif problem is not None:
-            self.gradients = None
-            raise problem
+        expected = self._of_this_backward()
+        if expected is not None:
+            expected.reached = True
+            problem, expected.problem = expected.problem, None
+            if isinstance(problem, Warning):
+                warnings.warn(problem, stacklevel=2)
+            elif problem is not None:
+                self.gradients = None
+                raise problem
         tape = self._tape
         if tape is None:
             with self._lock:
@@ -181,6 +230,7 @@ class Backward:
                 if tape is None:
                     self._count += 1
                     tape = _Tape(self._count)
+                    tape.judged = expected is not None
                     self.gradients = None  # of the backward before, should this one be refused
                     self.planner.begin()
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
@@ -225,6 +275,9 @@ class Backward:
         if problem is not None:
             tape.failed = True
             raise problem
+        if not tape.judged and recorder.batch > 1:
+            warnings.warn(LossNotFollowedWarning(_UNSEEN), stacklevel=2)
+            tape.judged = True
         recorder.backward_id, tape.batch, tape.people = tape.number, recorder.batch, recorder.people
         tape.thread = recorder.thread if recorder.count else tape.thread
         recorder.moment.reached = True

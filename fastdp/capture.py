@@ -23,8 +23,9 @@ from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.exposed import GIVING, Exposed
-from .layouts.layout import Layout, Moment, tag, tag_of
+from .layouts.layout import Layout, tag, tag_of
 from .layouts.memory import keep_apart, versions_of, write_unaccounted
+from .layouts.moments import Moment
 from .layouts.pieces import NOTED, stamp
 from .layouts.positions import note_made
 from .layouts.propagate import format_of, propagate

@@ -20,13 +20,15 @@ from torch.overrides import TorchFunctionMode
 from . import sampling
 from .activation_hooks import HOOKING, guard_graph, hooked
 from .arguments import nested_tensors
-from .backward import mixing_error
-from .errors import LossNotFollowedWarning, LossReductionWarning, SampleMixingError
+from .backward import Arrival
+from .errors import SampleMixingError
+from .judging import problem_of
 from .layouts import ctc as _ctc  # noqa: F401  (registers its rule)
 from .layouts.calls import Call, map_tensors, tensors_in
 from .layouts.held import is_of_model, note_parameter
-from .layouts.layout import INPUT, LOADERS, Layout, Moment, set_moment, tag, tag_of
-from .layouts.pieces import BY_POSITION, NOTED, stamp
+from .layouts.layout import INPUT, Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
+from .layouts.moments import LOADERS, Moment, set_moment
+from .layouts.pieces import NOTED, stamp
 from .layouts.positions import note_made
 from .layouts.propagate import propagate
 from .layouts.sizes import TELLING, Sizes
@@ -34,26 +36,61 @@ from .layouts.totals import by_size
 from .layouts.trial import target_as_it_is
 from .marks import mark_of
 from .memo import CONSTANT, Memo, inquires
-from .presumed import TWO_ORDERS, UNKNOWN_ORDER, Labels
+from .mode_stack import insert, moving, remove_over
+from .presumed import Labels
 from .reads import Reads
 from .stance import PLAINLY
+from .watch import Owner
 
 _HERE = threading.local()
+_WAITING = 4  # batches, at most, that are followed later on
+
+
+class Followed:
+    """A batch to be followed up to its backward.
+
+    batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made; arrivals:
+    what waits in the graph for the gradients of these outputs, as long as the graph is there. token: see `Moment`.
+    """
+
+    def __init__(
+        self, batch: int, moment: Moment, engine: Engine, mixed: list[Layout], arrivals: Sequence[Arrival] = ()
+    ) -> None:
+        self.batch, self.moment, self.mixed = batch, moment, mixed
+        me = weakref.ref(self)
+        self.memo, self.sizes = engine.memo, engine.sizes
+        self.labels = Labels(batch, moment.number)
+        self.engine = weakref.ref(engine, lambda _: _is_gone(me))
+        self.mode: weakref.ref[Following] | None = None  # that follows it
+        self.passed = 0  # backwards of others meanwhile
+        self._ending: list[Any] = [weakref.ref(arrival, lambda _: _is_gone(me)) for arrival in arrivals]
+        self.token = None if moment.token is None else weakref.ref(moment.token, lambda _: _is_gone(me))
+        self._ending += [] if self.token is None else [self.token]
+        moment.token = None
+
+    def waits(self) -> bool:
+        """Whether a backward may come yet."""
+        if self.engine() is None or not self.moment.alive or self.moment.reached:
+            return False
+        return not self._ending or any(known() is not None for known in self._ending)
 
 
 class Following(TorchFunctionMode):
-    """Follows one batch outside of forwards.
+    """Follows one batch outside of forwards. waiting: others, before it, whose backward has not come yet."""
 
-    batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made.
-    """
-
-    def __init__(self, batch: int, moment: Moment, engine: Engine, mixed: list[Layout]) -> None:
+    def __init__(self, what: Followed, waiting: list[Followed]) -> None:
         super().__init__()
-        self.batch, self.moment, self.engine, self.mixed = batch, moment, engine, mixed
-        self.memo, self.sizes = engine.memo, engine.sizes
-        self.labels = Labels(batch, moment.number)
+        self.thread, self.waiting = threading.get_ident(), waiting
         self.over = False  # backward has begun
+        self._turn_to(what)
         PLAINLY.begin()
+
+    def _turn_to(self, what: Followed) -> None:
+        self.what, what.mode = what, weakref.ref(self)
+        self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
+        self.labels = what.labels
+        self.numbers: dict[float, str] = {}  # that Python read of several samples, and what had combined these
+        set_moment(self.moment)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,23 +104,52 @@ class Following(TorchFunctionMode):
                 self.sizes.asked(args[0], out, self.batch)
             return out
         if func is Tensor.backward or func is torch.autograd.backward:
-            roots = args[0] if args else kwargs.get("tensors", ())
-            given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
-            problem = self._problem_of(self._weighted(roots, given))
-            guard_graph(self.moment.owner, roots, self.batch)
-            engines = list(ENGINES)
-            for engine in engines:
-                engine.backward_begins(problem, tensors_in(roots), self.batch)
-            try:
-                return func(*args, **kwargs)
-            finally:
-                if any([engine.backward_was_reached() for engine in engines]):
-                    self.finish()  # else it was of something else
+            return self._backward(func, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         if func in HOOKING and not (args[0].is_leaf and args[0].requires_grad):
             return hooked(self.moment.owner, self.batch, "", func, args, kwargs)
         return self._call(func, args, kwargs)
+
+    def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        roots = args[0] if args else kwargs.get("tensors", ())
+        given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
+        self._choose(tensors_in(roots))
+        engine, problem = self.what.engine(), None
+        if engine is not None:
+            weighted = self._weighted(roots, given)
+            problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
+        engines: list[Engine] = list(ENGINES)
+        for engine in engines:
+            guard_graph(engine.owner, roots, self.batch)
+            engine.backward_begins(problem, list(tensors_in(roots)), self.batch)
+        failed = True
+        try:
+            out = func(*args, **kwargs)
+            failed = False
+            return out
+        finally:
+            if any([engine.backward_was_reached() for engine in engines]):  # else it was of something else
+                if failed or self.moment.owner is LOADERS or not self.what.waits():
+                    self.turn()
+
+    def _choose(self, roots: Sequence[Tensor]) -> None:
+        """Of the batches that wait, follow the one of whose outputs these are."""
+        moments = {id(moment_of(root)) for root in roots if moment_of_output((root,), self.moment)}
+        found = next((what for what in self.waiting if id(what.moment) in moments), None)
+        if found is not None and id(self.moment) not in moments:
+            self.waiting[self.waiting.index(found)] = self.what
+            self._turn_to(found)
+
+    def turn(self) -> None:
+        """This batch is done: follow the one before it, if it waits and only this backward has passed it by."""
+        for what in self.waiting:
+            what.passed += 1
+        self.waiting = [what for what in self.waiting if what.waits() and what.passed < 2]
+        if self.over or not self.waiting:
+            self.finish()
+        else:
+            self._turn_to(self.waiting.pop())
 
     def finish(self) -> None:
         """Follow no longer, though the mode may still be on the stack: torch puts it back after a call that it saw."""
@@ -96,6 +162,8 @@ class Following(TorchFunctionMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_in((args, kwargs))
+        if self.waiting:
+            self._choose(given)
         self.labels.presume(func, args, kwargs, given)
         origin = self.labels.before(func, args, given)
         out = self._followed(func, args, kwargs, given)
@@ -112,6 +180,23 @@ class Following(TorchFunctionMode):
                     note_parameter(tensor)
             note_made(func, args, kwargs, out, self.batch, _is_parameter, of_loss=True)
             return out
+        moment = self.moment
+        of = moment_of_output(given, moment)
+        if of is None and (moment.owner is LOADERS or lies_in_output(given)):
+            of = moment
+        if of is moment:
+            moment.token = None if self.what.token is None else self.what.token()
+        else:
+            set_moment(of or moment.beside())  # another engine's that is over; inputs and labels alone
+        try:
+            return self._carry(func, args, kwargs)
+        finally:
+            set_moment(moment)
+            moment.token = None
+
+    def _carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.numbers:
+            self._compare((*args, *kwargs.values()))
         signature = self.memo.signature(func, args, kwargs, self.batch, {})
         known = self.memo.layouts(signature)
         overwritten = target_as_it_is(func, args) if known is None else None
@@ -120,6 +205,8 @@ class Following(TorchFunctionMode):
             for tensor, layout in zip(tensors_in(out), known, strict=True):
                 tag(tensor, None if layout is CONSTANT else layout)
             return out
+        if type(out) is float and (read := tag_of(args[0], self.batch)) is not None and read.mixed:
+            self.numbers[out] = read.mixed
         call = Call(func, args, kwargs, out, self.batch, "", overwritten)
         try:
             propagate(call)
@@ -130,11 +217,19 @@ class Following(TorchFunctionMode):
         note_made(func, args, kwargs, out, self.batch, _is_parameter, of_loss=True)
         stamp(func, args, kwargs, out, self.batch)
         if NOTED:
-            self.engine.reads.note(NOTED.pop(), None)
+            if (engine := self.what.engine()) is not None:
+                engine.reads.note(NOTED.pop(), None)
             NOTED.clear()
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
         return out
+
+    def _compare(self, values: Sequence[Any]) -> None:
+        """Warn where the loss is computed with a number that Python has read of several samples; not with round ones,
+        which others may be by chance."""
+        found = next((v for v in values if type(v) is float and v in self.numbers and v * 1024 % 1), None)
+        if found is not None and (engine := self.what.engine()) is not None:
+            engine.reads.note(f"{self.numbers[found]}; the loss is computed with that number", None)
 
     def _weighted(self, roots: Any, weights: Any) -> list[Tensor]:
         """What backward from these tensors, with these gradients, is the gradient of."""
@@ -150,66 +245,6 @@ class Following(TorchFunctionMode):
             found.append(root)
         return found
 
-    def _problem_of(self, roots: list[Tensor]) -> SampleMixingError | Warning | None:
-        """What backward is called on must be a sum over the samples, or each sample's own: what is wrong with it."""
-        for root in roots:
-            if not root.requires_grad:
-                continue
-            layout = tag_of(root, self.batch)
-            own = isinstance(root.grad_fn, torch.autograd.function.BackwardCFunction)  # its backward is the user's
-            if own or (layout is None and not root.is_leaf):
-                return LossNotFollowedWarning(_LOST)
-            if layout is None:
-                continue
-            if layout.mixed and not layout.total:
-                of_model = next((known for known in self.mixed if known.mixed == layout.mixed), None)
-                if of_model is not None:
-                    return mixing_error(of_model)
-                if self.engine.grouped:  # of one person's records, perhaps
-                    return LossNotFollowedWarning(_LOST)
-                return SampleMixingError(_REFUSED.format(layout.mixed), layout.mixed)
-            if layout.piece is not None:
-                return SampleMixingError(_REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
-            if layout.total not in ("", "either", "mean" if self.engine.mean else "sum"):
-                return LossReductionWarning(_REDUCTION[layout.total])
-            if self.labels.two_orders:
-                return SampleMixingError(_REFUSED.format(TWO_ORDERS), TWO_ORDERS)
-            if self.labels.unknown_order:
-                return LossNotFollowedWarning(UNKNOWN_ORDER)
-        return None
-
-
-_LOST = (
-    "the loss was made where fastdp could not follow it (a custom autograd function, numpy, a function of torch.func): "
-    "whether it is a sum or mean of each sample's own loss is not known. Run fastdp.verify."
-)
-_REDUCTION = {
-    "sum": (
-        "the loss is a sum over the samples, but loss_reduction is 'mean' (the default): each sample's gradient is "
-        "then taken times the number of samples in the batch, and its clipping depends on how many others there are. "
-        "Give loss_reduction='sum' to the optimizer, or take the loss's mean over the samples."
-    ),
-    "mean": (
-        "the loss is a mean over the samples, but loss_reduction='sum' was given: each sample's gradient is then taken "
-        "by the number of samples in the batch, and its clipping depends on how many others there are. Leave "
-        "loss_reduction='mean', or take the loss's sum over the samples."
-    ),
-    "other": (
-        "the loss is divided or multiplied by the number of samples once too often: how much a sample counts depends "
-        "on how many others there are. Take the mean over the samples, or their sum, as loss_reduction says."
-    ),
-    "both": (
-        "the loss adds a sum over the samples to a mean over them: how much each part counts depends on how many "
-        "samples are in the batch. Take the mean (or the sum) of both."
-    ),
-}
-
-_REFUSED = (
-    "the loss is no sum or mean of each sample's own loss: {}. One sample then changes the gradients of others, and "
-    "clipping does not bound that. Make it a sum or mean over the samples of losses that take one sample each; what "
-    "several samples must share, make a constant."
-)
-
 
 def current() -> Following | None:
     """What is followed in this thread."""
@@ -217,14 +252,29 @@ def current() -> Following | None:
     return found
 
 
-def start(batch: int, moment: Moment, engine: Engine, outputs: list[Layout]) -> None:
-    """Follow a batch from here on, in this thread, until `stop` or its backward."""
-    stop()
-    if batch > 1 and PLAINLY.possible():
-        set_moment(moment)
+def start(batch: int, moment: Moment, engine: Engine, outputs: list[Layout], arrivals: Sequence[Arrival] = ()) -> None:
+    """Follow a batch from here on, in this thread, until `stop` or its backward, or until its graph is gone."""
+    pause()
+    waiting: list[Followed] = _HERE.waiting
+    _HERE.waiting = []
+    if not PLAINLY.possible():
+        return
+    if batch > 1:
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
-        _HERE.following = Following(batch, moment, engine, mixed)
-        _insert(_HERE.following)
+        waiting.append(Followed(batch, moment, engine, mixed, arrivals))
+    if waiting:
+        _HERE.following = Following(waiting.pop(), waiting)
+        insert(_HERE.following)
+
+
+def pause() -> None:
+    """A forward begins: what is followed now waits until it has ended. (What loaders hand out ends there.)"""
+    found = current()
+    waiting: list[Followed] = getattr(_HERE, "waiting", [])
+    if found is not None and not found.over:
+        waiting = [*found.waiting, found.what]
+    _HERE.waiting = [what for what in waiting if what.moment.owner is not LOADERS and what.waits()][-_WAITING:]
+    _end()
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -237,6 +287,7 @@ class Engine(Protocol):
     memo: Memo
     sizes: Sizes
     reads: Reads
+    owner: Owner
 
     @property
     def grouped(self) -> bool:
@@ -274,7 +325,7 @@ _TRAINED = [0]  # backwards of all engines, when the last one was
 
 def handed_out(batch: Any, size: int) -> None:
     """A loader hands out a batch: what is made of it before the model sees it is followed, too."""
-    stop()
+    pause()
     if _LAST and sum(engine.backwards() for engine in ENGINES) != _TRAINED[0]:
         _LAST.pop(0).alive = False  # the batch before, or, if they are fetched ahead, the one trained on since
     _TRAINED[0] = sum(engine.backwards() for engine in ENGINES)
@@ -287,8 +338,8 @@ def handed_out(batch: Any, size: int) -> None:
     with torch._C.DisableTorchFunction():
         for tensor in nested_tensors(batch):
             if tensor.dim() and tensor.size(0) == size and not tensor.is_nested and mark_of(tensor) is None:
-                tag(tensor, Layout(size))
                 tensor.__dict__[INPUT] = True
+                tag(tensor, Layout(size))
 
 
 sampling.tell_of_batches(handed_out)
@@ -306,52 +357,28 @@ def sweep() -> None:
     """Take away what a backward has ended."""
     if (found := current()) is not None and found.over:
         _HERE.following = None
-    if _pushed():
-        _remove()
+    remove_over()
 
 
 def stop() -> None:
     """Follow no longer in this thread."""
-    found = current()
-    if found is not None:
+    _HERE.waiting = []
+    _end()
+
+
+def _end() -> None:
+    if (found := current()) is not None:
         found.finish()
         _HERE.following = None
-    if _pushed():
-        _remove()
+    remove_over()
 
 
-def _pushed() -> list[Following]:
-    """The modes that this thread has put on its stack and not taken off yet."""
-    found: list[Following] | None = getattr(_HERE, "pushed", None)
-    if found is None:
-        found = _HERE.pushed = []
-    return found
-
-
-def _insert(mode: Following) -> None:
-    """To the bottom of the stack of modes, so that others may end in any order; only torch's default device, which
-    insists on that place, lies beneath."""
-    above = [torch.overrides._pop_mode() for _ in range(torch.overrides._len_torch_function_stack())]
-    default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
-    if above and above[-1] is default:
-        torch.overrides._push_mode(above.pop())
-    torch.overrides._push_mode(mode)
-    _pushed().append(mode)
-    for other in reversed(above):
-        torch.overrides._push_mode(other)
-
-
-def _remove() -> None:
-    """Take what is over off the stack of modes. One whose call runs just now is not there: torch puts it back after
-    the call, and a later sweep takes it off."""
-    if not any(mode.over for mode in _pushed()):
+def _is_gone(known: weakref.ref[Followed]) -> None:
+    """The graph behind an output of the model, or all that was made of outputs: perhaps no backward can come now."""
+    what = known()
+    mode = what.mode() if what is not None and what.mode is not None else None
+    if what is None or mode is None or mode.what is not what or what.waits() or any(w.waits() for w in mode.waiting):
         return
-    kept = []
-    for _ in range(torch.overrides._len_torch_function_stack()):
-        top = torch.overrides._pop_mode()
-        if isinstance(top, Following) and top.over:
-            _pushed().remove(top)
-        else:
-            kept.append(top)
-    for mode in reversed(kept):
-        torch.overrides._push_mode(mode)
+    mode.finish()
+    if mode.thread == threading.get_ident() and not moving():
+        remove_over()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,17 +12,18 @@ from torch import Tensor, nn
 
 from . import following
 from .arguments import batch_of, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
-from .backward import Backward
+from .backward import Arrival, Backward, joined_error
 from .capture import Pass
 from .compiled import Switches
 from .errors import BatchLayoutError, ParameterError, SampleMixingError
 from .layouts.held import note_parameter
-from .layouts.layout import Layout, Moment, set_moment, tag_of
+from .layouts.layout import Layout, tag_of
 from .layouts.memory import look
+from .layouts.moments import Moment, Token, set_moment
 from .layouts.pieces import OWN_READS
 from .layouts.sizes import Sizes
 from .memo import Memo
-from .module_hooks import ModuleHook
+from .module_hooks import ModuleHook, numbered
 from .people import People
 from .planner import Planner
 from .reads import Reads
@@ -65,7 +65,7 @@ class Forward:
         self._moments: list[Moment] = []  # of forwards that no backward has gone through
         self.reads = Reads(model)
         self.sizes = Sizes()
-        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node)
+        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
         self._running_here, self._turn = Running(), Turn()
         self._batch = 0
         self._people: People | None = None
@@ -129,7 +129,7 @@ class Forward:
             hook = ModuleHook(self, path)
             before = module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True)
             after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
-            self._handles += [_numbered(before, -1, first=True), _numbered(after, -2)]
+            self._handles += [numbered(before, -1, first=True), numbered(after, -2)]
         self._switches = Switches(self)
         for parameter in self.model.parameters():
             note_parameter(parameter)
@@ -196,12 +196,13 @@ class Forward:
             backward.replays.blocks[path].computed_again(args, kwargs)
         before = following.handed_out_in(self._batch)
         if not recomputing:
-            following.stop()
+            following.pause()
         moment = self._moments[-1] if recomputing and self._moments else None
         active = Pass(self, self._batch, tracked, not recomputing or not path, self._people, moment)
         if not recomputing:
             active.moment.before = before
             self._moments.append(active.moment)
+            active.moment.token = Token()
         set_moment(active.moment)
         self.sizes.begin()
         OWN_READS.clear()
@@ -303,21 +304,27 @@ class Forward:
         apart = outputs_apart(out, self._is_guess)
         unseen = Layout(self._batch, mixed=started.unseen) if started.unseen else None
         layouts: list[Layout] = []
+        arrivals: list[Arrival] = []
         for tensor in nested_tensors(out if apart is None else apart):
             if tensor.requires_grad:
                 layout = look(tensor, tag_of(tensor, self._batch), self._batch) or unseen
-                tensor.register_hook(functools.partial(self.backward.reached, layout))
+                arrivals.append(Arrival(self.backward, layout))
+                tensor.register_hook(arrivals[-1])
                 layouts += [] if layout is None else [layout]
         if out is not None and not self.runs_again():
-            following.start(self._batch, started.moment, self, layouts)
+            following.start(self._batch, started.moment, self, layouts, arrivals)
         return apart
 
     def backward_ended(self) -> None:
         """A backward went through forwards: what is kept of their batches belongs to the past."""
+        reached = [moment for moment in self._moments if moment.reached]
         for moment in self._moments:
             moment.alive = moment.alive and not (moment.reached or moment.survived)
             moment.survived = True
         self._moments = [moment for moment in self._moments if moment.alive]
+        why = next((why for moment in reached for other, why in moment.doubts.items() if other.reached), "")
+        if why:
+            raise joined_error(why)
 
     def _is_guess(self, tensor: Tensor) -> bool:
         """Whether it matters if the loss takes this output itself, or only what the model goes on to make of it."""
@@ -352,18 +359,6 @@ def _refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
             "samples never become one before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
             "mask in the forward (torch.nn.utils.parametrize)."
         )
-
-
-def _numbered(handle: Any, number: int, first: bool = False) -> Any:
-    """The hook under a number that is the same in every module: compiled code asks for it, and modules share code."""
-    for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
-        hooks = ref()
-        if hooks is not None and handle.id in hooks:
-            hooks[number] = hooks.pop(handle.id)
-            if first:
-                hooks.move_to_end(number, last=False)
-    handle.id = number
-    return handle
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)

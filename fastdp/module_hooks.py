@@ -103,3 +103,15 @@ def _refuse_compilation() -> None:
 # what torch.compiler.disable does to a function, but for importing a compiler that takes seconds
 _refuse_compilation._torchdynamo_disable = True  # type: ignore[attr-defined]
 _refuse_compilation._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+
+
+def numbered(handle: Any, number: int, first: bool = False) -> Any:
+    """The hook under a number that is the same in every module: compiled code asks for it, and modules share code."""
+    for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = ref()
+        if hooks is not None and handle.id in hooks:
+            hooks[number] = hooks.pop(handle.id)
+            if first:
+                hooks.move_to_end(number, last=False)
+    handle.id = number
+    return handle

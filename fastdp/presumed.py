@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from .layouts.calls import function_name, tensors_in
 from .layouts.chosen import permutes
 from .layouts.held import is_of_model, release
-from .layouts.layout import Layout, tag, tag_of
+from .layouts.layout import PRESUMED, Layout, tag, tag_of
 from .layouts.losses import LOSSES
 from .layouts.positions import made_in_sight
 from .layouts.shapes import ELEMENTWISE_NAMES
 
 _SEEN_WITH = "_fastdp_seen_with"  # on a tensor: the size of a batch beside which it was first met
-_PRESUMED = "_fastdp_presumed"  # on a tensor that was taken for labels: in which batch, and its version then
 _ORIGIN = "_fastdp_labels"  # on labels, and on what is made of them alone: of which, and in which order
 _RESHAPING = frozenset(
     "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda".split()
@@ -103,9 +102,9 @@ class Labels:
     def presume(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]) -> None:
         """Tensors of unseen origin with a row for each sample are taken for labels, beside the model's outputs."""
         for tensor in given:
-            note = tensor.__dict__.get(_PRESUMED)
+            note = tensor.__dict__.get(PRESUMED)
             if note is not None and note != (self.moment, tensor._version):
-                del tensor.__dict__[_PRESUMED]
+                del tensor.__dict__[PRESUMED]
                 if note[1] == tensor._version:  # else what was written to them stands
                     tag(tensor, None)  # the same labels again, in another step
         for tensor in self._candidates(func, args, kwargs):
@@ -136,8 +135,8 @@ class Labels:
             return
         first = tensor.__dict__.setdefault(_SEEN_WITH, self.batch)
         if tensor.size(0) == self.batch == first and not made_in_sight(tensor) and not is_of_model(tensor):
+            tensor.__dict__[PRESUMED] = (self.moment, tensor._version)
             tag(tensor, Layout(self.batch))
-            tensor.__dict__[_PRESUMED] = (self.moment, tensor._version)
             tensor.__dict__[_ORIGIN] = Origin(frozenset((id(tensor),)), None, self.moment)
 
     # ------------------------------------------------------------------ in which order

@@ -26,7 +26,7 @@ class _Plainly:
     """Counts who wants compiled functions to run as plain Python."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage may end another one
         self._wanted = 0
         self._users: Any = None
 

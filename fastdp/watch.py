@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .errors import SampleMixingError
+from .hook_scales import NOT_LINEAR, Replayed
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.pieces import BY_POSITION, stamp
@@ -28,10 +29,11 @@ class Owner:
     """Stands for an engine. node: where autograd would add up its token's gradient.
 
     nodes: whether a node of the graph of data was handed out; guarded: whether the hooks on nodes are looked at.
+    mean: whether the loss is a mean over the samples, so that gradients carry 1 / their number.
     """
 
-    def __init__(self, memo: Memo, sizes: Sizes, reads: Reads, node: Any) -> None:
-        self.memo, self.sizes, self.reads, self.node = memo, sizes, reads, node
+    def __init__(self, memo: Memo, sizes: Sizes, reads: Reads, node: Any, mean: bool) -> None:
+        self.memo, self.sizes, self.reads, self.node, self.mean = memo, sizes, reads, node, mean
         self.nodes = self.guarded = False
 
     def __deepcopy__(self, memo: Any) -> Owner:
@@ -48,11 +50,12 @@ class Owner:
 
 
 class Watch(TorchFunctionMode):
-    """Follows what a hook makes of gradients of a batch of this size."""
+    """Follows what a hook makes of these gradients of a batch of this size."""
 
-    def __init__(self, owner: Owner, batch: int) -> None:
+    def __init__(self, owner: Owner, batch: int, given: Sequence[Tensor]) -> None:
         super().__init__()
         self.owner, self.batch = owner, batch
+        self.replayed = Replayed(given) if owner.mean else None
         self.told = ""  # what Python was told of the gradients
         self.unseen = ""  # what may have written to them out of sight
         self.written: set[int] = set()  # tensors that calls in sight wrote to
@@ -65,7 +68,11 @@ class Watch(TorchFunctionMode):
             return self._tell(func, args, kwargs)
         known = any(tag_of(tensor, self.batch) is not None for tensor in given)
         if not known:
+            replayed = self.replayed if self.replayed is not None and self.replayed.knows(given) else None
+            state = None if replayed is None else replayed.begin(function_name(func), args, kwargs)
             out = func(*args, **kwargs)
+            if replayed is not None:
+                replayed.note(state, func, args, kwargs, out, True)
             note_made(func, args, kwargs, out, self.batch, lambda tensor: tensor.requires_grad)
             return out
         name = function_name(func)
@@ -86,6 +93,7 @@ class Watch(TorchFunctionMode):
         signature = self.owner.memo.signature(func, args, kwargs, self.batch, {})
         layouts = self.owner.memo.layouts(signature)
         before = target_as_it_is(func, args) if layouts is None else None
+        state = self.replayed.begin(name, args, kwargs) if self.replayed is not None else None
         out = func(*args, **kwargs)
         if layouts is not None:
             for tensor, layout in zip(tensors_in(out), layouts, strict=True):
@@ -94,6 +102,9 @@ class Watch(TorchFunctionMode):
             self._ask(Call(func, args, kwargs, out, self.batch, "", before))
             if signature is not None:
                 self.owner.memo.learn(signature, out, self.batch)
+        if self.replayed is not None:
+            of_data = any(tag_of(tensor, self.batch) is not None for tensor in tensors_in(out))
+            self.replayed.note(state, func, args, kwargs, out, of_data)
         if is_in_place(name) or kwargs.get("out") is not None:
             self._note_written(tensors_in((args[:1] if is_in_place(name) else (), kwargs.get("out"))))
         elif not tensors_in(out) and name != "data":
@@ -132,8 +143,9 @@ class Watch(TorchFunctionMode):
         if layout is None:
             return "changes a gradient of which it is not known where the samples lie"
         found = tag_of(result, self.batch)
-        if layout.total and (found is None or result is given):
-            return ""  # of a sum over the samples: one number for all, made of constants
+        if layout.total and (found is None or result is given):  # one number for all, made of constants
+            scaled = layout.total == "sum" and self.replayed is not None  # the loss is that over their number
+            return NOT_LINEAR if scaled and not self.replayed.is_linear(result, -1) else ""  # type: ignore[union-attr]
         if found is None:
             return "puts numbers in its place of which it is not known whose they are"
         if found.mixed:
@@ -143,7 +155,10 @@ class Watch(TorchFunctionMode):
         if found.piece is not None and found.piece != layout.piece:
             return BY_POSITION
         same = found.alone == layout.alone and (layout.alone >= 0 or self._lies_alike(found, layout, result))
-        return "" if same and not found.places and not found.guessed else "moves rows of one sample to another's"
+        if not same or found.places or found.guessed:
+            return "moves rows of one sample to another's"
+        dim = -1 if found.alone >= 0 else found.dim
+        return NOT_LINEAR if self.replayed is not None and not self.replayed.is_linear(result, dim) else ""
 
     def _lies_alike(self, found: Layout, layout: Layout, result: Tensor) -> bool:
         return self.batch <= 1 or (found.dim == layout.dim and found.same_rows(layout, result.device))

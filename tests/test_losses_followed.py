@@ -184,9 +184,10 @@ def test_nothing_stays_behind() -> None:
         optimizer.zero_grad()
         assert not torch.overrides._get_current_function_mode_stack()
     model(torch.randn(6, D))  # no backward
+    assert not torch.overrides._get_current_function_mode_stack()  # its graph is gone
     with torch.device("cpu"):
-        model(torch.randn(6, D))
-    assert len(torch.overrides._get_current_function_mode_stack()) == 1
+        out = model(torch.randn(6, D))
+    assert len(torch.overrides._get_current_function_mode_stack()) == 1 and out.requires_grad
     optimizer.detach()
     assert not torch.overrides._get_current_function_mode_stack()
 
@@ -217,7 +218,7 @@ def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
     """Copies of weights are no labels, and labels made by hand are no numbers by place, later on."""
     waiting = nn.Linear(3, 2)
     optimizer = fastdp.DPSGD(waiting, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
-    waiting(torch.randn(4, 3))  # no backward
+    out = waiting(torch.randn(4, 3))  # no backward
     held.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
     saved = [parameter.detach().clone() for parameter in model.parameters()]
@@ -226,7 +227,7 @@ def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
     x, y = torch.randn(4, 3), torch.zeros(4, 4)
     y[torch.arange(4), torch.tensor([0, 2, 1, 1])] = 1.0
     y[2] = 0.0
-    assert following.current() is not None
+    assert following.current() is not None and out.requires_grad
     assert fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
     optimizer.detach()
 

@@ -21,6 +21,8 @@ HELD = "_fastdp_held"  # on a storage, and on each tensor with a layout: what it
 _OF_MODEL = "_fastdp_of_model"  # on the storage of a parameter, and of what was computed of parameters alone
 _FOREIGN = "_fastdp_foreign"  # on a storage over memory that torch did not make: when it was compared with the data's
 _PRUNE = 1_000
+LABELS = "labels"  # in the place of the moment, of memory that a user's labels lie in
+_GIVEN = (None, LABELS)
 
 
 # What one memory holds: the layout of a tensor over it, the moment of its batch, and, where it was written to, the
@@ -73,7 +75,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
-    """The tensor was given a layout: its memory holds data, of this moment's batch."""
+    """The tensor was given a layout: its memory holds data, of this moment's batch (None: of inputs; LABELS)."""
     try:
         storage: Any = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError, ValueError):
@@ -84,8 +86,12 @@ def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
         _HOLDING.storages.append(_ref(storage))
         if len(_HOLDING.storages) > _HOLDING.prune:
             _HOLDING.drop_gone()
-    elif held[1] is not moment or (held[0] is not layout and (not view or held[0].batch != layout.batch)):
-        held[:] = [layout, moment]
+    elif (
+        held[1] is not moment
+        and held[1] is not None
+        or (held[0] is not layout and (not view or held[0].batch != layout.batch))
+    ):
+        held[:] = [layout, held[1] if held[1] in _GIVEN else moment]  # what a user made stays that
     tensor.__dict__[HELD] = held
 
 

@@ -7,20 +7,22 @@ here is what a layout means and how to cut a tensor by sample.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .held import HELD, hold
+from .held import HELD, LABELS, hold, storage_of
+from .moments import Moment, is_forgotten, is_past, now, pickled, unpickled
 
 ATTRIBUTE = "_fastdp_layout"
+PRESUMED = "_fastdp_presumed"  # on a tensor that was taken for labels: in which batch, and its version then
 INPUT = "_fastdp_input"  # on the model's arguments: their rows may be packed in ways that shapes do not tell
 _MOMENT = "_fastdp_moment"  # of the batch whose samples a tagged tensor carries
+_TOKEN = "_fastdp_token"  # of that batch's moment
 RELAID = "_fastdp_relaid"  # version at which a tensor's memory got other rows: what its views said before is past
 _WHEN = "_fastdp_tagged_at"  # version at which a view was tagged
 NOBODY = -1  # owner of memory that no sample was written to
@@ -139,9 +141,7 @@ class Layout(NamedTuple):
     def __reduce__(self) -> Any:
         """As a number: a tensor loaded again is of no running engine (unless it is the same batch still), and must load
         without fastdp, also where only weights may be loaded."""
-        number = next(_pickles)
-        _PICKLED[number] = self
-        return OrderedDict, ([("layout", number)],)
+        return pickled(self)
 
     def same_rows(self, other: Layout, device: torch.device) -> bool:
         """Whether the rows of both belong to the same samples in the same order, wherever they lie."""
@@ -156,53 +156,9 @@ class Layout(NamedTuple):
         )
 
 
-_PICKLED: dict[int, Layout] = {}  # of the present moment
-_pickles = itertools.count(1)
-
-
-class Moment:
-    """The batch whose samples a tensor carries: alive until a backward has gone through the forward that made it.
-
-    owner: a token of the engine whose batch it is; reached: by the backward that runs; survived: one that did not.
-    number: tells moments apart; before: the number of the one in which this very batch was handed out by its loader.
-    """
-
-    __slots__ = ("owner", "alive", "reached", "survived", "number", "before")
-    _count = itertools.count(1)
-
-    def __init__(self, owner: Any = None, before: int = 0) -> None:
-        self.owner, self.alive = owner, True
-        self.reached = self.survived = False
-        self.number, self.before = next(Moment._count), before
-
-    def __deepcopy__(self, memo: Any) -> Moment:
-        return self
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
-
-
-LOADERS = object()  # the owner of batches that a loader hands out, to whichever engine
-_NOBODYS = Moment()
-_now = _NOBODYS  # the moment of what is tagged now
-
-
-def set_moment(moment: Moment | None) -> None:
-    """From now on, what is tagged carries samples of this moment's batch."""
-    global _now
-    _PICKLED.clear()
-    _now = _NOBODYS if moment is None else moment
-
-
-def now() -> Moment:
-    """The moment of what is tagged now."""
-    return _now
-
-
 def moment_of(tensor: Tensor) -> Moment | None:
-    """Whose batch a tensor's samples are of."""
-    found: Moment | None = tensor.__dict__.get(_MOMENT)
-    return found
+    """Whose batch a tensor's samples are of, if it has a layout."""
+    return tensor.__dict__.get(_MOMENT) if ATTRIBUTE in tensor.__dict__ else None
 
 
 def is_stale(tensor: Tensor) -> bool:
@@ -210,9 +166,27 @@ def is_stale(tensor: Tensor) -> bool:
     return is_past(tensor.__dict__.get(_MOMENT))
 
 
-def is_past(moment: Moment | None) -> bool:
-    """Whether a moment is of an earlier batch of the engine that tags now."""
-    return isinstance(moment, Moment) and not moment.alive and moment.owner in (_now.owner, LOADERS)
+def moment_of_output(tensors: Sequence[Tensor], mine: Moment) -> Moment | None:
+    """The moment of what is made of these: `mine`, if one of them is of a model's outputs or states, or that of another
+    engine's batch that is over, if all these are of it; None if they are inputs and labels alone."""
+    found = None
+    for tensor in tensors:
+        notes = tensor.__dict__
+        if ATTRIBUTE in notes and INPUT not in notes and PRESUMED not in notes and _is_whole(notes.get(_MOMENT)):
+            moment: Moment = notes[_MOMENT]
+            if moment.alive or moment.owner is mine.owner:
+                return mine
+            found = moment
+    return found
+
+
+def lies_in_output(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of these lies in memory of a model's outputs or states."""
+    return any((held := getattr(storage_of(t), HELD, None)) is not None and _is_whole(held[1]) for t in tensors)
+
+
+def _is_whole(moment: Any) -> bool:
+    return isinstance(moment, Moment) and moment.parent is None
 
 
 STALE = (
@@ -232,11 +206,13 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
     """Write the layout on the tensor (the Python object)."""
     if layout is not None:
         tensor.__dict__[ATTRIBUTE] = layout
-        tensor.__dict__[_MOMENT] = _now
+        moment = tensor.__dict__[_MOMENT] = now()
         view = tensor._is_view()
         if view:
             tensor.__dict__[_WHEN] = tensor._version
-        hold(tensor, layout, view, None if INPUT in tensor.__dict__ else _now)
+        given = INPUT in tensor.__dict__ or PRESUMED in tensor.__dict__
+        tensor.__dict__[_TOKEN] = None if given else moment.token
+        hold(tensor, layout, view, moment if not given else None if INPUT in tensor.__dict__ else LABELS)
     else:
         tensor.__dict__.pop(ATTRIBUTE, None)
         tensor.__dict__.pop(HELD, None)
@@ -245,14 +221,17 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
 def layout_on(tensor: Tensor) -> Layout | None:
     """The layout written on the tensor, of whatever batch."""
     found = tensor.__dict__.get(ATTRIBUTE)
-    return found if found is None or type(found) is Layout else _PICKLED.get(found.get("layout"))
+    return found if found is None or type(found) is Layout else unpickled(found)
 
 
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout written on the tensor, if it speaks of a batch of this size."""
     layout = layout_on(tensor)
-    if layout is not None and tensor.__dict__[_MOMENT] is not _now and is_stale(tensor):
-        return stale_layout(tensor, batch)
+    if layout is not None and (moment := tensor.__dict__[_MOMENT]) is not now():
+        if is_past(moment):
+            return None if PRESUMED in tensor.__dict__ else stale_layout(tensor, batch)
+        if is_forgotten(moment, layout):
+            layout = None
     if layout is None or layout.batch != batch:
         return _seen_through(tensor, batch) if not is_lazy(tensor) and tensor._is_view() else None
     if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
@@ -271,8 +250,8 @@ def _seen_through(view: Tensor, batch: int) -> Layout | None:
     known = None if base is None else layout_on(base)
     if base is None or known is None:
         return None
-    if is_stale(base):
-        if INPUT in base.__dict__:
+    if is_stale(base) or is_forgotten(base.__dict__.get(_MOMENT), known):
+        if INPUT in base.__dict__ or PRESUMED in base.__dict__ or not is_stale(base):
             return None  # a part of what was an input then may be one now
         return stale_layout(view, batch)
     return of_view(view, base, known) if known.batch == batch else None

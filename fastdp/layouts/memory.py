@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .calls import Call, tensors_in
-from .held import HELD, Held, foreign, is_over, storage_of, written
-from .layout import INPUT, Layout, is_past, layout_of_owners, layout_on, owner_map, stale_layout, tag
+from .held import HELD, LABELS, Held, foreign, is_over, storage_of, written
+from .layout import INPUT, Layout, layout_of_owners, layout_on, owner_map, stale_layout, tag
+from .moments import is_forgotten, is_past
 
 _APART = "_fastdp_apart"  # on a tensor that shares memory with data and is none: a view of an input beside the data
 _SHARED = (
@@ -45,6 +46,8 @@ def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
             return found
         if held is None or is_apart(tensor):
             return None
+        if (held[1] is LABELS and len(held) == 2) or is_forgotten(held[1], held[0]):
+            return None  # others of a user's tensors may lie there, too
         if is_past(held[1]):
             found = stale_layout(tensor, batch)
             tag(tensor, found)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .calls import function_name, is_in_place, tensors_in
-from .layout import Layout, layout_on, now
+from .layout import Layout, layout_on
+from .moments import now
 
 _MADE = "_fastdp_made"  # on a constant: how it was made within sight, and during which batch's forward or loss
 _ALIKE = "_fastdp_alike"  # on a constant: (dimension, version, whether its rows are alike)
@@ -126,6 +127,7 @@ def may_matter(tensor: Tensor, batch: int) -> bool:
     return made_in_sight(tensor) and any(size >= batch and not size % batch for size in tensor.shape)
 
 
+DRAWING = _DRAWING
 NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING | _FILLING
 
 

@@ -1,0 +1,55 @@
+"""The modes of this package on torch's stack of function modes, which end in any order."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+_HERE = threading.local()
+
+
+def moving() -> bool:
+    """Whether the stack of this thread is being rebuilt."""
+    return bool(getattr(_HERE, "moving", False))
+
+
+def _pushed() -> list[Any]:
+    """The modes that this thread has put on its stack and not taken off yet."""
+    found: list[Any] | None = getattr(_HERE, "pushed", None)
+    if found is None:
+        found = _HERE.pushed = []
+    return found
+
+
+def insert(mode: Any) -> None:
+    """To the bottom of the stack of modes, so that others may end in any order; only torch's default device, which
+    insists on that place, lies beneath."""
+    _HERE.moving = True
+    above = [torch.overrides._pop_mode() for _ in range(torch.overrides._len_torch_function_stack())]
+    default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    if above and above[-1] is default:
+        torch.overrides._push_mode(above.pop())
+    torch.overrides._push_mode(mode)
+    _pushed().append(mode)
+    for other in reversed(above):
+        torch.overrides._push_mode(other)
+    _HERE.moving = False
+
+
+def remove_over() -> None:
+    """Take what is over off the stack of modes. One whose call runs just now is not there: torch puts it back after
+    the call, and a later sweep takes it off."""
+    if not any(mode.over for mode in _pushed()):
+        return
+    _HERE.moving, kept = True, []
+    for _ in range(torch.overrides._len_torch_function_stack()):
+        top = torch.overrides._pop_mode()
+        if top in _pushed() and top.over:
+            _pushed().remove(top)
+        else:
+            kept.append(top)
+    for mode in reversed(kept):
+        torch.overrides._push_mode(mode)
+    _HERE.moving = False

@@ -1,0 +1,400 @@
+"""Between a forward and its backward: other threads, other models, forwards without a backward, and what stays on."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.errors import BatchReadWarning, LossNotFollowedWarning, SampleMixingError
+from fastdp.stance import PLAINLY
+
+N, D, C = 8, 5, 3
+
+
+def new() -> tuple[nn.Module, Any]:
+    model = nn.Linear(D, C)
+    return model, fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6)
+
+
+def data(rows: int = N) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rows)
+    return torch.randn(rows, D), torch.randint(0, C, (rows,))
+
+
+def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, times: int = 1) -> None:
+    for _ in range(times):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def coupled(out: Tensor) -> Tensor:
+    return (out - 3 * out.mean(0)).square().sum(1).mean()
+
+
+def modes() -> int:
+    return torch.overrides._len_torch_function_stack()
+
+
+@pytest.fixture(autouse=True)
+def strictly() -> Any:
+    """A loss that was not followed is an error, where a test does not wait for the warning."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", LossNotFollowedWarning)
+        yield
+
+
+# --------------------------------------------------------------------------- threads
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def in_pool(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+@pytest.mark.parametrize("elsewhere", [in_thread, in_pool])
+def test_a_loss_in_another_thread_than_the_forward_is_warned_of(elsewhere: Any) -> None:
+    (model, optimizer), (x, y) = new(), data()
+    for _ in range(2):
+        out = elsewhere(lambda: model(x))
+        with pytest.warns(LossNotFollowedWarning, match="another thread"):
+            coupled(out).backward()
+        optimizer.step()
+    train(model, optimizer, x, y)
+    elsewhere(lambda: train(model, optimizer, x, y))  # all of it in the other thread
+    optimizer.detach()
+
+
+def test_backwards_of_two_threads_are_told_apart() -> None:
+    """A backward that nobody followed is not taken for the one that another thread follows at the time."""
+    (first, one), (second, two), (x, y) = new(), new(), data()
+    unseen = in_thread(lambda: second(x))
+    found: list[Any] = []
+
+    def meanwhile(grad: Tensor) -> None:
+        def run() -> None:
+            with pytest.warns(LossNotFollowedWarning):
+                coupled(unseen).backward()
+            found.append(True)
+
+        if not found:
+            in_thread(run)
+
+    out = first(x)
+    out.register_hook(meanwhile)
+    F.cross_entropy(out, y).backward()
+    assert found
+    one.step()
+    two.step()
+    one.detach()
+    two.detach()
+
+
+def test_a_refusal_is_of_the_thread_that_called_backward() -> None:
+    (first, one), (second, two), (x, y) = new(), new(), data()
+    with pytest.raises(SampleMixingError):
+        coupled(first(x)).backward()
+    in_thread(lambda: train(second, two, x, y))
+    train(first, one, x, y)
+    one.detach()
+    two.detach()
+
+
+# --------------------------------------------------------------------------- labels and inputs in several steps
+
+
+LOOKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "nothing": lambda out, y: None,
+    "a view": lambda out, y: (out.argmax(1) == y.view(-1)).sum(),
+    "flat": lambda out, y: torch.unique(y.flatten()),
+    "squeezed": lambda out, y: torch.bincount(y.squeeze() * C + out.argmax(1), minlength=C * C),
+    "counted": lambda out, y: torch.bincount(y.reshape(-1)),
+    "one-hot": lambda out, y: F.one_hot(y, C).float().mean(0),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_parts_of_labels_before_the_whole(name: str) -> None:
+    (model, optimizer), (x, y) = new(), data()
+    for rows in (4, N, 4, 5, N, N):
+        out = model(x[:rows])
+        if rows != 4 or name != "nothing":
+            LOOKS[name](out, y[:rows] if rows != N else y)
+        loss = F.cross_entropy(out, y[:rows] if rows != N else y)
+        LOOKS[name](out.detach(), y[:rows] if rows != N else y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.detach()
+
+
+def test_metrics_between_forward_and_backward() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    (model, optimizer), (x, y) = new(), data()
+    train(model, optimizer, x[:4], y[:4])
+    for _ in range(3):
+        out = model(x)
+        torchmetrics.Accuracy(task="multiclass", num_classes=C)(out, y)
+        F.cross_entropy(out, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.detach()
+
+
+def test_labels_of_a_step_may_be_inputs_of_another_model() -> None:
+    class Conditional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.table = nn.Linear(D, C), nn.Embedding(C, C)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.layer(x) + self.table(y)
+
+    (model, optimizer), (x, y) = new(), data()
+    train(model, optimizer, x, y)
+    optimizer.detach()
+    engine = fastdp.PerSampleGradients(other := Conditional())
+    for _ in range(2):
+        F.cross_entropy(other(x, y), y).backward()
+        assert engine.norms().shape == (N,)
+    engine.detach()
+
+
+# --------------------------------------------------------------------------- a forward without a backward
+
+
+PREPARED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "standardised": lambda x, y: ((x - x.mean(0)) / x.std(0), y),
+    "scaled": lambda x, y: (x * 2, y),
+    "flipped": lambda x, y: (x.flip(0), y.flip(0)),
+    "shuffled": lambda x, y: (x[torch.arange(N).flip(0)], y[torch.arange(N).flip(0)]),
+    "one-hot labels": lambda x, y: (x, F.one_hot(y, C).float()),
+    "smooth labels": lambda x, y: (x, 0.9 * F.one_hot(y, C).float() + 0.1 / C),
+    "new records": lambda x, y: ((new := torch.randn(N, D) * 2 + 1), (new[:, 0] > 0).long()),
+}
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("name", PREPARED)
+def test_data_prepared_after_a_look_at_the_loss(name: str, kept: bool, again: bool) -> None:
+    """As in a notebook: the loss of a cell is shown, the next one prepares the data, and trains a new model."""
+    (model, optimizer), (x, y) = new(), data()
+    shown = F.cross_entropy(model(x), y)
+    shown.item()
+    if not kept:
+        del shown
+    x2, y2 = PREPARED[name](x, y)
+    if not again:
+        model, optimizer = new()
+    train(model, optimizer, x2, y2, 2)
+    train(model, optimizer, *data(), 2)
+    train(model, optimizer, x2, y2, 2)
+    optimizer.detach()
+
+
+def test_what_outputs_of_such_a_forward_made_stays_refused() -> None:
+    for between in (lambda out: out.detach().mean(0), lambda out: out.detach().softmax(1).mean(0)):
+        (model, optimizer), (x, y) = new(), data()
+        state = between(model(x))
+        with pytest.raises(SampleMixingError):
+            F.cross_entropy(model(x) - state, y).backward()
+        optimizer.detach()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_inputs_made_between_two_forwards_of_one_loss_is_refused(order: tuple[int, int]) -> None:
+    (model, optimizer), (x, y) = new(), data()
+    first = model(x)
+    second = model(x - x.mean(0))
+    losses = [F.cross_entropy(first, y), F.cross_entropy(second, y)]
+    with pytest.raises(SampleMixingError, match="two forwards"):
+        (losses[order[0]] + losses[order[1]]).backward()
+    weights = 1 / F.one_hot(y, C).float().mean(0).clamp(min=0.1)
+    train(model, optimizer, x, y)
+    first = model(x)
+    weights = 1 / F.one_hot(y, C).float().mean(0).clamp(min=0.1)
+    second = model(2 * x)
+    with pytest.raises(SampleMixingError):
+        (F.cross_entropy(first, y, weight=weights) + F.cross_entropy(second, y)).backward()
+    optimizer.detach()
+
+
+def test_statistics_of_labels_of_a_step_stay_refused_in_the_next() -> None:
+    (model, optimizer), (x, y) = new(), data()
+    out = model(x)
+    weights = 1 / F.one_hot(y, C).float().mean(0).clamp(min=0.1)
+    F.cross_entropy(out, y).backward()
+    optimizer.step()
+    out = model(data(7)[0])
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        (F.cross_entropy(out, data(7)[1], reduction="none") * weights[0]).mean().backward()
+    optimizer.detach()
+
+
+# --------------------------------------------------------------------------- what stays on
+
+
+def test_the_mode_ends_with_what_it_follows() -> None:
+    before = PLAINLY._wanted
+    (model, optimizer), (x, y) = new(), data()
+    found = weakref.ref(model)
+    out = model(x)
+    assert modes() == 1
+    del model, optimizer, out
+    gc.collect()
+    assert modes() == 0 and found() is None
+    model, optimizer = new()
+    found = weakref.ref(model)
+    kept = model(x).detach()
+    assert modes() == 1
+    del model, optimizer
+    gc.collect()
+    assert modes() == 0 and found() is None and kept.shape == (N, C)
+    model, optimizer = new()
+    loss = F.cross_entropy(model(x), y)
+    assert modes() == 1
+    del loss
+    assert modes() == 0 and PLAINLY._wanted == before
+    in_thread(lambda: model(x).detach().shape)
+    assert PLAINLY._wanted == before
+    train(model, optimizer, x, y)
+    assert modes() == 0
+    optimizer.detach()
+
+
+def test_forwards_with_gradients_that_no_backward_follows_do_not_pile_up() -> None:
+    (model, optimizer), (x, y) = new(), data()
+    outs = [model(x) for _ in range(20)]
+    assert modes() == 1
+    train(model, optimizer, x, y, 3)
+    assert modes() == 0 and len(outs) == 20
+    optimizer.detach()
+
+
+# --------------------------------------------------------------------------- two models
+
+
+@pytest.mark.parametrize("rows", [N, 4])
+def test_another_model_is_trained_meanwhile(rows: int) -> None:
+    for loss, refused in ((lambda out, y: F.cross_entropy(out, y), False), (lambda out, y: coupled(out), True)):
+        (first, one), (second, two), (x, y) = new(), new(), data()
+        out = first(x)
+        train(second, two, x[:rows], y[:rows])
+        if refused:
+            with pytest.raises(SampleMixingError):
+                loss(out, y).backward()
+        else:
+            loss(out, y).backward()
+            one.step()
+        one.detach()
+        two.detach()
+
+
+@pytest.mark.parametrize("rows", [N, 4])
+@pytest.mark.parametrize("refused", [True, False])
+def test_two_forwards_then_two_losses(rows: int, refused: bool) -> None:
+    (first, one), (second, two), (x, y) = new(), new(), data()
+    out, other = first(x), second(x[:rows])
+    loss = coupled(out) if refused else F.cross_entropy(out, y)
+    F.cross_entropy(other, y[:rows]).backward()
+    two.step()
+    if refused:
+        with pytest.raises(SampleMixingError):
+            loss.backward()
+    else:
+        loss.backward()
+        one.step()
+    one.detach()
+    two.detach()
+
+
+def test_two_batches_of_one_model() -> None:
+    engine = fastdp.PerSampleGradients(model := nn.Linear(D, C))
+    (x, y), (more, labels) = data(), data(6)
+    for first in (0, 1):
+        losses = [F.cross_entropy(model(x), y), F.cross_entropy(model(more), labels)]
+        losses[first].backward()
+        losses[1 - first].backward()
+        losses = [coupled(model(x)), coupled(model(more))]
+        for loss in (losses[first], losses[1 - first]):
+            with pytest.raises(SampleMixingError):
+                loss.backward()
+    engine.detach()
+
+
+def test_long_after_it_is_warned_of() -> None:
+    (first, one), (second, two), (x, y) = new(), new(), data()
+    out = first(x)
+    train(second, two, x, y, 3)
+    assert modes() == 0
+    with pytest.warns(LossNotFollowedWarning, match="many other forwards"):
+        coupled(out).backward()
+    one.detach()
+    two.detach()
+
+
+def test_what_another_models_output_of_a_past_step_made_is_not_of_this_batch() -> None:
+    """While an older batch is followed again, what comes of the one before it is not taken for its samples."""
+
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.kept = nn.Linear(D, C), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return h if self.kept is None else h + self.kept
+
+    (first, one), (x, y) = new(), data()
+    engine = fastdp.PerSampleGradients(model := Adding())
+    waiting = first(x)
+    out = model(x)
+    F.cross_entropy(out, y).backward()
+    model.kept = out.detach() * 2
+    with pytest.raises(SampleMixingError, match="earlier batch"):
+        F.cross_entropy(model(x), y).backward()
+    assert waiting.requires_grad
+    engine.detach()
+    one.detach()
+
+
+# --------------------------------------------------------------------------- numbers that come back
+
+
+def test_numbers_of_the_batch_that_the_loss_is_computed_with_are_warned_of() -> None:
+    (x, y), caught = data(), []
+    for loss in (
+        lambda out: F.cross_entropy(out * out.abs().max().item(), y),
+        lambda out: (whole := F.cross_entropy(out, y)) / float(whole.detach()),
+        lambda out: F.cross_entropy(out, y) + (rounded := F.cross_entropy(out, y)) * (0.5 if rounded else 1),
+        lambda out: (F.cross_entropy(out, y), out.detach().mean().item(), out.detach().norm().tolist())[0] * 0.3,
+    ):
+        model, optimizer = new()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            loss(model(x)).backward()
+        caught.append(any(issubclass(w.category, BatchReadWarning) for w in found))
+        optimizer.detach()
+    assert caught == [True, True, False, False]  # a branch is left to `verify`; logging is free
