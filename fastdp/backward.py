@@ -304,7 +304,8 @@ class Backward:
             size = use.held_bytes()
         self._tape.uses.append(use)
         self._tape.versions.append(use.versions())
-        self._tape.streams.note(use)
+        if use.operand.device.type != "cpu":
+            self._tape.streams.note(use)
         self.planner.hold(size)
 
     # ------------------------------------------------------------------ its end

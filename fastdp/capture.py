@@ -23,6 +23,7 @@ from .derived import mark_derived
 from .errors import SampleMixingError, UncapturedUseError
 from .layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from .layouts.exposed import GIVING, Exposed
+from .layouts.held import was_filled
 from .layouts.layout import Layout, tag, tag_of
 from .layouts.memory import keep_apart, versions_of, write_unaccounted
 from .layouts.moments import Moment
@@ -235,11 +236,14 @@ class Pass:
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a kind not seen before, or with a parameter among its arguments."""
         parameters, has_data = [], False
+        tensors = tensors_in((args, kwargs))
         self.exposed.check((args, kwargs))
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.is_nested:
+        for tensor in tensors:
+            if id(tensor) in self.tracked and tensor.requires_grad and not was_filled():
+                parameters.append(tensor)
+            elif tensor.is_nested:
                 refuse_ragged(tensor, f"an argument of {self.place(function_name(func))}")
-            if self.batch > 1 and look_at(self, tensor, func) is not None:
+            elif self.batch > 1 and look_at(self, tensor, func) is not None:
                 has_data = True
             elif self.is_parameter(tensor):
                 parameters.append(tensor)

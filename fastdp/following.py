@@ -43,6 +43,7 @@ from .stance import PLAINLY
 from .watch import Owner
 
 _HERE = threading.local()
+_GRADIENTS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__))  # type: ignore[union-attr]
 _WAITING = 4  # batches, at most, that are followed later on
 
 
@@ -97,6 +98,8 @@ class Following(TorchFunctionMode):
         if self.over or func is torch.autograd.grad:
             return func(*args, **kwargs)
         if args and isinstance(args[0], nn.Parameter):
+            if func in _GRADIENTS:
+                return func(*args, **kwargs)  # zero_grad(), clipping, logging
             note_parameter(args[0])
         if inquires(func):
             out = func(*args, **kwargs)
@@ -345,10 +348,15 @@ def handed_out(batch: Any, size: int) -> None:
 sampling.tell_of_batches(handed_out)
 
 
-def handed_out_in(batch: int) -> int:
-    """The number of the moment in which a loader handed out the batch that a forward begins with, in this thread."""
+def present() -> Following | None:
+    """What is followed in this thread and not over."""
     found = current()
-    if found is None or found.over or found.batch != batch:
+    return None if found is None or found.over else found
+
+
+def handed_out_in(found: Following | None, batch: int) -> int:
+    """The number of the moment in which a loader handed out the batch of a forward that began while it was followed."""
+    if found is None or found.batch != batch:
         return 0
     return found.moment.number if found.moment.owner is LOADERS else found.moment.before
 

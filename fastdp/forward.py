@@ -179,7 +179,9 @@ class Forward:
         """The outermost forward; also of a module that checkpointing computes again."""
         backward = self.backward
         recomputing = self.runs_again()
+        followed = following.present()
         if not recomputing:
+            following.pause()  # before all else: what is done here is not the user's
             self._turn.take(backward.thread())
         if not recomputing or not path:
             self._batch = self.batching.samples(args, kwargs)
@@ -194,13 +196,10 @@ class Forward:
         tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
-        before = following.handed_out_in(self._batch)
-        if not recomputing:
-            following.pause()
         moment = self._moments[-1] if recomputing and self._moments else None
         active = Pass(self, self._batch, tracked, not recomputing or not path, self._people, moment)
         if not recomputing:
-            active.moment.before = before
+            active.moment.before = following.handed_out_in(followed, self._batch)
             self._moments.append(active.moment)
             active.moment.token = Token()
         set_moment(active.moment)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from . import moments
 from .held import HELD, LABELS, hold, storage_of
-from .moments import Moment, is_forgotten, is_past, now, pickled, unpickled
+from .moments import Moment, is_forgotten, is_past, pickled, unpickled
 
 ATTRIBUTE = "_fastdp_layout"
 PRESUMED = "_fastdp_presumed"  # on a tensor that was taken for labels: in which batch, and its version then
@@ -204,18 +205,23 @@ def stale_layout(tensor: Tensor, batch: int) -> Layout:
 
 def tag(tensor: Tensor, layout: Layout | None) -> None:
     """Write the layout on the tensor (the Python object)."""
-    if layout is not None:
-        tensor.__dict__[ATTRIBUTE] = layout
-        moment = tensor.__dict__[_MOMENT] = now()
-        view = tensor._is_view()
-        if view:
-            tensor.__dict__[_WHEN] = tensor._version
-        given = INPUT in tensor.__dict__ or PRESUMED in tensor.__dict__
-        tensor.__dict__[_TOKEN] = None if given else moment.token
-        hold(tensor, layout, view, moment if not given else None if INPUT in tensor.__dict__ else LABELS)
-    else:
-        tensor.__dict__.pop(ATTRIBUTE, None)
-        tensor.__dict__.pop(HELD, None)
+    notes = tensor.__dict__
+    if layout is None:
+        notes.pop(ATTRIBUTE, None)
+        notes.pop(HELD, None)
+        return
+    moment = moments.current
+    notes[ATTRIBUTE], notes[_MOMENT] = layout, moment
+    view = tensor._is_view()
+    if view:
+        notes[_WHEN] = tensor._version
+    if INPUT in notes or PRESUMED in notes:
+        notes[_TOKEN] = None
+        hold(tensor, layout, view, None if INPUT in notes else LABELS)
+        return
+    if moment.token is not None or _TOKEN in notes:
+        notes[_TOKEN] = moment.token
+    hold(tensor, layout, view, moment)
 
 
 def layout_on(tensor: Tensor) -> Layout | None:
@@ -225,22 +231,27 @@ def layout_on(tensor: Tensor) -> Layout | None:
 
 
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
-    """The layout written on the tensor, if it speaks of a batch of this size."""
-    layout = layout_on(tensor)
-    if layout is not None and (moment := tensor.__dict__[_MOMENT]) is not now():
-        if is_past(moment):
-            return None if PRESUMED in tensor.__dict__ else stale_layout(tensor, batch)
-        if is_forgotten(moment, layout):
-            layout = None
+    """The layout written on the tensor, if it speaks of a batch of this size. (Asked for many times in every call.)"""
+    notes = tensor.__dict__
+    layout = notes.get(ATTRIBUTE)
+    if layout is not None:
+        if type(layout) is not Layout:
+            layout = unpickled(layout)
+        if layout is not None and (moment := notes[_MOMENT]) is not moments.current:
+            if is_past(moment):
+                return None if PRESUMED in notes else stale_layout(tensor, batch)
+            if is_forgotten(moment, layout):
+                layout = None
     if layout is None or layout.batch != batch:
         return _seen_through(tensor, batch) if not is_lazy(tensor) and tensor._is_view() else None
-    if tensor._is_view() and not layout.mixed:  # samples may have been mixed through another view
-        base = tensor._base
-        known = layout_on(base)  # type: ignore[arg-type]
-        if known is not None and known.batch == batch and known.mixed and known.shifted is None:
-            return layout._replace(mixed=known.mixed)
-        if base.__dict__.get(RELAID, -1) > tensor.__dict__.get(_WHEN, -1):  # type: ignore[union-attr]
-            return _seen_through(tensor, batch)
+    if layout.mixed or not tensor._is_view():
+        return layout
+    base = tensor._base  # samples may have been mixed through another view
+    known = layout_on(base)  # type: ignore[arg-type]
+    if known is not None and known.batch == batch and known.mixed and known.shifted is None:
+        return layout._replace(mixed=known.mixed)
+    if base.__dict__.get(RELAID, -1) > notes.get(_WHEN, -1):  # type: ignore[union-attr]
+        return _seen_through(tensor, batch)
     return layout
 
 

@@ -79,26 +79,26 @@ class Moment:
 
 LOADERS = object()  # the owner of batches that a loader hands out, to whichever engine
 _NOBODYS = Moment()
-_now = _NOBODYS  # the moment of what is tagged now
+current = _NOBODYS  # the moment of what is tagged now
 
 
 def set_moment(moment: Moment | None) -> None:
     """From now on, what is tagged carries samples of this moment's batch."""
-    global _now
+    global current
     moment = _NOBODYS if moment is None else moment
-    if moment.number != _now.number:
+    if moment.number != current.number:
         _PICKLED.clear()
-    _now = moment
+    current = moment
 
 
 def now() -> Moment:
     """The moment of what is tagged now."""
-    return _now
+    return current
 
 
 def is_past(moment: Moment | None) -> bool:
     """Whether a moment is of an earlier batch of the engine that tags now."""
-    if not isinstance(moment, Moment) or moment.owner not in (_now.owner, LOADERS):
+    if not isinstance(moment, Moment) or moment.owner not in (current.owner, LOADERS):
         return False
     parent = moment.parent
     return not moment.alive if parent is None else parent.reached and not parent.alive
@@ -108,9 +108,9 @@ def is_forgotten(moment: Moment | None, layout: Any) -> bool:
     """Whether a tensor with this layout was made of inputs and labels, beside a forward that is over and that no
     backward went through: of unseen origin again. If one goes through both forwards yet, `doubts` tells."""
     parent = moment.parent if isinstance(moment, Moment) else None
-    if parent is None or parent.reached or parent is _now or moment is _now:
+    if parent is None or parent.reached or parent is current or moment is current:
         return False
-    here = _now.parent or _now
+    here = current.parent or current
     if parent is here:
         return False
     if parent.alive and not layout.plain:

@@ -88,7 +88,7 @@ class Use:
 
     def versions(self) -> int:
         """Grows with every write in place to what the use holds."""
-        return sum(t._version for t in self.holds() if not t.is_inference())
+        return sum([t._version for t in self.holds() if not t.is_inference()])
 
     @property
     def short(self) -> bool:
