@@ -304,8 +304,7 @@ class Backward:
             size = use.held_bytes()
         self._tape.uses.append(use)
         self._tape.versions.append(use.versions())
-        if use.operand.device.type != "cpu":
-            self._tape.streams.note(use)
+        self._tape.streams.note(use)
         self.planner.hold(size)
 
     # ------------------------------------------------------------------ its end

@@ -7,6 +7,7 @@ handed out last, so that the optimizer knows when a logical batch is complete; s
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import secrets
 from collections import deque
@@ -44,14 +45,22 @@ class PhysicalBatch(NamedTuple):
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
 _MOMENTS = itertools.count()
 _TELL: list[Callable[[Any, int], None]] = []
+_WAITING = -1  # the number of a batch that is none, as nothing is in hand yet; one less each time it is asked for
 _ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advanced last at the end
 _WATCHED: dict[int, Watch] = {}  # the same iterators
 
 
 def current(loader: int | None = None) -> PhysicalBatch | None:
     """The physical batch whose loop body is running: of this loader, or of the one that advanced last."""
-    found = [batch for batch in _ACTIVE.values() if loader is None or batch.loader == loader]
-    return found[-1] if found else None
+    found = [(key, batch) for key, batch in _ACTIVE.items() if loader is None or batch.loader == loader]
+    if found and found[-1][1].physical < 0:
+        key, batch = found[-1]
+        asked = -batch.physical
+        _ACTIVE[key] = batch._replace(physical=batch.physical - 1)
+        if asked & (asked - 1) == 0:  # the first, second, fourth ... time
+            gc.collect()  # a pass that an error has ended, perhaps, which only its traceback's cycle keeps
+            found = [(key, batch) for key, batch in found if key in _ACTIVE]
+    return found[-1][1] if found else None
 
 
 def train(batch: PhysicalBatch, missed: Missed, stepped: bool = False) -> None:
@@ -259,7 +268,7 @@ def new_pass() -> int:
 
 def wait(mine: int, loader: PoissonLoader) -> None:
     """Batches of this pass are fetched, and none may be trained on until it is said which is in hand."""
-    nothing = PhysicalBatch(id(loader), -1, -1, -1, False, loader.sample_rate, loader.expected_batch_size)
+    nothing = PhysicalBatch(id(loader), -1, _WAITING, -1, False, loader.sample_rate, loader.expected_batch_size)
     _ACTIVE[mine] = nothing._replace(skipped=True, taken=True, moment=now())
 
 
