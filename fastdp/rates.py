@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
-from collections import Counter
 from typing import Any, NamedTuple
 
 from torch.utils.data import SubsetRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-_IN_VAIN: Counter[tuple[float, int]] = Counter()  # how often there was no DataLoader at such a rate and batch
-_OFTEN = 3  # looking takes 20 ms: programs that make hundreds of optimizers (fastdp.audit) do not wait for that
+# References to each class of iterators when there were none of it: looking takes 20 ms and more, and programs that make
+# hundreds of optimizers (fastdp.audit) need not wait for that while there are no more references than these.
+_WITHOUT: dict[type, int] = {}
 
 
 class _Open(NamedTuple):
@@ -51,14 +52,17 @@ class Rate:
             self._warn(
                 rate, f"expected_batch_size={expected:g} was given with it, and the first batch has {batch} samples"
             )
-        elif _IN_VAIN[rate, batch] < _OFTEN:
+        else:
             self._first(rate, batch)
 
     def _first(self, rate: float, batch: int) -> None:
-        kinds = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
+        kinds: list[type] = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
+        if all(sys.getrefcount(kind) <= _WITHOUT.get(kind, -1) for kind in kinds):
+            self._looks = 3
+            return
         iterators = [item for item in gc.get_referrers(*kinds) if isinstance(item, _BaseDataLoaderIter)]
         if not iterators:
-            _IN_VAIN[rate, batch] += 1
+            _WITHOUT.update((kind, sys.getrefcount(kind)) for kind in kinds)
         found = [_open(item, batch) for item in iterators if getattr(item, "_num_yielded", 0)]
         said = {_is_low(rate, batch, item.records) for item in found}
         if len(said) == 1:
