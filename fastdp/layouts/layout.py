@@ -26,6 +26,7 @@ _MOMENT = "_fastdp_moment"  # of the batch whose samples a tagged tensor carries
 _TOKEN = "_fastdp_token"  # of that batch's moment
 RELAID = "_fastdp_relaid"  # version at which a tensor's memory got other rows: what its views said before is past
 _WHEN = "_fastdp_tagged_at"  # version at which a view was tagged
+COUNTED = "_fastdp_counted"  # on a tensor: one of its sizes, which the data of several samples made
 NOBODY = -1  # owner of memory that no sample was written to
 
 

@@ -14,7 +14,7 @@ from .along import along
 from .calls import Call, tensors_in
 from .chosen import found_in
 from .coordinates import mark_coordinates
-from .layout import Layout, tag
+from .layout import COUNTED, Layout, tag
 from .propagate import RULES, ask, combined, rule, spellings
 from .shapes import elementwise
 from .trial import Tags
@@ -114,7 +114,9 @@ def _looked_up(call: Call) -> Tags:
 
 @rule(F.one_hot)
 def _one_hot(call: Call) -> Tags:
-    """A dimension more, behind."""
+    """A dimension more, behind; as long as the largest label of the batch asks for, if its length is not given."""
+    if call.argument(1, "num_classes") in (None, -1):
+        call.out.__dict__[COUNTED] = call.out.size(-1)
     return [(call.out, call.layout(call.args[0]))]
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call, function_name
-from .layout import layout_on
+from .layout import COUNTED, layout_on
 from .positions import is_random, made_in_sight
 
 T = torch.Tensor
@@ -72,6 +72,8 @@ class Sizes:
         while frame is not None and not frame.f_code.co_filename.startswith(_NOT_USERS):
             self._codes.add(frame.f_code)  # and whoever asks by functions of his own
             frame = frame.f_back  # type: ignore[assignment]
+        if COUNTED in tensor.__dict__:
+            self._told[tensor.__dict__[COUNTED]] = "the largest label in the batch"
         if layout.order is not None or (layout.places and layout.mixed) or (layout.mixed and not layout.total):
             numbers = found if isinstance(found, tuple) else (found,)
             for number in numbers:
@@ -100,7 +102,7 @@ class Sizes:
         out.__dict__[_NUMBER] = number
         if self._codes and _ORIGIN not in out.__dict__:
             found = next((what for told, what in self._sources(self._batch) if _same(float(number), told)), None)
-            if found is not None and not _is_written(number, self._codes):
+            if found is not None and (number in self._told or not _is_written(number, self._codes)):
                 out.__dict__[_ORIGIN] = found
 
     def has_told(self, number: float) -> bool:
@@ -149,7 +151,7 @@ class Sizes:
         if not what:
             return "", False
         certain = before[0] != source and before[1] != number
-        if not certain and _is_written(number, self._codes):
+        if not certain and source == call.batch and _is_written(number, self._codes):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain
 
@@ -180,17 +182,36 @@ class Sizes:
 
 
 def _is_written(number: float, asking: Iterable[CodeType]) -> bool:
-    """Whether the code that computes with a number has it written down, or its module keeps it as an attribute, which
-    neither this code nor the one that asked for sizes assigns."""
+    """Whether the line that computes with a number has it written down, or names an attribute of a module that is that
+    number, and that neither this code nor the one that asked for sizes assigns."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
     if frame is None:
         return False
-    modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
+    constants, names = _lines_of(frame.f_code).get(frame.f_lineno, ((), ()))
+    if number in constants or abs(number) in constants:
+        return True
     stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
-    own = [value for module in modules for name, value in module.__dict__.items() if name not in stored]
-    return any(_is_number(value) and value == number for value in (*frame.f_code.co_consts, *own))
+    modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
+    own = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
+    return any(_is_number(value) and value == number for value in own)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lines_of(code: CodeType) -> dict[int, tuple[list[float], list[str]]]:
+    """By line: the numbers that it has written down, and the attributes that it names."""
+    found: dict[int, tuple[list[float], list[str]]] = {}
+    line = code.co_firstlineno
+    for step in dis.get_instructions(code):
+        positions = getattr(step, "positions", None)
+        line = (positions.lineno if positions is not None else step.starts_line) or line
+        constants, names = found.setdefault(line, ([], []))
+        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")) and _is_number(step.argval):
+            constants.append(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names.append(step.argval)
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
