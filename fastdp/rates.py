@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import warnings
 import weakref
 from typing import Any, NamedTuple
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import SubsetRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-# References to each class of iterators when there were none of it: looking takes 20 ms and more, and programs that make
-# hundreds of optimizers (fastdp.audit) need not wait for that while there are no more references than these.
-_WITHOUT: dict[type, int] = {}
+# References to each class of iterators when there were none of it, and when that was: looking takes 20 ms and more, and
+# programs that make hundreds of optimizers (fastdp.audit) need not wait for that while there are no more references.
+_WITHOUT: dict[type, tuple[int, float]] = {}
+_SECONDS = 10.0  # as other references to a class may be gone by then
 
 
 class _Open(NamedTuple):
@@ -57,12 +59,14 @@ class Rate:
 
     def _first(self, rate: float, batch: int) -> None:
         kinds: list[type] = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
-        if all(sys.getrefcount(kind) <= _WITHOUT.get(kind, -1) for kind in kinds):
+        now, never = time.monotonic(), (-1, 0.0)
+        known = [(sys.getrefcount(kind), *_WITHOUT.get(kind, never)) for kind in kinds]
+        if all(count <= before and now - when < _SECONDS for count, before, when in known):
             self._looks = 3
             return
         iterators = [item for item in gc.get_referrers(*kinds) if isinstance(item, _BaseDataLoaderIter)]
         if not iterators:
-            _WITHOUT.update((kind, sys.getrefcount(kind)) for kind in kinds)
+            _WITHOUT.update([(kind, (sys.getrefcount(kind), now)) for kind in kinds])
         found = [_open(item, batch) for item in iterators if getattr(item, "_num_yielded", 0)]
         said = {_is_low(rate, batch, item.records) for item in found}
         if len(said) == 1:
