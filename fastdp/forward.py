@@ -63,6 +63,7 @@ class Forward:
         self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo = Memo()
         self._moments: list[Moment] = []  # of forwards that no backward has gone through
+        self._ended: list[Moment] = []  # that of the forward before
         self.reads = Reads(model)
         self.sizes = Sizes()
         self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
@@ -196,7 +197,7 @@ class Forward:
         tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
-        moment = self._moments[-1] if recomputing and self._moments else None
+        moment = self._last_moment() if recomputing else None
         active = Pass(self, self._batch, tracked, not recomputing or not path, self._people, moment)
         if not recomputing:
             active.moment.before = following.handed_out_in(followed, self._batch)
@@ -220,6 +221,11 @@ class Forward:
         block = self.backward.running
         return block if block is not None and block.path == path else None
 
+    def _last_moment(self) -> Moment | None:
+        """Of the forward that is computed again."""
+        known = self._moments or self._ended
+        return known[-1] if known else None
+
     def runs_again(self) -> bool:
         """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
         return torch._C._current_graph_task_id() != -1 or self.backward.collect is not None
@@ -232,7 +238,7 @@ class Forward:
             return
         self._batch = batch
         tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
-        moment = self._moments[-1] if self._moments else None
+        moment = self._last_moment()
         active = self._active = Pass(self, batch, tracked, False, self._people, moment)
         active.stack.append(path)
         tag_inputs(values, batch, self.batching.dim, layouts, self.batching.folded)
@@ -320,6 +326,7 @@ class Forward:
         for moment in self._moments:
             moment.alive = moment.alive and not (moment.reached or moment.survived)
             moment.survived = True
+        self._ended = self._moments[-1:] or self._ended  # norms and sums may compute parts of it again
         self._moments = [moment for moment in self._moments if moment.alive]
         why = next((why for moment in reached for other, why in moment.doubts.items() if other.reached), "")
         if why:

@@ -185,3 +185,29 @@ def test_an_error_elsewhere_does_not_blame_the_checkpointing() -> None:
     fastdp.PerSampleGradients(model)
     with pytest.raises(fastdp.errors.UncapturedUseError, match="in the loss perhaps"):
         (model(torch.randn(6, 6)).square().sum(1).mean() + model.weight.square().sum()).backward()
+
+
+class UnrolledFromZero(nn.Module):
+    """A cell unrolled within the region, from a state made there: what its weights make of that state alone is computed
+    again when norms are taken, after backward has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.cell, self.head = nn.Linear(2, 2), nn.GRUCell(2, 2), nn.Linear(2, 3)
+
+    def region(self, h: torch.Tensor) -> torch.Tensor:
+        state, rows = torch.zeros(len(h), 2), []
+        for t in range(h.shape[1]):
+            state = self.cell(h[:, t], state)
+            rows.append(state)
+        return torch.stack(rows, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.region, self.inp(x), use_reentrant=False).mean(1))
+
+
+def test_a_cell_unrolled_from_a_state_made_in_the_region() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 4, 2), torch.tensor([0, 1, 2, 0, 1])
+    report = fastdp.verify(UnrolledFromZero(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y))
+    assert report.ok, str(report)

@@ -98,8 +98,8 @@ def now() -> Moment:
 
 def is_past(moment: Moment | None) -> bool:
     """Whether a moment is of an earlier batch of the engine that tags now."""
-    if not isinstance(moment, Moment) or moment.owner not in (current.owner, LOADERS):
-        return False
+    if not isinstance(moment, Moment) or moment is current or moment.owner not in (current.owner, LOADERS):
+        return False  # (the present one may be over, where norms have a part of its forward computed again)
     parent = moment.parent
     return not moment.alive if parent is None else parent.reached and not parent.alive
 
