@@ -56,7 +56,8 @@ def _joined(call: Call, tensors: list[Tensor], dim: int) -> Tags:
             return [(call.out, combined(call, call.out, "joins rows of different samples"))]
         known.append(layout)
     device = call.out.device
-    piece, problem = (None, "") if single else joined_rows(known)
+    parts = [found for tensor in tensors if (found := call.layout(tensor)) is not None] if single else known
+    piece, problem = joined_rows(parts)  # of single samples that went different ways a note is left
     if problem:
         return [(call.out, combined(call, call.out, problem))]
     owner = torch.cat([layout.owners(device) for layout in known])
