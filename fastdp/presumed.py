@@ -194,7 +194,7 @@ class Labels:
         indices = [t for t in given if t is not table]
         known = [layout for t in indices if (layout := tag_of(t, self.batch)) is not None]
         layout = tag_of(table, self.batch)
-        if not known or any(found.mixed for found in known) or layout is None or layout.mixed:
+        if not known or any(found.mixed or found.places for found in known) or layout is None or layout.mixed:
             return False
         if origin.order is not None or any(root in self._met for root in origin.roots):
             return False
