@@ -60,6 +60,21 @@ AT_ONCE = {
 }
 
 
+def test_the_length_of_one_hot_is_the_batchs() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(D, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return self.b(self.a(x) * F.one_hot(labels).shape[1])
+
+    optimizer = fastdp.DPSGD(model := Counting(), lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    with pytest.warns(BatchReadWarning, match="largest label"):
+        model(torch.randn(7, D), torch.tensor([0, 1, 8, 2, 1, 0, 3]))
+    optimizer.detach()
+
+
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_numbers_followed_through_tensors_are_warned_of(name: str) -> None:
     assert warned(AT_ONCE[name], [7])

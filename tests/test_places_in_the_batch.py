@@ -53,6 +53,25 @@ BY_PLACE |= {
 }
 
 
+UNKEPT = torch.randn(20, C, generator=torch.Generator().manual_seed(3))  # of the user's, not the model's
+BY_PLACE |= {
+    f"a table {how}": made
+    for how, made in {
+        "copied": lambda m, h: h + m.table.clone()[: len(h)],
+        "scaled": lambda m, h: h + (2 * m.table)[: len(h)],
+        "normalised": lambda m, h: h + F.normalize(m.table, dim=-1)[: len(h)] * 9,
+        "by numbers": lambda m, h: h + (m.table * 4)[torch.arange(len(h))],
+        "looked up": lambda m, h: h + F.embedding(torch.arange(len(h)), m.table * 4),
+        "in bags": lambda m, h: h + F.embedding_bag(torch.arange(2 * len(h)).view(-1, 2), m.table * 4),
+        "narrowed": lambda m, h: h + (m.table + 0).narrow(0, 0, len(h)),
+        "rolled": lambda m, h: h + m.table.roll(1, 0)[: len(h)],
+        "by a product": lambda m, h: h + F.one_hot(torch.arange(len(h)), 20).to(h) @ m.table,
+        "of parameters": lambda m, h: h + (m.w * 4)[: len(h)],
+        "of nobody": lambda m, h: h + UNKEPT[: len(h)],
+    }.items()
+}
+
+
 def mask_of(size):
     mask = torch.zeros(size, 1, dtype=torch.bool)
     mask[0] = True
@@ -86,6 +105,11 @@ def test_numbers_by_place_are_refused(name: str) -> None:
 def test_what_is_the_same_for_every_sample_is_exact(name: str) -> None:
     (found,) = run(NOT_BY_PLACE[name])
     torch.testing.assert_close(found.double(), truth(NOT_BY_PLACE[name]), rtol=1e-5, atol=1e-6)
+
+
+def test_two_halves_of_one_sample_each_are_warned_of() -> None:
+    with pytest.warns(BatchReadWarning, match="place in the batch"):
+        run(BY_PLACE["halves"], sizes=(2,))
 
 
 WARNED = {

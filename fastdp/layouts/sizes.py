@@ -110,7 +110,7 @@ class Sizes:
         neither written down there as a constant, nor a fraction, which no size is."""
         frame: Any = sys._getframe(2) if self._codes and number == int(number) else None
         while frame is not None:
-            if not _is_ours(frame.f_code.co_filename) and _writes(frame, number):
+            if not _is_ours(frame.f_code.co_filename) and _stands_in(frame, number, self._codes):
                 return False
             if frame.f_code in self._codes:
                 return True
@@ -182,35 +182,40 @@ class Sizes:
 
 
 def _is_written(number: float, asking: Iterable[CodeType]) -> bool:
-    """Whether the line that computes with a number has it written down, or names an attribute of a module that is that
-    number, and that neither this code nor the one that asked for sizes assigns."""
+    """Whether the line that computes with a number has it written down."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
-    if frame is None:
-        return False
-    constants, names = _lines_of(frame.f_code).get(frame.f_lineno, ((), ()))
-    if number in constants or abs(number) in constants:
-        return True
+    return frame is not None and _stands_in(frame, number, asking)
+
+
+def _stands_in(frame: Any, number: float, asking: Iterable[CodeType]) -> bool:
+    """Whether the line at which a frame is has a number written down, or names a global that is this number, or an
+    attribute of a module that neither this code nor the one that asked for sizes assigns."""
+    constants, names, globals_ = _lines_of(frame.f_code).get(frame.f_lineno, ((), (), ()))
     stored = frozenset().union(*[_stored_by(code) for code in {frame.f_code, *asking}])
     modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
-    own = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
-    return any(_is_number(value) and value == number for value in own)
+    known = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
+    if frame.f_locals is not frame.f_globals:  # else a script, whose names are all global
+        known += [frame.f_globals.get(name) for name in globals_]
+    return any(_is_number(value) and abs(value) == abs(number) for value in (*constants, *known))
 
 
 @functools.lru_cache(maxsize=1024)
-def _lines_of(code: CodeType) -> dict[int, tuple[list[float], list[str]]]:
-    """By line: the numbers that it has written down, and the attributes that it names."""
-    found: dict[int, tuple[list[float], list[str]]] = {}
+def _lines_of(code: CodeType) -> dict[int, tuple[list[float], list[str], list[str]]]:
+    """By line: the numbers that it has written down, the attributes and the globals that it names."""
+    found: dict[int, tuple[list[float], list[str], list[str]]] = {}
     line = code.co_firstlineno
     for step in dis.get_instructions(code):
         positions = getattr(step, "positions", None)
         line = (positions.lineno if positions is not None else step.starts_line) or line
-        constants, names = found.setdefault(line, ([], []))
+        constants, names, globals_ = found.setdefault(line, ([], [], []))
         if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")) and _is_number(step.argval):
             constants.append(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             names.append(step.argval)
+        elif step.opname == "LOAD_GLOBAL":
+            globals_.append(step.argval)
     return found
 
 
@@ -222,17 +227,6 @@ def _stored_by(code: CodeType) -> frozenset[str]:
 
 def _is_ours(name: str) -> bool:
     return name.endswith(_LIBRARY) or name.startswith(_HERE)
-
-
-def _writes(frame: Any, number: float) -> bool:
-    """Whether a number stands in the code of a frame, or in a global name that it reads."""
-    code = frame.f_code
-    if any(_is_number(value) and abs(value) == abs(number) for value in code.co_consts):
-        return True
-    if frame.f_locals is frame.f_globals:  # a script, whose names are all global
-        return False
-    known = (frame.f_globals.get(name) for name in code.co_names)
-    return any(_is_number(value) and abs(value) == abs(number) for value in known)
 
 
 def _is_number(value: Any) -> bool:
