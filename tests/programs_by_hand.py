@@ -13,6 +13,30 @@ import fastdp
 D, C = 5, 4
 
 
+class WithLoss(nn.Module):
+    """One layer, and a loss within the model."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(D, C), loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.layer(x), labels)
+
+
+def assert_norms_of_single_samples(model: nn.Module, x: Tensor, labels: Tensor) -> None:
+    """The engine's norms, of one backward through the model's loss, are those of each sample by itself."""
+    engine = fastdp.PerSampleGradients(model)
+    model(x, labels).backward()
+    found = engine.norms()
+    engine.detach()
+    for i in range(len(x)):
+        model.zero_grad()
+        model(x[i : i + 1], labels[i : i + 1]).backward()
+        want = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None) ** 0.5
+        assert abs(float(found[i]) - float(want)) < 1e-4 * float(want) + 1e-6
+
+
 class Program(nn.Module):
     """One layer, and a forward to choose."""
 

@@ -16,7 +16,7 @@ from fastdp.errors import LossReductionWarning, SampleMixingError
 from fastdp.layouts import held
 from fastdp.layouts.layout import Layout
 
-from .programs_by_hand import C, D, Program, run, truth
+from .programs_by_hand import C, D, Program, WithLoss, assert_norms_of_single_samples, run, truth
 
 PERMUTED = torch.tensor([3, 1, 5, 0, 2, 4])
 WEIGHTS = torch.tensor([0.1, 3.0, 1.0, 0.5])
@@ -92,22 +92,11 @@ def test_coupled_losses_are_refused(name: str, inside: bool) -> None:
     with pytest.raises(SampleMixingError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if inside:
-            model = Labelled(loss)
+            model = WithLoss(loss)
             fastdp.PerSampleGradients(model)
             model(torch.randn(6, D), labels).backward()
         else:
             run(same, lambda out, _: loss(out, labels))
-
-
-class Labelled(nn.Module):
-    """A model that returns its loss."""
-
-    def __init__(self, loss):
-        super().__init__()
-        self.layer, self.loss = nn.Linear(D, C), loss
-
-    def forward(self, x, labels):
-        return self.loss(self.layer(x), labels)
 
 
 @pytest.mark.parametrize("name", APART)
@@ -121,16 +110,7 @@ def test_sums_of_single_losses_are_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", APART)
 def test_they_are_exact_within_the_model(name: str) -> None:
-    model, labels, x = Labelled(APART[name]), torch.tensor([0, 1, 2, 3, 1, 0]), torch.randn(6, D)
-    engine = fastdp.PerSampleGradients(model)
-    model(x, labels).backward()
-    found = engine.norms()
-    engine.detach()
-    for i in range(6):
-        model.zero_grad()
-        model(x[i : i + 1], labels[i : i + 1]).backward()
-        want = sum(p.grad.square().sum() for p in model.parameters()) ** 0.5
-        assert abs(float(found[i]) - float(want)) < 1e-4 * float(want) + 1e-6
+    assert_norms_of_single_samples(WithLoss(APART[name]), torch.randn(6, D), torch.tensor([0, 1, 2, 3, 1, 0]))
 
 
 @pytest.mark.parametrize(

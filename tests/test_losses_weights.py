@@ -12,7 +12,7 @@ from torch import nn
 import fastdp
 from fastdp.errors import LossNotFollowedWarning, LossReductionWarning, SampleMixingError
 
-from .programs_by_hand import C, D, run, truth
+from .programs_by_hand import C, D, WithLoss, assert_norms_of_single_samples, run, truth
 
 CLASSES = torch.tensor([0.1, 3.0, 1.0, 0.5])
 TABLE = torch.randn(C, 3, generator=torch.Generator().manual_seed(0))
@@ -124,24 +124,7 @@ def test_constants_and_each_samples_own_are_exact(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in APART if "gather" in name or "take" in name or "index" in name])
 def test_tables_are_looked_up_within_the_model(name: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(D, C)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return APART[name](self.layer(x), y)
-
-    model, x, y = Model(), torch.randn(5, D), torch.tensor([0, 3, 1, 1, 2])
-    engine = fastdp.PerSampleGradients(model)
-    model(x, y).backward()
-    found = engine.norms()
-    engine.detach()
-    for i in range(5):
-        model.zero_grad()
-        model(x[i : i + 1], y[i : i + 1]).backward()
-        want = sum(p.grad.square().sum() for p in model.parameters()) ** 0.5
-        assert abs(float(found[i]) - float(want)) < 1e-4 * float(want) + 1e-6
+    assert_norms_of_single_samples(WithLoss(APART[name]), torch.randn(5, D), torch.tensor([0, 3, 1, 1, 2]))
 
 
 # --------------------------------------------------------------------------- labels in another order
