@@ -4,7 +4,8 @@ Importing the package registers the layout rules.
 """
 
 from . import along, routing, rows, shapes, written  # noqa: F401
-from .layout import Layout, reshaped, samplewise, tag, tag_of
+from .layout import Layout, tag, tag_of
 from .propagate import propagate
+from .rearranged import reshaped, samplewise
 
 __all__ = ["Layout", "propagate", "reshaped", "samplewise", "tag", "tag_of"]

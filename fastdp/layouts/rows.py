@@ -11,10 +11,11 @@ from .alone import JOINING, REACHING
 from .calls import Call, tensors_in
 from .chosen import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
 from .coordinates import is_position_within
-from .layout import Layout, is_one, reshaped
+from .layout import Layout, is_one
 from .pieces import cut
 from .positions import WHY, is_constant, rows_alike
 from .propagate import PICKING, ask, combined, one_row, rule
+from .rearranged import reshaped
 from .trial import Tags
 
 T = torch.Tensor

@@ -9,9 +9,10 @@ from .alone import numbers_in
 from .calls import Call, tensors_in
 from .coordinates import keep_coordinates
 from .counted import note_groups, repeated
-from .layout import Layout, reshaped
+from .layout import Layout
 from .positions import by_place, was_by_place
 from .propagate import ask, by_place_layout, combined, has_data_beside_first, rule, spellings
+from .rearranged import reshaped
 from .targets import note_shape
 from .trial import UNCHECKED, Tags
 

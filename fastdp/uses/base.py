@@ -18,8 +18,9 @@ from ..clock import Clock
 from ..costs import Segments, Shape
 from ..errors import BatchLayoutError, SampleMixingError, StepError
 from ..layouts.calls import tensors_in
-from ..layouts.layout import Layout, samplewise, tag, tag_of
+from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.positions import WHY, by_place, is_random, rows_alike
+from ..layouts.rearranged import samplewise
 from ..links import link_of
 from ..ops.bounds import enlarged
 from ..ops.common import accumulate, chunks, exactly
