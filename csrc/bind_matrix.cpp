@@ -50,10 +50,10 @@ void enlarge_by_data(const Matrix &a, const Matrix &g, std::int64_t batch, std::
                            pointer<double>(bound), threads);
 }
 
-void enlarge_by_blocks(std::uintptr_t parts, std::int64_t batch, std::int64_t blocks, double units, double tolerance,
-                       std::uintptr_t norm_sq, std::uintptr_t bound) {
-    fastdp_enlarge_by_blocks(pointer<const double>(parts), batch, blocks, units, tolerance, pointer<double>(norm_sq),
-                             pointer<double>(bound));
+std::int64_t doubted_by_blocks(std::uintptr_t parts, std::int64_t batch, std::int64_t blocks, double units,
+                               double tolerance, std::uintptr_t norm_sq, std::uintptr_t bound) {
+    return fastdp_doubted_by_blocks(pointer<const double>(parts), batch, blocks, units, tolerance,
+                                    pointer<const double>(norm_sq), pointer<double>(bound));
 }
 
 std::int64_t routed_jobs(std::uintptr_t starts, std::int64_t segments, std::int64_t longest, std::int64_t inputs,
@@ -140,7 +140,7 @@ void bind_matrix(py::module_ &module) {
     module.def("direct_parts", &fastdp_direct_parts, "doubles in `parts`");
     module.def("linear_direct", &linear_direct, "squared norms from the elements of the gradients");
     module.def("enlarge_by_data", &enlarge_by_data, "norms enlarged by the rounding of sums over such data");
-    module.def("enlarge_by_blocks", &enlarge_by_blocks, "the same, of the `parts` of the gram route");
+    module.def("doubted_by_blocks", &doubted_by_blocks, "how many norms may need that, by the parts of the gram route");
     module.def("routed_scratch", &fastdp_routed_scratch, "bytes of scratch a thread");
     module.def("routed_jobs", &routed_jobs, "fills `first`; returns how many times 4 doubles `parts` holds");
     module.def("routed_norm", &routed_norm, "squared norms of segments; returns how many were in doubt");

@@ -126,13 +126,16 @@ void fastdp_linear_direct(const fastdp_matrix *a, const fastdp_matrix *g, int64_
                           double *norm_sq, double *parts, void *scratch, int threads);
 
 /* Norms of G_b = sum over `rows` rows of g_t a_t^T enlarged by what rounding may do to such sums (csrc/cpu/bounds.cpp):
- * bound[b] = units |a_b| |g_b|, and where that is more than tolerance of the norm, the norm grows by the rest. The sizes
- * |a_b| and |g_b| are taken of the data, or of the `parts` that fastdp_linear_gram has left.
+ * bound[b] = units sum_t |a_t| |g_t|, and where that is more than tolerance of the norm, the norm grows by the rest.
  */
 void fastdp_enlarge_by_data(const fastdp_matrix *a, const fastdp_matrix *g, int64_t batch, int64_t rows, double units,
                             double tolerance, double *norm_sq, double *bound, int threads);
-void fastdp_enlarge_by_blocks(const double *parts, int64_t batch, int64_t blocks, double units, double tolerance,
-                              double *norm_sq, double *bound);
+
+/* Of how many samples units |a_b| |g_b|, which is as much or more and stands in the `parts` that fastdp_linear_gram has
+ * left, is more than tolerance of the norm (or no number). bound[b]: that.
+ */
+int64_t fastdp_doubted_by_blocks(const double *parts, int64_t batch, int64_t blocks, double units, double tolerance,
+                                 const double *norm_sq, double *bound);
 
 /* Rows of many samples, each multiplied with one of several matrices: segment s is rows [starts[s], starts[s + 1]) of
  * a [S,I] and g [S,O] (batch strides are not read), all of one sample and one matrix. norm_sq[s] is the squared norm of

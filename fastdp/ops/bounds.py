@@ -54,15 +54,17 @@ def is_small(norm_sq: Tensor, bound: Tensor) -> bool:
 
 
 def units_of_products(a: Tensor, g: Tensor) -> float:
-    """The bound of `of_products` as a share of |a| |g|."""
+    """The bound of `of_products` as a share of sum_t |a_t| |g_t|."""
     return roundings(a.size(1), min(a.size(2), g.size(2)) > 1) * unit(a)
 
 
 def of_products(a: Tensor, g: Tensor) -> Tensor | None:
-    """The bound [B] for sum_t g_t a_t^T, a [B,T,I] and g [B,T,O]: sum_t |g_t| |a_t| <= |g| |a|. None: no sum at all."""
+    """The bound [B] for sum_t g_t a_t^T, a [B,T,I] and g [B,T,O], by sum_t |g_t| |a_t|. None: no sum at all."""
     if a.size(1) <= 1 or a.numel() == 0 or g.numel() == 0:
         return None
-    return (square_sum(a) * square_sum(g)).sqrt_() * units_of_products(a, g)
+    wide = [torch.complex128 if rows.is_complex() else torch.float64 for rows in (a, g)]
+    sizes = [torch.linalg.vector_norm(rows, dim=2, dtype=kind) for rows, kind in zip((a, g), wide, strict=True)]
+    return (sizes[0] * sizes[1]).sum(1) * units_of_products(a, g)
 
 
 def of_segments(a: Tensor, g: Tensor, starts: Tensor, batch: int) -> Tensor:

@@ -207,8 +207,8 @@ def bounded_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "aut
     built = _is_compiled(_norm_sq_op, x) and compiled.takes(x, g) and x.numel() and g.numel()
     if built and gram:
         found, parts = _compiled_gram(x, g, geometry)
-        linear.enlarge_by_blocks(found, parts, bounds.roundings(positions) * bounds.unit(x))
-        return found
+        bound, doubted = linear.bound_by_blocks(found, parts, bounds.roundings(positions) * bounds.unit(x))
+        return bounds.enlarged(found, bound) if doubted else found
     if built and positions > 1 and x.is_contiguous() and g.is_contiguous():
         found = norm_sq(x, g, geometry, method)
         a, rows = x.flatten(1).unsqueeze(1), g.flatten(1).unsqueeze(1)

@@ -241,31 +241,33 @@ def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tenso
         units = bounds.units_of_products(a, g)
         if method == "gram" or (method == "auto" and compiled_gram_is_cheaper(a.size(1), a.size(2), g.size(2))):
             found, parts = _compiled_gram_and_parts(a, g)
-            return found, enlarge_by_blocks(found, parts, units)
+            bound, doubted = bound_by_blocks(found, parts, units)
+            return found, enlarge_by_data(found, a, g, units) if doubted else bound
         found = _compiled_direct(a, g)
         return found, enlarge_by_data(found, a, g, units)
     found = linear_norm_sq(a, g, method, dtype=torch.float64)
     if a.device.type != "cpu" and method == "gram" and a.size(1) <= bounds.BLOCK:
         return found, None  # enlarged there by what cancels, which is more than the bound
-    bound = bounds.of_products(a, g)
-    return bounds.enlarged(found, bound), bound
+    products = bounds.of_products(a, g)
+    return bounds.enlarged(found, products), products
 
 
-def enlarge_by_blocks(norm_sq: Tensor, parts: Tensor, units: float) -> Tensor:
-    """Enlarge norms [B] in place by what rounding may do (`fastdp.ops.bounds`), and return that bound [B].
+def bound_by_blocks(norm_sq: Tensor, parts: Tensor, units: float) -> tuple[Tensor, int]:
+    """A bound [B] for what rounding may do to the sums (`fastdp.ops.bounds`), and of how many samples it is so large
+    that the norm may have to be enlarged.
 
     parts: what the compiled kernel of the gram route has left of each block; units: `bounds.units_of_products`.
     """
     batch, bound = norm_sq.numel(), torch.empty_like(norm_sq)
-    compiled.module().enlarge_by_blocks(
+    doubted = compiled.module().doubted_by_blocks(
         parts.data_ptr(), batch, parts.numel() // (GRAM_PARTS * batch), units, bounds.TOLERANCE, norm_sq.data_ptr(),
         bound.data_ptr(),
     )  # fmt: skip
-    return bound
+    return bound, doubted
 
 
 def enlarge_by_data(norm_sq: Tensor, a: Tensor, g: Tensor, units: float) -> Tensor:
-    """The same of sums over the data a [B,T,I] and g [B,T,O]."""
+    """Enlarge norms [B] in place by what rounding may do to sums over a [B,T,I] and g [B,T,O]; return the bound."""
     bound = torch.empty_like(norm_sq)
     compiled.module().enlarge_by_data(
         compiled.matrix(a), compiled.matrix(g), *a.shape[:2], units, bounds.TOLERANCE, norm_sq.data_ptr(),
