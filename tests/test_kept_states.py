@@ -48,6 +48,26 @@ def test_states_of_earlier_batches_are_refused(name: str, sizes: tuple[int, ...]
         run(keeping(*STATES[name]), sizes=sizes)
 
 
+MADE_ONCE = {
+    "cast": lambda h, kept: kept.to(h) if kept is not None else torch.linspace(-1, 1, h.size(1)),
+    "cast by type": lambda h, kept: kept.type_as(h) if kept is not None else torch.linspace(-1, 1, h.size(1)),
+    "of the data's dtype": lambda h, kept: h.new_ones(h.size(1)) if kept is None else kept,
+    "of the data's shape": lambda h, kept: torch.ones_like(h[0]).cumsum(0) if kept is None else kept,
+}
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (2, 1, 2), (4, 4, 1, 4)])
+@pytest.mark.parametrize("name", MADE_ONCE)
+def test_constants_made_once_are_no_state(name: str, sizes: tuple[int, ...]) -> None:
+    """A batch of one, as Poisson sampling draws it, makes no data of them."""
+
+    def forward(model, h):
+        model.kept = MADE_ONCE[name](h, getattr(model, "kept", None))
+        return h * MADE_ONCE[name](h, model.kept)
+
+    run(forward, sizes=sizes)
+
+
 def test_the_input_of_an_earlier_batch_is_one_too() -> None:
     class Echo(nn.Module):
         def __init__(self):

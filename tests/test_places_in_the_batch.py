@@ -107,6 +107,13 @@ def test_what_is_the_same_for_every_sample_is_exact(name: str) -> None:
     torch.testing.assert_close(found.double(), truth(NOT_BY_PLACE[name]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("factor", [0, 0.0, 3])
+def test_one_of_two_samples_scaled_by_place_is_warned_of(factor: float) -> None:
+    """By the integer 0 too, with which a sum in Python begins."""
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(lambda m, h: torch.cat([h[:1] * factor, h[1:]]), sizes=(2,))
+
+
 def test_two_halves_of_one_sample_each_are_warned_of() -> None:
     with pytest.warns(BatchReadWarning, match="place in the batch"):
         run(BY_PLACE["halves"], sizes=(2,))

@@ -30,13 +30,8 @@ def of_one_sample(call: Call) -> Tags | None:
     inputs = call.inputs()
     if call.func in REACHING:
         return None
-    if (
-        call.name in _CASTS
-        or (call.name.startswith("new_") and not numbers_in(call))
-        or (call.name in _SHAPED and len(inputs) == 1)
-    ):
-        found = call.layout(call.args[0]) if call.name in _CASTS else None
-        return [(tensor, found) for tensor in tensors_in(call.out)]
+    if (unasked := of_no_numbers(call)) is not None:
+        return unasked
     owners = {owner_of(layout) for _, layout in inputs}
     first = call.layout(call.args[0]) if call.args else None
     picked_by_places = any(layout.places for tensor, layout in inputs if tensor is not call.args[0])
@@ -57,6 +52,22 @@ def of_one_sample(call: Call) -> Tags | None:
     if whose >= 0 and (is_in_place(call.name) or call.name == "__setitem__"):
         layout = _written_view(call, outputs[0], layout)
     return [(tensor, layout) for tensor in outputs]
+
+
+def of_no_numbers(call: Call) -> Tags | None:
+    """Layouts of the results of a call that takes only a dtype, a device or a shape of data; None of any other.
+
+    Without it `mask.to(h)` would be data wherever data has the mask's dtype, since every result of a batch of one is.
+    """
+    if call.name in _CASTS:
+        found = call.layout(call.args[0])
+    elif (call.name.startswith("new_") and not numbers_in(call)) or (
+        call.name in _SHAPED and len(call.inputs()) == 1
+    ):
+        found = None
+    else:
+        return None
+    return [(tensor, found) for tensor in tensors_in(call.out)]
 
 
 def numbers_in(call: Call) -> list[tuple[Tensor, Layout]]:

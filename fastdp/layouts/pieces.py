@@ -85,8 +85,8 @@ def stamped(pieces: Sequence[Piece], func: Any, args: Any, kwargs: Any) -> Piece
 
 def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
     """Note on the results of a call what was done to the parts of the batch among its arguments."""
-    if not _CUT_ONCE or batch <= 1 or is_joining(func) or any(type(item) is int and item == 0 for item in args[1:]):
-        return  # (0 + the first is how Python's sum begins)
+    if not _CUT_ONCE or batch <= 1 or is_joining(func) or _begins_a_sum(func, args):
+        return
     found = [layout for tensor in tensors_in((args, kwargs)) if (layout := tag_of(tensor, batch)) is not None]
     pieces = [layout.piece for layout in found if layout.piece is not None]
     if not pieces or any(layout.total for layout in found):
@@ -105,6 +105,11 @@ def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
             else:  # the function's rule has noted something of its own
                 new = own._replace(past=hash((piece.past, own.past)))
             tag(tensor, layout._replace(piece=new))
+
+
+def _begins_a_sum(func: Any, args: Any) -> bool:
+    """Whether this is 0 + the first, as Python's sum begins."""
+    return function_name(func).strip("_") in ("add", "radd") and any(type(item) is int and item == 0 for item in args)
 
 
 def _write(view: Tensor, batch: int) -> None:

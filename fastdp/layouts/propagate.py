@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import FastDPError
 from . import positions, totals
-from .alone import of_one_sample
+from .alone import of_no_numbers, of_one_sample
 from .calls import Call, tensors_in
 from .counted import counted
 from .guesses import with_guesses
@@ -71,8 +71,12 @@ def propagate(call: Call) -> str:
         if call.func in REFUSING and rule is not None:
             rule(call)
         stale = next((layout.mixed for _, layout in inputs if layout.mixed), "")  # of an earlier batch
-        for tensor in outputs or tensors_in(call.args[0]):
-            tag(tensor, Layout(call.batch, mixed=stale))
+        unasked = of_no_numbers(call)
+        for tensor, layout in unasked or ():
+            tag(tensor, layout)
+        if unasked is None:
+            for tensor in outputs or tensors_in(call.args[0]):
+                tag(tensor, Layout(call.batch, mixed=stale))
         return ""
     kept = next((f for t in (*outputs, *[t for t, _ in inputs]) if (f := format_of(t))), "")
     tags = _layouts_of(call, inputs) if not kept else _layouts_in(kept, call, outputs, inputs)
