@@ -252,7 +252,7 @@ class Pass:
                 if tag_of(tensor, self.batch) is None:
                     self._settle(tensor)
         if parameters and not torch.is_grad_enabled():
-            watch_region(self.forward, self.path, self.batch)
+            watch_region(self.forward, self.path, self.batch, self.moment)
             self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
             for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
                 if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
@@ -260,7 +260,7 @@ class Pass:
                     if where:
                         self._note_use(leaf, f"{self.place(function_name(func))}, {where}")
         elif parameters:
-            watch_region(self.forward, self.path, self.batch)
+            watch_region(self.forward, self.path, self.batch, self.moment)
             if has_data:
                 refuse_numbers_of_data(self, func, parameters)
                 target = args[0] if args and is_in_place(function_name(func)) else None

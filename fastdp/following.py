@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import sampling
 from .activation_hooks import HOOKING, guard_graph, hooked
-from .arguments import nested_tensors
+from .arguments import nested_tensors, tag_inputs
 from .backward import Arrival
 from .errors import SampleMixingError
 from .judging import problem_of
@@ -143,6 +143,12 @@ class Following(TorchFunctionMode):
         if found is not None and id(self.moment) not in moments:
             self.waiting[self.waiting.index(found)] = self.what
             self._turn_to(found)
+
+    def meets_inputs(self, values: Any, dim: int, folded: bool) -> None:
+        """The model runs without gradients on as many samples: they are taken for the batch's, as labels are."""
+        if self.moment.owner is not LOADERS:
+            with torch._C.DisableTorchFunction():
+                tag_inputs(values, self.batch, dim, folded=folded)
 
     def turn(self) -> None:
         """This batch is done: follow the one before it, if it waits and only this backward has passed it by."""

@@ -15,7 +15,7 @@ from .arguments import batch_of, nested_tensors, outputs_apart, packed_sequences
 from .backward import Arrival, Backward, joined_error
 from .capture import Pass
 from .compiled import Switches
-from .errors import BatchLayoutError, ParameterError, SampleMixingError
+from .errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingError
 from .layouts.held import note_parameter
 from .layouts.layout import Layout, tag_of
 from .layouts.memory import look
@@ -27,6 +27,7 @@ from .module_hooks import ModuleHook, numbered
 from .people import People
 from .planner import Planner
 from .reads import Reads
+from .regions import watch_region
 from .replay import Block
 from .stance import PLAINLY
 from .threads import Running, Turn
@@ -163,6 +164,14 @@ class Forward:
             self._enter_inner(here.active, path, module, args, kwargs)
         elif torch.is_grad_enabled() and not (path and _is_constant(module, args, kwargs)):
             here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
+        elif not path and (followed := following.present()) is not None and followed.what.engine() is self:
+            self._evaluate(followed, args, kwargs)
+
+    def _evaluate(self, followed: following.Following, args: Any, kwargs: Any) -> None:
+        """A forward without gradients, while a loss is computed: of a target for it, perhaps."""
+        with contextlib.suppress(FastDPError):  # of inputs that hold no samples
+            if self.batching.samples(args, kwargs) == followed.batch:
+                followed.meets_inputs((args, kwargs), self.batching.dim, self.batching.folded)
 
     def _enter_inner(self, active: Pass, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         active.stack.append(path)
@@ -231,14 +240,14 @@ class Forward:
         return torch._C._current_graph_task_id() != -1 or self.backward.collect is not None
 
     @contextlib.contextmanager
-    def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None]) -> Iterator[None]:
+    def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Moment) -> Iterator[None]:
         """A pass around the second forward of a checkpointed region that takes parameters itself."""
         if self._active is not None or not torch.is_grad_enabled():
             yield
             return
         self._batch = batch
         tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
-        moment = self._last_moment()
+        set_moment(moment)
         active = self._active = Pass(self, batch, tracked, False, self._people, moment)
         active.stack.append(path)
         tag_inputs(values, batch, self.batching.dim, layouts, self.batching.folded)
@@ -277,6 +286,7 @@ class Forward:
                 layout is not None and layout.alone >= 0 for layout in (*before, *layouts)
             )
             why = f"module '{path}' is called for each sample under reentrant checkpointing (use_reentrant=False)"
+            watch_region(self, active.path, self._batch, active.moment, calls=1)
             # called in two ways: which is recomputed cannot be told; a sample's rows must not pass for samples
             # (without reentrance the first forward's records stand, and layouts do not matter)
             layouts = [Layout(self._batch, mixed=why) if alone else None] * len(layouts)

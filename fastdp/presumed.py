@@ -19,7 +19,7 @@ from .layouts.calls import function_name, tensors_in
 from .layouts.chosen import permutes
 from .layouts.held import is_of_model, release
 from .layouts.layout import PRESUMED, Layout, tag, tag_of
-from .layouts.losses import LOSSES
+from .layouts.losses import LOSSES, class_weights
 from .layouts.positions import made_in_sight
 from .layouts.shapes import ELEMENTWISE_NAMES
 
@@ -107,8 +107,15 @@ class Labels:
                 del tensor.__dict__[PRESUMED]
                 if note[1] == tensor._version:  # else what was written to them stands
                     tag(tensor, None)  # the same labels again, in another step
+        weights = class_weights(func, args, kwargs)
+        if isinstance(weights, Tensor) and weights.is_floating_point() and id(weights) not in self._met:
+            origin = self._origin(weights)
+            if origin is not None and origin.roots == {id(weights)} and origin.order is None:
+                self._take_back(weights)  # there are as many classes as samples
         for tensor in self._candidates(func, args, kwargs):
-            if isinstance(tensor, Tensor) and not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
+                continue
+            if not tensor.requires_grad:
                 self._presume(tensor)
 
     def _candidates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
@@ -191,19 +198,23 @@ class Labels:
         table = args[number] if len(args) > number else None
         if not isinstance(table, Tensor) or not table.is_floating_point() or (origin := self._origin(table)) is None:
             return False
-        indices = [t for t in given if t is not table]
+        indices = [t for t in given if t is not table and t.dtype != torch.bool]  # a mask looks nothing up
         known = [layout for t in indices if (layout := tag_of(t, self.batch)) is not None]
         layout = tag_of(table, self.batch)
         if not known or any(found.mixed or found.places for found in known) or layout is None or layout.mixed:
             return False
         if origin.order is not None or any(root in self._met for root in origin.roots):
             return False
+        self._take_back(table)
+        return True
+
+    def _take_back(self, table: Tensor) -> None:
+        """These numbers are no labels after all."""
         for tensor in (table, table._base):
             if tensor is not None and _ORIGIN in tensor.__dict__:
                 release(tensor)
                 tag(tensor, None)
                 del tensor.__dict__[_ORIGIN]
-        return True
 
     def _origin(self, tensor: Tensor) -> Origin | None:
         origin: Origin | None = tensor.__dict__.get(_ORIGIN)

@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 
 from .arguments import nested_tensors
 from .layouts.layout import Layout, tag_of
+from .layouts.moments import Moment
 
 _CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
 _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
@@ -30,27 +31,33 @@ _WRAPPED = "_fastdp_seen"
 class Enters(Protocol):
     """Enters a pass where a region is computed again (`fastdp.forward.Forward`)."""
 
-    def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None]) -> AbstractContextManager[None]:
-        """A pass around a region's second forward; values: its arguments, with the layouts of the first ones."""
+    def again(
+        self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Moment
+    ) -> AbstractContextManager[None]:
+        """A pass around a region's second forward; values: its arguments, with the layouts of the first ones, of the
+        first forward's moment."""
 
     def sees(self, module: nn.Module) -> bool:
         """Whether the module enters a pass itself."""
 
 
-def watch_region(forward: Enters, path: str, batch: int) -> None:
-    """The caller takes a parameter: see to it that a region around it, if there is one, is seen the second time."""
+def watch_region(forward: Enters, path: str, batch: int, moment: Moment, calls: int = 0) -> None:
+    """The caller takes a parameter: see to it that a region around it, if there is one, is seen the second time.
+
+    calls: of modules, that the region may lie around.
+    """
     if torch.is_grad_enabled():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None:
             return
         region, code, name = _frame_of(hooks[0]), _CHECKPOINT, "recompute_fn"
-        found = None if region is None else _arguments(forward, code)
+        found = None if region is None else _arguments(forward, code, calls)
     else:
-        found = _arguments(forward, _REENTRANT)
+        found = _arguments(forward, _REENTRANT, calls)
         region, name = None if found is None else found.get("ctx"), "run_function"
     if region is None or found is None or getattr(getattr(region, name), _WRAPPED, False):
         return
-    setattr(region, name, _seen(forward, path, batch, found["args"], getattr(region, name)))
+    setattr(region, name, _seen(forward, path, batch, moment, found["args"], getattr(region, name)))
 
 
 def _frame_of(pack: Any) -> Any:
@@ -59,13 +66,15 @@ def _frame_of(pack: Any) -> Any:
     return next((cell for cell in cells if isinstance(cell, checkpoint._CheckpointFrame)), None)
 
 
-def _arguments(forward: Enters, code: Any) -> dict[str, Any] | None:
-    """The variables of the innermost call of `code` around the caller; None if a module stands in between."""
+def _arguments(forward: Enters, code: Any, calls: int) -> dict[str, Any] | None:
+    """The variables of the innermost call of `code` around the caller; None if more modules stand in between."""
     for frame in _frames():
         if frame.f_code is code:
             return frame.f_locals
         if frame.f_code is _CALL and forward.sees(frame.f_locals["self"]):
-            return None
+            if not calls:
+                return None
+            calls -= 1
     return None
 
 
@@ -76,12 +85,14 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _seen(forward: Enters, path: str, batch: int, args: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def _seen(
+    forward: Enters, path: str, batch: int, moment: Moment, args: Any, function: Callable[..., Any]
+) -> Callable[..., Any]:
     layouts = [tag_of(tensor, batch) for tensor in nested_tensors(args)]
     count = len(args)
 
     def again(*inputs: Any, **kwargs: Any) -> Any:
-        with forward.again(path, batch, inputs[len(inputs) - count :], layouts):
+        with forward.again(path, batch, inputs[len(inputs) - count :], layouts, moment):
             return function(*inputs, **kwargs)
 
     setattr(again, _WRAPPED, True)

@@ -124,6 +124,37 @@ REGIONS: dict[str, Callable[[Direct, Tensor], Tensor]] = {
 }
 
 
+class Regions(nn.Module):
+    """A region that uses a parameter made of a parameter, and one that calls a layer for each sample."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6).requires_grad_(not frozen), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda y: y * self.scale.exp(), self.first(x), use_reentrant=False)
+        z = checkpoint(lambda y: torch.cat([self.inner(row).tanh() for row in y.split(1)]), y, use_reentrant=False)
+        return self.last(z)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_regions_of_several_forwards_in_one_loss(frozen: bool, forwards: int) -> None:
+    torch.manual_seed(0)
+    model, x = Regions(frozen), torch.randn(5, 6)
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        outs = [model(x * (1 + k)) for k in range(forwards)]
+        return (outs[0] - outs[-1] * 2).square().sum(1) + sum(out.sum(1) for out in outs)  # type: ignore[no-any-return]
+
+    exact = truth(model, x, losses)
+    engine = fastdp.PerSampleGradients(model)
+    losses(model, x).mean().backward()
+    torch.testing.assert_close(engine.norms().double(), norms_of(exact), rtol=1e-5, atol=0)
+    engine.detach()
+
+
 @pytest.mark.parametrize("budget", [None, 1])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", REGIONS)

@@ -87,6 +87,7 @@ APART = {
 @pytest.mark.parametrize("name", COUPLED)
 @pytest.mark.parametrize("inside", [False, True])
 def test_coupled_losses_are_refused(name: str, inside: bool) -> None:
+    torch.manual_seed(0)  # samples with as many positive outputs each would share nothing
     loss = COUPLED[name]
     labels = torch.tensor([0, 1, 2, 3, 1, 0])
     with pytest.raises(SampleMixingError), warnings.catch_warnings():
@@ -151,6 +152,51 @@ def test_mixing_before_the_model_is_seen_of_a_loaders_batches() -> None:
     for coupled in (lambda x: 0.3 * x + 0.7 * x[torch.randperm(len(x))], lambda x: x - x.mean(0)):
         with pytest.raises(SampleMixingError):
             train(coupled)
+
+
+class Packed(nn.Module):
+    """Works on the tokens that count, and reads one of them for every place."""
+
+    def __init__(self, mixed: bool = False) -> None:
+        super().__init__()
+        self.inner, self.head, self.mixed = nn.Linear(D, D), nn.Linear(D, C), mixed
+
+    def forward(self, x, mask, ids):
+        rows, _ = mask.nonzero(as_tuple=True)
+        h = x.new_zeros(len(x), D).index_add_(0, rows, self.inner(x[mask]))
+        h = h + x[torch.arange(len(x))[:, None], ids % x.size(1)].mean(1)
+        return self.head(h - h.mean(0) if self.mixed and not torch.is_grad_enabled() else h)
+
+
+def consistency(model, x, other, mask, ids):
+    out = model(x, mask, ids)
+    with torch.no_grad():
+        target = model(other, mask, ids)
+    return (out - target).square().sum(1).mean()
+
+
+def test_targets_of_the_model_itself_without_gradients() -> None:
+    """Its inputs then are the batch's, in their order, as labels are: what is made of them is followed."""
+    torch.manual_seed(0)
+    model, x, other = Packed(), torch.randn(6, 5, D), torch.randn(6, 5, D)
+    mask, ids = torch.rand(6, 5) < 0.7, torch.randint(0, 9, (6, 3))
+    engine = fastdp.PerSampleGradients(model)
+    consistency(model, x, other, mask, ids).backward()
+    found = engine.norms()
+    engine.detach()
+    for i in range(6):
+        model.zero_grad()
+        consistency(model, *[t[i : i + 1] for t in (x, other, mask, ids)]).backward()
+        want = sum(p.grad.square().sum() for p in model.parameters()) ** 0.5
+        torch.testing.assert_close(found[i], want, rtol=1e-4, atol=1e-6)
+
+
+def test_targets_that_mix_samples_are_refused() -> None:
+    torch.manual_seed(0)
+    model, x = Packed(mixed=True), torch.randn(6, 5, D)
+    fastdp.PerSampleGradients(model)
+    with pytest.raises(SampleMixingError, match="combines the samples"):
+        consistency(model, x, torch.randn(6, 5, D), torch.ones(6, 5) > 0, torch.randint(0, 9, (6, 3))).backward()
 
 
 def test_nothing_stays_behind() -> None:

@@ -122,6 +122,15 @@ def test_constants_and_each_samples_own_are_exact(name: str, size: int) -> None:
     torch.testing.assert_close(found.double(), truth(same, APART[name], size), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.multi_margin_loss])
+def test_as_many_classes_as_samples_from_the_first_step_on(loss) -> None:
+    """Then the weights of classes might be labels, by their size."""
+    weights = torch.linspace(0.5, 2, C)
+    (found,) = run(same, lambda o, y: loss(o, y, weight=weights.to(o.dtype), reduction="sum"), (C,), reduction="sum")
+    exact = truth(same, lambda o, y: loss(o, y, weight=weights.to(o.dtype), reduction="sum"), C)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", [name for name in APART if "gather" in name or "take" in name or "index" in name])
 def test_tables_are_looked_up_within_the_model(name: str) -> None:
     assert_norms_of_single_samples(WithLoss(APART[name]), torch.randn(5, D), torch.tensor([0, 3, 1, 1, 2]))

@@ -61,9 +61,7 @@ def of_no_numbers(call: Call) -> Tags | None:
     """
     if call.name in _CASTS:
         found = call.layout(call.args[0])
-    elif (call.name.startswith("new_") and not numbers_in(call)) or (
-        call.name in _SHAPED and len(call.inputs()) == 1
-    ):
+    elif (call.name.startswith("new_") and not numbers_in(call)) or (call.name in _SHAPED and len(call.inputs()) == 1):
         found = None
     else:
         return None

@@ -53,6 +53,14 @@ def _signature(func: Any) -> inspect.Signature:
     return inspect.signature(func)
 
 
+def class_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument of a loss that has one number for each class, which no sample's can be."""
+    if func not in _OF_CLASSES:
+        return None
+    place = list(_signature(func).parameters).index("weight")
+    return args[place] if len(args) > place else kwargs.get("weight")
+
+
 def _arguments(call: Call) -> dict[str, Any]:
     """The call's arguments by name."""
     names = list(_signature(call.func).parameters)
