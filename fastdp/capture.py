@@ -52,6 +52,12 @@ from .uses.generic import capture_generic
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
 
 
+_OUT_OF_SIGHT = (
+    "runs inside torch.func or torch.vmap on data that needs no gradient, out of sight: what it makes there of several "
+    "samples would pass for constants"
+)
+
+
 class Pass:
     """One outermost forward of the model (or of one of its modules)."""
 
@@ -149,8 +155,9 @@ class Pass:
             while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 tensor = torch._C._functorch.get_unwrapped(tensor)
             if not tensor.requires_grad:
-                continue
-            if self.is_parameter(tensor):
+                if tensor.is_floating_point() and self.batch > 1 and tag_of(tensor, self.batch) is not None:
+                    self.reads.note(f"{self.place(function_name(func))} {_OUT_OF_SIGHT}", None)
+            elif self.is_parameter(tensor):
                 self._note_use(tensor, f"{self.place(function_name(func))}, inside torch.func or torch.vmap")
             elif self.is_data(tensor) and not self.unseen:
                 self.unseen = f"{self.place(function_name(func))} runs inside torch.func or torch.vmap, out of sight"

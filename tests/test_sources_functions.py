@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.errors import BatchLayoutError, FastDPError, SampleMixingError, UncapturedUseError
+from fastdp.errors import BatchLayoutError, BatchReadWarning, FastDPError, SampleMixingError, UncapturedUseError
 
 from .cases import Net, net, shake, square
 from .truth import compare
@@ -144,6 +144,18 @@ def test_transforms_of_data_are_refused(name: str, last: bool) -> None:
     with pytest.raises(FastDPError, match="torch.func"):
         square(model, torch.randn(B, D)).mean().backward()
         engine.norms()
+
+
+def test_transforms_of_data_without_gradients_are_warned_of() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = torch.vmap(lambda c: c - c.mean(), in_dims=1, out_dims=1)(x)
+        return m.a(x + mean)
+
+    model = Net(forward, a=nn.Linear(D, D))
+    fastdp.PerSampleGradients(model)
+    with pytest.warns(BatchReadWarning, match="inside torch.func or torch.vmap"):
+        model(torch.randn(B, D))
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*in sight.*")
