@@ -76,6 +76,18 @@ class Followed:
         return not self._ending or any(known() is not None for known in self._ending)
 
 
+class Evaluation:
+    """A forward of the model without gradients, whose inputs are known: what else it takes is no label."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        labels.paused += 1
+
+    def end(self) -> None:
+        """The forward ends."""
+        self._labels.paused -= 1
+
+
 class Following(TorchFunctionMode):
     """Follows one batch outside of forwards. waiting: others, before it, whose backward has not come yet."""
 
@@ -144,11 +156,13 @@ class Following(TorchFunctionMode):
             self.waiting[self.waiting.index(found)] = self.what
             self._turn_to(found)
 
-    def meets_inputs(self, values: Any, dim: int, folded: bool) -> None:
+    def evaluates(self, values: Any, dim: int, folded: bool) -> Evaluation | None:
         """The model runs without gradients on as many samples: they are taken for the batch's, as labels are."""
-        if self.moment.owner is not LOADERS:
-            with torch._C.DisableTorchFunction():
-                tag_inputs(values, self.batch, dim, folded=folded)
+        if self.moment.owner is LOADERS:
+            return None
+        with torch._C.DisableTorchFunction():
+            tag_inputs(values, self.batch, dim, folded=folded)
+        return Evaluation(self.labels)
 
     def turn(self) -> None:
         """This batch is done: follow the one before it, if it waits and only this backward has passed it by."""

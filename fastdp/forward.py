@@ -112,7 +112,7 @@ class Forward:
         return self.backward.planner
 
     @property
-    def _entered(self) -> list[Pass | Block | None]:
+    def _entered(self) -> list[Pass | Block | following.Evaluation | None]:
         return self._running_here.entered
 
     @property
@@ -165,13 +165,14 @@ class Forward:
         elif torch.is_grad_enabled() and not (path and _is_constant(module, args, kwargs)):
             here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
         elif not path and (followed := following.present()) is not None and followed.what.engine() is self:
-            self._evaluate(followed, args, kwargs)
+            here.entered[-1] = self._evaluate(followed, args, kwargs)
 
-    def _evaluate(self, followed: following.Following, args: Any, kwargs: Any) -> None:
+    def _evaluate(self, followed: following.Following, args: Any, kwargs: Any) -> following.Evaluation | None:
         """A forward without gradients, while a loss is computed: of a target for it, perhaps."""
         with contextlib.suppress(FastDPError):  # of inputs that hold no samples
             if self.batching.samples(args, kwargs) == followed.batch:
-                followed.meets_inputs((args, kwargs), self.batching.dim, self.batching.folded)
+                return followed.evaluates((args, kwargs), self.batching.dim, self.batching.folded)
+        return None
 
     def _enter_inner(self, active: Pass, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         active.stack.append(path)
@@ -305,6 +306,8 @@ class Forward:
             if isinstance(started, Block):
                 started.inner.__exit__(None, None, None)
                 started.watch(nested_tensors(out))
+            elif started is not None:
+                started.end()
             return None
         if (block := self._running(path)) is not None:
             block.inner.__exit__(None, None, None)

@@ -94,6 +94,7 @@ class Labels:
     def __init__(self, batch: int, moment: int) -> None:
         self.batch, self.moment = batch, moment
         self.unknown_order = self.two_orders = False
+        self.paused = 0  # forwards of the model itself that are on
         self._permuting: list[Tensor] = []  # orders that the model's outputs were put in
         self._met: dict[int, Tensor | None] = {}  # the order in which labels (by id) met the outputs
 
@@ -112,7 +113,7 @@ class Labels:
             origin = self._origin(weights)
             if origin is not None and origin.roots == {id(weights)} and origin.order is None:
                 self._take_back(weights)  # there are as many classes as samples
-        for tensor in self._candidates(func, args, kwargs):
+        for tensor in () if self.paused else self._candidates(func, args, kwargs):
             if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
                 continue
             if not tensor.requires_grad:

@@ -14,6 +14,7 @@ from .errors import StepError
 
 if TYPE_CHECKING:
     from .capture import Pass
+    from .following import Evaluation
     from .replay import Block
 
 _REMEDY = (
@@ -26,7 +27,7 @@ class Running(threading.local):
     """The forwards that run in this thread. entered: one entry for each module's; active: the pass that is on."""
 
     def __init__(self) -> None:
-        self.entered: list[Pass | Block | None] = []
+        self.entered: list[Pass | Block | Evaluation | None] = []
         self.active: Pass | None = None
 
 

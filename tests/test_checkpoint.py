@@ -101,6 +101,7 @@ class Direct(nn.Module):
         super().__init__()
         self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.weight, self.scale = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+        self.positions = nn.Embedding(9, 1)
         self.region, self.reentrant = region, reentrant
 
     def again(self, function: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool | None = None) -> Tensor:
@@ -120,6 +121,7 @@ REGIONS: dict[str, Callable[[Direct, Tensor], Tensor]] = {
     "einsum": lambda m, y: torch.einsum("bi,io->bo", y, m.weight).tanh(),
     "nested": lambda m, y: m.again(lambda z: (z @ m.weight).tanh(), y * m.scale) + m.inner(y),
     "nested in the other way": lambda m, y: m.again(lambda z: z @ m.weight, y * m.scale, not m.reentrant) + m.inner(y),
+    "positions": lambda m, y: (y + m.positions(torch.arange(6)).squeeze(1)).tanh(),
     "of a layer twice": lambda m, y: m.again(lambda z: m.inner(z).tanh(), y, True) + m.inner(y),
 }
 

@@ -107,6 +107,17 @@ def test_what_is_the_same_for_every_sample_is_exact(name: str) -> None:
     torch.testing.assert_close(found.double(), truth(NOT_BY_PLACE[name]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("cut", [lambda h: h.split(2), lambda h: h.tensor_split(2), lambda h: h.chunk(3)])
+def test_parts_that_all_go_the_same_way_without_gradients(cut) -> None:
+    def forward(m, h):
+        with torch.no_grad():
+            again = torch.cat([F.linear(part, m.w[:C]) for part in cut(h)])
+        return h * 2 + again
+
+    (found,) = run(forward)
+    torch.testing.assert_close(found.double(), truth(forward), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("factor", [0, 0.0, 3])
 def test_one_of_two_samples_scaled_by_place_is_warned_of(factor: float) -> None:
     """By the integer 0 too, with which a sum in Python begins."""

@@ -126,9 +126,12 @@ def _write(view: Tensor, batch: int) -> None:
 def _describe(value: Any, into: list[Any], numbers: bool) -> None:
     """What tells one call from another, whatever the data: parameters, small constants, numbers (but sizes)."""
     if isinstance(value, Tensor):
+        if layout_on(value) is not None:
+            return  # (a part cut without gradients is a leaf, too)
         if value.is_leaf and value.requires_grad:
-            into.append(id(value))
-        elif layout_on(value) is None and not is_random(value) and _is_small(value):
+            whole = value if value._base is None else value._base  # a part of a parameter may be cut anew for each
+            into.append((id(whole), value.storage_offset(), value.shape, value.stride()))
+        elif not is_random(value) and _is_small(value):
             into.append(tuple(value.detach().flatten().tolist()))
     elif isinstance(value, tuple | list):
         for item in value:
