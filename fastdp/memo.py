@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layouts import routing, rows, written
 from .layouts.calls import function_name, is_in_place, tensors_in
 from .layouts.layout import Layout, tag_of
 from .layouts.memory import is_apart, look, shares
 from .layouts.positions import NUMBERING_OR_DRAWING, made_in_sight, may_matter
-from .layouts.propagate import REFUSING, RULES
+from .layouts.propagate import BY_VALUE, REFUSING
 from .layouts.trial import UNCHECKED, VIEWS
 from .links import link_of
 from .uses.attention import COMPOSITES
@@ -54,10 +53,7 @@ def _classify(func: Any) -> str:
     getter = getattr(func, "__name__", "") == "__get__"
     if name in (_ASKING_PROPERTIES if getter else _ASKING):
         return "asks"
-    rule = RULES.get(func)
-    modules = {rows.__name__, routing.__name__, written.__name__}
-    by_value = rule is not None and rule.__module__ in modules and func not in (torch.Tensor.__getitem__, torch.where)
-    if by_value or is_in_place(name) or func in COMPOSITES or func in REFUSING or name in _BY_LENGTHS:
+    if func in BY_VALUE or is_in_place(name) or func in COMPOSITES or func in REFUSING or name in _BY_LENGTHS:
         return "depends"
     if name in NUMBERING_OR_DRAWING:
         return "depends"

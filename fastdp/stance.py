@@ -10,16 +10,17 @@ import sys
 import threading
 from typing import Any
 
+from .layouts.code import FASTDP
+
 _DYNAMO = "torch._dynamo.eval_frame"  # imported by torch.compile, as it takes seconds: without it nothing is compiled
 
 
 _COMPILED = "/torch/_dynamo/eval_frame.py"
-_HERE = __file__.removesuffix("stance.py")
 
 
 def _is_call(name: str) -> bool:
     """Whether code of this file only stands between a model's forward and who called it."""
-    return name.startswith(_HERE) or name.endswith(("/torch/nn/modules/module.py", _COMPILED))
+    return name.startswith(FASTDP) or name.endswith(("/torch/nn/modules/module.py", _COMPILED))
 
 
 class _Plainly:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn as nn
 
 import fastdp
 from fastdp.errors import BatchReadWarning, VerificationError
+from fastdp.layouts import code
 
 from .cases import Net, P, square
 
@@ -112,3 +115,12 @@ def test_as_an_error_it_refuses():
         warnings.simplefilter("error", BatchReadWarning)
         square(engine.model, batch_of(4, 2, 3))
     engine.detach()
+
+
+def test_a_folder_whose_name_begins_like_fastdps_is_the_users() -> None:
+    """Code beside the installed package, or a copy of it: what it reads and computes with is looked at."""
+    for path in (code.FASTDP.rstrip("/") + "_experiments/train.py", code.TORCH.rstrip("/") + "_extras/loss.py"):
+        namespace: dict[str, Any] = {"sys": sys}
+        exec(compile("def asking():\n    return sys._getframe()", path, "exec"), namespace)
+        frame = namespace["asking"]()
+        assert code.users(frame) is frame

@@ -33,16 +33,22 @@ from .trial import UNCHECKED, VIEWS, Tags, cached_trial, is_blind_to_order, is_i
 
 Rule = Callable[[Call], Tags]
 RULES: dict[Any, Rule] = {}
+BY_VALUE: set[Any] = set()  # layouts of their results follow from numbers (an index, a mask): never from shapes alone
 PICKING: set[Any] = set()  # functions that take places of rows as an index; their rules look at them
 REFUSING: set[Any] = {F.batch_norm, F.instance_norm, torch.batch_norm}
 
 
-def rule(*functions: Any) -> Callable[[Rule], Rule]:
-    """Register a layout rule for torch functions."""
+def rule(*functions: Any, by_value: bool = False) -> Callable[[Rule], Rule]:
+    """Register a layout rule for torch functions. by_value: what it finds depends on the tensors' numbers, so it is
+    asked at every call; what other rules find is kept by shapes (`Memo`)."""
 
     def register(function: Rule) -> Rule:
         for torch_function in functions:
             RULES[torch_function] = function
+            if by_value:
+                BY_VALUE.add(torch_function)
+            else:
+                BY_VALUE.discard(torch_function)
         return function
 
     return register

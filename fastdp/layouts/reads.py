@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
+from .code import FASTDP, TORCH
 from .pieces import OWN_READS
 from .trial import Tags
 
@@ -67,16 +68,14 @@ _VALIDATING = ("__init__", "_validate_sample")  # of distributions: they raise, 
 
 def reading_line() -> str:
     """File and line of the code that reads, or '' where torch checks an assertion."""
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    library = os.path.dirname(os.path.abspath(torch.__file__))
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(library) and frame.f_code.co_name.startswith("_check"):
+        if name.startswith(TORCH) and frame.f_code.co_name.startswith("_check"):
             return ""
-        if name.startswith(os.path.join(library, "distributions")) and frame.f_code.co_name in _VALIDATING:
+        if name.startswith(os.path.join(TORCH, "distributions")) and frame.f_code.co_name in _VALIDATING:
             return ""
-        if not name.startswith((here, library)):
+        if not name.startswith((TORCH, FASTDP)):
             return f"{os.path.basename(name)}, line {frame.f_lineno}"
         frame = frame.f_back
     return ""

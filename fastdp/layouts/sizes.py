@@ -13,7 +13,6 @@ from __future__ import annotations
 import dis
 import functools
 import math
-import os
 import sys
 from collections.abc import Iterable
 from types import CodeType
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call, function_name
+from .code import FASTDP, TORCH, users
 from .layout import COUNTED, layout_on
 from .positions import is_random, made_in_sight
 
@@ -37,8 +37,6 @@ COMPUTING = frozenset(
     for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv rsub".split()
     for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
 )
-_HERE = __file__.removesuffix("layouts/sizes.py")
-_NOT_USERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(torch.__file__))
 _ENOUGH = 6  # sizes: 6 numbers of a schedule rise or fall with them by chance in one run of 360
 _LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
 
@@ -69,7 +67,7 @@ class Sizes:
         frame = sys._getframe(2)
         while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
             frame = frame.f_back
-        while frame is not None and not frame.f_code.co_filename.startswith(_NOT_USERS):
+        while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
             self._codes.add(frame.f_code)  # and whoever asks by functions of his own
             frame = frame.f_back  # type: ignore[assignment]
         if COUNTED in tensor.__dict__:
@@ -183,9 +181,7 @@ class Sizes:
 
 def _is_written(number: float, asking: Iterable[CodeType]) -> bool:
     """Whether the line that computes with a number has it written down."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
-        frame = frame.f_back
+    frame = users(sys._getframe(2))
     return frame is not None and _stands_in(frame, number, asking)
 
 
@@ -226,7 +222,7 @@ def _stored_by(code: CodeType) -> frozenset[str]:
 
 
 def _is_ours(name: str) -> bool:
-    return name.endswith(_LIBRARY) or name.startswith(_HERE)
+    return name.endswith(_LIBRARY) or name.startswith(FASTDP)
 
 
 def _is_number(value: Any) -> bool:

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..layouts import trial
+from ..layouts.code import FASTDP, TORCH
 from .draw import SHARED, Draw, Piece, default_generator, untouched
 
 _UNTAGGED = {"random_", "random", "_sample_dirichlet", "binomial"}  # by torch, though they draw
 _RATES = ("dropout_p", "dropout", "p")  # arguments that are zero where nothing is drawn
-_LIBRARY = os.path.dirname(os.path.abspath(torch.__file__))
-_FASTDP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TRIALS = os.path.join(_FASTDP, "layouts", "trial.py")  # draws numbers of its own, of which none reaches the data
+_TRIALS = os.path.abspath(trial.__file__)  # draws numbers of its own, of which none reaches the data
 _ALL = (-1, [Piece(SHARED, slice(None))])
 
 Key = tuple[int, str]
@@ -192,7 +192,7 @@ class SampleDraws(_Dispatching, TorchDispatchMode):
         # of one frame alone: looking at a frame's locals keeps them alive
         first = "" if inner is None else (inner.f_code.co_varnames or ("",))[0]
         name = "" if inner is None else self._names.get(id(inner.f_locals.get(first)), "")
-        own = next((f for f in frames if not f.f_code.co_filename.startswith((_LIBRARY, _FASTDP))), None)
+        own = next((f for f in frames if not f.f_code.co_filename.startswith((TORCH, FASTDP))), None)
         module = f" in module '{name}'" if name else " outside of the model"
         return module if own is None else f"{module} ({os.path.basename(own.f_code.co_filename)}, line {own.f_lineno})"
 

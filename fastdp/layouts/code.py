@@ -1,0 +1,20 @@
+"""Whose code a frame runs: torch's, fastdp's or the user's, by the folder of its file."""
+
+from __future__ import annotations
+
+import os
+from types import FrameType
+
+import torch
+
+from .. import errors
+
+TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
+FASTDP = os.path.join(os.path.dirname(os.path.abspath(errors.__file__)), "")
+
+
+def users(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from this one outwards, that is neither torch's nor fastdp's."""
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, FASTDP)):
+        frame = frame.f_back
+    return frame
