@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fastdp.clock import seconds
+from fastdp.uses.timing import seconds
 
 from .contenders import nonprivate, ours
 from .models import Workload

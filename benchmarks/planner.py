@@ -23,9 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastdp import costs, ops
-from fastdp.costs import Shape
-from fastdp.planner import Planner
+from fastdp import ops
+from fastdp.uses import costs
+from fastdp.uses.costs import Shape
+from fastdp.uses.planner import Planner
 
 from .timing import Row, append, interleaved, show, versions
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fastdp.clock import seconds
+from fastdp.uses.timing import seconds
 
 Row = dict[str, object]
 

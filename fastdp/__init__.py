@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors, ops
 from .accounting import noise_multiplier_for
-from .compatible import CompatibilityReport, make_compatible
-from .engine import PerSampleGradients
-from .marks import mark_rows
-from .optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
-from .rules import RuleCall, register_rule
+from .analysis.verify import VerifyReport, verify
+from .engine.per_sample import PerSampleGradients
+from .layouts.marks import mark_rows
 from .sampling import poisson_loader
-from .verify import VerifyReport, verify
+from .training.compatible import CompatibilityReport, make_compatible
+from .training.optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
+from .uses.register import RuleCall, register_rule
 
 if TYPE_CHECKING:
     from .compat.opacus import PrivacyEngine

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .audit_options import add_options as add_audit_options
+from .audit.options import add_options as add_audit_options
 from .finetune import options as finetune_options
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     """Parse the command line and run."""
     options = parser().parse_args()
     if options.command == "demo":
-        from .demo import main as run
+        from .commands.demo import main as run
 
         run(options.out)
     elif options.command == "finetune":
@@ -51,11 +51,11 @@ def main() -> None:
     elif options.command == "ntk":
         if options.networks < 1 or options.steps < 1:
             parser().error("--networks and --steps are at least 1")
-        from .ntk_table import main as table
+        from .commands.ntk_table import main as table
 
         table(options.networks, options.steps, options.seed, options.out)
     else:
-        from .info import report
+        from .ops.info import report
 
         print(report())
 

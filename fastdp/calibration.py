@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .drawing import bars
+from .analysis.drawing import bars
 
 
 class Calibration(NamedTuple):

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .arguments import nested_tensors
-from .drawing import bars
-from .engine import PerSampleGradients
+from .analysis.drawing import bars
+from .engine.gradients import Gradients
+from .engine.per_sample import PerSampleGradients
 from .errors import StepError
-from .gradients import Gradients
-from .optim import PrivateOptimizer
-from .preactivations import ACTIVATIONS, Hook, chosen_layers, runs_again
+from .layouts.inputs import nested_tensors
+from .training.optim import PrivateOptimizer
+from .training.preactivations import ACTIVATIONS, Hook, chosen_layers, runs_again
 
 
 class NormHistogram(NamedTuple):

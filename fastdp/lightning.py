@@ -17,8 +17,8 @@ from typing import Any
 
 from .accounting import epsilon_of
 from .errors import StepError
-from .optim import PrivateOptimizer
 from .sampling import PoissonLoader, leave, new_pass, wait
+from .training.optim import PrivateOptimizer
 
 
 def _callback_class() -> type:

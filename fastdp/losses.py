@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dp_loss import DPLoss as DPLoss
-from .reductions import reduce as reduce
+from .training.dp_loss import DPLoss as DPLoss
+from .training.reductions import reduce as reduce
 
 IGNORE = -100
 

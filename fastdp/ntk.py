@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .clipping import Clipping, ClippingFunction
-from .engine import PerSampleGradients
+from .engine.per_sample import PerSampleGradients
 from .errors import SampleMixingError
 from .ops.clip import GAMMA
+from .training.clipping import Clipping, ClippingFunction
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -103,7 +103,7 @@ class NTK:
         style: str | Sequence[Any] = "flat",
         gamma: float = GAMMA,
     ) -> Clipping:
-        """The clipping that an optimizer with these arguments has; see `fastdp.clipping.Clipping`."""
+        """The clipping that an optimizer with these arguments has; see `fastdp.training.clipping.Clipping`."""
         return Clipping(self._named, clipping, max_grad_norm, style, gamma)
 
     def norms(self, clipping: Clipping) -> list[Tensor]:

@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from .accounting import steps_per_epoch
-from .collating import CollateWithEmpty
 from .errors import StepError
-from .grouping import Grouping
-from .missed import Missed, Trainers, Watch, mark_of_key
-from .people import People
+from .layouts.groups import People
+from .training.collating import CollateWithEmpty
+from .training.grouping import Grouping
+from .training.missed import Missed, Trainers, Watch, mark_of_key
 
 
 class PhysicalBatch(NamedTuple):

@@ -22,7 +22,7 @@ from typing import Any
 
 from .errors import StepError
 from .ops.clip import KINDS
-from .optim import PrivateOptimizer
+from .training.optim import PrivateOptimizer
 
 KEYS = ("clipping", "max_grad_norm", "style", "gamma", "noise_multiplier")
 

@@ -35,7 +35,7 @@ def fresh() -> Iterator[None]:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often graphs were interpreted and ran compiled."""
-    from fastdp import compiled_graph
+    from fastdp.engine import compile_graph as compiled_graph
 
     count = {"interpreted": 0, "compiled": 0}
     for name, kind in (("Interpretation", "interpreted"), ("Plan", "compiled")):

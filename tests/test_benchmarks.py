@@ -17,8 +17,8 @@ from benchmarks.models import Workload, class_losses
 from benchmarks.suites import GPU as LARGE
 from benchmarks.suites import OTHERS, SMALL, words
 from benchmarks.vision import resnet18
-from fastdp import costs
-from fastdp.costs import Shape
+from fastdp.uses import costs
+from fastdp.uses.costs import Shape
 
 GPU = (8e14, 3e12)  # operations and bytes a second
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
-from fastdp import buffers
-from fastdp.buffers import WORTH
+from fastdp.engine import buffers
+from fastdp.engine.buffers import WORTH
 
 
 class Model(nn.Module):

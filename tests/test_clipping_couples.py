@@ -165,13 +165,13 @@ def test_the_factors_are_the_functions():
 
     torch.manual_seed(0)
     norms = torch.rand(20, dtype=torch.float64) * 5
-    clipping = fastdp.clipping.Clipping({"w": torch.zeros(2)}, function, R)
+    clipping = fastdp.training.clipping.Clipping({"w": torch.zeros(2)}, function, R)
     (found,) = clipping.factors([norms.square()])
     assert torch.allclose(found, function(norms).float(), rtol=1e-4)
 
 
 def test_an_empty_batch_and_samples_that_are_not_finite():
-    clipping = fastdp.clipping.Clipping({"w": torch.zeros(2)}, lambda n: (R / n).clamp(max=1), R)
+    clipping = fastdp.training.clipping.Clipping({"w": torch.zeros(2)}, lambda n: (R / n).clamp(max=1), R)
     (found,) = clipping.factors([torch.zeros(0)])
     assert found.shape == (0,)
     (found,) = clipping.factors([torch.tensor([4.0, float("nan"), float("inf"), 16.0])])
@@ -183,7 +183,7 @@ def test_writing_into_the_norms_does_not_pass_the_bound():
         n.zero_()
         return torch.ones_like(n)
 
-    clipping = fastdp.clipping.Clipping({"w": torch.zeros(2)}, function, R)
+    clipping = fastdp.training.clipping.Clipping({"w": torch.zeros(2)}, function, R)
     with pytest.raises(ClippingError, match="exceed"):
         clipping.factors([torch.tensor([9.0, 16.0])])
 

@@ -10,8 +10,8 @@ import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.compatible import GroupNormThen, groups_of
 from fastdp.errors import ParameterError, SampleMixingError
+from fastdp.training.compatible import GroupNormThen, groups_of
 
 from .cases import Net, shake, square
 from .truth import compare

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastdp.ops import compiled, conv, conv_clipped_sum, conv_norm_sq, conv_per_sample, registry
+from fastdp.ops import conv, conv_clipped_sum, conv_norm_sq, conv_per_sample, extension, registry
 from fastdp.ops.geometry import Geometry, spatial
 
 NATIVE = not isinstance(registry.native(), str)
@@ -52,8 +52,8 @@ def backend(request: pytest.FixtureRequest):
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not written is NaN, or bytes that no kernel left."""
-    monkeypatch.setattr(compiled, "doubles", lambda size: torch.full((size,), math.nan, dtype=torch.float64))
-    monkeypatch.setattr(compiled, "scratch", lambda size: torch.full((size,), 255, dtype=torch.uint8))
+    monkeypatch.setattr(extension, "doubles", lambda size: torch.full((size,), math.nan, dtype=torch.float64))
+    monkeypatch.setattr(extension, "scratch", lambda size: torch.full((size,), 255, dtype=torch.uint8))
     empty = torch.empty
 
     def nan(*args: Any, **kwargs: Any) -> Tensor:

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
 from fastdp.accounting import delta_problem, noise_multiplier_for
-from fastdp.finetune.announce import make_plan
 from fastdp.finetune.job import FinetuneError, Plan
 from fastdp.finetune.options import default_delta
+from fastdp.finetune.preflight import make_plan
 from fastdp.finetune.training import run
 from fastdp.hf import PrivacyArguments
 

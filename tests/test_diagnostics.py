@@ -13,7 +13,7 @@ from torch import nn
 import fastdp
 from fastdp.diagnostics import GradientDiagnostics, NormHistogram, Report, compare
 from fastdp.errors import StepError
-from fastdp.preactivations import Hook
+from fastdp.training.preactivations import Hook
 
 
 def network() -> nn.Sequential:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdp import demo
 from fastdp.calibration import calibration
+from fastdp.commands import demo
 from fastdp.ops.registry import OPERATORS
 
 ROOT = Path(__file__).parent.parent

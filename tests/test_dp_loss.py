@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
-from fastdp.dp_loss import focal_loss
 from fastdp.errors import StepError
 from fastdp.losses import DPLoss
+from fastdp.training.dp_loss import focal_loss
 
 
 def mlp(seed: int = 0) -> nn.Sequential:

@@ -14,7 +14,7 @@ import torch
 import fastdp
 from fastdp.__main__ import parser
 from fastdp.accounting import epsilon_of
-from fastdp.finetune import announce
+from fastdp.finetune import preflight
 from fastdp.finetune.card import make_card, write_card
 from fastdp.finetune.job import Outcome, Plan
 from fastdp.finetune.options import default_batch, default_delta
@@ -117,12 +117,12 @@ def test_the_check_sees_what_lies_behind_zeros(monkeypatch):
         seen.append(fastdp.verify(*args, **options))
         return seen[-1]
 
-    monkeypatch.setattr(announce, "verify", verify)
+    monkeypatch.setattr(preflight, "verify", verify)
     job = types.SimpleNamespace(
         model=model, data=[torch.randn(4) for _ in range(9)], length=None,
         collate=lambda rows: {"x": torch.stack(rows)}, loss=lambda m, batch: m(batch["x"]).square().sum(1).mean(),
     )  # fmt: skip
     before = torch.get_rng_state()
-    line = announce.check(job)
+    line = preflight.check(job)
     assert "exact" in line and seen[0].untested == [] and not model.second.weight.any()
     assert torch.equal(before, torch.get_rng_state())

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastdp.finetune import fit as fitting
-from fastdp.finetune.fit import Fit, fit, largest_batch
+from fastdp.finetune import batch_size as fitting
+from fastdp.finetune.batch_size import Fit, fit, largest_batch
 from fastdp.finetune.job import FinetuneError
 from fastdp.finetune.training import run
 from fastdp.ops.noise import Noise

@@ -25,10 +25,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdp import fused, optim
 from fastdp.accounting import epsilon_of
 from fastdp.finetune import checkpoint, training
-from fastdp.privacy import Privacy
+from fastdp.training import fused, optim
+from fastdp.training.privacy import Privacy
 
 from .finetune_runs import STEPS, job_of, plan_of, weights
 

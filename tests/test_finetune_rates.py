@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from fastdp import costs
 from fastdp.finetune import training
 from fastdp.finetune.job import FinetuneError
 from fastdp.finetune.models import new_parameters
+from fastdp.uses import costs
 
 from .finetune_runs import STEPS, job_of, model_of, plan_of
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from fastdp import costs, fused
 from fastdp.accounting import epsilon_of
-from fastdp.finetune import standing
+from fastdp.finetune import run_state as standing
 from fastdp.finetune.job import FinetuneError
 from fastdp.finetune.keys import Keys, _on_device
 from fastdp.finetune.training import run, schedule
 from fastdp.sampling import PoissonSampler
+from fastdp.training import fused
+from fastdp.uses import costs
 
 from .finetune_runs import RECORDS, STEPS, collate, job_of, loss, model_of, plan_of, records, weights
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
+from fastdp.engine.compile_stance import PLAINLY
 from fastdp.errors import BatchReadWarning, LossNotFollowedWarning, SampleMixingError
-from fastdp.stance import PLAINLY
 
 N, D, C = 8, 5, 3
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp import fused
+from fastdp.training import fused
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, dict(lr=0.5)),

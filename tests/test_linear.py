@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastdp.ops import compiled, linear, linear_clipped_sum, linear_norm_sq, linear_per_sample, registry
+from fastdp.ops import extension, linear, linear_clipped_sum, linear_norm_sq, linear_per_sample, registry
 
 NATIVE = not isinstance(registry.native(), str)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -28,8 +28,8 @@ def backend(request: pytest.FixtureRequest):
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not written is NaN, or bytes that no kernel left."""
-    monkeypatch.setattr(compiled, "doubles", lambda size: torch.full((size,), math.nan, dtype=torch.float64))
-    monkeypatch.setattr(compiled, "scratch", lambda size: torch.full((size,), 255, dtype=torch.uint8))
+    monkeypatch.setattr(extension, "doubles", lambda size: torch.full((size,), math.nan, dtype=torch.float64))
+    monkeypatch.setattr(extension, "scratch", lambda size: torch.full((size,), 255, dtype=torch.uint8))
 
 
 def data(b: int, t: int, i: int, o: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:

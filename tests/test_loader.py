@@ -13,8 +13,8 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import fastdp
-from fastdp.collating import _no_rows
 from fastdp.errors import AccountingError, ParameterError, StepError
+from fastdp.training.collating import _no_rows
 
 R = 1.0
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from fastdp import following
+from fastdp.engine import following
 from fastdp.errors import LossReductionWarning, SampleMixingError
 from fastdp.layouts import held
 from fastdp.layouts.layout import Layout

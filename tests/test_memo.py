@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdp import PerSampleGradients
+from fastdp.engine.layout_cache import Memo, inquires
 from fastdp.errors import FastDPError
-from fastdp.memo import Memo, inquires
 
 B, T, D = 4, 4, 6  # the batch and the sequence of one size, on purpose
 
@@ -98,7 +98,7 @@ def test_a_mask_of_the_batchs_size_is_looked_at_every_time() -> None:
 
 
 def test_the_second_step_asks_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastdp import capture
+    from fastdp.engine import capture
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Flatten(), nn.Linear(T * D, 3)), torch.randn(B, T, D)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastdp.ops import noise
 from fastdp.ops.noise import Noise, noise_
-from fastdp.privacy import Privacy
+from fastdp.training.privacy import Privacy
 
 from . import noise_truth
 from .noise_truth import KEY, SINGLE_ERROR, draw

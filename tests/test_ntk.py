@@ -10,9 +10,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fastdp
-from fastdp.clipping import Clipping
 from fastdp.errors import SampleMixingError
 from fastdp.ntk import ntk, positivity
+from fastdp.training.clipping import Clipping
 
 
 def model_of(outputs=3):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fastdp
-from fastdp import ntk_table
 from fastdp.__main__ import main
-from fastdp.ntk_table import ROWS, descend, draw, kernel_of, looked_at, loss_of, measure, table
+from fastdp.commands import ntk_table
+from fastdp.commands.ntk_table import ROWS, descend, draw, kernel_of, looked_at, loss_of, measure, table
 
 BY_NAME = {row.name: row for row in ROWS}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fastdp
-from fastdp import optim
 from fastdp.errors import ParameterError, StepError
+from fastdp.training import optim
 
 from .runs import backward, data, model_of, steps
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
-from fastdp import rates
+from fastdp.training import rates
 
 
 def net() -> nn.Sequential:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import fastdp
 from fastdp import PerSampleGradients
 from fastdp.errors import VerificationError
-from fastdp.people import numbers_of
-from fastdp.planner import Planner
+from fastdp.layouts.groups import numbers_of
+from fastdp.uses.planner import Planner
 
 from . import cases
 from .truth import Comparison, Loss, norms_of, size, truth
@@ -110,7 +110,8 @@ def tokens(records: int = 7) -> Tensor:
 @pytest.mark.parametrize("checkpointed", ["", "reentrant", "not reentrant"])
 def test_routes_tied_tables_and_checkpoints(monkeypatch, pattern: str, routes: tuple[str, str], checkpointed: str):
     monkeypatch.setattr(Planner, "fastest", lambda *_: routes)
-    monkeypatch.setattr("fastdp.planner.Planner.materialises", lambda self, s, replaced, d, short: routes[0][0] == "m")
+    materialises = "fastdp.uses.planner.Planner.materialises"
+    monkeypatch.setattr(materialises, lambda self, s, replaced, d, short: routes[0][0] == "m")
     torch.manual_seed(0)
     keys = keys_of(PATTERNS[pattern], 7)
     assert compare(Tokens(checkpointed=checkpointed), tokens(), token_losses, keys).worst < TOLERANCE

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
-from fastdp import PerSampleGradients, costs
-from fastdp.costs import ROUTES, Constants, Shape, fit, seconds, terms
-from fastdp.planner import MORE, Planner
+from fastdp import PerSampleGradients
+from fastdp.uses import costs
+from fastdp.uses.costs import ROUTES, Constants, Shape, fit, seconds, terms
+from fastdp.uses.planner import MORE, Planner
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ def known(monkeypatch: pytest.MonkeyPatch):
     """Constants of one's choice."""
 
     def use(**jobs: list[float]) -> None:
-        monkeypatch.setattr("fastdp.planner.constants", lambda device, short: constants(**jobs))
+        monkeypatch.setattr("fastdp.uses.planner.constants", lambda device, short: constants(**jobs))
 
     return use
 
@@ -171,7 +172,7 @@ def test_a_real_calibration_gives_usable_constants() -> None:
 def test_depthwise_gradients_are_stored_on_a_cpu_where_they_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner()
     slow = {route: 1.0 if route == "materialise" else 0.1 for route in ROUTES}  # were the predicted times to decide
-    monkeypatch.setattr("fastdp.planner.seconds", lambda route, shape, known: slow[route])
+    monkeypatch.setattr("fastdp.uses.planner.seconds", lambda route, shape, known: slow[route])
     shape = Shape("conv", 4, 56 * 56, 49, 96, 96)
     data = 2 * 4 * 4 * 96 * 56 * 56  # bytes of x and g
     assert planner.materialises(shape, data, CPU, False)

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from fastdp.engine import PerSampleGradients
+from fastdp.engine.per_sample import PerSampleGradients
 from fastdp.errors import SampleMixingError
 
 from .programs.draw import alone, draw, source

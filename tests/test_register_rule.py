@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fastdp
-from fastdp import rules
 from fastdp.errors import BatchLayoutError, SampleMixingError, UncapturedUseError
+from fastdp.uses import register as rules
 from fastdp.uses import registered
 
 from .cases import Net, P, net, square

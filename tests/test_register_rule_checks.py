@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import fastdp
-from fastdp import rules
 from fastdp.errors import FastDPError, UncapturedUseError
+from fastdp.uses import register as rules
 from fastdp.uses import registered
 
 from .cases import Net, P, square

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fastdp
-from fastdp import rules
 from fastdp.errors import UncapturedUseError
+from fastdp.uses import register as rules
 from fastdp.uses import registered
 
 from .cases import P, net

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import fastdp
-from fastdp import rounding
+from fastdp.analysis import rounding
+from fastdp.engine.gradients import Gradients
 from fastdp.errors import VerificationError
-from fastdp.gradients import Gradients
 
 
 class Rounds(nn.Module):

@@ -8,9 +8,9 @@ from torch import Tensor
 
 import fastdp
 from fastdp import ops
-from fastdp.costs import DEFAULT
 from fastdp.ops.registry import forced
 from fastdp.ops.routed import longest_gram, overwrite_routed_sum
+from fastdp.uses.costs import DEFAULT
 from fastdp.uses.routed import Routed
 
 # rows, inputs, outputs, matrices, samples

@@ -9,7 +9,7 @@ import pytest
 
 import fastdp
 from fastdp.accounting import epsilon_of
-from fastdp.ledger import Ledger, beyond
+from fastdp.training.ledger import Ledger, beyond
 
 from .runs import model_of, steps
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp import streams
+from fastdp.engine.gradients import Gradients
 from fastdp.errors import StepError
-from fastdp.gradients import Gradients
+from fastdp.uses import streams
 
 
 class Stream:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
+from fastdp.engine.compile_stance import PLAINLY
 from fastdp.errors import SampleMixingError, StepError
-from fastdp.stance import PLAINLY
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastdp
+from fastdp.engine.gradients import Gradients
 from fastdp.errors import VerificationError
-from fastdp.gradients import Gradients
 from fastdp.losses import DPLoss
 
 

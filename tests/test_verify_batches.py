@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import fastdp
+from fastdp.analysis.records import drawn_of, records_of
 from fastdp.errors import VerificationError
-from fastdp.verifying.records import drawn_of, records_of
 
 WEIGHTS = torch.tensor([1.0, 5.0, 9.0])
 

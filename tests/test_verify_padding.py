@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fastdp
+from fastdp.analysis.collating import trimmed
+from fastdp.analysis.records import records_of
 from fastdp.errors import VerificationError
-from fastdp.verifying.collating import trimmed
-from fastdp.verifying.records import records_of
 
 
 def texts(count=40):

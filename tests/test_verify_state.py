@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
+from fastdp.analysis.report import VerifyReport, largest
 from fastdp.errors import ParameterError, VerificationError
-from fastdp.verified import verified_on, was_verified
-from fastdp.verifying.report import VerifyReport, largest
+from fastdp.training.verified import verified_on, was_verified
 
 
 def model_of(*extra):

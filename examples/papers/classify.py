@@ -124,7 +124,7 @@ def run(case: Case, setting: Setting, data: common.Images, seed: int, epochs: fl
         found = calibration(common.logits_of(model, data.x_test), data.y_test)
         metrics = {"accuracy": found.accuracy, "nll": found.nll, "ece": found.ece, "mce": found.mce,
                    "train_loss": until.losses[-1]}  # fmt: skip
-        if isinstance(optimizer, fastdp.optim.PrivateOptimizer):
+        if isinstance(optimizer, fastdp.training.optim.PrivateOptimizer):
             metrics |= common.epsilons(sigma, batches.sample_rate, until.steps, setting.delta)
             spent = optimizer.epsilon(setting.delta)
             if abs(spent - metrics["epsilon_gdp"]) > 1e-9:
@@ -135,7 +135,7 @@ def run(case: Case, setting: Setting, data: common.Images, seed: int, epochs: fl
         tell(Found(columns, metrics, found, until.steps == steps))
 
     common.train(model, optimizer, batches, steps=steps, text=text, so_far=so_far)
-    if isinstance(optimizer, fastdp.optim.PrivateOptimizer):
+    if isinstance(optimizer, fastdp.training.optim.PrivateOptimizer):
         optimizer.detach()
 
 

@@ -36,7 +36,7 @@ from benchmarks.timing import commit
 from examples.papers.images import Images, cifar10, fashion_mnist, mnist, need, subset  # noqa: F401  for the scripts
 from fastdp.accounting import ACCOUNTANTS, epsilon_of
 from fastdp.calibration import calibration
-from fastdp.demo import progress
+from fastdp.commands.demo import progress
 from fastdp.sampling import current
 
 ROOT = Path(__file__).resolve().parents[2]

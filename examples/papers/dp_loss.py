@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's roo
 import fastdp
 from examples.papers import common
 from fastdp.diagnostics import GradientDiagnostics, Report
-from fastdp.dp_loss import focal_loss
 from fastdp.losses import DPLoss
+from fastdp.training.dp_loss import focal_loss
 
 DELTA = 1e-5
 LOOKED_AT = ("cosine", "norm_median", "norm_p90", "clipped", "weights", "logits", "pre_activations")

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import fastdp
 from fastdp.audit.membership import Membership, attack_model
-from fastdp.demo import progress
+from fastdp.commands.demo import progress
 
 DELTA, BATCH = 1e-5, 100
 

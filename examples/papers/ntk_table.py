@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.papers import common
-from fastdp.ntk_table import COLUMNS, ROWS, Result, broken, draw, measure, table
+from fastdp.commands.ntk_table import COLUMNS, ROWS, Result, broken, draw, measure, table
 
 
 def picture(results: Sequence[Result], path: Path) -> None:

@@ -32,7 +32,7 @@ from fastdp.audit.clipping import no_clipping
 from fastdp.audit.measure import Probe
 from fastdp.audit.minibatch import minibatch_clipping
 from fastdp.audit.noise import uncalibrated_noise
-from fastdp.demo import progress
+from fastdp.commands.demo import progress
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUNS, DOC = ROOT / "benchmarks/data/private_bugs.csv", ROOT / "docs/private_bugs.md"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import BatchReadWarning, FastDPError
-from . import announce
+from . import preflight
 from .card import make_card
 from .checkpoint import new_file
 from .job import FinetuneError, Outcome
@@ -62,7 +62,7 @@ def main(options: Namespace) -> int:
 def _main(options: Namespace) -> int:
     _check_out(options)
     ready = prepare(options)
-    print(announce.said(ready.sections), flush=True)
+    print(preflight.said(ready.sections), flush=True)
     if options.dry_run:
         print("\n--dry-run: nothing was trained or written.")
         return 0
@@ -173,7 +173,7 @@ def _public_name(model: str) -> str:
 def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
     """Write the outputs and say where they are."""
     options, data = ready.options, ready.data
-    trained, total = announce.trained_of(ready.model)
+    trained, total = preflight.trained_of(ready.model)
     card = make_card(
         model=_public_name(options.model), task=options.task, plan=ready.plan, outcome=outcome, target=options.epsilon,
         trained=f"{count(trained)} of {count(total)} parameters", group=options.group_by,
@@ -187,7 +187,7 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
         found = ready.evaluation.last
     lines = write_outputs(options.out, ready.model, ready.tokenizer, progress, card, options.task, found)
     with new_file(options.out / "plan.txt") as file:
-        file.write((announce.said(ready.sections) + "\n\n" + ready.routes + "\n").encode())
+        file.write((preflight.said(ready.sections) + "\n\n" + ready.routes + "\n").encode())
     head = f"epsilon {card.epsilon:.3f} at delta {card.delta:g} after {count(outcome.steps)} steps"
     if card.repeatable:
         head += " would be the guarantee without --seed; with it there is none"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compatible import make_compatible
+from ..training.compatible import make_compatible
 from .job import FinetuneError
 from .words import count, listed
 

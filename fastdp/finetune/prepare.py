@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ..errors import BatchReadWarning
-from . import announce
+from . import preflight
+from .batch_size import Fit, fit
 from .encode import Collate, Encoded, encode, longest, loss_of, padding
 from .evaluation import Evaluation
-from .fit import Fit, fit
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
 from .records import Data, load_data
@@ -66,7 +66,7 @@ def prepare(options: Namespace) -> Prepared:
     if groups is None:  # a person's records stay together
         encoded = encoded.by_length()
     units = len(encoded) if groups is None else len(set(groups))
-    plan = announce.make_plan(options, units)
+    plan = preflight.make_plan(options, units)
     collate = Collate(int(tokenizer.pad_token_id))
     evaluation = None if held_out is None else Evaluation(held_out, collate, options.task, _EVALUATED_AT_ONCE)
     per_epoch = max(1, round(1 / plan.sample_rate))
@@ -79,7 +79,7 @@ def prepare(options: Namespace) -> Prepared:
     sections = [
         ("model", _model_lines(options, model, [*notes, *more])),
         ("data", _data_lines(options, data, encoded, held_out, most, units)),
-        ("privacy", announce.privacy_lines(plan, options, units)),
+        ("privacy", preflight.privacy_lines(plan, options, units)),
     ]
     ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
     _measure(ready)
@@ -89,19 +89,19 @@ def prepare(options: Namespace) -> Prepared:
 def _measure(ready: Prepared) -> None:
     """verify, the engine's plan, physical batch, time, memory, disk: into the sections, and the plan of the job."""
     job, options = ready.job, ready.options
-    ready.sections.append(("check", [announce.check(job)]))
+    ready.sections.append(("check", [preflight.check(job)]))
     warnings.simplefilter("ignore", BatchReadWarning)  # the check has passed, on padded records and on others
     found = _with_persons(fit(job), ready)
     job.keep_physical = found.limit != "given"
     ready.plan = job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=found.size)
-    short, ready.routes = announce.routes(job, min(found.size, len(ready.train)))
+    short, ready.routes = preflight.routes(job, min(found.size, len(ready.train)))
     records = ready.plan.expected_batch_size * len(ready.train) / ready.units  # in a step
-    needed = announce.disk_needed(ready.model, bool(options.lora))
+    needed = preflight.disk_needed(ready.model, bool(options.lora))
     ready.sections += [
         ("plan", [short]),
-        ("memory", [announce.memory_line(found)]),
-        ("time", [announce.time_line(found, records, ready.plan.steps)]),
-        ("disk", [announce.check_disk(options.out, needed)]),
+        ("memory", [preflight.memory_line(found)]),
+        ("time", [preflight.time_line(found, records, ready.plan.steps)]),
+        ("disk", [preflight.check_disk(options.out, needed)]),
     ]
 
 
@@ -115,7 +115,7 @@ def _with_persons(found: Fit, ready: Prepared) -> Fit:
     if found.limit in ("speed", "time"):
         return dataclasses.replace(found, size=most, bytes=found.bytes * most // found.size)
     raise FinetuneError(
-        f"{found.size} records fit at once ({announce.LIMITS[found.limit]}), but a person's records in a step, up to "
+        f"{found.size} records fit at once ({preflight.LIMITS[found.limit]}), but a person's records in a step, up to "
         f"{most}, must be in memory together: give --max-records-per-group {found.size} or fewer"
     )
 
@@ -136,7 +136,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _model_lines(options: Namespace, model: nn.Module, notes: list[str]) -> list[str]:
-    trained, total = announce.trained_of(model)
+    trained, total = preflight.trained_of(model)
     inner: Any = model
     kind = type(inner.get_base_model() if hasattr(inner, "get_base_model") else inner).__name__
     share = f"{100 * trained / total:.3g} %"

@@ -38,11 +38,11 @@ import torch
 from torch import Tensor
 
 from .. import sampling
-from ..privacy import Release
+from ..training.privacy import Release
 from .job import FinetuneError, Job, Outcome
 from .journal import Entry
 from .keys import delete, generators_kept
-from .standing import Standing
+from .run_state import Standing
 
 
 def run(job: Job, resume: bool = False) -> Outcome:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..analysis.state import evaluating as evaluating
+from ..analysis.verify import VerifyReport, verify
 from ..errors import StepError
-from ..verify import VerifyReport, verify
-from ..verifying.state import evaluating as evaluating
 from .losses import rows
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # -> a scalar

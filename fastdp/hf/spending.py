@@ -12,7 +12,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..accounting import epsilon_of, warn_of_delta
 from ..errors import AccountingError
-from ..optim import PrivateOptimizer
+from ..training.optim import PrivateOptimizer
 from . import ledger
 from .batches import Source, column
 from .options import PrivacyArguments

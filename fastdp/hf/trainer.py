@@ -15,7 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..accounting import noise_multiplier_for
 from ..errors import AccountingError, ParameterError, StepError
-from ..optim import PrivateOptimizer, privatize
+from ..training.optim import PrivateOptimizer, privatize
 from . import arguments, ledger
 from .batches import Ticket, check_dataset, make_source, tickets, varied
 from .checks import check_model, check_padding, evaluating

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError
-from .alone import JOINING
 from .calls import Call, tensors_in
 from .layout import Layout, tag
 from .masks import masks_others
+from .one_sample import JOINING
 from .pieces import LONGEST, NOTED, cut, joined_rows
 from .positions import by_place
 from .propagate import Rule, ask, combined, has_data_beside_first, one_row, rule, spellings

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ..errors import FastDPError
 from . import positions, totals
-from .alone import of_no_numbers, of_one_sample
+from .assumed import with_guesses
 from .calls import Call, tensors_in
 from .counted import counted
-from .guesses import with_guesses
 from .held import written
 from .layout import RELAID, Layout, layout_on, tag, tag_of
 from .memory import written_through
+from .one_sample import of_no_numbers, of_one_sample
 from .pieces import cut
 from .positions import by_place, was_by_place
 from .reads import read_of

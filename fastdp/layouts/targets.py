@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..marks import layouts_marked
 from .calls import Call
 from .layout import NOBODY, Layout
+from .marks import layouts_marked
 
 _SHAPED = "_fastdp_shaped"  # on a constant: the layout of the data whose shape it took
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import bounds, compiled, linear
+from . import bounds, extension, linear
 from .common import CHUNK_BYTES, accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
 from .geometry import Geometry, Sizes, geometry_of, is_dense, patches_of, positions_of, spatial, weight_gradient
 from .registry import Operator, cpp, define, native
@@ -43,7 +43,7 @@ def _reference_per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
 def gram_is_cheaper(g: Tensor, geometry: Geometry) -> bool:
     """Whether few output positions make the gram route the cheaper one; g [B,F,O,*]."""
     p, o, i = positions_of(g, geometry), geometry.weight[0] // geometry.groups, math.prod(geometry.weight[1:])
-    if isinstance(native(), str) or g.device.type != "cpu" or not compiled.takes(g):
+    if isinstance(native(), str) or g.device.type != "cpu" or not extension.takes(g):
         return is_dense(geometry) and linear.reference_gram_is_cheaper(p, i, o)
     # Cycles of the compiled kernels, MEASURED: packing takes one or two for each element.
     pack = 1.2 if max(geometry.stride) == 1 else 2.0
@@ -102,43 +102,43 @@ def _packed(x: Tensor, g: Tensor, geometry: Geometry) -> Any:
         return [fill] * (3 - n) + list(values)
 
     def images(t: Tensor) -> tuple[int, int, list[int]]:
-        return t.data_ptr(), compiled.TYPES[t.dtype], [*t.stride()[:3], *three(t.stride()[3:], 0)]
+        return t.data_ptr(), extension.TYPES[t.dtype], [*t.stride()[:3], *three(t.stride()[3:], 0)]
 
     groups = geometry.groups
     sizes = [x.size(0), x.size(1), groups, x.size(2) // groups, g.size(2) // groups]
-    return compiled.module().Conv(
+    return extension.module().Conv(
         images(x), images(g), sizes, three(x.shape[3:], 1), three(geometry.weight[2:], 1), three(g.shape[3:], 1),
         three(geometry.stride, 1), three(geometry.padding, 0), three(geometry.dilation, 1),
     )  # fmt: skip
 
 
 def _compiled_per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    if not compiled.takes(x, g) or x.numel() == 0 or g.numel() == 0:
+    if not extension.takes(x, g) or x.numel() == 0 or g.numel() == 0:
         return _reference_per_sample(x, g, geometry)
-    kernels, threads, conv = compiled.module(), torch.get_num_threads(), _packed(x, g, geometry)
+    kernels, threads, conv = extension.module(), torch.get_num_threads(), _packed(x, g, geometry)
     out = torch.empty((x.size(0), *geometry.weight), dtype=torch.float32)
-    memory = compiled.scratch(threads * conv.scratch(kernels.CONV_STORE))
+    memory = extension.scratch(threads * conv.scratch(kernels.CONV_STORE))
     conv.per_sample(out.data_ptr(), memory.data_ptr(), threads)
     return out
 
 
 def _compiled_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
-    if not compiled.takes(x, g) or x.numel() == 0 or g.numel() == 0:
+    if not extension.takes(x, g) or x.numel() == 0 or g.numel() == 0:
         return _reference_norm_sq(x, g, geometry, method)
     if method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry)):
         return _compiled_gram(x, g, geometry)[0]
-    kernels, threads, conv = compiled.module(), torch.get_num_threads(), _packed(x, g, geometry)
-    out, parts = compiled.doubles(x.size(0)), compiled.doubles(conv.parts(kernels.CONV_NORM))
-    memory = compiled.scratch(threads * conv.scratch(kernels.CONV_NORM))
+    kernels, threads, conv = extension.module(), torch.get_num_threads(), _packed(x, g, geometry)
+    out, parts = extension.doubles(x.size(0)), extension.doubles(conv.parts(kernels.CONV_NORM))
+    memory = extension.scratch(threads * conv.scratch(kernels.CONV_NORM))
     conv.norm(out.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads)
     return out
 
 
 def _compiled_gram(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """The norms, and what the kernel leaves of each block."""
-    kernels, threads, conv = compiled.module(), torch.get_num_threads(), _packed(x, g, geometry)
-    out, parts = compiled.doubles(x.size(0)), compiled.doubles(conv.parts(kernels.CONV_GRAM))
-    memory = compiled.scratch(threads * conv.scratch(kernels.CONV_GRAM))
+    kernels, threads, conv = extension.module(), torch.get_num_threads(), _packed(x, g, geometry)
+    out, parts = extension.doubles(x.size(0)), extension.doubles(conv.parts(kernels.CONV_GRAM))
+    memory = extension.scratch(threads * conv.scratch(kernels.CONV_GRAM))
     doubt = torch.empty(x.size(0), dtype=torch.bool)
     doubtful = conv.gram(
         linear.ROUNDING_COMPILED, linear.GRAM_TOLERANCE, linear.UNDERFLOW, out.data_ptr(), doubt.data_ptr(),
@@ -204,7 +204,7 @@ def bounded_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "aut
     """`norm_sq` enlarged by what rounding may do to the clipped sum."""
     positions = positions_of(g, geometry)
     gram = method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry))
-    built = _is_compiled(_norm_sq_op, x) and compiled.takes(x, g) and x.numel() and g.numel()
+    built = _is_compiled(_norm_sq_op, x) and extension.takes(x, g) and x.numel() and g.numel()
     if built and gram:
         found, parts = _compiled_gram(x, g, geometry)
         bound, doubted = linear.bound_by_blocks(found, parts, bounds.roundings(positions) * bounds.unit(x))
@@ -253,26 +253,26 @@ _per_sample_op = define(
     _per_sample_by(_reference_per_sample),
     lambda x, g, *args: x.new_empty((x.size(0), *geometry_of(x, g, *args).weight), dtype=sum_type(x)),
     CPU=cpp(_per_sample_by(_compiled_per_sample)),
-    CUDA=compiled.on_cuda("conv", "conv_per_sample", _per_sample_by(_reference_per_sample)),
+    CUDA=extension.on_cuda("conv", "conv_per_sample", _per_sample_by(_reference_per_sample)),
 )
 _norm_sq_op = define(
     f"conv_norm_sq(Tensor x, Tensor g, {SIZES}, str method='auto', *, ScalarType? dtype=None) -> Tensor",
     _norm_sq_by(_reference_norm_sq),
     lambda x, g, *args, dtype=None: x.new_empty(x.size(0), dtype=norm_type(x, dtype)),
     CPU=cpp(_norm_sq_by(_compiled_norm_sq)),
-    CUDA=compiled.on_cuda("conv", "conv_norm_sq", _norm_sq_by(_reference_norm_sq)),
+    CUDA=extension.on_cuda("conv", "conv_norm_sq", _norm_sq_by(_reference_norm_sq)),
 )
 _clipped_sum_op = define(
     f"conv_clipped_sum(Tensor x, Tensor g, Tensor c, {SIZES}) -> Tensor",
     _clipped_sum,
     lambda x, g, c, *args: x.new_empty(geometry_of(x, g, *args).weight, dtype=sum_type(x)),
-    CUDA=compiled.on_cuda("conv", "conv_clipped_sum", _clipped_sum),
+    CUDA=extension.on_cuda("conv", "conv_clipped_sum", _clipped_sum),
 )
 _add_clipped_sum_op = define(
     f"conv_clipped_sum.out(Tensor x, Tensor g, Tensor c, {SIZES}, Tensor(a!) out) -> ()",
     _add_clipped_sum,
     lambda x, g, c, kernel_size, stride, padding, dilation, groups, out: None,
-    CUDA=compiled.on_cuda("conv", "conv_clipped_sum", _add_clipped_sum, returns=False),
+    CUDA=extension.on_cuda("conv", "conv_clipped_sum", _add_clipped_sum, returns=False),
 )
 
 

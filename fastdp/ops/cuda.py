@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import TYPES, check_draw, check_row, check_tensor, rows_of, words_of
 from .common import GAMMA, KINDS, MARGIN, norm_type
-from .cuda_arguments import TYPES, check_draw, check_row, check_tensor, rows_of, words_of
 from .registry import native_cuda
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import bounds, compiled
+from . import bounds, extension
 from .common import accumulate, chunks, full_float32, norm_type, of_kept, scaled, sum_type, without_dropped
 from .registry import cpp, define, native
 from .rows import square_sum
@@ -83,7 +83,7 @@ def _norm_sq_cpu(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dty
     """The compiled kernels; what they do not take (float64, one position) is left to the reference."""
     a, g = _shaped(a, g)
     batch, t, i = a.shape
-    if not compiled.takes(a, g) or t <= 1 or a.numel() == 0 or g.numel() == 0:
+    if not extension.takes(a, g) or t <= 1 or a.numel() == 0 or g.numel() == 0:
         return reference_norm_sq(a, g, method, dtype=dtype)
     check_method(method)
     kind = norm_type(a, dtype)
@@ -106,13 +106,13 @@ def _compiled_gram(a: Tensor, g: Tensor) -> Tensor:
 
 def _compiled_gram_and_parts(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """The norms, and what the kernel leaves of each block."""
-    kernels, threads = compiled.module(), torch.get_num_threads()
+    kernels, threads = extension.module(), torch.get_num_threads()
     batch, t, _ = a.shape
-    out, doubt = compiled.doubles(batch), torch.empty(batch, dtype=torch.bool)
-    parts = compiled.doubles(kernels.gram_parts(batch, t))
-    memory = compiled.scratch(threads * kernels.gram_scratch())
+    out, doubt = extension.doubles(batch), torch.empty(batch, dtype=torch.bool)
+    parts = extension.doubles(kernels.gram_parts(batch, t))
+    memory = extension.scratch(threads * kernels.gram_scratch())
     doubtful = kernels.linear_gram(
-        compiled.matrix(a), compiled.matrix(g), batch, t, ROUNDING_COMPILED, GRAM_TOLERANCE, UNDERFLOW,
+        extension.matrix(a), extension.matrix(g), batch, t, ROUNDING_COMPILED, GRAM_TOLERANCE, UNDERFLOW,
         out.data_ptr(), doubt.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads,
     )  # fmt: skip
     if doubtful:
@@ -122,12 +122,13 @@ def _compiled_gram_and_parts(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compiled_direct(a: Tensor, g: Tensor) -> Tensor:
-    kernels, threads = compiled.module(), torch.get_num_threads()
+    kernels, threads = extension.module(), torch.get_num_threads()
     batch, t, i = a.shape
-    out, parts = compiled.doubles(batch), compiled.doubles(kernels.direct_parts(batch, i, g.size(2)))
-    memory = compiled.scratch(threads * kernels.direct_scratch())
+    out, parts = extension.doubles(batch), extension.doubles(kernels.direct_parts(batch, i, g.size(2)))
+    memory = extension.scratch(threads * kernels.direct_scratch())
     kernels.linear_direct(
-        compiled.matrix(a), compiled.matrix(g), batch, t, out.data_ptr(), parts.data_ptr(), memory.data_ptr(), threads,
+        extension.matrix(a), extension.matrix(g), batch, t, out.data_ptr(), parts.data_ptr(), memory.data_ptr(),
+        threads,
     )  # fmt: skip
     return out
 
@@ -198,25 +199,25 @@ _norm_sq_op = define(
     reference_norm_sq,
     lambda a, g, method="auto", *, dtype=None: a.new_empty(a.size(0), dtype=norm_type(a, dtype)),
     CPU=cpp(_norm_sq_cpu),
-    CUDA=compiled.on_cuda("linear", "linear_norm_sq", reference_norm_sq),
+    CUDA=extension.on_cuda("linear", "linear_norm_sq", reference_norm_sq),
 )
 _per_sample_op = define(
     "linear_per_sample(Tensor a, Tensor g) -> Tensor",
     _per_sample,
     lambda a, g: a.new_empty(a.size(0), g.size(-1), a.size(-1), dtype=sum_type(a)),
-    CUDA=compiled.on_cuda("linear", "linear_per_sample", _per_sample),
+    CUDA=extension.on_cuda("linear", "linear_per_sample", _per_sample),
 )
 _clipped_sum_op = define(
     "linear_clipped_sum(Tensor a, Tensor g, Tensor c) -> Tensor",
     _clipped_sum,
     lambda a, g, c: a.new_empty(g.size(-1), a.size(-1), dtype=sum_type(a)),
-    CUDA=compiled.on_cuda("clipped", "linear_clipped_sum", _clipped_sum),
+    CUDA=extension.on_cuda("clipped", "linear_clipped_sum", _clipped_sum),
 )
 _add_clipped_sum_op = define(
     "linear_clipped_sum.out(Tensor a, Tensor g, Tensor c, Tensor(a!) out) -> ()",
     _add_clipped_sum,
     lambda a, g, c, out: None,
-    CUDA=compiled.on_cuda("clipped", "add_linear_clipped_sum", _add_clipped_sum, returns=False),
+    CUDA=extension.on_cuda("clipped", "add_linear_clipped_sum", _add_clipped_sum, returns=False),
 )
 
 
@@ -237,7 +238,7 @@ def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tenso
     if a.size(1) <= 1 or a.numel() == 0 or g.numel() == 0:
         return linear_norm_sq(a, g, method, dtype=torch.float64), None
     built = a.device.type == "cpu" and _norm_sq_op.implementation("cpu") is not _norm_sq_op.reference
-    if built and compiled.takes(a, g):
+    if built and extension.takes(a, g):
         units = bounds.units_of_products(a, g)
         if method == "gram" or (method == "auto" and compiled_gram_is_cheaper(a.size(1), a.size(2), g.size(2))):
             found, parts = _compiled_gram_and_parts(a, g)
@@ -259,7 +260,7 @@ def bound_by_blocks(norm_sq: Tensor, parts: Tensor, units: float) -> tuple[Tenso
     parts: what the compiled kernel of the gram route has left of each block; units: `bounds.units_of_products`.
     """
     batch, bound = norm_sq.numel(), torch.empty_like(norm_sq)
-    doubted = compiled.module().doubted_by_blocks(
+    doubted = extension.module().doubted_by_blocks(
         parts.data_ptr(), batch, parts.numel() // (GRAM_PARTS * batch), units, bounds.TOLERANCE, norm_sq.data_ptr(),
         bound.data_ptr(),
     )  # fmt: skip
@@ -269,8 +270,8 @@ def bound_by_blocks(norm_sq: Tensor, parts: Tensor, units: float) -> tuple[Tenso
 def enlarge_by_data(norm_sq: Tensor, a: Tensor, g: Tensor, units: float) -> Tensor:
     """Enlarge norms [B] in place by what rounding may do to sums over a [B,T,I] and g [B,T,O]; return the bound."""
     bound = torch.empty_like(norm_sq)
-    compiled.module().enlarge_by_data(
-        compiled.matrix(a), compiled.matrix(g), *a.shape[:2], units, bounds.TOLERANCE, norm_sq.data_ptr(),
+    extension.module().enlarge_by_data(
+        extension.matrix(a), extension.matrix(g), *a.shape[:2], units, bounds.TOLERANCE, norm_sq.data_ptr(),
         bound.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return bound

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import bounds, compiled
+from . import bounds, extension
 from .common import accumulate, full_float32, norm_type, of_kept, scaled, sum_type, without_dropped
 from .linear import GRAM_TOLERANCE, ROUNDING_COMPILED, UNDERFLOW, compiled_gram_is_cheaper, reference_norm_sq
 from .registry import Kernel, define, native
@@ -143,19 +143,19 @@ def _norm_sq_cpu(
     a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """One call for all segments; float64 is left to the reference."""
-    if not compiled.takes(a, g) or a.numel() == 0 or g.numel() == 0 or not batch:
+    if not extension.takes(a, g) or a.numel() == 0 or g.numel() == 0 or not batch:
         return _norm_sq(a, g, ids, owner, experts, batch, dtype=dtype)
     kind = norm_type(a, dtype)
     a, g, _, starts = _in_order(a, g, ids, owner, experts, batch)
-    kernels, threads, segments = compiled.module(), torch.get_num_threads(), experts * batch
+    kernels, threads, segments = extension.module(), torch.get_num_threads(), experts * batch
     inputs, outputs = a.size(1), g.size(1)
     longest = longest_gram(inputs, outputs)
     first = torch.empty(segments + 1, dtype=torch.int64)
     jobs = kernels.routed_jobs(starts.data_ptr(), segments, longest, inputs, outputs, first.data_ptr())
-    out, parts = compiled.doubles(segments), compiled.doubles(4 * jobs)
-    memory = compiled.scratch(threads * kernels.routed_scratch())
+    out, parts = extension.doubles(segments), extension.doubles(4 * jobs)
+    memory = extension.scratch(threads * kernels.routed_scratch())
     kernels.routed_norm(
-        compiled.matrix(a.unsqueeze(0)), compiled.matrix(g.unsqueeze(0)), starts.data_ptr(), segments, longest,
+        extension.matrix(a.unsqueeze(0)), extension.matrix(g.unsqueeze(0)), starts.data_ptr(), segments, longest,
         first.data_ptr(), ROUNDING_COMPILED, GRAM_TOLERANCE, UNDERFLOW, out.data_ptr(), parts.data_ptr(),
         memory.data_ptr(), threads,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import compiled
+from . import extension
 from .registry import cpp, define
 
 BLOCK = 1024  # elements whose squares are added in float32
@@ -41,8 +41,8 @@ def _compiled_square_sum(rows: Tensor) -> Tensor:
         return _square_sum(rows)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
-    kernels, (batch, n) = compiled.module(), flat.shape
-    out, parts = compiled.doubles(batch), compiled.doubles(kernels.square_parts(batch, n))
+    kernels, (batch, n) = extension.module(), flat.shape
+    out, parts = extension.doubles(batch), extension.doubles(kernels.square_parts(batch, n))
     kernels.square_sum(
         flat.data_ptr(), batch, n, flat.stride(0), parts.data_ptr(), out.data_ptr(), torch.get_num_threads()
     )
@@ -77,7 +77,7 @@ def _compiled_weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
         flat = flat.contiguous()
     c = c.float().contiguous()
     out = torch.empty(flat.size(1), dtype=torch.float32)
-    compiled.module().weighted_sum(
+    extension.module().weighted_sum(
         flat.data_ptr(), c.data_ptr(), flat.size(0), flat.size(1), flat.stride(0), out.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip

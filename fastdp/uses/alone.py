@@ -14,21 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError
-from ..layouts.alone import owner_of
 from ..layouts.calls import function_name, is_in_place, tensors_in
 from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.one_sample import owner_of
 from ..ops.bounds import added, roundings, unit
 from ..ops.common import accumulate
-from ..recorder import Recorder
 from .base import Direct, Use
 from .conv import Conv
 from .embedding import Lookup
+from .forward_pass import Recorder
 from .linear import Matmul
 from .routed import Routed
 
 
 class OneSample:
-    """A recorder for a call on one sample of the batch: a batch of one (`fastdp.recorder.Recorder`)."""
+    """A recorder for a call on one sample of the batch: a batch of one (`fastdp.uses.forward_pass.Recorder`)."""
 
     batch = 1
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..errors import SampleMixingError
 from ..layouts.calls import bind
-from ..recorder import Recorder
 from .base import rule, sample_layout
+from .forward_pass import Recorder
 from .generic import python_body
 
 

@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..clock import Clock
-from ..costs import Segments, Shape
 from ..errors import BatchLayoutError, SampleMixingError, StepError
 from ..layouts.calls import tensors_in
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.positions import WHY, by_place, is_random, rows_alike
 from ..layouts.rearranged import samplewise
-from ..links import link_of
 from ..ops.bounds import enlarged
 from ..ops.common import accumulate, chunks, exactly
 from ..ops.rows import square_sum, weighted_sum
-from ..planner import Planner
-from ..recorder import Recorder
+from .costs import Segments, Shape
+from .forward_pass import Recorder
+from .links import link_of
+from .planner import Planner
 from .saved import check_same, fingerprints
+from .timing import Clock
 
 
 class Use:

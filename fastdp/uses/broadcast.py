@@ -14,10 +14,10 @@ from torch import Tensor
 from ..errors import SampleMixingError
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
-from ..links import link_of
-from ..recorder import Recorder
 from .base import Captured, Direct, Lazy, Operand, Use, capture, cut, refuse_by_position, rule, sample_layout
 from .embedding import Lookup
+from .forward_pass import Recorder
+from .links import link_of
 
 
 def uses_of_broadcast(operand: Tensor, grads: Tensor, layout: Layout, ndim: int, name: str) -> Use:

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..costs import Shape
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
 from ..ops.common import accumulate
 from ..ops.geometry import Geometry, spatial
-from ..planner import Planner
-from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout
+from .costs import Shape
+from .forward_pass import Recorder
 from .linear import autocast_dtype, is_short
+from .planner import Planner
 
 
 class Conv(Use):

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..derived import check_embedding, mark_derived
 from ..errors import SampleMixingError
 from ..layouts.calls import bind
 from ..layouts.layout import INPUT, Layout, tag, tag_of
 from ..ops.bounds import enlarged, is_small, of_repeats, of_rows
-from ..recorder import Recorder
 from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
+from .derived import check_embedding, mark_derived
 from .experts import note_gathered
+from .forward_pass import Recorder
 from .generic import capture_whole
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..errors import SampleMixingError
 from ..layouts.calls import Call, bind
-from ..layouts.chosen import spread
+from ..layouts.index import spread
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.propagate import propagate, spellings
-from ..recorder import Recorder
 from .base import Captured, Operand, Rule, capture, rule, sample_layout
+from .forward_pass import Recorder
 from .routed import Routed, record_routed
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..costs import Shape
+from ..layouts.groups import People
 from ..ops.bounds import added, roundings, unit
 from ..ops.common import accumulate, chunks
-from ..people import People
 from .alone import Alone
 from .base import Direct, Use
 from .conv import Conv
+from .costs import Shape
 from .embedding import Lookup
 from .linear import Matmul
 from .routed import Routed

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import FastDPError, StepError
 from ..layouts.calls import function_name
-from ..recorder import Recorder
+from .forward_pass import Recorder
 from .generic import capture_generic
 
 

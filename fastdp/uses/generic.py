@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..derived import mark_derived
 from ..errors import BatchLayoutError, UncapturedUseError
 from ..layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.propagate import propagate
 from ..layouts.trial import CACHE_SIZE
-from ..links import link_of, set_link
-from ..recorder import Recorder
 from .base import Captured, Lazy, Operand, capture, cut, sample_layout
+from .derived import mark_derived
+from .forward_pass import Recorder
+from .links import link_of, set_link
 from .results import Nest, result_tensors
 
 # functions that take the parameter as a pattern of shape, type or device only

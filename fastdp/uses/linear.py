@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..costs import Shape
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..ops.bounds import of_products
-from ..planner import Planner
-from ..recorder import Recorder
 from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contraction, rule, sample_layout
+from .costs import Shape
+from .forward_pass import Recorder
+from .planner import Planner
 from .routed import row_sum, use_of_rows
 
 

@@ -16,9 +16,9 @@ from ..layouts.calls import Call, bind
 from ..layouts.layout import Layout
 from ..layouts.propagate import propagate
 from ..ops.common import accumulate
-from ..recorder import Recorder
 from .base import Captured, Operand, capture, cut, rule, sample_layout
 from .broadcast import uses_of_broadcast
+from .forward_pass import Recorder
 
 
 class _Norm(Captured):

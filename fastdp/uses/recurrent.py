@@ -17,8 +17,8 @@ from torch import Tensor
 from ..errors import BatchLayoutError
 from ..layouts.layout import Layout, tag, tag_of
 from ..ops import recurrent as steps_of
-from ..recorder import Recorder
 from .base import Captured, Direct, Operand, capture, cut, rule, sample_layout
+from .forward_pass import Recorder
 from .linear import autocast_dtype, row_sums, steps, use_of_product
 
 State = tuple[Tensor, ...]

@@ -14,8 +14,8 @@ from ..layouts.calls import tensors_in
 from ..layouts.layout import tag_of
 from ..layouts.trial import CACHE_SIZE
 from ..ops.common import accumulate
-from ..recorder import Recorder
 from .base import Direct, Lazy, capture, cut, sample_layout
+from .forward_pass import Recorder
 from .generic import _Generic, _tag_result, capture_generic
 from .results import result_tensors
 

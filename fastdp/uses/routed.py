@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..costs import Segments, Shape
 from ..layouts.layout import Layout
-from ..links import link_of
 from ..ops.bounds import enlarged
 from ..ops.common import accumulate
-from ..recorder import Recorder
 from .base import Direct, Use, cut
+from .costs import Segments, Shape
+from .forward_pass import Recorder
+from .links import link_of
 
 
 class Routed(Use):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....buffers import Buffers
-from ....gradients import Gradients
+from ....engine.buffers import Buffers
+from ....engine.gradients import Gradients
 from ....ops.clip import clip_factors
 from . import samples
 from .grad_sample_module import GradSampleHooks

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ....engine import PerSampleGradients
-from ....gradients import Gradients
+from ....engine.gradients import Gradients
+from ....engine.per_sample import PerSampleGradients
 from . import samples
 
 logger = logging.getLogger(__name__)

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ....engine.gradients import Gradients
 from ....errors import StepError
-from ....gradients import Gradients
-from ....links import link_of
 from ....ops.common import exactly
 from ....uses.base import Direct, Use
 from ....uses.conv import Conv
 from ....uses.embedding import Lookup
 from ....uses.linear import Matmul
+from ....uses.links import link_of
 from ....uses.routed import Routed
 
 if TYPE_CHECKING:

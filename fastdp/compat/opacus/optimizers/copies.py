@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ....buffers import Buffers
+from ....engine.buffers import Buffers
 
 
 class Copied:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ....buffers import Buffers
+from ....engine.buffers import Buffers
 from ....ops.clip import clip_factors
 from ..grad_sample import samples
 from ..grad_sample.samples import Pending

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....buffers import Buffers
+from ....engine.buffers import Buffers
 from ....errors import StepError
 from ..grad_sample import samples
 from ..grad_sample.grad_sample_module_fast_gradient_clipping import Clipped, GradSampleHooksFastGradientClipping

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....buffers import Buffers
+from ....engine.buffers import Buffers
 from ....ops.rows import square_sum, weighted_sum
 from ..grad_sample.samples import Pending, Record
 

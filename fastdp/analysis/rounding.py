@@ -1,0 +1,105 @@
+"""Telling rounding from a fault: a check that fails in float32 is made once more in float64.
+
+Deep models amplify rounding: plain torch's own gradient of one sample, in float32, may be 1e-3 away from float64's (a
+softmax over 49,152 tokens gives 2e-5 of its loss away). A batch is multiplied and summed in other blocks than one
+sample, so gradients can differ by as much although no sample sees another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FastDPError
+
+if TYPE_CHECKING:
+    from .report import VerifyReport
+
+TIMES = 4.0  # the engine's float32 may be this many times as far off as plain torch's float32 is
+WORST = 1e-2  # above it, float32 says nothing of this model
+
+
+def may_be_doubled(model: nn.Module) -> bool:
+    """Whether there is a float32 model to compute in float64: all floating parameters and buffers are float32, and the
+    device has float64."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex()]
+    plain = all(t.dtype == torch.float32 and type(t.data) is Tensor and t.device.type != "mps" for t in tensors)
+    return bool(tensors) and plain
+
+
+def judged_in_double(
+    report: VerifyReport, truth: dict[str, Tensor], model: nn.Module,
+    repeat: Callable[[], tuple[VerifyReport, dict[str, Tensor]]],
+) -> tuple[str, float | None]:  # fmt: skip
+    """Whether float32's failure is rounding: (what is wrong or "", rounding of plain torch's float32 if it decided).
+
+    report, truth: of float32, with one-sample gradients [B, ...] by name; repeat: gives the same of the model as it is.
+    """
+    try:
+        with in_double(model):
+            double, exact = repeat()
+    except (RuntimeError, TypeError, ValueError, FastDPError) as error:
+        return f"{report.problem} (In float64, which could tell rounding from a fault: {error})", None
+    if double.problem:
+        return report.problem, None
+    rounding = between(truth, exact)
+    if not rounding <= WORST:
+        return (
+            f"exact in float64, but float32 does not carry this model: plain one-sample gradients are {rounding:.1e} "
+            "off. Train it in float64, or make it better conditioned (initial weights, norm layers)."
+        ), None
+    off = report.worst()
+    if off <= TIMES * rounding:
+        return "", rounding
+    return (
+        f"wrong per-sample gradients in float32 only: {off:.1e} off, where plain one-sample gradients are "
+        f"{rounding:.1e} off float64's. Please report the model: this is a bug of fastdp."
+    ), None
+
+
+@contextlib.contextmanager
+def in_double(model: nn.Module) -> Iterator[None]:
+    """The model's parameters and buffers as float64; afterwards the very memory they had. Takes three times the model's
+    memory meanwhile. Parameters stay the same objects, so tied ones stay tied."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
+    kept = [(t, t.data) for t in tensors.values()]
+    try:
+        for tensor, data in kept:
+            tensor.grad = None
+            tensor.data = data.double()
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.grad = None
+            tensor.data = data
+
+
+def doubled(batch: Any) -> Any:
+    """The batch with its float32 tensors as float64."""
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.dtype == torch.float32 else batch
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*[doubled(item) for item in batch])
+    if isinstance(batch, tuple | list):
+        return type(batch)(doubled(item) for item in batch)
+    if hasattr(batch, "items"):
+        return {key: doubled(item) for key, item in batch.items()}
+    return batch
+
+
+def between(single: dict[str, Tensor], double: dict[str, Tensor]) -> float:
+    """Largest distance of a sample's gradient in float32 from that in float64, relative to the gradient's norm.
+
+    single, double: [B, ...] by parameter's name.
+    """
+    size = len(next(iter(double.values())))
+    wrong, whole = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+    for name, rows in double.items():
+        wrong += (rows - single[name]).reshape(size, -1).square().sum(1).cpu()
+        whole += rows.reshape(size, -1).square().sum(1).cpu()
+    floor = float(whole.max()) * 1e-12 + 1e-60
+    return float((wrong / whole.clamp(min=floor)).max().sqrt())

@@ -1,0 +1,1 @@
+"""What `python -m fastdp` runs, but for the guests' own commands."""

@@ -1,0 +1,189 @@
+"""The main job on real input: scikit-learn's digits, trained privately to a stated epsilon.
+
+Downloads nothing. Prints one table (accuracy, epsilon, calibration, step time of ordinary, fastdp's and
+Opacus's training) and writes a reliability diagram and the loss curves as PNG.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..accounting import noise_multiplier_for
+from ..analysis.verify import verify
+from ..calibration import Calibration, calibration, reliability_diagram
+from ..sampling import poisson_loader
+from ..training.optim import DPAdamW
+
+EPSILON, DELTA, EPOCHS, BATCH, LR, R = 3.0, 1e-4, 40, 128, 5e-3, 1.0
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """1,797 8x8 images of handwritten digits: 1,437 to train on, 360 to test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise SystemExit("the demo needs scikit-learn and matplotlib: pip install 'fastdp[demo]'") from None
+    data = load_digits()
+    x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    y = torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return x[train], y[train], x[test], y[test]
+
+
+def network() -> nn.Module:
+    """A small convolutional network with GroupNorm."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
+        nn.Flatten(), nn.Linear(512, 64), nn.Tanh(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def progress(done: int, total: int, text: str) -> None:
+    """One line that is drawn again; nothing where no one watches but the end."""
+    if not sys.stderr.isatty() and done < total:
+        return
+    filled = 28 * done // total
+    end = "\n" if done == total else ""
+    print(f"\r  [{'#' * filled}{'.' * (28 - filled)}] {done}/{total} {text}   ", end=end, file=sys.stderr, flush=True)
+
+
+def train_privately(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float], float, float]:
+    """Train to EPSILON at DELTA; returns the model, losses by step, the epsilon spent and the noise multiplier."""
+    model = network()
+    print(verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x[:8], y[:8])))
+    loader = poisson_loader(torch.utils.data.TensorDataset(x, y), expected_batch_size=BATCH)
+    steps = EPOCHS * loader.steps_per_epoch
+    sigma = noise_multiplier_for(target_epsilon=EPSILON, delta=DELTA, sample_rate=loader.sample_rate, steps=steps)
+    optimizer = DPAdamW(model, lr=LR, noise_multiplier=sigma, max_grad_norm=R, clipping="automatic")
+    losses: list[float] = []
+    for _ in range(EPOCHS):
+        for images, labels in loader:
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            progress(len(losses), steps, f"private, noise {sigma:.2f}")
+    spent = optimizer.epsilon(DELTA)
+    optimizer.detach()
+    return model, losses, spent, sigma
+
+
+def train_ordinarily(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float]]:
+    """The same without privacy."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses: list[float] = []
+    per_epoch = -(-len(x) // BATCH)
+    for epoch in range(EPOCHS):
+        for rows in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(BATCH):
+            loss = F.cross_entropy(model(x[rows]), y[rows])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            progress(len(losses), EPOCHS * per_epoch, "non-private")
+    return model, losses
+
+
+def step_times(x: Tensor, y: Tensor, rounds: int = 30) -> dict[str, float]:
+    """Medians of interleaved steps, in milliseconds, batch BATCH; Opacus if it is installed."""
+    x, y = x[:BATCH], y[:BATCH]
+    steps: dict[str, Callable[[], None]] = {}
+
+    def add(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def step() -> None:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        steps[name] = step
+
+    model = network()
+    add("non-private", model, torch.optim.AdamW(model.parameters(), lr=LR))
+    model = network()
+    add("fastdp", model, DPAdamW(model, lr=LR, noise_multiplier=1.0, max_grad_norm=R, expected_batch_size=BATCH))
+    try:
+        from opacus.grad_sample import GradSampleModule
+        from opacus.optimizers import DPOptimizer
+
+        model = GradSampleModule(network())
+        inner = torch.optim.AdamW(model.parameters(), lr=LR)
+        add("Opacus hooks", model, DPOptimizer(inner, noise_multiplier=1.0, max_grad_norm=R, expected_batch_size=BATCH))
+    except ImportError:
+        pass
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Opacus's backward hooks
+        for number in range(rounds + 3):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step()
+                if number >= 3:
+                    times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def write_losses(curves: dict[str, list[float]], path: Path) -> None:
+    """Training loss by step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, losses), colour in zip(curves.items(), ("#bb5566", "#4477aa"), strict=False):
+        axes.plot(losses, label=name, color=colour, lw=1.2)
+    axes.set(xlabel="step", ylabel="training loss (mean of the batch)", ylim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def table(results: dict[str, Calibration], spent: float, times: dict[str, float]) -> str:
+    """The demo's one table."""
+    head = ("", "accuracy", "epsilon", "NLL", "ECE", "step")
+    rows = []
+    for name in dict.fromkeys([*results, *times]):
+        found, ms = results.get(name), times.get(name)
+        rows.append((
+            name,
+            f"{100 * found.accuracy:.1f} %" if found else "",
+            {"fastdp": f"{spent:.2f}", "non-private": "inf"}.get(name, ""),
+            f"{found.nll:.3f}" if found else "",
+            f"{100 * found.ece:.1f} %" if found else "",
+            f"{ms:.2f} ms ({ms / times['non-private']:.2f}x)" if ms else "",
+        ))  # fmt: skip
+    widths = [max(len(row[k]) for row in [head, *rows]) for k in range(len(head))]
+    return "\n".join("  ".join(c.rjust(w) if k else c.ljust(w) for k, (c, w) in enumerate(zip(r, widths, strict=True)))
+                     for r in [head, *rows])  # fmt: skip
+
+
+def main(out: Path) -> None:
+    """Run the demo; PNGs go to the folder `out`."""
+    x, y, x_test, y_test = digits()
+    out.mkdir(parents=True, exist_ok=True)
+    model, private_losses, spent, sigma = train_privately(x, y)
+    ordinary, losses = train_ordinarily(x, y)
+    results = {}
+    with torch.no_grad():
+        for name, trained in (("non-private", ordinary.eval()), ("fastdp", model.eval())):
+            results[name] = calibration(trained(x_test), y_test)
+    times = step_times(x, y)
+    print(f"\ndigits: 1,437 to train on, 360 to test; {EPOCHS} epochs, batch {BATCH}, noise multiplier {sigma:.2f}")
+    print(table(results, spent, times))
+    print(
+        f"fastdp: ({spent:.2f}, {DELTA:g})-differentially private, PRV accountant, Poisson sampling, add or remove one"
+    )
+    write_losses({"fastdp": private_losses, "non-private": losses}, out / "loss.png")
+    reliability_diagram(results, out / "reliability.png")
+    print(f"wrote {out / 'reliability.png'} and {out / 'loss.png'}")

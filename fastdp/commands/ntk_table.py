@@ -1,0 +1,272 @@
+"""Table 1 of the convergence paper, measured: what each way of clipping does to the NTK and to the loss.
+
+Random small networks (tanh, three layers, one output) learn random data by gradient descent with a small step, all of
+it in float64. A property that the paper guarantees must hold in every network; one that it does not guarantee should
+be seen to fail in some. Columns: is K (see `fastdp.ntk`) symmetric, positive in quadratic form, positive in
+eigenvalues, at every moment looked at; does the loss never rise; does it go to zero.
+
+Source: Bu, Wang, Dai, Long (TMLR 2023), Table 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ntk import NTK, Positivity, ntk, positivity
+from ..training.clipping import Clipping
+from .demo import progress
+
+COLUMNS = ("symmetric", "positive in quadratic form", "positive in eigenvalues", "loss never rises", "zero loss")
+SAMPLES, FEATURES, WIDTH = 8, 3, 16
+SMALL, LARGE = 0.1, 1e4  # R over the median norm of the network's per-sample gradients before training
+SPREAD = 0.5  # of the logarithms of the sizes of records and targets
+RATE = 0.1  # learning rate times the largest eigenvalue of H / samples before training; above 2 it diverges
+ZERO = 1e-3  # of the first loss: reached
+MOMENTS = 6  # at which the matrix is looked at
+
+
+class Row(NamedTuple):
+    """A way of clipping; paper: what its Table 1 guarantees, by COLUMNS, or None where it has no such row."""
+
+    name: str
+    matrix: str
+    clipping: str  # of fastdp.training.clipping, or "none" or "batch"
+    ratio: float
+    style: str
+    paper: tuple[bool, ...] | None
+
+
+ALL = (True,) * 5
+ROWS = (
+    Row("no clipping", "H", "none", 1.0, "flat", ALL),
+    Row("batch clipping", "c H", "batch", SMALL, "flat", ALL),
+    Row("large R, flat", "H C", "local", LARGE, "flat", ALL),
+    Row("large R, layerwise", "sum_r H_r C_r", "local", LARGE, "layerwise", ALL),
+    Row("small R, flat", "H C", "local", SMALL, "flat", (False, False, True, False, True)),
+    Row("small R, layerwise", "sum_r H_r C_r", "local", SMALL, "layerwise", (False,) * 5),
+    Row("automatic, flat", "H C", "automatic", SMALL, "flat", None),
+    Row("global, R the median", "H C", "global", 1.0, "flat", None),
+)
+
+
+class Result(NamedTuple):
+    """Of one row: in how many of the networks each property held, by COLUMNS; the median of last loss / first loss."""
+
+    row: Row
+    networks: int
+    held: tuple[int, ...]
+    left: float
+
+
+class Networks(NamedTuple):
+    """S networks side by side, each with data of its own: x [S, B, features], y [S, B]; scale [S]: R of ratio 1."""
+
+    template: nn.Module
+    weights: dict[str, Tensor]  # [S, *shape]
+    x: Tensor
+    y: Tensor
+    rate: Tensor  # [S]: learning rates
+    scale: Tensor
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+    ).double()
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """(f - y)^2 / 2 of each sample: [B]."""
+    return (outputs[:, 0] - targets).square() / 2
+
+
+def draw(networks: int, seed: int) -> Networks:
+    """Networks and data; a few records and targets are far larger than the others, as clipping is for."""
+    models, xs, ys, rates, scales = [], [], [], [], []
+    for number in range(networks):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed * 100_003 + number)
+            model = network()
+            size = torch.randn(SAMPLES, 2, dtype=torch.float64).mul(SPREAD).exp()
+            x = torch.randn(SAMPLES, FEATURES, dtype=torch.float64) * size[:, :1]
+            y = torch.randn(SAMPLES, dtype=torch.float64) * size[:, 1]
+        kernel = ntk(model, x, y, loss_of)
+        rates.append(RATE * SAMPLES / float(torch.linalg.eigvalsh(kernel.matrix)[-1]))
+        scales.append(float(kernel.norms(kernel.clipping())[0].median()))
+        models.append(dict(model.named_parameters()))
+        xs.append(x)
+        ys.append(y)
+    weights = {name: torch.stack([m[name].detach() for m in models]) for name in models[0]}
+    double = torch.float64
+    return Networks(
+        network(), weights, torch.stack(xs), torch.stack(ys), torch.tensor(rates, dtype=double),
+        torch.tensor(scales, dtype=double),
+    )  # fmt: skip
+
+
+class Step(NamedTuple):
+    """New weights, and before the step the mean losses [S] and the cosines [S] of -(sum of gradients) and the step:
+    gradient flow lowers the loss where it is negative."""
+
+    weights: dict[str, Tensor]
+    losses: Tensor
+    cosine: Tensor
+
+
+def descend(nets: Networks, row: Row, weights: dict[str, Tensor], going: Tensor | None = None) -> Step:
+    """A step of gradient descent on clipped gradients, of the networks that are still `going` [S] (default: all).
+
+    The learning rate is over the largest factor of a network: the same flow, in steps that its K can stand.
+    """
+    inputs, deltas, losses = _backpropagate(nets, weights)
+    factors = _factors(nets, row, inputs, deltas)  # a layer each: [S, B]
+    rate = nets.rate / torch.stack(factors).amax((0, 2)).clamp(min=1e-6) / SAMPLES
+    rate = rate if going is None else rate * going
+    new, sums = {}, torch.zeros(3, len(rate), dtype=torch.float64)
+    for (layer, a, d), c in zip(_layers(weights, inputs, deltas), factors, strict=True):
+        scaled = d * c[..., None]
+        for name, whole, clipped in (("weight", d.mT @ a, scaled.mT @ a), ("bias", d.sum(1), scaled.sum(1))):
+            u, v = whole.flatten(1), clipped.flatten(1)
+            sums += torch.stack([(u * v).sum(1), (u * u).sum(1), (v * v).sum(1)])
+            old = weights[f"{layer}.{name}"]
+            new[f"{layer}.{name}"] = old - (rate[:, None] * v).view_as(old)
+    return Step(new, losses.mean(1), -sums[0] / (sums[1] * sums[2]).sqrt().clamp(min=1e-300))
+
+
+def _layers(weights: dict[str, Tensor], inputs: list[Tensor], deltas: list[Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    return list(zip(names, inputs, deltas, strict=True))
+
+
+def _backpropagate(nets: Networks, weights: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Of each layer its inputs [S, B, in] and the losses' derivatives by its outputs [S, B, out]; the losses [S, B].
+    A sample's gradient of a layer's weight is the outer product of the two, of its bias the second."""
+    names = [name for name in weights if name.endswith(".weight")]
+    inputs = [nets.x]
+    for name in names:
+        z = inputs[-1] @ weights[name].mT + weights[name.replace("weight", "bias")][:, None]
+        inputs.append(z.tanh() if name != names[-1] else z)
+    error = inputs.pop()[..., 0] - nets.y
+    deltas = [error[..., None]]
+    for name, a in zip(names[:0:-1], inputs[:0:-1], strict=True):
+        deltas.insert(0, deltas[0] @ weights[name] * (1 - a.square()))
+    return inputs, deltas, error.square() / 2
+
+
+def _factors(nets: Networks, row: Row, inputs: list[Tensor], deltas: list[Tensor]) -> list[Tensor]:
+    """Clip factors of each layer: [S, B]."""
+    s, b = nets.y.shape
+    radius = row.ratio * nets.scale
+    if row.clipping == "none":
+        return [nets.y.new_ones(s, b)] * len(inputs)
+    if row.clipping == "batch":
+        whole = [
+            (d.mT @ a).square().sum((1, 2)) + d.sum(1).square().sum(1) for a, d in zip(inputs, deltas, strict=True)
+        ]
+        factor = (radius / sum(whole).sqrt().clamp(min=1e-300)).clamp(max=1)  # type: ignore[union-attr]
+        return [factor[:, None].expand(s, b)] * len(inputs)
+    rule = Clipping(dict(nets.template.named_parameters()), row.clipping, 1.0, row.style)  # of norms over R
+    squares = [(a.square().sum(2) + 1) * d.square().sum(2) / radius[:, None] ** 2
+               for a, d in zip(inputs, deltas, strict=True)]  # fmt: skip
+    parts = squares if row.style == "layerwise" else [torch.stack(squares).sum(0)]
+    found = [c.double().view(s, b) for c in rule.factors([part.flatten() for part in parts])]
+    return found if row.style == "layerwise" else found * len(inputs)
+
+
+def kernel_of(nets: Networks, weights: dict[str, Tensor], number: int) -> NTK:
+    """The NTK of one of the networks, by the library."""
+    model = copy.deepcopy(nets.template)
+    model.load_state_dict({name: w[number] for name, w in weights.items()})
+    return ntk(model, nets.x[number], nets.y[number], loss_of)
+
+
+def looked_at(nets: Networks, row: Row, weights: dict[str, Tensor]) -> list[Positivity]:
+    """What the matrix of each network is."""
+    found = []
+    for number in range(len(nets.y)):
+        kernel, radius = kernel_of(nets, weights, number), row.ratio * float(nets.scale[number])
+        if row.clipping == "none":
+            matrix = kernel.matrix
+        elif row.clipping == "batch":
+            matrix = kernel.batch_clipped(radius)
+        else:  # automatic: gamma of norms over R, as in descend
+            matrix = kernel.clipped(row.clipping, radius, row.style, gamma=0.01 * radius)
+            if row.clipping == "automatic":
+                matrix = matrix / radius  # descend clips norms over R to 1
+        found.append(positivity(matrix))
+    return found
+
+
+def measure(nets: Networks, row: Row, steps: int, text: str = "") -> Result:
+    """Train all networks under a way of clipping, each to ZERO of its first loss; look at the matrix MOMENTS times."""
+    networks = len(nets.y)
+    held = torch.ones(5, networks, dtype=torch.bool)
+    weights, moments = nets.weights, {round(steps * (k / (MOMENTS - 1)) ** 2) for k in range(MOMENTS)}
+    first = before = torch.full((networks,), math.inf, dtype=torch.float64)
+    # where the paper guarantees that the loss falls every rise counts; elsewhere those that the kernel predicts, as
+    # others come of steps that are too long
+    guaranteed = row.paper is not None and row.paper[3]
+    rising, going = torch.zeros(networks, dtype=torch.bool), torch.ones(networks, dtype=torch.bool)
+    for step in range(steps + 1):
+        new, losses, cosine = descend(nets, row, weights, going)
+        first = losses if step == 0 else first
+        held[3] &= ~((rising | guaranteed) & (losses > before * (1 + 1e-12)))
+        if step in moments:
+            for number, found in enumerate(looked_at(nets, row, weights)):
+                held[:3, number] &= torch.tensor(found[:3])
+        going = going & (losses > ZERO * first)
+        weights = {name: torch.where(going.view(-1, *[1] * (w.dim() - 1)), w, weights[name]) for name, w in new.items()}
+        before, rising = losses, (cosine > 1e-9) & going
+        if text:
+            progress(step, steps, text)
+        if not going.any():
+            break
+    held[4] = ~going
+    return Result(row, networks, tuple(int(n) for n in held.sum(1)), float((before / first).median()))
+
+
+def table(results: list[Result]) -> str:
+    """Networks in which each property held, beside the paper's claim: yes (guaranteed), no (not), - (no such row)."""
+    head = ("clipping", "NTK", *COLUMNS, "loss left")
+    rows: list[tuple[str, ...]] = [head]
+    for row, networks, held, left in results:
+        claims = ["-" if row.paper is None else "yes" if c else "no" for c in row.paper or (None,) * 5]
+        rows.append((row.name, row.matrix, *(f"{n}/{networks} ({c})" for n, c in zip(held, claims, strict=True)),
+                     f"{left:.1e}"))  # fmt: skip
+    widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def broken(results: list[Result]) -> list[str]:
+    """Guarantees of the paper that did not hold in a network: none, if the paper is right and the steps small."""
+    return [
+        f"{row.name}: {column} in {n} of {networks}"
+        for row, networks, held, _ in results
+        for column, n, claim in zip(COLUMNS, held, row.paper or (False,) * 5, strict=True)
+        if claim and n < networks
+    ]
+
+
+def main(networks: int, steps: int, seed: int, out: Path | None = None) -> list[Result]:
+    """Measure and print; rows to a CSV file if asked for."""
+    nets = draw(networks, seed)
+    results = [measure(nets, row, steps, row.name) for row in ROWS]
+    print(f"{networks} networks, {SAMPLES} samples each, {steps} steps; in brackets what the paper guarantees\n")
+    print(table(results))
+    for line in broken(results):
+        print(f"guaranteed by the paper, and not seen: {line}")
+    if out is not None:
+        with out.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("clipping", "matrix", "property", "held", "networks", "paper", "steps", "seed"))
+            for row, count, held, _ in results:
+                for column, n, claim in zip(COLUMNS, held, row.paper or ("",) * 5, strict=True):
+                    writer.writerow((row.name, row.matrix, column, n, count, claim, steps, seed))
+    return results

@@ -1,0 +1,373 @@
+"""One backward through the model: what it records, whether it means what it should, and what comes of it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import (
+    BatchLayoutError,
+    FastDPError,
+    LossNotFollowedWarning,
+    SampleMixingError,
+    StepError,
+    UncapturedUseError,
+)
+from ..layouts.batch import Whose
+from ..layouts.doubts import take as take_doubts
+from ..layouts.groups import People
+from ..layouts.layout import Layout
+from ..ops.common import exactly
+from ..uses.base import Use
+from ..uses.links import leaves_of
+from ..uses.planner import Planner
+from ..uses.streams import Streams
+from .activation_hooks import UNGUARDED
+from .capture import Pass
+from .gradients import Gradients, check_unwritten
+from .hook_watch import Owner
+from .others import Others
+from .replay import Block, Replays
+from .taken import Known
+from .taken import of as batch_taken
+from .threads import two_backwards
+from .tracked import Tracked
+
+
+def mixing_error(layout: Layout) -> SampleMixingError:
+    """What to say of an output of the model that several samples made."""
+    remedy = "remove the operation, or use one that works on each sample alone."
+    if layout.guessed:
+        remedy += (
+            " Or is it a table (numbers of positions, say)? An input was taken, on sight, for several rows of "
+            f"each of the {layout.batch} samples: fastdp.mark_rows(tensor, None) says that it is of no sample, "
+            "mark_rows(tensor, sample_of_row) whose its rows are."
+        )
+    return SampleMixingError(
+        f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
+        f"for such a model; {remedy}",
+        layout.mixed,
+    )
+
+
+def joined_error(why: str) -> SampleMixingError:
+    """What to say where a backward goes through a forward, and another one of what was made, beside it, of samples."""
+    return SampleMixingError(
+        "one backward goes through two forwards, and what the second one was given was made, between them, of several "
+        f"samples of the first one's batch: {why}. Clipping does not bound what a sample then does to others. Make "
+        "what the model is given of each sample alone.",
+        why,
+    )
+
+
+class Arrival:
+    """Waits in the graph for the gradient of an output of the model, which lies as `layout` says."""
+
+    __slots__ = ("backward", "layout", "__weakref__")
+
+    def __init__(self, backward: Backward, layout: Layout | None) -> None:
+        self.backward, self.layout = backward, layout
+
+    def __call__(self, grad: Tensor) -> None:
+        self.backward.reached(self.layout, grad)
+
+
+_UNSEEN = (
+    "fastdp did not see the backward begin, so it could not look at the loss (it was called in another thread than the "
+    "forward, by compiled code, after a checkpoint of the whole model, or after many other forwards): whether the loss "
+    "is a sum or mean of each sample's own loss is not known. Call the model and backward() in one thread, one after "
+    "the other, or run fastdp.verify."
+)
+
+
+class _Expected:
+    """A backward that something followed to its roots. problem: what was found of these."""
+
+    def __init__(self, problem: SampleMixingError | Warning | None) -> None:
+        self.problem, self.reached = problem, False
+
+
+class _Tape:
+    """What one backward records."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.uses = number, list[Use]()
+        self.versions: list[int] = []  # of the uses, when they were recorded
+        self.thread: int | None = None  # in which the forwards ran
+        self.streams = Streams()
+        self.batch: int | None = None
+        self.people: People | None = None
+        self.failed = False
+        self.judged = False  # whether the loss was followed
+        self.recomputed = False  # went through forwards that reentrant checkpointing repeated
+
+
+class Backward:
+    """Records the uses of parameters that a backward goes through; at its end they become `gradients`.
+
+    mean: whether the loss is the mean of the samples' losses. on_end: called with the gradients at the end of every
+    backward; they are then not kept.
+    """
+
+    def __init__(
+        self, tracked: Tracked, planner: Planner, mean: bool, on_end: Callable[[Gradients], None] | None = None
+    ) -> None:
+        self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
+        self.owner: Owner | None = None  # of the forwards, by whose hooks gradients may change
+        self._expected: dict[int, _Expected] = {}  # what backward was called on, by thread
+        self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
+        self.whose, self.others = Whose(), Others(tracked)
+        self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
+        self.profile = False  # measure the time of each use on a device too
+        self.gradients: Gradients | None = None  # of the last backward
+        self.replays = Replays(self)
+        self.collect: Callable[[Use], None] | None = None  # takes the uses of a block that runs again
+        self.running: Block | None = None  # that block
+        # which elements captured calls used of each parameter since the last backward
+        self.uses_of: dict[int, list[tuple[int, int]]] = {}
+        self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
+        self._tape: _Tape | None = None
+        self._count = 0  # of backwards so far
+        self._lock = threading.Lock()  # backwards may begin in the threads of several devices
+        self._open_forwards = 0  # that no backward has gone through yet
+        self._recording = ""  # the module of the call that is recorded
+        self._unasked = False  # the parameters' gradients are not asked for, only those of other tensors
+        self._grads_before: dict[int, tuple[Tensor, int]] = {}
+
+    def forward_begins(self) -> None:
+        """A forward that a backward may follow; of a backward before that failed nothing is left."""
+        if self.owner is not None:
+            self.owner.begins(self._open_forwards == 0)
+        self._open_forwards += 1
+        self._tape = None
+        self.note_grads()
+        self.others.begin()
+
+    def looks_at(self, given: object) -> None:
+        """What a forward is given: what made it, and which batch it is."""
+        self.others.inputs(given)
+        self.taken = batch_taken(given)
+
+    def note_grads(self) -> None:
+        """What stands in `.grad` now did not come of the backwards to follow."""
+        leaves = [p for p in self.tracked.tensors() if p.is_leaf]  # of others .grad warns
+        self._grads_before = {id(p): (p.grad, p.grad._version) for p in leaves if p.grad is not None}
+
+    def open_forwards(self) -> int:
+        """Forwards that no backward has gone through yet."""
+        return self._open_forwards
+
+    def thread(self) -> int | None:
+        """The thread of the forwards that the backward goes through that runs, or has failed; None where none does."""
+        tape = self._tape
+        return None if tape is None else tape.thread
+
+    def give_up(self, before: int) -> None:
+        """A forward was begun and nothing of it ran: as many are open as before."""
+        self._open_forwards = before
+
+    def forget(self) -> None:
+        """Drop what the last backward left."""
+        self.gradients, self._tape = None, None
+
+    # ------------------------------------------------------------------ while it runs
+
+    def reached(self, layout: Layout | None, grad: Tensor) -> None:
+        """A gradient arrives at an output of the model."""
+        tape = self._begin()
+        if layout is not None and layout.mixed and not layout.total:
+            tape.failed = True
+            raise mixing_error(layout)
+        if layout is not None and layout.guessed:
+            tape.failed = True
+            raise BatchLayoutError(
+                f"the model's output is made of an input with several rows for each of the {layout.batch} samples, and "
+                "nothing in the model shows whose rows they are. Say so by fastdp.mark_rows(tensor, sample_of_row), or "
+                "by batch_size= if consecutive rows are of one sample."
+            )
+
+    @property
+    def count(self) -> int:
+        """Backwards so far."""
+        return self._count
+
+    def expect(self, problem: SampleMixingError | Warning | None) -> None:
+        """A backward is called, in this thread, on something with this problem, of this engine or of none."""
+        self._expected[threading.get_ident()] = _Expected(problem)
+
+    def was_reached(self) -> bool:
+        """Whether the backward since `expect` was of this engine."""
+        expected = self._expected.pop(threading.get_ident(), None)
+        return expected is not None and expected.reached
+
+    def _of_this_backward(self) -> _Expected | None:
+        """What was expected of the backward that runs: in this thread, or in one that autograd has for a device."""
+        me = threading.get_ident()
+        if not self._expected or me in self._expected:
+            return self._expected.get(me)
+        if any(thread.ident == me for thread in threading.enumerate()):
+            return None  # nobody followed what this thread called backward on
+        return next(iter(self._expected.values()), None)
+
+    def _begin(self) -> _Tape:
+        expected = self._of_this_backward()
+        if expected is not None:
+            expected.reached = True
+            problem, expected.problem = expected.problem, None
+            if isinstance(problem, Warning):
+                warnings.warn(problem, stacklevel=2)
+            elif problem is not None:
+                self.gradients = None
+                raise problem
+        tape = self._tape
+        if tape is None:
+            with self._lock:
+                tape = self._tape
+                if tape is None:
+                    self._count += 1
+                    tape = _Tape(self._count)
+                    tape.judged = expected is not None
+                    self.gradients = None  # of the backward before, should this one be refused
+                    self.planner.begin()
+                    torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+                    self._tape = tape
+        return tape
+
+    def begin_record(self, recorder: Pass, path: str) -> bool:
+        """A captured call's backward begins: check that it means what it should. Returns whether its uses count."""
+        if self.collect is not None:
+            return True  # a block runs again
+        self._recording = path
+        tape = self._begin()
+        self._unasked = not torch._C._will_engine_execute_node(recorder.token_node)
+        problem: FastDPError | None = None
+        if torch.is_grad_enabled():
+            problem = StepError(
+                "backward with create_graph=True: the gradient of a gradient is not of one sample each. Call "
+                "loss.backward() without it."
+            )
+        elif self._unasked:
+            return False
+        elif recorder.backward_id not in (0, tape.number) or self._repeats(recorder, tape):
+            problem = StepError(
+                "backward twice through one forward: each would be clipped on its own, so one sample could "
+                "contribute twice the clipping norm. Add the losses and call backward once."
+            )
+        elif recorder.count and tape.thread not in (None, recorder.thread):
+            problem = two_backwards()
+        elif tape.batch not in (None, recorder.batch):
+            problem = BatchLayoutError(
+                f"one backward through forwards of {tape.batch} and of {recorder.batch} samples. Call backward for "
+                "each forward, or give the model batches of one size."
+            )
+        elif recorder.batch > 1 and self.owner is not None and self.owner.nodes and not self.owner.guarded:
+            problem = StepError(UNGUARDED)
+        elif recorder.people is not None and recorder.people.problem:
+            problem = StepError(recorder.people.problem)
+        elif tape.batch is not None and tape.people != recorder.people:
+            problem = StepError(
+                "one backward through forwards of batches of different persons: call backward for each of them"
+            )
+        if problem is not None:
+            tape.failed = True
+            raise problem
+        if not tape.judged and recorder.batch > 1:
+            warnings.warn(LossNotFollowedWarning(_UNSEEN), stacklevel=2)
+            tape.judged = True
+        recorder.backward_id, tape.batch, tape.people = tape.number, recorder.batch, recorder.people
+        tape.thread = recorder.thread if recorder.count else tape.thread
+        recorder.moment.reached = True
+        return True
+
+    def _repeats(self, recorder: Pass, tape: _Tape) -> bool:
+        """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
+        first = not recorder.count and not tape.recomputed
+        tape.recomputed = tape.recomputed or first
+        return first and self._open_forwards < 1
+
+    def record(self, use: Use) -> None:
+        """Keep a use until the end of backward."""
+        if self.collect is not None:
+            with torch.no_grad():
+                self.collect(use)
+            return
+        if self._unasked:  # torch.autograd.grad(loss, inputs), say, which leaves parameters' .grad alone
+            return
+        assert self._tape is not None
+        size = use.held_bytes()
+        if self.planner.exceeds(size):
+            use = self.replays.drop_data(use, self._recording, self.uses_of)
+            size = use.held_bytes()
+        self._tape.uses.append(use)
+        self._tape.versions.append(use.versions())
+        self._tape.streams.note(use)
+        self.planner.hold(size)
+
+    # ------------------------------------------------------------------ its end
+
+    def _end(self) -> None:
+        tape, self._tape = self._tape, None
+        self.replays, self.uses_of = Replays(self), {}
+        self._open_forwards = max(0, self._open_forwards - 1)
+        doubts = take_doubts()
+        if self.owner is not None:
+            self.owner.guarded = False
+        if tape is None or tape.failed:
+            return
+        if tape.batch is not None:
+            self.ended()
+        self._check_uncaptured()
+        self._check_owned(tape.uses)
+        check_unwritten(tape.uses, tape.versions)
+        tape.streams.join()
+        if tape.batch is None:
+            return  # a backward that met no tracked parameter
+        scale = float(tape.batch) if self.mean else 1.0
+        device = tape.uses[0].operand.device if tape.uses else self.tracked.tensors()[0].device
+        self.whose.use(tape.people)
+        with torch.no_grad(), exactly():
+            gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
+            gradients.doubts = doubts
+            if self.on_end is not None:
+                self.others.end()
+                self.on_end(gradients)
+            else:
+                self.gradients = gradients
+
+    def _check_uncaptured(self) -> None:
+        """Captured uses are detached: what autograd wrote into `.grad` came by a way that no rule saw."""
+        missed = []
+        for name, parameter in self.tracked.named().items():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            before, version = self._grads_before.get(id(parameter), (None, 0))
+            if grad is not before or grad._version != version:
+                parameter.grad = None  # not private
+                where = self.last_use_of.get(id(parameter), "outside of the model's forward, in the loss perhaps")
+                missed.append(f"'{name}' ({where})")
+        if missed:
+            raise UncapturedUseError(
+                f"{len(missed)} parameter(s) were used where no per-sample rule applies: {', '.join(missed[:5])}. "
+                "Their per-sample gradients are unknown, so nothing was clipped and no step is possible. Use the "
+                "parameter within the model's forward, combined with the data, or freeze it; a function that fastdp "
+                "does not see becomes seen by fastdp.register_rule."
+            )
+
+    def _check_owned(self, uses: list[Use]) -> None:
+        """What was used in the place of the model's parameters for one call would be clipped and then lost."""
+        if not uses:
+            return
+        current = self.tracked.current()
+        for use in uses:
+            if any(id(leaf) not in current for leaf in leaves_of(use.operand)):
+                raise UncapturedUseError(
+                    f"{use.name}() used a tensor of shape {tuple(use.operand.shape)} that stood in the place of a "
+                    "parameter only for the forward (torch.func.functional_call with tensors of one's own, perhaps): "
+                    "its gradient would be lost. Call the model with its own parameters, or call functional_call "
+                    "within the forward of a module that owns them."
+                )

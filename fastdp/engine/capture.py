@@ -1,0 +1,415 @@
+"""Who uses which parameter, with which data.
+
+While the model's forward runs, a `TorchFunctionMode` sees every torch function call. Calls on data carry
+layouts on (`fastdp.layouts.propagate`); calls on parameters alone make derived tensors (`fastdp.uses.derived`); calls
+that combine the two go to a rule (`fastdp.uses`). A call without a rule takes the generic one.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .. import uses as _use_rules  # noqa: F401  (registers the rules of uses)
+from ..errors import SampleMixingError, UncapturedUseError
+from ..layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from ..layouts.exposed import GIVING, Exposed
+from ..layouts.groups import People
+from ..layouts.held import was_filled
+from ..layouts.inputs import refuse_ragged
+from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.memory import keep_apart, versions_of, write_unaccounted
+from ..layouts.moments import Moment
+from ..layouts.pieces import NOTED, stamp
+from ..layouts.positions import note_made
+from ..layouts.propagate import format_of, propagate
+from ..layouts.sizes import COMPUTING, TELLING
+from ..layouts.totals import by_size
+from ..layouts.trial import target_as_it_is
+from ..uses.alone import one_sample_of
+from ..uses.attention import COMPOSITES
+from ..uses.base import RULES, Use
+from ..uses.derived import mark_derived
+from ..uses.experts import PRODUCTS, gathered_of
+from ..uses.folded import folded
+from ..uses.formats import capture_in_format
+from ..uses.forward_pass import Recorder
+from ..uses.generic import capture_generic
+from ..uses.links import Unwritten, leaves_of, link_of, span_of
+from .activation_hooks import HOOKING, hooked
+from .checkpointing import custom_function, watch_region
+from .layout_cache import CONSTANT, inquires
+from .parties import Forward, Watcher
+from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
+from .sight import Poison, look_at, refuse_numbers_of_data, unmoved
+
+_CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
+
+
+_OUT_OF_SIGHT = (
+    "runs inside torch.func or torch.vmap on data that needs no gradient, out of sight: what it makes there of several "
+    "samples would pass for constants"
+)
+
+
+class Pass:
+    """One outermost forward of the model (or of one of its modules)."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        batch: int,
+        tracked: dict[int, str],
+        count: bool = True,
+        people: People | None = None,
+        moment: Moment | None = None,
+    ) -> None:
+        self.thread = threading.get_ident()
+        self.count = count  # uses of parameters: not again where a forward is recomputed
+        self.people = people  # whose the samples are, where a person has several
+        self.backward, self.batch, self.tracked = forward.backward, batch, tracked
+        self.memo, self.planner, self.token = forward.memo, forward.planner, forward.token
+        self.forward, self.token_node = forward, forward.token_node
+        self.root = type(forward.model).__name__
+        self.stack: list[str] = []  # module paths, innermost last
+        self.called: set[str] = set()  # paths of all modules called so far
+        self.backward_id = 0  # of the backward that went through this pass
+        self.unseen = ""  # what took data out of sight, if something did
+        self.mode = _CaptureMode(self)
+        self.moment = moment or Moment(forward.owner)
+        self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
+        self.watcher: Watcher | None = None
+        self.exposed = Exposed(batch, forward.model)
+        self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
+        self.reads = forward.reads
+        self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
+
+    @property
+    def compiling(self) -> bool:
+        return self.watcher is not None
+
+    @property
+    def path(self) -> str:
+        return (self.stack[-1] if self.stack else "") or self.root
+
+    def place(self, name: str) -> str:
+        return f"{name}() in module '{self.path}'"
+
+    def names_of(self, tensors: Iterable[Tensor]) -> str:
+        """The parameters that these tensors are, or are made of, for messages."""
+        names = [self.tracked.get(id(leaf), "?") for tensor in tensors for leaf in leaves_of(tensor)]
+        return ", ".join(f"'{name}'" for name in dict.fromkeys(names))
+
+    def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
+        """A scalar that requires grad, so that backward reaches uses whose data does not."""
+        if self.watcher is not None:
+            self.watcher.captured(data)
+        return self.token
+
+    def begin_record(self, path: str) -> bool:
+        return self.backward.begin_record(self, path)
+
+    def folded(self, use: Use) -> Use:
+        return use if self.people is None else folded(use, self.people)
+
+    def record(self, use: Use) -> None:
+        self.backward.record(self.folded(use))
+
+    def is_tracked(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.tracked
+
+    def guess_layout(self, tensor: Tensor) -> Layout | None:
+        """Layout of data of unseen origin: the only dimension of the batch's size, with none before it of several."""
+        if self.unseen:
+            return None
+        if self.batch <= 1:
+            return Layout(self.batch)
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == self.batch]
+        if len(dims) != 1 or any(size % self.batch == 0 for size in tensor.shape[: dims[0]]):
+            return None
+        warnings.warn(
+            f"module '{self.path}' takes a tensor of shape {tuple(tensor.shape)} that no torch function made in sight "
+            f"of fastdp: its samples are taken to lie in dimension {dims[0]}, each by itself. Check it with "
+            "fastdp.verify.",
+            stacklevel=2,
+        )
+        return Layout(self.batch, dims[0])
+
+    def _settle(self, tensor: Tensor) -> None:
+        """Give data of unseen origin the layout that its shape tells, or the note that none is known."""
+        layout = self.guess_layout(tensor)
+        if layout is None and self.unseen:
+            layout = Layout(self.batch, mixed=self.unseen)
+        if layout is not None:
+            tag(tensor, layout)
+
+    def look_beneath(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A call inside a transform of torch.func, which hides whose rows it combines: note what it takes."""
+        for tensor in tensors_in((args, kwargs)):
+            while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                tensor = torch._C._functorch.get_unwrapped(tensor)
+            if not tensor.requires_grad:
+                if tensor.is_floating_point() and self.batch > 1 and tag_of(tensor, self.batch) is not None:
+                    self.reads.note(f"{self.place(function_name(func))} {_OUT_OF_SIGHT}", None)
+            elif self.is_parameter(tensor):
+                self._note_use(tensor, f"{self.place(function_name(func))}, inside torch.func or torch.vmap")
+            elif self.is_data(tensor) and not self.unseen:
+                self.unseen = f"{self.place(function_name(func))} runs inside torch.func or torch.vmap, out of sight"
+
+    def _note_use(self, parameter: Tensor, where: str) -> None:
+        for leaf in leaves_of(parameter):
+            self.backward.last_use_of[id(leaf)] = where
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """A tracked parameter, or a tensor derived from tracked parameters."""
+        if not tensor.requires_grad:
+            return False
+        link = link_of(tensor)
+        if link is not None and link.version != tensor._version:
+            raise UncapturedUseError(
+                f"module '{self.path}': a tensor made of parameters was written to through a view of it, which cannot "
+                "be followed. Write into the tensor itself, or use torch.cat, torch.where or torch.stack."
+            )
+        return link is not None or id(tensor) in self.tracked
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Carries samples: tagged, or a differentiable result of unseen origin."""
+        if tag_of(tensor, self.batch) is not None:
+            return True
+        return tensor.requires_grad and not tensor.is_leaf and _CONSTANT not in tensor.__dict__
+
+    def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function made of torch calls with its calls seen, from within a rule."""
+        with self.mode:
+            return function(*args, **kwargs)
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One torch function call."""
+        if inquires(func):
+            out = func(*args, **kwargs)
+            if func in TELLING:
+                self.forward.sizes.asked(args[0], out, self.batch)
+            return out
+        if func in HOOKING and not self.is_parameter(args[0]):
+            return hooked(self.forward.owner, self.batch, self.path, func, args, kwargs)
+        if func in FOLLOWED and self.watcher is None:
+            return self._follow(func, args, kwargs)
+        return self._dispatch(func, args, kwargs)
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that may take out what is made of parameters alone. (Not in compiled code, which takes it itself.)"""
+        if func is torch.Tensor.__getitem__:
+            out = taken_from_parts(self.dispatch, args)
+            if out is not NotImplemented:
+                self.taken.add(out)
+                return out
+        out = self._dispatch(func, args, kwargs)
+        if func is torch.Tensor.__setitem__:
+            self.taken.renew(args[2])  # whole[index] = value
+        elif func is not torch.Tensor.__getitem__:
+            keep_parts(out, args, kwargs)
+        return out
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        asked = bool(self.exposed)  # every call, once data has left torch
+        signature = None if asked else self.memo.signature(func, args, kwargs, self.batch, self.tracked)
+        known = self.memo.layouts(signature)
+        if known is not None:
+            out = func(*args, **kwargs)
+            for tensor, layout in zip((out,) if isinstance(out, Tensor) else tensors_in(out), known, strict=True):
+                if layout is not CONSTANT:
+                    tag(tensor, layout)
+                elif tensor.requires_grad and not tensor.is_leaf:
+                    tensor.__dict__[_CONSTANT] = True
+            return out
+        self.unaccounted = False
+        out = self._ask(func, args, kwargs)
+        stamp(func, args, kwargs, out, self.batch)
+        if NOTED:
+            self.reads.note(NOTED.pop(), None)
+            NOTED.clear()
+        if signature is not None and not self.unaccounted:
+            self.memo.learn(signature, out, self.batch)
+        elif self.watcher is not None:
+            self.watcher.asked(func, args, kwargs, out)
+        return out
+
+    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a kind not seen before, or with a parameter among its arguments."""
+        parameters, has_data = [], False
+        tensors = tensors_in((args, kwargs))
+        self.exposed.check((args, kwargs))
+        for tensor in tensors:
+            if id(tensor) in self.tracked and tensor.requires_grad and not was_filled():
+                parameters.append(tensor)
+            elif tensor.is_nested:
+                refuse_ragged(tensor, f"an argument of {self.place(function_name(func))}")
+            elif self.batch > 1 and look_at(self, tensor, func) is not None:
+                has_data = True
+            elif self.is_parameter(tensor):
+                parameters.append(tensor)
+            elif self.is_data(tensor):
+                has_data = True
+                if tag_of(tensor, self.batch) is None:
+                    self._settle(tensor)
+        if parameters and not torch.is_grad_enabled():
+            # what a module makes of parameters alone (position embeddings) meets data out of it, in the region
+            calls = 0 if has_data else len(self.stack)
+            watch_region(self.forward, self.path, self.batch, self.moment, calls)
+            self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
+            for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
+                if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
+                    where = custom_function()
+                    if where:
+                        self._note_use(leaf, f"{self.place(function_name(func))}, {where}")
+        elif parameters:
+            watch_region(self.forward, self.path, self.batch, self.moment)
+            if has_data:
+                refuse_numbers_of_data(self, func, parameters)
+                target = args[0] if args and is_in_place(function_name(func)) else None
+                for parameter in parameters:
+                    if link_of(parameter) is not None and parameter is not target:
+                        self.used.add(parameter)
+                out = self._combine(func, args, kwargs)
+                if not (isinstance(out, Tensor) and link_of(out) is not None):  # w[e], e found in the data: a slice
+                    self.count_uses(parameters)
+                note_parts(out, func, args, kwargs, self.is_parameter)
+                return out
+            out = func(*args, **kwargs)
+            note_made(func, args, kwargs, out, self.batch, self._is_owned)
+            if function_name(func) in COMPUTING:
+                self._judge_sizes(Call(func, args, kwargs, out, self.batch, self.path), of_parameters=True)
+            for leaf in mark_derived(func, args, kwargs, out, self, parameters):
+                self.backward.last_use_of[id(leaf)] = self.place(function_name(func))
+            return out
+        if has_data and func in COMPOSITES:
+            return COMPOSITES[func](self, func, args, kwargs)
+        if has_data and func in PRODUCTS and torch.is_grad_enabled():
+            one = one_sample_of(self, func, args, kwargs)
+            out = PRODUCTS[func](self if one is None else one, func, args, kwargs)
+            if out is not NotImplemented:
+                out = out if one is None else one.tagged(out, func, args)
+                self.count_uses([found[0].operand for t in args if (found := gathered_of(t)) is not None])
+                return out
+        before = unmoved(func, args)
+        overwritten = target_as_it_is(func, args) if has_data and before is None else None
+        versions = versions_of(tensors_in((args, kwargs))) if has_data else []
+        out = func(*args, **kwargs)
+        if func in GIVING or self.exposed:
+            giving = self.exposed.after(Call(func, args, kwargs, out, self.batch, self.path))
+            if giving:
+                self.reads.note(giving, None)
+        if has_data and before is not None:
+            propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
+        elif has_data:
+            call = Call(func, args, kwargs, out, self.batch, self.path, overwritten)
+            read = propagate(call)
+            if read:
+                self.reads.note(read, out)
+            self._judge_sizes(call)
+            self.forward.sizes.note_number(func, args, kwargs, out)
+            note_made(func, args, kwargs, out, self.batch, self._is_owned)
+            self.unaccounted = write_unaccounted(call, versions)
+        else:
+            self.forward.sizes.note_number(func, args, kwargs, out)
+            note_made(func, args, kwargs, out, self.batch, self._is_owned)
+            for tensor in tensors_in(out):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.__dict__[_CONSTANT] = True
+            keep_apart(tensors_in(out), tensors_in((args, kwargs)))
+            self.exposed.made(func, out)
+        return out
+
+    def _judge_sizes(self, call: Call, of_parameters: bool = False) -> None:
+        """Numbers that sizes told must not be computed with: warned of at first, refused once that is certain."""
+        by_size(call, self.forward.sizes.has_told)
+        why, certain = self.forward.sizes.problem(call)
+        if why and not certain:
+            self.reads.note(why, None)
+        elif why and of_parameters:
+            raise SampleMixingError(f"{why}, which changes from batch to batch: use a constant", why)
+        elif why:
+            for tensor in tensors_in(call.out):
+                tag(tensor, Layout(self.batch, mixed=f"{why}, which changes from batch to batch"))
+
+    def _is_owned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer of the model."""
+        if self._owned is None:
+            model = self.forward.model
+            self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._owned
+
+    def check_unwritten(self) -> None:
+        """Raises UncapturedUseError where what the pass relies on was written to after it was used or taken."""
+        self.exposed.check(None)
+        if self.used.written():
+            raise UncapturedUseError(
+                f"module '{self.root}': a tensor made of parameters was written to in place after it had been used, "
+                "which cannot be followed. Make a new tensor (w = w * 2, not w *= 2)."
+            )
+        if self.taken.written():
+            raise UncapturedUseError(
+                f"module '{self.root}' writes in place into rows taken out of a joined tensor that are made of "
+                "parameters alone. Write into the joined tensor (x[:, :1] = ...), or into a clone()."
+            )
+
+    def count_uses(self, parameters: Iterable[Tensor]) -> None:
+        """A captured call takes these parameters."""
+        for parameter in parameters if self.count else ():
+            for leaf in leaves_of(parameter):
+                self.backward.uses_of.setdefault(id(leaf), []).append(span_of(parameter, leaf))
+
+    def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            one = one_sample_of(self, func, args, kwargs)
+            if one is None:
+                return self._by_rule(self, func, args, kwargs)
+            return one.tagged(self._by_rule(one, func, args, kwargs), func, args)
+        except SampleMixingError as problem:
+            if not problem.mixed or is_in_place(function_name(func)):
+                raise
+            return self._poison(func, args, kwargs, problem)
+
+    def _by_rule(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in((args, kwargs))
+        if kept := next((found for tensor in tensors if (found := format_of(tensor))), ""):
+            return capture_in_format(recorder, func, args, kwargs, kept)
+        registered = RULES.get(func)
+        if registered is not None and not any(tensor.is_complex() for tensor in tensors):
+            out = registered(recorder, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return capture_generic(recorder, func, args, kwargs)
+
+    def _poison(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: SampleMixingError) -> Any:
+        """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""
+        detached = map_tensors((args, kwargs), lambda t: t.detach() if self.is_parameter(t) else t)
+        out = func(*detached[0], **detached[1])
+        mixed = Layout(self.batch, mixed=problem.mixed)
+
+        def poison(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor = Poison.apply(tensor, self.token_for(()), problem)  # type: ignore[no-untyped-call]
+            tag(tensor, mixed)
+            return tensor
+
+        return map_tensors(out, poison)
+
+
+class _CaptureMode(TorchFunctionMode):
+    def __init__(self, recorder: Pass) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly
+            self.recorder.look_beneath(func, args, kwargs)
+            return func(*args, **kwargs)
+        return self.recorder.dispatch(func, args, kwargs)

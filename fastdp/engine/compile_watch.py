@@ -1,0 +1,311 @@
+"""A graph of torch.compile, interpreted under the engine: exact, and it tells what each node was.
+
+The nodes of Dynamo's graph are the torch function calls that the engine sees in eager mode. Run one by one under the
+capture mode they give what the plain model gives. What was seen says whether the graph may be compiled (`fastdp.
+compiled_plan`): only if all layouts follow from shapes, and every use of a parameter is a call that can be repeated.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from ..layouts.calls import Call, tensors_in
+from ..layouts.layout import Layout, tag_of
+from ..layouts.propagate import spellings
+from ..layouts.trial import UNCHECKED, VIEWS
+from .capture import Pass
+from .compile_calls import NotRepeatable, Repeated, template_of
+
+# where the samples lie in the result follows from where they lie in the arguments, whatever numbers these hold
+_BY_ROWS = frozenset(
+    spellings(*(
+        "mean sum amax amin all any argmax argmin view reshape flatten unflatten view_as reshape_as ravel "
+        "expand expand_as broadcast_to repeat tile to cpu cuda type contiguous clone cat concat stack softmax "
+        "log_softmax cumsum cumprod sort argsort"
+    ).split(), *VIEWS)
+)  # fmt: skip
+_GATHER = frozenset(spellings("gather"))
+_LOSSES = frozenset((F.cross_entropy, F.nll_loss))
+_FACTORIES = frozenset((torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace, torch.tensor))
+_FIXED_STAYS = VIEWS | frozenset(
+    "view reshape expand flatten add sub mul floordiv getitem to le lt ge gt eq ne".split()
+)
+_STATE = frozenset(("_enter_autocast", "_exit_autocast", "_set_grad_enabled"))
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul setitem ilshift irshift".split()
+)
+_OPERATORS = frozenset(("and_", "or_", "not_", "is_"))  # of the operator module, no writes
+_TAKES_SHAPE_OR_TYPE = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())
+
+
+class CapturedNode(NamedTuple):
+    """A node that combines parameters with data."""
+
+    repeated: Repeated
+    operands: tuple[Node, ...]
+    data: tuple[Node, ...]
+    saved: tuple[tuple[int, torch.dtype | None], ...]  # which of the data, cast to which type
+    grad_of_data: bool
+
+
+class Seen:
+    """What one interpretation of a graph showed."""
+
+    def __init__(self) -> None:
+        self.captured: dict[Node, CapturedNode] = {}
+        self.derived: set[Node] = set()  # results made of parameters alone
+        self.data: set[Node] = set()  # results that carry samples
+        self.layouts: dict[Node, Layout | None] = {}  # of what the graph returns
+        self.problem = ""  # why the graph cannot be compiled
+
+
+def is_state(node: Node) -> bool:
+    """Whether the node switches autocast or gradients on or off."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _STATE
+
+
+def writes_to(node: Node) -> Node | None:
+    """The node whose value this one changes, if any is known to be."""
+    out = node.kwargs.get("out")
+    if isinstance(out, Node):
+        return out
+    if not node.args or not isinstance(node.args[0], Node):
+        return None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = node.target in _IN_PLACE_OPERATORS or (
+        name not in _OPERATORS and name.endswith("_") and not name.endswith("__")
+    )
+    return node.args[0] if in_place or node.kwargs.get("inplace") is True else None
+
+
+class Interpretation(torch.fx.Interpreter):
+    """Runs a graph's nodes under a pass (whose mode is on) and notes what they are."""
+
+    def __init__(self, module: torch.fx.GraphModule, recorder: Pass) -> None:
+        super().__init__(module)
+        self.recorder, self.seen = recorder, Seen()
+        self._root = recorder.path if recorder.stack else ""
+        self._captures: list[tuple[Tensor, ...]] = []
+        self._made: list[tuple[Any, Tensor]] = []  # captured calls' nodes; each lives as long as its result
+        self._fixed: dict[int, Any] = {}  # constants made within the graph of numbers alone: equal in every run
+
+    def refuse(self, why: str) -> None:
+        self.seen.problem = self.seen.problem or why
+
+    # ------------------------------------------------------------------ of the pass
+
+    def captured(self, data: tuple[Tensor, ...]) -> None:
+        self._captures.append(data)
+
+    def asked(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """A call that the memo does not keep: is its layout known all the same?"""
+        recorder = self.recorder
+        tensors = list(tensors_in((args, kwargs)))
+        if recorder.batch <= 1 or (torch.is_grad_enabled() and any(recorder.is_parameter(t) for t in tensors)):
+            return
+        layouts = [tag_of(t, recorder.batch) for t in tensors]
+        known = [layout for layout in layouts if layout is not None]
+        if not known and not any(recorder.is_data(t) for t in tensors):
+            return
+        results = [tag_of(t, recorder.batch) for t in tensors_in(out)]
+        mixed = any(layout.mixed for layout in known) and all(layout is None or layout.mixed for layout in results)
+        ordered = all(layout is None or _by_shapes(layout) for layout in (*known, *results))
+        unseen = any(recorder.is_data(t) and tag_of(t, recorder.batch) is None for t in tensors)
+        by_rows = func in UNCHECKED or func in _BY_ROWS or self._takes_fixed_rows(func, args)
+        by_rows = by_rows or _keeps_rows(Call(func, args, kwargs, out, recorder.batch))
+        packed = func is F.scaled_dot_product_attention and _packed(tensors[0], layouts[0])
+        if packed or any(layout.mixed for layout in known):
+            by_rows = False  # unless the results are mixed, a value said that they are not
+        if not ordered or unseen or not (mixed or by_rows):
+            self.refuse(f"{getattr(func, '__name__', func)}(): the place of the samples may depend on values")
+
+    def _takes_fixed_rows(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a tensor is indexed by numbers, or by constants that are the same in every run."""
+        if func is not Tensor.__getitem__:
+            return False
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(
+            item is None or item is Ellipsis or isinstance(item, int | slice) or id(item) in self._fixed
+            for item in items
+        )
+
+    def _note_fixed(self, n: Node, value: Any) -> None:
+        if writes_to(n) is not None:
+            self._fixed.clear()
+        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+        made = n.op == "call_function" and n.target in _FACTORIES
+        kept = name in _FIXED_STAYS and n.all_input_nodes
+        held = [self.env[m] for m in n.all_input_nodes]
+        if isinstance(value, Tensor) and (made or kept):
+            if all(id(v) in self._fixed or (isinstance(v, int) and not isinstance(v, bool)) for v in held):
+                self._fixed[id(value)] = value
+
+    # ------------------------------------------------------------------ of the graph
+
+    def run_node(self, n: Node) -> Any:
+        self._captures = []
+        path = _path_of(n, self._root)
+        if path is not None:
+            self.recorder.stack.append(path)
+        try:
+            value = super().run_node(n)
+        finally:
+            if path is not None:
+                self.recorder.stack.pop()
+        if n.op in ("call_module", "call_function") and not _is_plain(n):
+            self.refuse(f"{n.target}: a graph within the graph")
+        with torch._C.DisableTorchFunction():  # the mode is on
+            if n.op == "output":
+                self._note_output(n)
+            elif not self.seen.problem and n.op != "get_attr":
+                self._note(n, value)
+                self._note_fixed(n, value)
+        return value
+
+    def _note(self, n: Node, value: Any) -> None:
+        recorder, seen = self.recorder, self.seen
+        if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in tensors_in(_listed(value))):
+            seen.data.add(n)
+        if n.op == "placeholder":
+            return
+        if n.target in ("item", "tolist"):
+            self.refuse(f"{n.target}(): a number that depends on values")
+        inputs = [(m, self.env[m]) for m in n.all_input_nodes]
+        if self._captures:
+            try:
+                seen.captured[n] = self._captured_node(inputs, value)
+            except NotRepeatable as problem:
+                self.refuse(str(problem))
+            return
+        results = list(tensors_in(_listed(value)))
+        if any(recorder.is_parameter(t) for t in results):
+            seen.derived.add(n)
+            seen.data.discard(n)
+            if any(t.requires_grad and not recorder.is_parameter(t) for t in results) or writes_to(n) is not None:
+                self.refuse(f"{n.target}: derived in part")
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in results):
+            named = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+            if named not in _TAKES_SHAPE_OR_TYPE and any(
+                recorder.is_parameter(t) for _, held in inputs for t in tensors_in(_listed(held))
+            ):
+                self.refuse(f"{n.target}: a use of a parameter that was not captured")
+
+    def _captured_node(self, inputs: list[tuple[Node, Any]], value: Any) -> CapturedNode:
+        if len(self._captures) != 1 or not isinstance(value, Tensor):
+            raise NotRepeatable("several captured calls in one")
+        made = value.grad_fn
+        self._made.append((made, value))
+        call = getattr(made, "call", None)
+        if call is None:
+            raise NotRepeatable("a captured call whose result was changed")
+        if call.recorder is not self.recorder:
+            raise NotRepeatable(f"{call.name}: a call on one sample of the batch")
+        data = tuple(self._node_of(tensor, inputs) for tensor in self._captures[0])
+        operands = [(m, v) for m, v in inputs if isinstance(v, Tensor) and m not in data]
+        template = template_of(call, [v for _, v in operands])
+        learned = tuple(self.recorder.is_parameter(v) for _, v in operands)
+        if any(self.recorder.is_parameter(v) for m, v in inputs if m in data) or any(
+            self.recorder.is_parameter(t) for _, v in inputs if not isinstance(v, Tensor) for t in tensors_in(v)
+        ):
+            raise NotRepeatable(f"{call.name}: parameters in lists or among the data")
+        saved = made.saved_tensors  # type: ignore[union-attr]
+        if len(saved) > len(data) or any(s.shape != d.shape for s, d in zip(saved, self._captures[0], strict=False)):
+            raise NotRepeatable(f"{call.name}: saves more than its data")
+        casts = tuple(
+            (k, s.dtype if s.dtype != d.dtype else None)
+            for k, (s, d) in enumerate(zip(saved, self._captures[0], strict=False))
+        )
+        if not value.dtype.is_floating_point:
+            raise NotRepeatable(f"{call.name}: a result of {value.dtype}")
+        repeated = Repeated(template, call.path, value.shape, value.dtype, value.device, learned)
+        needs = any(t.requires_grad for t in self._captures[0])
+        return CapturedNode(repeated, tuple(m for m, _ in operands), data, casts, needs)
+
+    def _node_of(self, tensor: Tensor, inputs: list[tuple[Node, Any]]) -> Node:
+        for node, value in inputs:
+            if value is tensor:
+                return node
+        raise NotRepeatable("data made within the call")
+
+    def _note_output(self, n: Node) -> None:
+        if self.recorder.unseen:
+            self.refuse(self.recorder.unseen)
+        try:
+            for made, _ in self._made:
+                made.saved_tensors  # noqa: B018
+        except RuntimeError:  # compiled code would write elsewhere, and what was saved would be the new numbers
+            self.refuse("data that a captured call saves is written to afterwards")
+        for node in n.all_input_nodes:
+            value = self.env.get(node)
+            self.seen.layouts[node] = tag_of(value, self.recorder.batch) if isinstance(value, Tensor) else None
+            if not isinstance(value, Tensor) and any(True for _ in tensors_in(_listed(value))):
+                self.refuse("the graph returns nested results")
+
+
+def _keeps_rows(call: Call) -> bool:
+    """Whether these arguments of a function, which others would make depend on values, leave the rows in their place.
+
+    Attention and losses: the samples lie in the dimensions before those that are combined, in masks and classes too.
+    """
+    known = call.inputs()
+    if call.func in _GATHER:
+        dim = call.argument(1, "dim")
+        return isinstance(dim, int) and all(layout.dim != dim % tensor.dim() for tensor, layout in known)
+    if call.func is F.scaled_dot_product_attention:
+        places = {layout.dim - tensor.dim() for tensor, layout in known}
+        return len(places) == 1 and max(places) < -2
+    if call.func in _LOSSES:
+        own = [call.argument(0, "input"), call.argument(1, "target")]
+        apart = all(layout.dim == 0 and any(tensor is t for t in own) for tensor, layout in known)
+        return apart and isinstance(own[0], Tensor) and own[0].dim() > 1
+    if call.func is F.embedding:  # ids of the samples, in a table of none
+        ids = call.argument(0, "input")
+        return len(known) == 1 and known[0][0] is ids
+    return False
+
+
+def _by_shapes(layout: Layout) -> bool:
+    """Whether no value had a part in where the samples lie."""
+    told = layout.places or layout.guessed or layout.shifted is not None
+    return layout.owner is layout.order is None and layout.alone < 0 and not told
+
+
+def _packed(query: Tensor, layout: Layout | None) -> bool:
+    """Whether attention is along rows of several samples, which a mask must keep apart."""
+    return layout is not None and layout.dim >= query.dim() - 2
+
+
+def _listed(value: Any) -> Any:
+    """Named tuples of torch (of max, sort, ...) are tuples too."""
+    return tuple(value) if isinstance(value, tuple) else value
+
+
+def _is_plain(n: Node) -> bool:
+    return n.op == "call_function" and not isinstance(n.target, torch._ops.HigherOrderOperator)
+
+
+def has_inner_graph(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph holds higher-order operators (checkpointing, custom autograd functions, control flow)."""
+    return any(n.op == "call_module" or (n.op == "call_function" and not _is_plain(n)) for n in module.graph.nodes)
+
+
+_SUBMODULE = re.compile(r"\[['\"]?module['\"]?\]\.?")
+
+
+def _path_of(n: Node, root: str) -> str | None:
+    """The module in whose forward the node stands, for messages; None where torch does not say."""
+    try:
+        where = list(n.meta["nn_module_stack"].values())[-1][0]
+    except (KeyError, IndexError, TypeError):
+        return None
+    inner = re.sub(r"\._modules\[['\"](\w+)['\"]\]", r".\1", _SUBMODULE.split(str(where))[-1]).strip(".")
+    return ".".join(part for part in (root, inner) if part)

@@ -1,0 +1,412 @@
+"""From the model's output to the loss: the calls between a forward and its backward are followed too.
+
+In practice it is the loss that couples samples: contrastive losses over the batch, means over the tokens of the batch,
+class weights, shapes that broadcast to [B, B]. So after a forward (and, of batches that a `fastdp.poisson_loader` hands
+out, before it) a function mode stays on until `backward()`. It changes nothing; it carries layouts on, and looks at
+what backward is called on: that must be a total over the samples (`layouts.totals`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .. import sampling
+from ..errors import SampleMixingError
+from ..layouts import ctc as _ctc  # noqa: F401  (registers its rule)
+from ..layouts.calls import Call, map_tensors, tensors_in
+from ..layouts.held import is_of_model, note_parameter
+from ..layouts.inputs import nested_tensors, tag_inputs
+from ..layouts.labels import Labels
+from ..layouts.layout import INPUT, Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
+from ..layouts.marks import mark_of
+from ..layouts.moments import LOADERS, Moment, set_moment
+from ..layouts.pieces import NOTED, stamp
+from ..layouts.positions import note_made
+from ..layouts.propagate import propagate
+from ..layouts.sizes import TELLING, Sizes
+from ..layouts.totals import by_size
+from ..layouts.trial import target_as_it_is
+from .activation_hooks import HOOKING, guard_graph, hooked
+from .backward import Arrival
+from .compile_stance import PLAINLY
+from .hook_watch import Owner
+from .judging import problem_of
+from .layout_cache import CONSTANT, Memo, inquires
+from .mode_stack import insert, moving, remove_over
+from .reads import Reads
+
+_HERE = threading.local()
+_GRADIENTS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__))  # type: ignore[union-attr]
+_WAITING = 4  # batches, at most, that are followed later on
+
+
+class Followed:
+    """A batch to be followed up to its backward.
+
+    batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made; arrivals:
+    what waits in the graph for the gradients of these outputs, as long as the graph is there. token: see `Moment`.
+    """
+
+    def __init__(
+        self, batch: int, moment: Moment, engine: Engine, mixed: list[Layout], arrivals: Sequence[Arrival] = ()
+    ) -> None:
+        self.batch, self.moment, self.mixed = batch, moment, mixed
+        me = weakref.ref(self)
+        self.memo, self.sizes = engine.memo, engine.sizes
+        self.labels = Labels(batch, moment.number)
+        self.engine = weakref.ref(engine, lambda _: _is_gone(me))
+        self.mode: weakref.ref[Following] | None = None  # that follows it
+        self.passed = 0  # backwards of others meanwhile
+        self._ending: list[Any] = [weakref.ref(arrival, lambda _: _is_gone(me)) for arrival in arrivals]
+        self.token = None if moment.token is None else weakref.ref(moment.token, lambda _: _is_gone(me))
+        self._ending += [] if self.token is None else [self.token]
+        moment.token = None
+
+    def waits(self) -> bool:
+        """Whether a backward may come yet."""
+        if self.engine() is None or not self.moment.alive or self.moment.reached:
+            return False
+        return not self._ending or any(known() is not None for known in self._ending)
+
+
+class Evaluation:
+    """A forward of the model without gradients, whose inputs are known: what else it takes is no label."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        labels.paused += 1
+
+    def end(self) -> None:
+        """The forward ends."""
+        self._labels.paused -= 1
+
+
+class Following(TorchFunctionMode):
+    """Follows one batch outside of forwards. waiting: others, before it, whose backward has not come yet."""
+
+    def __init__(self, what: Followed, waiting: list[Followed]) -> None:
+        super().__init__()
+        self.thread, self.waiting = threading.get_ident(), waiting
+        self.over = False  # backward has begun
+        self._turn_to(what)
+        PLAINLY.begin()
+
+    def _turn_to(self, what: Followed) -> None:
+        self.what, what.mode = what, weakref.ref(self)
+        self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
+        self.labels = what.labels
+        self.numbers: dict[float, str] = {}  # that Python read of several samples, and what had combined these
+        set_moment(self.moment)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.over or func is torch.autograd.grad:
+            return func(*args, **kwargs)
+        if args and isinstance(args[0], nn.Parameter):
+            if func in _GRADIENTS:
+                return func(*args, **kwargs)  # zero_grad(), clipping, logging
+            note_parameter(args[0])
+        if inquires(func):
+            out = func(*args, **kwargs)
+            if func in TELLING:
+                self.sizes.asked(args[0], out, self.batch)
+            return out
+        if func is Tensor.backward or func is torch.autograd.backward:
+            return self._backward(func, args, kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return func(*args, **kwargs)
+        if func in HOOKING and not (args[0].is_leaf and args[0].requires_grad):
+            return hooked(self.moment.owner, self.batch, "", func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+    def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        roots = args[0] if args else kwargs.get("tensors", ())
+        given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
+        self._choose(tensors_in(roots))
+        engine, problem = self.what.engine(), None
+        if engine is not None:
+            weighted = self._weighted(roots, given)
+            problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
+        engines: list[Engine] = list(ENGINES)
+        for engine in engines:
+            guard_graph(engine.owner, roots, self.batch)
+            engine.backward_begins(problem, list(tensors_in(roots)), self.batch)
+        failed = True
+        try:
+            out = func(*args, **kwargs)
+            failed = False
+            return out
+        finally:
+            if any([engine.backward_was_reached() for engine in engines]):  # else it was of something else
+                if failed or self.moment.owner is LOADERS or not self.what.waits():
+                    self.turn()
+
+    def _choose(self, roots: Sequence[Tensor]) -> None:
+        """Of the batches that wait, follow the one of whose outputs these are."""
+        moments = {id(moment_of(root)) for root in roots if moment_of_output((root,), self.moment)}
+        found = next((what for what in self.waiting if id(what.moment) in moments), None)
+        if found is not None and id(self.moment) not in moments:
+            self.waiting[self.waiting.index(found)] = self.what
+            self._turn_to(found)
+
+    def evaluates(self, values: Any, dim: int, folded: bool) -> Evaluation | None:
+        """The model runs without gradients on as many samples: they are taken for the batch's, as labels are."""
+        if self.moment.owner is LOADERS:
+            return None
+        with torch._C.DisableTorchFunction():
+            tag_inputs(values, self.batch, dim, folded=folded)
+        return Evaluation(self.labels)
+
+    def turn(self) -> None:
+        """This batch is done: follow the one before it, if it waits and only this backward has passed it by."""
+        for what in self.waiting:
+            what.passed += 1
+        self.waiting = [what for what in self.waiting if what.waits() and what.passed < 2]
+        if self.over or not self.waiting:
+            self.finish()
+        else:
+            self._turn_to(self.waiting.pop())
+
+    def finish(self) -> None:
+        """Follow no longer, though the mode may still be on the stack: torch puts it back after a call that it saw."""
+        if not self.over:
+            self.over = True
+            PLAINLY.end()
+
+    def __del__(self) -> None:
+        self.finish()  # its thread has ended without a backward
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = tensors_in((args, kwargs))
+        if self.waiting:
+            self._choose(given)
+        self.labels.presume(func, args, kwargs, given)
+        origin = self.labels.before(func, args, given)
+        out = self._followed(func, args, kwargs, given)
+        if origin is not None:
+            self.labels.after(origin, func, args, out)
+        return out
+
+    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
+        if not any(tag_of(tensor, self.batch) is not None for tensor in given):
+            of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
+            out = func(*args, **kwargs)
+            if of_model:
+                for tensor in tensors_in(out):
+                    note_parameter(tensor)
+            note_made(func, args, kwargs, out, self.batch, _is_parameter, of_loss=True)
+            return out
+        moment = self.moment
+        of = moment_of_output(given, moment)
+        if of is None and (moment.owner is LOADERS or lies_in_output(given)):
+            of = moment
+        if of is moment:
+            moment.token = None if self.what.token is None else self.what.token()
+        else:
+            set_moment(of or moment.beside())  # another engine's that is over; inputs and labels alone
+        try:
+            return self._carry(func, args, kwargs)
+        finally:
+            set_moment(moment)
+            moment.token = None
+
+    def _carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.numbers:
+            self._compare((*args, *kwargs.values()))
+        signature = self.memo.signature(func, args, kwargs, self.batch, {})
+        known = self.memo.layouts(signature)
+        overwritten = target_as_it_is(func, args) if known is None else None
+        out = func(*args, **kwargs)
+        if known is not None:
+            for tensor, layout in zip(tensors_in(out), known, strict=True):
+                tag(tensor, None if layout is CONSTANT else layout)
+            return out
+        if type(out) is float and (read := tag_of(args[0], self.batch)) is not None and read.mixed:
+            self.numbers[out] = read.mixed
+        call = Call(func, args, kwargs, out, self.batch, "", overwritten)
+        try:
+            propagate(call)
+            by_size(call, self.sizes.has_told)
+        except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
+            why = problem.mixed or str(problem)
+            map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
+        note_made(func, args, kwargs, out, self.batch, _is_parameter, of_loss=True)
+        stamp(func, args, kwargs, out, self.batch)
+        if NOTED:
+            if (engine := self.what.engine()) is not None:
+                engine.reads.note(NOTED.pop(), None)
+            NOTED.clear()
+        if signature is not None:
+            self.memo.learn(signature, out, self.batch)
+        return out
+
+    def _compare(self, values: Sequence[Any]) -> None:
+        """Warn where the loss is computed with a number that Python has read of several samples; not with round ones,
+        which others may be by chance."""
+        found = next((v for v in values if type(v) is float and v in self.numbers and v * 1024 % 1), None)
+        if found is not None and (engine := self.what.engine()) is not None:
+            engine.reads.note(f"{self.numbers[found]}; the loss is computed with that number", None)
+
+    def _weighted(self, roots: Any, weights: Any) -> list[Tensor]:
+        """What backward from these tensors, with these gradients, is the gradient of."""
+        found = []
+        given = list(weights) if isinstance(weights, tuple | list) else [weights]
+        for number, root in enumerate(tensors_in(roots)):
+            weight = given[number] if number < len(given) else None
+            if isinstance(weight, Tensor) and root.dim():
+                even = not weight.requires_grad and bool((weight * self.batch == 1).all())
+                root = self._call(Tensor.sum, (self._call(Tensor.__mul__, (root, weight), {}),), {})
+                if even and (layout := tag_of(root, self.batch)) is not None and layout.total:
+                    tag(root, layout._replace(total="mean"))
+            found.append(root)
+        return found
+
+
+def current() -> Following | None:
+    """What is followed in this thread."""
+    found: Following | None = getattr(_HERE, "following", None)
+    return found
+
+
+def start(batch: int, moment: Moment, engine: Engine, outputs: list[Layout], arrivals: Sequence[Arrival] = ()) -> None:
+    """Follow a batch from here on, in this thread, until `stop` or its backward, or until its graph is gone."""
+    pause()
+    waiting: list[Followed] = _HERE.waiting
+    _HERE.waiting = []
+    if not PLAINLY.possible():
+        return
+    if batch > 1:
+        mixed = [layout for layout in outputs if layout.mixed and not layout.total]
+        waiting.append(Followed(batch, moment, engine, mixed, arrivals))
+    if waiting:
+        _HERE.following = Following(waiting.pop(), waiting)
+        insert(_HERE.following)
+
+
+def pause() -> None:
+    """A forward begins: what is followed now waits until it has ended. (What loaders hand out ends there.)"""
+    found = current()
+    waiting: list[Followed] = getattr(_HERE, "waiting", [])
+    if found is not None and not found.over:
+        waiting = [*found.waiting, found.what]
+    _HERE.waiting = [what for what in waiting if what.moment.owner is not LOADERS and what.waits()][-_WAITING:]
+    _end()
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+class Engine(Protocol):
+    """What following needs of an engine (`fastdp.engine.forward.Forward`)."""
+
+    memo: Memo
+    sizes: Sizes
+    reads: Reads
+    owner: Owner
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a sample is a group of records."""
+
+    def backward_begins(self, problem: SampleMixingError | Warning | None, roots: list[Tensor], batch: int) -> None:
+        """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
+
+    def backward_was_reached(self) -> bool:
+        """Whether the backward that has just ended was of the engine."""
+
+    def backwards(self) -> int:
+        """How many there were."""
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether inputs have one row for each sample, along their first dimension."""
+
+    @property
+    def mean(self) -> bool:
+        """Whether the loss is to be a mean over the samples, else a sum."""
+
+
+ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # that are attached to a model
+
+
+def parameters() -> set[int]:
+    """Ids of the parameters of all models that have an engine."""
+    return {key for engine in ENGINES for key in engine.backward.tracked.current()}
+
+
+_LAST: list[Moment] = []  # of batches that loaders handed out
+_TRAINED = [0]  # backwards of all engines, when the last one was
+
+
+def handed_out(batch: Any, size: int) -> None:
+    """A loader hands out a batch: what is made of it before the model sees it is followed, too."""
+    pause()
+    if _LAST and sum(engine.backwards() for engine in ENGINES) != _TRAINED[0]:
+        _LAST.pop(0).alive = False  # the batch before, or, if they are fetched ahead, the one trained on since
+    _TRAINED[0] = sum(engine.backwards() for engine in ENGINES)
+    engines: list[Engine] = list(ENGINES)
+    if not engines or not all(engine.takes_rows for engine in engines) or size <= 1:
+        return
+    moment = Moment(LOADERS)
+    _LAST.append(moment)
+    start(size, moment, engines[0], [])
+    with torch._C.DisableTorchFunction():
+        for tensor in nested_tensors(batch):
+            if tensor.dim() and tensor.size(0) == size and not tensor.is_nested and mark_of(tensor) is None:
+                tensor.__dict__[INPUT] = True
+                tag(tensor, Layout(size))
+
+
+sampling.tell_of_batches(handed_out)
+
+
+def present() -> Following | None:
+    """What is followed in this thread and not over."""
+    found = current()
+    return None if found is None or found.over else found
+
+
+def handed_out_in(found: Following | None, batch: int) -> int:
+    """The number of the moment in which a loader handed out the batch of a forward that began while it was followed."""
+    if found is None or found.batch != batch:
+        return 0
+    return found.moment.number if found.moment.owner is LOADERS else found.moment.before
+
+
+def sweep() -> None:
+    """Take away what a backward has ended."""
+    if (found := current()) is not None and found.over:
+        _HERE.following = None
+    remove_over()
+
+
+def stop() -> None:
+    """Follow no longer in this thread."""
+    _HERE.waiting = []
+    _end()
+
+
+def _end() -> None:
+    if (found := current()) is not None:
+        found.finish()
+        _HERE.following = None
+    remove_over()
+
+
+def _is_gone(known: weakref.ref[Followed]) -> None:
+    """The graph behind an output of the model, or all that was made of outputs: perhaps no backward can come now."""
+    what = known()
+    mode = what.mode() if what is not None and what.mode is not None else None
+    if what is None or mode is None or mode.what is not what or what.waits() or any(w.waits() for w in mode.waiting):
+        return
+    mode.finish()
+    if mode.thread == threading.get_ident() and not moving():
+        remove_over()

@@ -1,0 +1,414 @@
+"""The forward's side of the engine: hooks on the model's modules, and which pass of capture is on."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingError
+from ..layouts.groups import People
+from ..layouts.held import note_parameter
+from ..layouts.inputs import batch_of, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
+from ..layouts.layout import Layout, tag_of
+from ..layouts.memory import look
+from ..layouts.moments import Moment, Token, set_moment
+from ..layouts.pieces import OWN_READS
+from ..layouts.sizes import Sizes
+from ..uses.planner import Planner
+from . import following
+from .backward import Arrival, Backward, joined_error
+from .capture import Pass
+from .checkpointing import watch_region
+from .compile_stance import PLAINLY
+from .compile_switches import Switches
+from .hook_watch import Owner
+from .layout_cache import Memo
+from .module_hooks import ModuleHook, numbered
+from .reads import Reads
+from .replay import Block
+from .threads import Running, Turn
+
+
+class Batching:
+    """Where the samples lie in the model's inputs: see the arguments of `fastdp.PerSampleGradients`."""
+
+    def __init__(self, batch_first: bool = True, batch_size: int | None = None, rows_per_sample: int = 1) -> None:
+        self.dim, self.size, self.rows_per_sample = (0 if batch_first else 1), batch_size, rows_per_sample
+
+    @property
+    def folded(self) -> bool:
+        """Whether inputs may hold several rows of each sample."""
+        return self.size is not None or self.rows_per_sample > 1
+
+    def samples(self, args: Any, kwargs: Any) -> int:
+        """The number of samples in the model's arguments."""
+        if self.size is not None:
+            return self.size
+        rows = batch_of((args, kwargs), self.dim, self.rows_per_sample)
+        if rows % self.rows_per_sample:
+            raise BatchLayoutError(f"{rows} rows are no multiple of rows_per_sample={self.rows_per_sample}")
+        return rows // self.rows_per_sample
+
+
+class Forward:
+    """Enters a pass where the model (or a module of it, called alone) begins, and leaves it where that ends."""
+
+    def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
+        self.model, self.backward, self.batching = model, backward, batching
+        self.token = torch.zeros((), requires_grad=True)
+        self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self.memo = Memo()
+        self._moments: list[Moment] = []  # of forwards that no backward has gone through
+        self._ended: list[Moment] = []  # that of the forward before
+        self.reads = Reads(model)
+        self.sizes = Sizes()
+        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
+        self._running_here, self._turn = Running(), Turn()
+        self._batch = 0
+        self._people: People | None = None
+        self._argument_layouts: dict[str, list[Layout | None]] = {}
+        self._handles: list[Any] = []
+        self._switches: Switches | None = None
+        backward.ended = self.backward_ended
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a sample is a group of records."""
+        return self._people is not None
+
+    def backward_begins(
+        self, problem: SampleMixingError | Warning | None, roots: list[torch.Tensor], size: int
+    ) -> None:
+        """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
+        self.backward.expect(problem)
+        if self.backward.open_forwards():
+            self.backward.others.loss(roots, size, following.parameters)
+
+    def backward_was_reached(self) -> bool:
+        """Whether the backward that has just ended was of the engine."""
+        return self.backward.was_reached()
+
+    def backwards(self) -> int:
+        """How many there were."""
+        return self.backward.count
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether inputs have one row for each sample, along their first dimension."""
+        return self.batching.dim == 0 and not self.batching.folded
+
+    @property
+    def mean(self) -> bool:
+        """Whether the loss is to be a mean over the samples, else a sum."""
+        return self.backward.mean
+
+    @property
+    def planner(self) -> Planner:
+        return self.backward.planner
+
+    @property
+    def _entered(self) -> list[Pass | Block | following.Evaluation | None]:
+        return self._running_here.entered
+
+    @property
+    def _active(self) -> Pass | None:
+        return self._running_here.active
+
+    @_active.setter
+    def _active(self, active: Pass | None) -> None:
+        self._running_here.active = active
+
+    # ------------------------------------------------------------------ on the model and off it
+
+    def attach(self) -> None:
+        """Put hooks on every module."""
+        for path, module in self.model.named_modules():
+            hook = ModuleHook(self, path)
+            before = module.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True)
+            after = module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
+            self._handles += [numbered(before, -1, first=True), numbered(after, -2)]
+        self._switches = Switches(self)
+        for parameter in self.model.parameters():
+            note_parameter(parameter)
+        following.ENGINES.add(self)
+
+    def detach(self) -> None:
+        """Take every hook off the model."""
+        self._drop_interrupted()
+        following.stop()
+        following.ENGINES.discard(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._switches is not None:
+            self._switches.remove()
+
+    def compiled(self) -> list[str]:
+        """Lines on what torch.compile compiled; none without it."""
+        return [] if self._switches is None else self._switches.report()
+
+    # ------------------------------------------------------------------ a module's forward
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module's forward begins."""
+        if not path:
+            self._drop_interrupted()
+        here = self._running_here
+        here.entered.append(None)
+        if here.active is not None:
+            self._enter_inner(here.active, path, module, args, kwargs)
+        elif torch.is_grad_enabled() and not (path and _is_constant(module, args, kwargs)):
+            here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
+        elif not path and (followed := following.present()) is not None and followed.what.engine() is self:
+            here.entered[-1] = self._evaluate(followed, args, kwargs)
+
+    def _evaluate(self, followed: following.Following, args: Any, kwargs: Any) -> following.Evaluation | None:
+        """A forward without gradients, while a loss is computed: of a target for it, perhaps."""
+        with contextlib.suppress(FastDPError):  # of inputs that hold no samples
+            if self.batching.samples(args, kwargs) == followed.batch:
+                return followed.evaluates((args, kwargs), self.batching.dim, self.batching.folded)
+        return None
+
+    def _enter_inner(self, active: Pass, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        active.stack.append(path)
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            return  # no checkpointing around this call: nothing will be computed again
+        block = self.backward.replays.entered(path, module) if self._begins_block(active) else None
+        with torch._C.DisableTorchFunction():  # the mode is on
+            self._remember_layouts(active, path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
+        if block is not None:
+            self._entered[-1] = block
+            block.inner.given = [weakref.ref(t) for t in nested_tensors((args, kwargs))]
+            block.inner.__enter__()
+
+    def _begin_pass(self, path: str, args: Any, kwargs: Any) -> Pass:
+        """The outermost forward; also of a module that checkpointing computes again."""
+        backward = self.backward
+        recomputing = self.runs_again()
+        followed = following.present()
+        if not recomputing:
+            following.pause()  # before all else: what is done here is not the user's
+            self._turn.take(backward.thread())
+        if not recomputing or not path:
+            self._batch = self.batching.samples(args, kwargs)
+            self._people = backward.whose.of_batch(self._batch)
+        if not recomputing:
+            if not path:
+                backward.tracked.check_complete()
+            backward.forward_begins()
+            backward.looks_at((args, kwargs))
+        named = backward.tracked.named()
+        _refuse_hooks(named)
+        tracked = {id(p): name for name, p in named.items()}
+        if recomputing and backward.collect is None and path in backward.replays.blocks:
+            backward.replays.blocks[path].computed_again(args, kwargs)
+        moment = self._last_moment() if recomputing else None
+        active = Pass(self, self._batch, tracked, not recomputing or not path, self._people, moment)
+        if not recomputing:
+            active.moment.before = following.handed_out_in(followed, self._batch)
+            self._moments.append(active.moment)
+            active.moment.token = Token()
+        set_moment(active.moment)
+        self.sizes.begin()
+        OWN_READS.clear()
+        active.stack.append(path)
+        known = self._argument_layouts.get(path) if recomputing and path else None
+        tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
+        tag_packed((args, kwargs), self._batch)
+        active.mode.__enter__()
+        PLAINLY.begin()
+        if (block := self._running(path)) is not None:
+            block.inner.__enter__()
+        return active
+
+    def _running(self, path: str) -> Block | None:
+        """The block that runs a second time, if this is its module."""
+        block = self.backward.running
+        return block if block is not None and block.path == path else None
+
+    def _last_moment(self) -> Moment | None:
+        """Of the forward that is computed again."""
+        known = self._moments or self._ended
+        return known[-1] if known else None
+
+    def runs_again(self) -> bool:
+        """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
+        return torch._C._current_graph_task_id() != -1 or self.backward.collect is not None
+
+    @contextlib.contextmanager
+    def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Moment) -> Iterator[None]:
+        """A pass around the second forward of a checkpointed region that takes parameters itself."""
+        if self._active is not None or not torch.is_grad_enabled():
+            yield
+            return
+        self._batch = batch
+        tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
+        set_moment(moment)
+        active = self._active = Pass(self, batch, tracked, False, self._people, moment)
+        active.stack.append(path)
+        tag_inputs(values, batch, self.batching.dim, layouts, self.batching.folded)
+        try:
+            with active.mode:
+                yield
+        finally:
+            self._active = None
+        active.check_unwritten()
+
+    def sees(self, module: nn.Module) -> bool:
+        """Whether a module's forward enters a pass of this engine, or is part of one."""
+        return any(_hook_of(hook, self) for hook in module._forward_pre_hooks.values())
+
+    def active(self) -> Pass | None:
+        """The pass that is on."""
+        return self._active
+
+    def depth(self) -> int:
+        """How many modules' forwards are on."""
+        return len(self._entered)
+
+    def _begins_block(self, active: Pass) -> bool:
+        """Whether a checkpointed region begins that a budget may want to run again."""
+        if self.planner.memory_budget is None or not active.count:
+            return False
+        return torch.is_grad_enabled() and not any(isinstance(e, Block) for e in self._entered)
+
+    def _remember_layouts(self, active: Pass, path: str, layouts: list[Layout | None]) -> None:
+        """For recomputation under checkpointing, which calls inner modules on tensors without layouts."""
+        if not active.count:
+            return  # what the first forward saw stands
+        before = self._argument_layouts.get(path)
+        if path in active.called and before is not None and _differ(before, layouts):
+            alone = not torch.is_grad_enabled() and any(
+                layout is not None and layout.alone >= 0 for layout in (*before, *layouts)
+            )
+            why = f"module '{path}' is called for each sample under reentrant checkpointing (use_reentrant=False)"
+            watch_region(self, active.path, self._batch, active.moment, calls=1)
+            # called in two ways: which is recomputed cannot be told; a sample's rows must not pass for samples
+            # (without reentrance the first forward's records stand, and layouts do not matter)
+            layouts = [Layout(self._batch, mixed=why) if alone else None] * len(layouts)
+        active.called.add(path)
+        self._argument_layouts[path] = layouts
+
+    def leave(self, path: str, module: nn.Module, out: Any) -> Any:
+        """A module's forward ends, also by an exception. Returns what to put in place of its result, or None."""
+        here = self._running_here
+        if not here.entered:
+            return None
+        started = here.entered.pop()
+        if not isinstance(started, Pass):
+            if here.active is not None and here.active.stack:
+                here.active.stack.pop()
+            if isinstance(started, Block):
+                started.inner.__exit__(None, None, None)
+                started.watch(nested_tensors(out))
+            elif started is not None:
+                started.end()
+            return None
+        if (block := self._running(path)) is not None:
+            block.inner.__exit__(None, None, None)
+        PLAINLY.end()
+        started.mode.__exit__(None, None, None)
+        self._active = None
+        self._turn.give()
+        if out is not None:
+            started.check_unwritten()
+        if self.backward.collect is not None:
+            return None
+        apart = outputs_apart(out, self._is_guess)
+        unseen = Layout(self._batch, mixed=started.unseen) if started.unseen else None
+        layouts: list[Layout] = []
+        arrivals: list[Arrival] = []
+        for tensor in nested_tensors(out if apart is None else apart):
+            if tensor.requires_grad:
+                layout = look(tensor, tag_of(tensor, self._batch), self._batch) or unseen
+                arrivals.append(Arrival(self.backward, layout))
+                tensor.register_hook(arrivals[-1])
+                layouts += [] if layout is None else [layout]
+        if out is not None and not self.runs_again():
+            following.start(self._batch, started.moment, self, layouts, arrivals)
+        return apart
+
+    def backward_ended(self) -> None:
+        """A backward went through forwards: what is kept of their batches belongs to the past."""
+        reached = [moment for moment in self._moments if moment.reached]
+        for moment in self._moments:
+            moment.alive = moment.alive and not (moment.reached or moment.survived)
+            moment.survived = True
+        self._ended = self._moments[-1:] or self._ended  # norms and sums may compute parts of it again
+        self._moments = [moment for moment in self._moments if moment.alive]
+        why = next((why for moment in reached for other, why in moment.doubts.items() if other.reached), "")
+        if why:
+            raise joined_error(why)
+
+    def _is_guess(self, tensor: Tensor) -> bool:
+        """Whether it matters if the loss takes this output itself, or only what the model goes on to make of it."""
+        layout = tag_of(tensor, self._batch)
+        return tensor.requires_grad and layout is not None and bool(layout.guessed)
+
+    def _drop_interrupted(self) -> None:
+        """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before, or one that a
+        backward computed again."""
+        if self._active is None or ("" not in self._active.stack and self.runs_again()):
+            return
+        while self._active.mode in torch.overrides._get_current_function_mode_stack():
+            torch.overrides._pop_mode()
+        PLAINLY.end()
+        self._turn.give()
+        self._active = None
+        self._entered.clear()
+
+
+def _is_constant(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call meets neither data nor what is trained (an absent context's embedding, called on its own)."""
+    tensors = nested_tensors((args, kwargs)) or packed_sequences((args, kwargs))
+    return not tensors and not any(p.requires_grad for p in module.parameters())
+
+
+def _refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
+    """Captured uses are detached: a hook on a parameter's gradient would never be called."""
+    hooked = [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ParameterError(
+            f"{hooked[:3]} have hooks on their gradients (register_hook), which would not run: the gradients of "
+            "samples never become one before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
+            "mask in the forward (torch.nn.utils.parametrize)."
+        )
+
+
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def check_unattached(model: nn.Module) -> None:
+    """Raises ParameterError where the model is a script, spread over devices by torch, or has an engine already."""
+    for module in model.modules():
+        if isinstance(module, _PARALLEL):
+            raise ParameterError(
+                f"{type(module).__name__} would add up gradients of several devices before they are private: data-"
+                "parallel training is not supported yet. Give fastdp the plain model (its .module) on one device."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
+        if any(_hook_of(hook) for hook in module._forward_pre_hooks.values()):
+            raise ParameterError(
+                "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
+                "detach() first, two would clip the same gradients twice"
+            )
+
+
+def _hook_of(hook: Any, forward: Forward | None = None) -> bool:
+    """Whether a module's hook is an engine's: of this one, if one is given."""
+    owner = getattr(hook, "__self__", None)
+    return isinstance(owner, ModuleHook) and owner.forward is not None and forward in (None, owner.forward)
+
+
+def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:
+    plain = [
+        [None if layout is None else layout._replace(owner=None, order=None) for layout in items] for items in (a, b)
+    ]
+    routed = any(layout is not None and layout.owner is not None for layout in (*a, *b))
+    return routed or plain[0] != plain[1]

@@ -1,0 +1,281 @@
+"""From the uses of a backward to norms and clipped sums of the per-sample gradients of each parameter.
+
+A parameter's gradient is the sum over its uses, so its norm has cross terms (`fastdp.uses.joint`); uses of the same
+kind are joined along T.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..errors import StepError
+from ..layouts.groups import People
+from ..ops.common import accumulate
+from ..uses.alone import whole_batch
+from ..uses.base import Direct, Use
+from ..uses.conv import Conv
+from ..uses.derived import pull_back_sum
+from ..uses.embedding import Lookup
+from ..uses.joint import disjoint, isometric, joint_norm_sq, materialised, same_memory
+from ..uses.linear import Matmul
+from ..uses.links import leaves_of, link_of
+from ..uses.planner import Planner
+from ..uses.routed import Routed
+from ..uses.timing import Clock
+from .buffers import Buffers
+from .bundle import Bundle, is_small
+
+
+class Gradients:
+    """The per-sample gradients of one backward, as uses; in units of one sample's own loss.
+
+    batch: the number of records, which are the samples unless `people` says that some are of one person.
+    scale: what the recorded gradients are multiplied by (the number of records under a mean loss).
+    profile: measure the time of each use (on the CPU it is always measured).
+    """
+
+    def __init__(
+        self,
+        uses: Iterable[Use],
+        batch: int,
+        scale: float,
+        device: torch.device,
+        planner: Planner,
+        profile: bool = False,
+        people: People | None = None,
+    ) -> None:
+        self.records, self.people = batch, people
+        self.doubts: list[tuple[Tensor, str]] = []  # whether the loss mixed samples, where a device knows
+        self.batch = batch if people is None else people.count
+        self.scale, self.device = scale, device
+        self.uses = _joined(_padded([_settled(use) for use in whole_batch(uses)]))
+        self._of: dict[int, list[Use]] = {}
+        for use in self.uses:
+            use.plan(planner)
+            if profile or use.operand.device.type == "cpu":
+                use.clock = Clock(use.operand.device)
+            for leaf in leaves_of(use.operand):
+                self._of.setdefault(id(leaf), []).append(use)
+        for group in self._of.values():
+            for use in group if len(group) > 1 else ():
+                use.shared = True
+        self._bundles: dict[tuple[int, ...], Bundle | None] = {}
+        self._versions = [use.versions() for use in self.uses]
+
+    def uses_of(self, parameter: Tensor) -> list[Use]:
+        return self._of.get(id(parameter), [])
+
+    def _bundle(self, parameters: Sequence[Tensor]) -> Bundle | None:
+        """The small kept gradients of these parameters as one matrix."""
+        key = tuple(id(p) for p in parameters)
+        if key not in self._bundles:
+            small = [(p, uses[0]) for p in parameters if len(uses := self.uses_of(p)) == 1 and is_small(uses[0], p)]
+            self._bundles[key] = Bundle(small) if len(small) > 1 else None
+        return self._bundles[key]
+
+    def norm_sq(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Squared norms of the per-sample gradients of these parameters together, [B] float64."""
+        total = torch.zeros(self.batch, dtype=torch.float64, device=self.device)
+        if not self.batch:
+            return total
+        bundle = self._bundle(parameters)
+        if bundle is not None:
+            with bundle.clock or contextlib.nullcontext():
+                total += bundle.norm_sq().to(self.device)
+        for parameter in parameters:
+            uses = self.uses_of(parameter)
+            if uses and (bundle is None or id(parameter) not in bundle.members):
+                with uses[-1].clock or contextlib.nullcontext():
+                    total += joint_norm_sq(parameter, uses).to(self.device)
+        return total * self.scale**2
+
+    def clipped_sum(
+        self, factors: Tensor, parameters: Sequence[Tensor], buffers: Buffers | None = None
+    ) -> dict[int, Tensor]:
+        """{id(parameter): sum_b factors_b gradient_b} in float32; parameters without a use are absent.
+
+        buffers: memory to be used again.
+        """
+        wanted = {id(p) for p in parameters}
+        total: dict[int, Tensor] = {}
+        c = factors * self.scale
+        if not self.batch:
+            return total
+        bundle = self._bundle(parameters)
+        if bundle is not None:
+            with bundle.clock or contextlib.nullcontext():
+                total.update(bundle.clipped_sum(c))
+        apart = {id(p) for p in parameters if _in_slices(p, self.uses_of(p))}
+        for use in self.uses:
+            leaves = leaves_of(use.operand)
+            if not any(id(leaf) in wanted for leaf in leaves) or (bundle and id(leaves[0]) in bundle.members):
+                continue
+            with use.clock or contextlib.nullcontext():
+                into = None
+                if id(leaves[0]) in apart:
+                    if id(leaves[0]) not in total:
+                        kept = buffers.take(leaves[0]) if buffers is not None else None
+                        total[id(leaves[0])] = _memory(leaves[0], self.uses_of(leaves[0]), kept)
+                    into = _place(use.operand, leaves[0], total[id(leaves[0])])
+                    part = use.clipped_sum(c.to(into.device), into)
+                    if part.data_ptr() != into.data_ptr():
+                        into.copy_(part)
+                    continue
+                if (
+                    buffers is not None
+                    and use.overwrites
+                    and use.operand is leaves[0]
+                    and use.operand.dtype != torch.float64
+                ):
+                    into = buffers.take(use.operand)
+                part = use.clipped_sum(c.to(use.operand.device), into)
+                if use.operand is not leaves[0] and _is_slice(use.operand, leaves):
+                    _add_slice(total, use.operand, leaves[0], part)
+                    continue
+                found = pull_back_sum(use.operand, part)
+            for key, value in found.items():
+                if key in wanted:
+                    total[key] = total[key] + value if key in total else value
+        for p in parameters:  # a float64 parameter may have been cast to float32 before its use
+            if p.dtype == torch.float64 and id(p) in total:
+                total[id(p)] = total[id(p)].double()
+        return total
+
+    def per_sample(self, parameter: Tensor, low: int = 0, high: int | None = None) -> Tensor:
+        """The per-sample gradients of one parameter, materialised: [B, *shape]."""
+        high = self.batch if high is None else high
+        total = materialised(parameter, self.uses_of(parameter), low, high)
+        return total * self.scale
+
+    def held_bytes(self) -> int:
+        return sum(use.held_bytes() for use in self.uses)
+
+    def check_unwritten(self) -> None:
+        """Raises StepError where something that the uses hold (the model's input, perhaps) was written to since."""
+        check_unwritten(self.uses, self._versions)
+
+
+def check_unwritten(uses: Iterable[Use], versions: Iterable[int]) -> None:
+    """Raises StepError where what a use holds is not what it held at these versions."""
+    for use, version in zip(uses, versions, strict=True):
+        if use.versions() != version:
+            raise StepError(
+                f"{use.name}(): its input or the gradient of its output was written to in place (by a hook that "
+                "changes its argument, or as a buffer for the next batch) before norms and sums were taken: they would "
+                "be of other numbers. Take them first, or write into a copy."
+            )
+
+
+def _settled(use: Use) -> Use:
+    """A use of a whole parameter seen through a view, written as a use of the parameter itself."""
+    operand, link = use.operand, link_of(use.operand)
+    if link is None or not link.isometric or len(link.leaves) != 1:
+        return use
+    leaf = link.leaves[0]
+    if (
+        link.kind == "cast" and operand.device == leaf.device
+    ):  # in float32, where autograd would round the sum to the operand's type
+        use.operand = leaf
+        return use
+    if not same_memory(operand, leaf) or operand.numel() != leaf.numel():
+        return use
+    if operand.shape == leaf.shape and operand.stride() == leaf.stride():
+        use.operand = leaf
+    elif operand.dim() == 2 and operand.shape == leaf.shape[::-1] and operand.stride() == leaf.stride()[::-1]:
+        if isinstance(use, Matmul | Routed):
+            return use.transposed(leaf)
+        if isinstance(use, Direct):
+            return Direct(leaf, use.grads.mT, use.name)
+    return use
+
+
+def _padded(uses: list[Use]) -> list[Use]:
+    """Rows of a matrix in any order as rows by sample, where other uses of the matrix lie by sample: a tied table that
+    is the head of packed rows, a layer that meets all tokens and routed ones."""
+    by_sample = {id(use.operand) for use in uses if isinstance(use, Matmul | Lookup)}
+    return [
+        _by_sample(use) if isinstance(use, Routed) and use.operand.dim() == 2 and id(use.operand) in by_sample else use
+        for use in uses
+    ]
+
+
+def _by_sample(use: Routed) -> Use:
+    counts = torch.bincount(use.owner, minlength=use.batch)
+    a, g = (ops.routed.padded(t, counts) for t in (use.a, use.g))
+    return Matmul(use.operand, a, g, use.name)
+
+
+def _joined(uses: list[Use]) -> list[Use]:
+    """Uses of one operand and kind made one: matrix products along T, look-ups along K, kept gradients added."""
+    groups: dict[tuple[int, type], list[Use]] = {}
+    for use in uses:
+        groups.setdefault((id(use.operand), type(use)), []).append(use)
+    joined: list[Use] = []
+    for group in groups.values():
+        joined += _join(group) if len(group) > 1 else group
+    return joined
+
+
+def _join(group: list[Use]) -> list[Use]:
+    first = group[0]
+    name = f"{first.name} x{len(group)}"
+    if isinstance(first, Matmul):
+        a = torch.cat([accumulate(u.a) for u in group if isinstance(u, Matmul)], 1)
+        g = torch.cat([accumulate(u.g) for u in group if isinstance(u, Matmul)], 1)
+        return [Matmul(first.operand, a, g, name)]
+    if isinstance(first, Lookup):
+        ids = torch.cat([u.ids for u in group if isinstance(u, Lookup)], 1)
+        g = torch.cat([accumulate(u.g) for u in group if isinstance(u, Lookup)], 1)
+        return [Lookup(first.operand, ids, g, name)]
+    if isinstance(first, Routed):
+        return [Routed.joined([u for u in group if isinstance(u, Routed)], name)]
+    if isinstance(first, Direct):
+        total = sum((u.grads for u in group[1:] if isinstance(u, Direct)), first.grads)
+        return [Direct(first.operand, total, name)]
+    if isinstance(first, Conv):
+        convs = [u for u in group if isinstance(u, Conv)]
+        alike = {(u.x.shape[2:], u.g.shape[2:], u.geometry) for u in convs}
+        if len(alike) == 1:
+            x, g = torch.cat([u.x for u in convs], 1), torch.cat([u.g for u in convs], 1)
+            return [Conv(first.operand, x, g, first.geometry, name)]
+    return group
+
+
+def _is_slice(operand: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Whether the operand is a part of one parameter's memory, each element once."""
+    leaf = leaves[0]
+    return len(leaves) == 1 and isometric(operand) and same_memory(operand, leaf) and leaf.is_contiguous()
+
+
+def _add_slice(total: dict[int, Tensor], operand: Tensor, leaf: Tensor, part: Tensor) -> None:
+    """Add to the leaf's sum what belongs to a slice: no sum of the leaf's size for each of many slices."""
+    whole = total.get(id(leaf))
+    if whole is None:
+        whole = total[id(leaf)] = torch.zeros(leaf.shape, dtype=part.dtype, device=part.device)
+    elif not whole.is_contiguous():
+        whole = total[id(leaf)] = whole.contiguous()
+    _place(operand, leaf, whole).add_(part)
+
+
+def _place(operand: Tensor, leaf: Tensor, whole: Tensor) -> Tensor:
+    """Where a slice of the leaf lies in its sum."""
+    return whole.as_strided(operand.shape, operand.stride(), operand.storage_offset() - leaf.storage_offset())
+
+
+def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
+    """Whether the sums can be written each into its own part of the parameter's: many slices that share nothing."""
+    if len(uses) < 2 or parameter.device.type != "cpu" or parameter.dtype == torch.float64:
+        return False
+    each = all(isinstance(use, Matmul | Routed) and use.operand is not parameter for use in uses)
+    return each and all(_is_slice(u.operand, leaves_of(u.operand)) for u in uses) and disjoint(parameter, uses)
+
+
+def _memory(parameter: Tensor, uses: list[Use], kept: Tensor | None) -> Tensor:
+    """Memory for the sum of slices: zero, unless they cover it."""
+    whole = torch.empty(parameter.shape, dtype=torch.float32) if kept is None else kept
+    return whole if sum(use.operand.numel() for use in uses) == parameter.numel() else whole.zero_()

@@ -1,0 +1,167 @@
+"""What a hook on gradients makes of them, followed as the calls of a forward are.
+
+See `fastdp.engine.activation_hooks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..errors import SampleMixingError
+from ..layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.pieces import BY_POSITION, stamp
+from ..layouts.positions import note_made
+from ..layouts.propagate import propagate
+from ..layouts.sizes import TELLING, Sizes
+from ..layouts.trial import target_as_it_is
+from .hook_scales import NOT_LINEAR, Replayed
+from .layout_cache import CONSTANT, Memo, inquires
+from .reads import Reads
+
+_SHARING = frozenset("numpy __array__ __dlpack__ storage untyped_storage _typed_storage".split())
+_ELSEWHERE = frozenset("set_ swap_ resize_ resize_as_".split())
+
+
+class Owner:
+    """Stands for an engine. node: where autograd would add up its token's gradient.
+
+    nodes: whether a node of the graph of data was handed out; guarded: whether the hooks on nodes are looked at.
+    mean: whether the loss is a mean over the samples, so that gradients carry 1 / their number.
+    """
+
+    def __init__(self, memo: Memo, sizes: Sizes, reads: Reads, node: Any, mean: bool) -> None:
+        self.memo, self.sizes, self.reads, self.node, self.mean = memo, sizes, reads, node, mean
+        self.nodes = self.guarded = False
+
+    def __deepcopy__(self, memo: Any) -> Owner:
+        return self
+
+    def begins(self, first: bool) -> None:
+        """A forward begins. first: that no backward is to go through another one."""
+        self.nodes = self.nodes and not first
+        self.guarded = False
+
+    def runs(self) -> bool:
+        """Whether the backward that runs goes through forwards of the engine."""
+        return torch._C._will_engine_execute_node(self.node)
+
+
+class Watch(TorchFunctionMode):
+    """Follows what a hook makes of these gradients of a batch of this size."""
+
+    def __init__(self, owner: Owner, batch: int, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.owner, self.batch = owner, batch
+        self.replayed = Replayed(given) if owner.mean else None
+        self.told = ""  # what Python was told of the gradients
+        self.unseen = ""  # what may have written to them out of sight
+        self.written: set[int] = set()  # tensors that calls in sight wrote to
+        self.aliases: list[tuple[Tensor, int]] = []  # .data, which has a version of its own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        if inquires(func):
+            return self._tell(func, args, kwargs)
+        known = any(tag_of(tensor, self.batch) is not None for tensor in given)
+        if not known:
+            replayed = self.replayed if self.replayed is not None and self.replayed.knows(given) else None
+            state = None if replayed is None else replayed.begin(function_name(func), args, kwargs)
+            out = func(*args, **kwargs)
+            if replayed is not None:
+                replayed.note(state, func, args, kwargs, out, True)
+            note_made(func, args, kwargs, out, self.batch, lambda tensor: tensor.requires_grad)
+            return out
+        name = function_name(func)
+        if name in _SHARING:
+            self.told = self.told or f"{name}()"
+            return func(given[0].clone(), *args[1:], **kwargs)  # what is written there is not the gradient's
+        if name in _ELSEWHERE or (name == "data" and len(args) > 1):
+            self.unseen = self.unseen or f"{name} writes in a way that cannot be followed"
+        return self._follow(name, func, args, kwargs)
+
+    def _tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if func in TELLING:
+            self.owner.sizes.asked(args[0], out, self.batch)
+        return out
+
+    def _follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        signature = self.owner.memo.signature(func, args, kwargs, self.batch, {})
+        layouts = self.owner.memo.layouts(signature)
+        before = target_as_it_is(func, args) if layouts is None else None
+        state = self.replayed.begin(name, args, kwargs) if self.replayed is not None else None
+        out = func(*args, **kwargs)
+        if layouts is not None:
+            for tensor, layout in zip(tensors_in(out), layouts, strict=True):
+                tag(tensor, None if layout is CONSTANT else layout)
+        else:
+            self._ask(Call(func, args, kwargs, out, self.batch, "", before))
+            if signature is not None:
+                self.owner.memo.learn(signature, out, self.batch)
+        if self.replayed is not None:
+            of_data = any(tag_of(tensor, self.batch) is not None for tensor in tensors_in(out))
+            self.replayed.note(state, func, args, kwargs, out, of_data)
+        if is_in_place(name) or kwargs.get("out") is not None:
+            self._note_written(tensors_in((args[:1] if is_in_place(name) else (), kwargs.get("out"))))
+        elif not tensors_in(out) and name != "data":
+            self.told = self.told or f"{name}()"
+        if name == "data" and isinstance(out, Tensor):
+            self.aliases.append((out, out._version))
+        return out
+
+    def _ask(self, call: Call) -> None:
+        try:
+            told = propagate(call)
+            why, certain = self.owner.sizes.problem(call)
+            self.told = self.told or told or (why if certain else "")
+            if why and not certain:
+                self.owner.reads.note(why, None)
+        except SampleMixingError as problem:
+            why = problem.mixed or str(problem)
+            map_tensors(call.out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
+        note_made(call.func, call.args, call.kwargs, call.out, self.batch, lambda tensor: tensor.requires_grad)
+        stamp(call.func, call.args, call.kwargs, call.out, self.batch)
+
+    def _note_written(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self.written.update((id(tensor), id(tensor._base)))
+
+    def problem(self, given: Tensor, version: int, layout: Layout | None, result: Tensor) -> str:
+        """Why this result must not take the place of a gradient that lies as `layout` says; '' if it may."""
+        if any(alias._version != before for alias, before in self.aliases):
+            return "writes into .data, out of sight"
+        if given._version != version and (self.unseen or id(given) not in self.written):
+            return self.unseen or "writes to it out of sight"
+        if result is given and given._version == version:
+            return ""
+        if self.told:
+            return f"changes it after Python was told of it by {self.told}, which cannot be followed: use torch.where"
+        if layout is None:
+            return "changes a gradient of which it is not known where the samples lie"
+        found = tag_of(result, self.batch)
+        if layout.total and (found is None or result is given):  # one number for all, made of constants
+            scaled = layout.total == "sum" and self.replayed is not None  # the loss is that over their number
+            return NOT_LINEAR if scaled and not self.replayed.is_linear(result, -1) else ""  # type: ignore[union-attr]
+        if found is None:
+            return "puts numbers in its place of which it is not known whose they are"
+        if found.mixed:
+            return found.mixed
+        if layout.mixed or layout.total:
+            return "changes the gradient of a number that several samples made"
+        if found.piece is not None and found.piece != layout.piece:
+            return BY_POSITION
+        same = found.alone == layout.alone and (layout.alone >= 0 or self._lies_alike(found, layout, result))
+        if not same or found.places or found.guessed:
+            return "moves rows of one sample to another's"
+        dim = -1 if found.alone >= 0 else found.dim
+        return NOT_LINEAR if self.replayed is not None and not self.replayed.is_linear(result, dim) else ""
+
+    def _lies_alike(self, found: Layout, layout: Layout, result: Tensor) -> bool:
+        return self.batch <= 1 or (found.dim == layout.dim and found.same_rows(layout, result.device))

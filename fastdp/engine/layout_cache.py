@@ -1,0 +1,188 @@
+"""Layouts of calls seen before: a forward repeats the same calls on the same shapes, step after step.
+
+A call is known by its function, the shapes, types and layouts of its tensors, and its other arguments. Only
+calls whose layouts follow from these are kept: no parameter among the arguments, nothing written in place,
+no rows in an order of their own, nothing mixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts.calls import function_name, is_in_place, tensors_in
+from ..layouts.layout import Layout, tag_of
+from ..layouts.memory import is_apart, look, shares
+from ..layouts.positions import NUMBERING_OR_DRAWING, made_in_sight, may_matter
+from ..layouts.propagate import BY_VALUE, REFUSING
+from ..layouts.trial import UNCHECKED, VIEWS
+from ..uses.attention import COMPOSITES
+from ..uses.experts import PRODUCTS, gathered_of
+from ..uses.links import link_of
+
+SIZE = 20_000
+CONSTANT = Layout(-1)  # stands for "carries no sample"
+_ASKING = frozenset(
+    "__len__ size dim numel nelement stride is_contiguous element_size data_ptr ndimension storage_offset "
+    "is_floating_point is_complex get_device".split()
+)
+_ASKING_PROPERTIES = frozenset(
+    "shape dtype device ndim requires_grad is_leaf layout is_cuda is_nested names itemsize".split()
+)
+_BY_LENGTHS = frozenset("lstm gru rnn_tanh rnn_relu _pad_packed_sequence _pack_padded_sequence".split())
+_KINDS: dict[Any, str] = {}
+
+
+def inquires(func: Any) -> bool:
+    """Whether the function only tells a tensor's shape, type or place."""
+    return _kind(func) == "asks"
+
+
+def _kind(func: Any) -> str:
+    """ "asks"; "repeats": layouts follow from shapes; "checked": unless values may matter; "depends"; "where"."""
+    found = _KINDS.get(func)
+    if found is None:
+        found = _KINDS[func] = _classify(func)
+    return found
+
+
+def _classify(func: Any) -> str:
+    name = function_name(func)
+    getter = getattr(func, "__name__", "") == "__get__"
+    if name in (_ASKING_PROPERTIES if getter else _ASKING):
+        return "asks"
+    if func in BY_VALUE or is_in_place(name) or func in COMPOSITES or func in REFUSING or name in _BY_LENGTHS:
+        return "depends"
+    if name in NUMBERING_OR_DRAWING:
+        return "depends"
+    if name == "where":
+        return "where"
+    return "repeats" if func in UNCHECKED or name in VIEWS else "checked"
+
+
+class Memo:
+    """What was found for calls, by signature."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Layout, ...]] = {}
+
+    def signature(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, tracked: dict[int, str]
+    ) -> Any:
+        """What the layouts follow from; None where they depend on more."""
+        kind = _kind(func)
+        if kind == "depends" or batch <= 1 or "out" in kwargs or (kind == "where" and len(args) == 1):
+            return None
+        if func in PRODUCTS and any(gathered_of(tensor) is not None for tensor in args):
+            return None
+        by_index = func is torch.Tensor.__getitem__
+        # ids, and constants that may be made for this batch, count by value where the function is asked by example
+        known = _Described(batch, tracked, rows={batch} if kind == "checked" else None, view=by_index)
+        known.parts += (func, batch, torch.is_grad_enabled())
+        try:
+            known.add(args if not by_index else args[:1])
+            if by_index:
+                _describe_index(args[1], known.parts)
+            for name, value in kwargs.items():
+                known.parts.append(name)
+                known.add((value,))
+        except _Depends:
+            return None
+        if known.made and not known.data:
+            return None  # what is made of it is noted
+        if known.rows is not None and any(not known.rows.isdisjoint(shape) for shape in known.constants):
+            return None
+        return tuple(known.parts)
+
+    def layouts(self, signature: Any) -> tuple[Layout, ...] | None:
+        if signature is None:
+            return None
+        try:
+            return self._known.get(signature)
+        except TypeError:  # an argument without a hash
+            return None
+
+    def learn(self, signature: Any, out: Any, batch: int) -> None:
+        """Keep the layouts of the results, if they are plain."""
+        found = []
+        had_data = any(isinstance(part, Layout) for part in signature)
+        for tensor in tensors_in(out):
+            layout = tag_of(tensor, batch)
+            if layout is not None and (layout.mixed or layout.owner is not None):
+                return
+            if (layout is None and had_data) or made_in_sight(tensor):
+                return  # of unknown rows: looked at every time
+            found.append(CONSTANT if layout is None else layout)
+        if len(self._known) >= SIZE:
+            self._known.clear()
+        try:
+            self._known[signature] = tuple(found)
+        except TypeError:
+            return
+
+
+class _Depends(Exception):
+    """The call's layouts do not follow from its signature."""
+
+
+class _Described:
+    """The parts of a signature, collected in one pass over the arguments."""
+
+    __slots__ = ("batch", "tracked", "rows", "view", "parts", "constants", "made", "data")
+
+    def __init__(self, batch: int, tracked: dict[int, str], rows: set[int] | None, view: bool) -> None:
+        self.batch, self.tracked, self.rows, self.view = batch, tracked, rows, view
+        self.parts: list[Any] = []
+        self.constants: list[torch.Size] = []
+        self.made = self.data = False  # whether a constant was made in sight; whether there is data
+
+    def add(self, values: Any) -> None:
+        parts = self.parts
+        for value in values:
+            if isinstance(value, Tensor):
+                needs_grad = value.requires_grad
+                if value.is_nested or needs_grad and (id(value) in self.tracked or link_of(value) is not None):
+                    raise _Depends
+                layout, shape = look(value, tag_of(value, self.batch), self.batch), value.shape
+                if layout is None:
+                    if is_apart(value) and shares(value):
+                        raise _Depends  # its views must be known for constants too
+                    if needs_grad and not value.is_leaf:
+                        raise _Depends  # of unseen origin, perhaps
+                    if made_in_sight(value):
+                        if may_matter(value, self.batch):
+                            raise _Depends
+                        self.made = True
+                    self.constants.append(shape)
+                else:
+                    self.data = True
+                    if layout.mixed or layout.owner is not None or layout.piece is not None:
+                        raise _Depends
+                    if self.rows is not None:
+                        # of ids a slice is known by its bounds; what other functions do depends on the ids
+                        if not value.is_floating_point() and (layout.places or not self.view):
+                            raise _Depends
+                        self.rows.add(layout.rows)
+                parts += (shape, value.dtype, needs_grad, layout)
+            elif isinstance(value, tuple | list):
+                parts.append((type(value), len(value)))
+                self.add(value)
+            elif isinstance(value, dict):
+                raise _Depends
+            else:
+                parts += (type(value), value)
+
+
+def _describe_index(index: Any, parts: list[Any]) -> None:
+    for item in index if isinstance(index, tuple) else (index,):
+        if isinstance(item, slice):
+            if not all(bound is None or type(bound) is int for bound in (item.start, item.stop, item.step)):
+                raise _Depends  # a tensor's value may change
+            parts += (slice, item.start, item.stop, item.step)
+        elif item is None or item is Ellipsis or type(item) is int:
+            parts += (type(item), item)
+        else:
+            raise _Depends
+    parts.append(isinstance(index, tuple))

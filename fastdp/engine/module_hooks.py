@@ -1,0 +1,117 @@
+"""The hooks on a model's modules, and compiled code around them, which runs past hooks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from ..errors import StepError
+from .activation_hooks import Around, around_module
+
+if TYPE_CHECKING:
+    from .capture import Pass
+    from .parties import Forward
+
+_EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
+
+
+class ModuleHook:
+    """Enters and leaves a pass around a module's forward. Copies and pickles of a model do not carry it."""
+
+    def __init__(self, forward: Forward | None, path: str) -> None:
+        self.forward, self.path = forward, path
+        self.around: list[Around] = []  # of the module's calls that run, where it has backward hooks
+
+    def __deepcopy__(self, memo: Any) -> ModuleHook:
+        return ModuleHook(None, self.path)
+
+    def __reduce__(self) -> Any:
+        return (ModuleHook, (None, self.path))
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
+            if not REGION.entered and self.forward is not None and torch.is_grad_enabled():
+                _refuse_compilation()
+            return
+        if self.forward is None:
+            return
+        self.forward.enter(self.path, module, args, kwargs)
+        if module._backward_hooks or module._backward_pre_hooks or _EVERYWHERE or _EVERYWHERE_BEFORE:
+            active = self.forward.active()
+            if active is not None and torch.is_grad_enabled():
+                depth = (threading.get_ident(), self.forward.depth())
+                around = around_module(self.forward.owner, active.batch, active.path, sys._getframe(1), depth)
+                self.around.append(around)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        if torch.compiler.is_compiling() or self.forward is None:
+            return None
+        if self.around and self.around[-1].depth == (threading.get_ident(), self.forward.depth()):
+            self.around.pop().returned(args, out)
+        return self.forward.leave(self.path, module, out)
+
+
+class _Region:
+    """Whether compiled code runs that `engine.compile_switches` knows of, and the pass that it runs in, by thread.
+
+    Dynamo reads `entered` where it traces a hook: a plain truth, for all threads.
+    """
+
+    def __init__(self) -> None:
+        self.entered = False
+        self._lock, self._count, self._here = threading.Lock(), 0, threading.local()
+
+    @property
+    def recorder(self) -> Pass | None:
+        """The pass that this thread's compiled code runs in."""
+        found: Pass | None = getattr(self._here, "recorder", None)
+        return found
+
+    def enter(self, recorder: Pass | None) -> Pass | None:
+        """Compiled code begins in this thread. Returns the pass before."""
+        before, self._here.recorder = self.recorder, recorder
+        self._change(1)
+        return before
+
+    def leave(self, before: Pass | None) -> None:
+        """It has ended."""
+        self._here.recorder = before
+        self._change(-1)
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            self._count += by
+            self.entered = self._count > 0
+
+
+REGION = _Region()
+
+
+def _refuse_compilation() -> None:
+    raise StepError(
+        "the model was compiled after the private optimizer was made, or is called by a compiled function (a training "
+        "step, a loss), so its compiled code would run past fastdp. Compile the model itself, and first, then make the "
+        "optimizer (detach() the old one); or call the plain model."
+    )
+
+
+# what torch.compiler.disable does to a function, but for importing a compiler that takes seconds
+_refuse_compilation._torchdynamo_disable = True  # type: ignore[attr-defined]
+_refuse_compilation._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+
+
+def numbered(handle: Any, number: int, first: bool = False) -> Any:
+    """The hook under a number that is the same in every module: compiled code asks for it, and modules share code."""
+    for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = ref()
+        if hooks is not None and handle.id in hooks:
+            hooks[number] = hooks.pop(handle.id)
+            if first:
+                hooks.move_to_end(number, last=False)
+    handle.id = number
+    return handle

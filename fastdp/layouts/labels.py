@@ -1,0 +1,281 @@
+"""Labels: tensors of unseen origin that meet the model's outputs in the loss, taken for one row a sample, in order.
+
+A batch that no `fastdp.poisson_loader` handed out may have been put in another order before the forward, out of sight:
+`p = torch.randperm(len(x)); F.cross_entropy(model(x[p]), y[p])`. In sight is only `y[p]`. So labels picked by an index
+that was there before the forward are taken to lie in the samples' order, with a warning, unless something tells that
+they do not: the same labels meet the outputs in another order too, or the index was made after the forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .calls import function_name, tensors_in
+from .held import is_of_model, release
+from .index import permutes
+from .layout import PRESUMED, Layout, tag, tag_of
+from .losses import LOSSES, class_weights
+from .positions import made_in_sight
+from .shapes import ELEMENTWISE_NAMES
+
+_SEEN_WITH = "_fastdp_seen_with"  # on a tensor: the size of a batch beside which it was first met
+_ORIGIN = "_fastdp_labels"  # on labels, and on what is made of them alone: of which, and in which order
+_RESHAPING = frozenset(
+    "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda".split()
+)
+_ROWS = frozenset("__getitem__ index_select flip roll split chunk unbind narrow select tensor_split __iter__".split())
+_TOGETHER = frozenset(
+    "bincount unique unique_consecutive histc histogram sum nansum mean nanmean std var std_mean var_mean amax amin "
+    "aminmax max min prod median mode quantile count_nonzero any all argmax argmin argsort sort topk cumsum norm "
+    "logsumexp softmax log_softmax".split()
+)  # of a batch's labels
+_INDEXING = frozenset(
+    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_put "
+    "index_put_ index_copy index_copy_ index_fill index_fill_ cat concat stack hstack take".split()
+)  # whole numbers among their arguments may be labels
+_PICKING = frozenset(("__getitem__", "index_select"))
+_LOOKING_UP = frozenset("__getitem__ index_select take take_along_dim embedding gather".split())
+
+UNKNOWN_ORDER = (
+    "the loss takes labels in an order given by an index that was made before the forward. They are taken to belong to "
+    "the model's inputs, row by row, as they do where the same index has picked both; if it has not, the loss gives "
+    "one sample's labels to another's output, which clipping does not bound. Let fastdp.poisson_loader hand out the "
+    "batch, which lets fastdp see it, or pick the labels before the forward; fastdp.verify checks a loss."
+)
+TWO_ORDERS = (
+    "the same labels meet the model's outputs in their own order and in another, so one sample's labels meet another's "
+    "output"
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(func: Any) -> str:
+    """Which arguments of a function may be labels."""
+    name = function_name(func)
+    if name in _ROWS:
+        return "rows"
+    if name == "masked_select" or name in _RESHAPING or name in ELEMENTWISE_NAMES or name in _TOGETHER:
+        return "all"
+    if name == "gather":
+        return name
+    if name in _INDEXING:
+        return "index"
+    if func is torch.nn.functional.ctc_loss:
+        return "ctc"
+    return "loss" if func in LOSSES else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _picks(func: Any) -> bool:
+    return function_name(func) in _PICKING
+
+
+@functools.lru_cache(maxsize=1024)
+def _looks_up(func: Any) -> bool:
+    return function_name(func) in _LOOKING_UP
+
+
+class Origin(NamedTuple):
+    """roots: the labels (by id) that a tensor is made of; order: how their rows were picked; moment: in which batch."""
+
+    roots: frozenset[int]
+    order: Tensor | None
+    moment: int
+
+
+class Labels:
+    """What one batch's loss takes for labels."""
+
+    def __init__(self, batch: int, moment: int) -> None:
+        self.batch, self.moment = batch, moment
+        self.unknown_order = self.two_orders = False
+        self.paused = 0  # forwards of the model itself that are on
+        self._permuting: list[Tensor] = []  # orders that the model's outputs were put in
+        self._met: dict[int, Tensor | None] = {}  # the order in which labels (by id) met the outputs
+
+    # ------------------------------------------------------------------ what is taken for labels
+
+    def presume(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]) -> None:
+        """Tensors of unseen origin with a row for each sample are taken for labels, beside the model's outputs."""
+        for tensor in given:
+            note = tensor.__dict__.get(PRESUMED)
+            if note is not None and note != (self.moment, tensor._version):
+                del tensor.__dict__[PRESUMED]
+                if note[1] == tensor._version:  # else what was written to them stands
+                    tag(tensor, None)  # the same labels again, in another step
+        weights = class_weights(func, args, kwargs)
+        if isinstance(weights, Tensor) and weights.is_floating_point() and id(weights) not in self._met:
+            origin = self._origin(weights)
+            if origin is not None and origin.roots == {id(weights)} and origin.order is None:
+                self._take_back(weights)  # there are as many classes as samples
+        for tensor in () if self.paused else self._candidates(func, args, kwargs):
+            if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
+                continue
+            if not tensor.requires_grad:
+                self._presume(tensor)
+
+    def _candidates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
+        kind = _kind(func)
+        if kind == "all":
+            return (*args, *kwargs.values()) if kwargs else args
+        if kind == "rows":
+            known = [t for t in tensors_in(args[1:]) if tag_of(t, self.batch) is not None]
+            return args[:1] if all(t.dtype == torch.bool and t.dim() for t in known) else ()  # else a table, maybe
+        if kind == "gather":  # along the first dimension from a table, by labels
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            found = (*args, *kwargs.values())
+            return found if dim != 0 else [t for t in found if isinstance(t, Tensor) and not t.is_floating_point()]
+        if kind == "index":
+            return [t for t in tensors_in((args, kwargs)) if t.dtype in (torch.int64, torch.int32)]
+        if kind == "ctc":
+            return [t for t in (*args, *kwargs.values()) if t is not _packed_targets(args, kwargs)]
+        if kind == "loss":
+            return (*args, *[value for key, value in kwargs.items() if key not in ("weight", "pos_weight")])
+        return ()
+
+    def _presume(self, tensor: Tensor) -> None:
+        if not tensor.dim() or tensor.is_sparse or tensor.is_nested or tag_of(tensor, self.batch) is not None:
+            return
+        first = tensor.__dict__.setdefault(_SEEN_WITH, self.batch)
+        if tensor.size(0) == self.batch == first and not made_in_sight(tensor) and not is_of_model(tensor):
+            tensor.__dict__[PRESUMED] = (self.moment, tensor._version)
+            tag(tensor, Layout(self.batch))
+            tensor.__dict__[_ORIGIN] = Origin(frozenset((id(tensor),)), None, self.moment)
+
+    # ------------------------------------------------------------------ in which order
+
+    def before(self, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> Origin | None:
+        """Before a call: what its results are of, if they are made of labels alone."""
+        found = [(t, note) for t in given if (note := t.__dict__.get(_ORIGIN)) is not None]
+        if found and (len(found) > 1 or len(given) > 1 or found[0][1].moment != self.moment):
+            found = [(tensor, origin) for tensor, _ in found if (origin := self._origin(tensor)) is not None]
+            if found and _looks_up(func) and self._is_table(func, args, given):
+                found = [(tensor, origin) for tensor, origin in found if _ORIGIN in tensor.__dict__]
+        if not found:
+            if _picks(func) and given and tag_of(given[0], self.batch) is not None:
+                index = self._order(func, args)
+                self._permuting += [] if index is None else [index]
+            return None
+        first = found[0][1]
+        if len(found) == len(given) == 1:
+            return first
+        mine = {id(tensor) for tensor, _ in found}
+        others = [
+            (tensor, layout)
+            for tensor in given
+            if id(tensor) not in mine and (layout := tag_of(tensor, self.batch)) is not None
+        ]
+        if others:
+            self._meet(found, others)
+            return None
+        if not all(_same(origin.order, first.order) for _, origin in found):
+            for tensor, origin in found:
+                self._place(tensor, origin)
+            return None
+        if all(origin is first for _, origin in found):
+            return first
+        return first._replace(roots=frozenset().union(*(origin.roots for _, origin in found)))
+
+    def after(self, origin: Origin, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """After a call on labels alone, whose results have their layouts."""
+        order = self._order(func, args) if _picks(func) else None
+        if order is not None and not self._is_in_sight(order, args):
+            before = tag_of(args[0], self.batch)
+            if before == Layout(self.batch):
+                tag(out, before)
+                order = order if origin.order is None else origin.order[order]
+                origin = origin._replace(order=order)
+        for tensor in tensors_in(out):
+            tensor.__dict__[_ORIGIN] = origin
+
+    def _is_table(self, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> bool:
+        """Whether numbers that were taken for labels, as there are as many, are a table that labels look up in."""
+        number = 1 if function_name(func) == "embedding" else 0
+        table = args[number] if len(args) > number else None
+        if not isinstance(table, Tensor) or not table.is_floating_point() or (origin := self._origin(table)) is None:
+            return False
+        indices = [t for t in given if t is not table and t.dtype != torch.bool]  # a mask looks nothing up
+        known = [layout for t in indices if (layout := tag_of(t, self.batch)) is not None]
+        layout = tag_of(table, self.batch)
+        if not known or any(found.mixed or found.places for found in known) or layout is None or layout.mixed:
+            return False
+        if origin.order is not None or any(root in self._met for root in origin.roots):
+            return False
+        self._take_back(table)
+        return True
+
+    def _take_back(self, table: Tensor) -> None:
+        """These numbers are no labels after all."""
+        for tensor in (table, table._base):
+            if tensor is not None and _ORIGIN in tensor.__dict__:
+                release(tensor)
+                tag(tensor, None)
+                del tensor.__dict__[_ORIGIN]
+
+    def _origin(self, tensor: Tensor) -> Origin | None:
+        origin: Origin | None = tensor.__dict__.get(_ORIGIN)
+        if origin is None or origin.moment != self.moment or tag_of(tensor, self.batch) is None:
+            return None
+        return origin
+
+    def _order(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """The index by which a call puts all rows of its first argument in another order."""
+        index = args[-1] if function_name(func) == "index_select" or len(args) == 2 else None
+        if function_name(func) == "index_select" and args[1:2] != (0,):
+            return None
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if isinstance(index, list) and len(index) == self.batch and all(type(item) is int for item in index):
+            index = torch.tensor(index)
+        if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
+            return None
+        if tag_of(index, self.batch) is not None or not permutes(index, self.batch):
+            return None
+        index = index.detach()
+        return None if torch.equal(index, torch.arange(self.batch, device=index.device)) else index
+
+    def _is_in_sight(self, order: Tensor, args: tuple[Any, ...]) -> bool:
+        """Whether an order was made since the forward, or is one that the outputs were put in."""
+        given = tensors_in(args[1:])
+        return any(made_in_sight(t) for t in given) or any(_same(order, known) for known in self._permuting)
+
+    def _meet(self, found: list[tuple[Tensor, Origin]], others: list[tuple[Tensor, Layout]]) -> None:
+        """Labels meet data: of an order of its own, or the samples'."""
+        for tensor, origin in found:
+            order = origin.order
+            if order is not None and any(
+                layout.owner is not None and _same(order, layout.owner) for _, layout in others
+            ):
+                self._place(tensor, origin)
+                continue
+            known = [self._met[root] for root in origin.roots if root in self._met]
+            if any(not _same(order, other) for other in known):
+                self.two_orders = True
+                self._place(tensor, origin)
+            elif any(other.requires_grad for other, _ in others):
+                self._met.update(dict.fromkeys(origin.roots, order))
+            self.unknown_order = self.unknown_order or order is not None
+
+    def _place(self, tensor: Tensor, origin: Origin) -> None:
+        """Take labels in an order for what they are in sight: rows of the samples in that order."""
+        layout = tag_of(tensor, self.batch)
+        if origin.order is not None and layout is not None and layout.plain and layout.dim < tensor.dim():
+            tag(tensor, layout.taken(layout.dim, origin.order))
+        tensor.__dict__.pop(_ORIGIN, None)
+
+
+def _packed_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The targets of ctc_loss, where those of all samples are in one row."""
+    targets = args[1] if len(args) > 1 else kwargs.get("targets")
+    return targets if isinstance(targets, Tensor) and targets.dim() == 1 else None
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one is other or (one.shape == other.shape and torch.equal(one, other.to(one.device)))

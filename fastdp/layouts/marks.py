@@ -1,0 +1,111 @@
+"""What a user says about the rows of a tensor: whose they are, and how many samples there are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import BatchLayoutError
+from .layout import Layout, tag, tag_of
+
+_MARK = "_fastdp_rows"  # the attribute of a marked tensor
+
+
+class Mark(NamedTuple):
+    """owner: sample of each row, int64 [rows], or None: of no sample; samples: in the batch, where that was said."""
+
+    owner: Tensor | None
+    samples: int | None
+
+
+_marked: dict[int, weakref.ref[Tensor]] = {}  # every marked tensor that is alive, by id, in the order of marking
+
+
+def mark_rows(tensor: Tensor, sample_of_row: Tensor | Sequence[int] | None, samples: int | None = None) -> Tensor:
+    """Say which sample each row of an input belongs to, where its rows are packed: images' patches, nodes of graphs.
+
+    Row r (of dimension 0) belongs to sample sample_of_row[r]; None: the tensor belongs to no sample (a table). Mark
+    the tensor that the model is called with, after every `.to(...)`, which would give a new tensor without the mark.
+    A sample may have any number of rows, also none. Functions of one sample's rows (attention over chunks, patches
+    joined, messages along edges) are followed; tables that meet the rows by position must be made for each sample's
+    rows alone.
+
+    samples: the number of samples in this batch, needed where no input has one row for each of them (graphs packed
+    into one, lists of samples), unless `fastdp.poisson_loader` hands out the batch. Say it of every tensor marked.
+
+    Returns the tensor. Raises ValueError if there are not as many numbers as rows, or one is no sample's.
+
+    >>> patches = mark_rows(torch.zeros(5, 12), [0, 0, 1, 1, 1])  # two of the first sample, three of the second
+    >>> edges = mark_rows(torch.tensor([[0, 2], [1, 3]]), None)  # numbers of nodes: of no sample
+    """
+    owner = None
+    if sample_of_row is not None:
+        owner = torch.as_tensor(sample_of_row, dtype=torch.long)
+        if tensor.dim() == 0 or owner.shape != tensor.shape[:1]:
+            raise ValueError(f"sample_of_row of shape {tuple(owner.shape)} for a tensor of shape {tuple(tensor.shape)}")
+        if owner.numel() and (int(owner.min()) < 0 or samples is not None and int(owner.max()) >= samples):
+            raise ValueError(f"rows of samples {int(owner.min())} to {int(owner.max())}, where samples={samples}")
+    tag(tensor, None)  # what a forward before took it for
+    tensor.__dict__[_MARK] = Mark(owner, samples)
+    for number in [n for n, kept in _marked.items() if kept() is None or kept() is tensor]:
+        del _marked[number]
+    _marked[id(tensor)] = weakref.ref(tensor)
+    return tensor
+
+
+def mark_of(tensor: Tensor) -> Mark | None:
+    """What mark_rows said of this tensor."""
+    found: Mark | None = tensor.__dict__.get(_MARK)
+    return found
+
+
+def samples_said(arguments: Sequence[Tensor]) -> int | None:
+    """The number of samples that the marks on these tensors say, or, if there are none, the latest mark on any."""
+    said = {mark.samples for t in arguments if (mark := mark_of(t)) is not None and mark.samples is not None}
+    if len(said) > 1:
+        raise BatchLayoutError(f"mark_rows said samples={sorted(said)} of tensors of one call")
+    if said:
+        return said.pop()
+    if any(mark_of(t) is None for t in arguments):
+        return None
+    alive = (mark for kept in reversed(_marked.values()) if (t := kept()) is not None and (mark := mark_of(t)))
+    return next((mark.samples for mark in alive if mark.owner is not None), None)
+
+
+def layout_said(mark: Mark, tensor: Tensor, batch: int) -> Layout | None:
+    """Layout of a marked tensor; None: of no sample. Raises BatchLayoutError where the batch has fewer samples."""
+    if mark.owner is None:
+        return None
+    if mark.owner.numel() and int(mark.owner.max()) >= batch:
+        raise BatchLayoutError(
+            f"mark_rows gave rows to samples {int(mark.owner.min())} to {int(mark.owner.max())}; the batch has {batch} "
+            "samples (if it has more, say so: mark_rows(..., samples=))"
+        )
+    if batch <= 1:
+        return Layout(batch)
+    owner = mark.owner.to(tensor.device)
+    return Layout(batch, owner=owner).taken(0, torch.arange(len(owner), device=owner.device))
+
+
+def layouts_marked(batch: int, device: torch.device) -> list[Layout]:
+    """The layouts of the tensors that are marked, the latest first."""
+    owners = [mark.owner for kept in reversed(_marked.values()) if (t := kept()) is not None and (mark := mark_of(t))]
+    fitting = [owner.to(device) for owner in owners if owner is not None and (owner < batch).all()]
+    return [Layout(batch, owner=owner).taken(0, torch.arange(len(owner), device=device)) for owner in fitting]
+
+
+def tag_marked(batch: int) -> None:
+    """Tag marked tensors that reach the model within other objects than its arguments' containers."""
+    for kept in _marked.values():
+        tensor = kept()
+        mark = None if tensor is None else mark_of(tensor)
+        if tensor is None or mark is None or tag_of(tensor, batch) is not None:
+            continue
+        try:
+            tag(tensor, layout_said(mark, tensor, batch))
+        except BatchLayoutError as problem:  # of another batch, perhaps: it matters only if it is used
+            tag(tensor, Layout(batch, mixed=str(problem)))

@@ -1,0 +1,67 @@
+"""What is here: versions, backends and why one is absent, devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from .noise import native_status
+from .registry import OPERATORS, native_cuda, triton_module
+
+
+def report() -> str:
+    """The text of `python -m fastdp info`."""
+    rows = [("fastdp", _version("fastdp")), ("python", platform.python_version())]
+    rows += [(name, _version(name)) for name in ("torch", "numpy", "opacus", "triton")]
+    rows += [
+        ("C++ kernels (CPU)", native_status()),
+        ("CUDA C++ kernels", _state(native_cuda())),
+        ("Triton kernels", _state(triton_module("linear"))),
+        ("threads", f"{torch.get_num_threads()} of {os.cpu_count()}"),
+        ("devices", ", ".join(_devices())),
+    ]
+    hf = ("transformers", "accelerate", "peft")
+    extras = {
+        "demo": ("sklearn", "matplotlib"), "gpu": ("triton",), "hf": hf, "finetune": (*hf, "matplotlib", "pyarrow"),
+    }  # fmt: skip
+    for extra, modules in extras.items():
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        rows.append((f"extra [{extra}]", "installed" if not missing else f"missing {', '.join(missing)}"))
+    rows += [
+        (f"  {name}", "; ".join(f"{d}: {backends}" for d, backends in by.items())) for name, by in served().items()
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def served() -> dict[str, dict[str, str]]:
+    """Which backend serves each operator, by device: {operator: {"cpu": ..., "cuda": ...}}."""
+    public = {name: operator for name, operator in OPERATORS.items() if "." not in name}
+    return {
+        name: {device: operator.served_by(device).split(" (")[0] for device in ("cpu", "cuda")}
+        for name, operator in sorted(public.items())
+    }
+
+
+def _state(module: object) -> str:
+    return module if isinstance(module, str) else "built"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[str]:
+    found = ["cpu"]
+    if torch.cuda.is_available():
+        found += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    else:
+        found.append("no CUDA device" if torch.version.cuda else "torch is built without CUDA")
+    return found

@@ -1,0 +1,1 @@
+"""Clip, add noise, update and count: private optimizers and what keeps their guarantee true."""

@@ -1,0 +1,177 @@
+"""Clipping: from the norms of per-sample gradients to factors, flat, layerwise or by groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ClippingError
+from ..ops.clip import GAMMA, KINDS, MARGIN, clip_factors
+from .custom_clipping import OwnFunction
+
+ClippingFunction = str | Callable[[Tensor], Tensor]
+
+
+class Group(NamedTuple):
+    """Parameters clipped together, by name, and their clipping norm."""
+
+    name: str
+    parameters: tuple[str, ...]
+    max_grad_norm: float
+
+
+class Clipping:
+    """A clipping function and the groups it is applied to.
+
+    clipping: "local" min(1, R / n), "global" 1[n <= R], "automatic" R / (n + gamma), or a function from norms
+        [B] to factors [B] with factor * norm <= R, each of its own sample's norm only (both are checked at every
+        backward, for which it is called several times, with single norms too; see `fastdp.training.custom_clipping`).
+    style: "flat" (all parameters together); "layerwise" (by owning module, each with R / sqrt(layers), so that
+        max_grad_norm stays the sensitivity of the whole gradient, as in Bu et al. and AWS's fastDP); or a list
+        of groups, mappings with "params" (names or tensors) and "max_grad_norm" (and "name").
+
+    The sensitivity is sqrt(sum of the groups' R^2): R itself where flat.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        clipping: ClippingFunction = "local",
+        max_grad_norm: float = 1.0,
+        style: str | Sequence[Any] = "flat",
+        gamma: float = GAMMA,
+    ) -> None:
+        if not callable(clipping) and clipping not in KINDS:
+            raise ClippingError(f"clipping must be one of {', '.join(KINDS)} or a callable, not {clipping!r}")
+        if not gamma >= 0:
+            raise ClippingError(f"gamma must be 0 or larger, not {gamma}")
+        self.clipping, self.style, self.gamma = clipping, style, gamma
+        self.max_grad_norm = _positive(max_grad_norm, "max_grad_norm")
+        self.groups = _groups(named, self.max_grad_norm, style)
+        self._own = None if isinstance(clipping, str) else OwnFunction(clipping, self.sensitivity)
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest norm of one sample's contribution to the clipped sum."""
+        return math.sqrt(sum(group.max_grad_norm**2 for group in self.groups))
+
+    def changed(
+        self,
+        named: Mapping[str, Tensor],
+        clipping: ClippingFunction | None = None,
+        max_grad_norm: float | None = None,
+        style: Any = None,
+        gamma: float | None = None,
+    ) -> Clipping:
+        """Clipping of these parameters that differs in what is given."""
+        new = Clipping(
+            named,
+            self.clipping if clipping is None else clipping,
+            self.max_grad_norm if max_grad_norm is None else max_grad_norm,
+            self.style if style is None else style,
+            self.gamma if gamma is None else gamma,
+        )
+        if self._own is not None and new.clipping == self.clipping:  # bound methods are equal, not identical
+            new._own = self._own  # with what it has answered so far
+        return new
+
+    def factors(self, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+        """Factors [B] of each group from its squared norms [B]; 0 in all where the gradient is not finite."""
+        finite = torch.stack([torch.isfinite(n) for n in norm_sq]).all(0)
+        tiny = torch.finfo(torch.float32).tiny  # below it float32 rounds by more than any margin
+        if self._own is not None:
+            every = self._by_function(self._own, norm_sq)
+        else:
+            kind = str(self.clipping)
+            every = [
+                clip_factors(squares, group.max_grad_norm, kind, self.gamma)
+                for group, squares in zip(self.groups, norm_sq, strict=True)
+            ]
+        found = []
+        for squares, c in zip(norm_sq, every, strict=True):
+            keep = finite & (squares > 0) & (c.abs() >= tiny)  # a zero gradient contributes nothing: let no factor grow
+            found.append(torch.where(keep, c, torch.zeros_like(c)).float())
+        return found
+
+    def _by_function(self, own: OwnFunction, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+        every = [squares.sqrt() for squares in norm_sq]
+        finite = [torch.isfinite(norms) for norms in every]
+        every = [torch.where(real, norms, torch.zeros_like(norms)) for real, norms in zip(finite, every, strict=True)]
+        factors = own.factors([norms.float() for norms in every])
+        bounds = [group.max_grad_norm * (1 + MARGIN) for group in self.groups]
+        bad = [
+            ~(c.abs() * norms <= bound) & real
+            for c, norms, bound, real in zip(factors, every, bounds, finite, strict=True)
+        ]
+        if bool(torch.stack(bad).any()):  # looks at values, like the function's own check
+            g, b = (int(place) for place in torch.nonzero(torch.stack(bad))[0])
+            raise ClippingError(
+                f"the clipping function {own.name} returned {float(factors[g][b]):.6g} for a sample of norm "
+                f"{float(every[g][b]):.6g}: its contribution would exceed max_grad_norm="
+                f"{self.groups[g].max_grad_norm:g}. Return at most max_grad_norm / norm."
+            )
+        return [
+            torch.where(real, c * (1 - MARGIN), torch.zeros_like(c)) for real, c in zip(finite, factors, strict=True)
+        ]
+
+
+def _positive(value: Any, name: str) -> float:
+    if isinstance(value, Tensor):
+        raise ClippingError(
+            f"{name} is a tensor: one that is computed from a batch (its median norm, say) would tell of the samples "
+            "in it, and the noise does not cover that. Give a number that was chosen beforehand."
+        )
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ClippingError(
+            f"{name} must be a number (groups carry their own: style=[{{'params': [...], 'max_grad_norm': 1.0}}]), "
+            f"not {value!r}"
+        ) from None
+    if not 1e-15 <= number <= 1e15:
+        raise ClippingError(f"{name} must be positive and finite, between 1e-15 and 1e15, not {value!r}")
+    return number
+
+
+def _groups(named: Mapping[str, Tensor], max_grad_norm: float, style: str | Sequence[Any]) -> tuple[Group, ...]:
+    if style == "flat":
+        return (Group("all", tuple(named), max_grad_norm),)
+    if style == "layerwise":
+        layers: dict[str, list[str]] = {}
+        for name in named:
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+        each = max_grad_norm / math.sqrt(len(layers))
+        return tuple(Group(layer, tuple(names), each) for layer, names in layers.items())
+    if isinstance(style, str) or not isinstance(style, Sequence):
+        raise ClippingError(f"style must be 'flat', 'layerwise' or a list of groups, not {style!r}")
+    by_id = {id(p): name for name, p in named.items()}
+    groups, seen = [], set[str]()
+    for number, item in enumerate(style):
+        if not isinstance(item, Mapping) or "params" not in item or "max_grad_norm" not in item:
+            raise ClippingError(
+                f"group {number} must be a mapping with 'params' and 'max_grad_norm', not {type(item).__name__}"
+            )
+        label = str(item.get("name", f"group{number}"))
+        if isinstance(item["params"], str | Tensor):
+            raise ClippingError(f"group '{label}': params must be a list of names or tensors")
+        item = {**item, "params": list(item["params"])}
+        names = [p if isinstance(p, str) else by_id.get(id(p), "") for p in item["params"]]
+        unknown = [str(p) for p, name in zip(item["params"], names, strict=True) if name not in named]
+        twice = [name for name in names if name in seen] + [n for n in names if names.count(n) > 1]
+        if unknown or twice:
+            raise ClippingError(
+                f"group '{label}': " + (f"not trained here: {unknown[:3]}" if unknown else f"twice: {twice[:3]}")
+            )
+        seen |= set(names)
+        norm = _positive(item["max_grad_norm"], f"max_grad_norm of '{label}'")
+        groups.append(Group(label, tuple(names), norm))
+    left = [name for name in named if name not in seen]
+    if left:
+        raise ClippingError(f"{len(left)} trained parameter(s) are in no group: {left[:5]}. Add them, or freeze them.")
+    if len({group.name for group in groups}) < len(groups):
+        raise ClippingError("groups must have different names")
+    return tuple(groups)

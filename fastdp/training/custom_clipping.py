@@ -1,0 +1,148 @@
+"""A clipping function of one's own, held to what makes clipping private: a factor depends on its sample's norm only.
+
+Whatever else it looks at (the median of the batch, a rank, the batch's length, a sample's place, norms of batches
+before) couples samples: leaving one out changes the factors of others, and the sum moves by more than max_grad_norm.
+
+So the factors that are used come from calls with one norm each (under torch.vmap, else one by one): what a function
+does with other norms cannot enter. A function that gives others to the whole batch is refused all the same, as it means
+something else than it would get; and so is one that gives norms seen before other factors than it gave them then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import ClippingError
+
+SAME = 1e-3  # of max_grad_norm: two contributions of one norm that differ by less agree (rounding of either way)
+KEPT = 256  # norms of the batch before that are asked again; of the first batch, a quarter of it for good
+ONE_BY_ONE = 8  # the same where every norm is a call of Python
+
+
+class OwnFunction:
+    """Factors by a function from norms [B] to factors [B]; see the module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], radius: float) -> None:
+        self.function = function
+        self._radius = radius
+        self._mapped = True  # whether torch.vmap can run it
+        self._seen: list[tuple[Tensor, Tensor]] = []  # (norms, factors): fixed ones, the first batch's, the last one's
+
+    def factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        """Factors [B], float64, of each group's norms [B] (finite, float32).
+
+        Raises ClippingError where they depend on more than the sample's own norm.
+        """
+        if not len(norms[0]):
+            return [torch.zeros_like(n, dtype=torch.float64) for n in norms]
+        with torch.no_grad():
+            if not self._seen:
+                self._begin(norms[0].device)
+            parts = [torch.cat([n.to(norms[0].device) for n, _ in self._seen]), *norms]
+            known = torch.cat([c.to(norms[0].device) for _, c in self._seen])
+            again, *found = self._each(torch.cat(parts)).split([len(part) for part in parts])
+            whole = [self._whole(n) for n in norms]
+            changed = self._other(parts[0], known, again)
+            coupled = [self._other(n, a, c) for n, a, c in zip(norms, found, whole, strict=True)]
+            if bool(torch.cat([changed, *coupled]).any()):  # looks at values: the price of a function of one's own
+                self._refuse(parts[0], known, again, changed)
+                self._refuse_coupled(torch.cat(parts[1:]), torch.cat(whole), torch.cat(found), torch.cat(coupled))
+            self._remember(norms, found)
+        return found
+
+    def _begin(self, device: torch.device) -> None:
+        """Ask for norms that are nobody's, first of all one far above max_grad_norm: a function that makes up its
+        threshold from the first norms that it sees exceeds the bound by it, and knows nothing of the data."""
+        self._one(torch.full((1,), 2.0**20 * self._radius, device=device))
+        fixed = self._radius * torch.exp2(torch.arange(-8.0, 9.0, device=device))
+        self._seen = [(fixed, self._each(fixed))]
+
+    def _remember(self, norms: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        kept = KEPT if self._mapped else ONE_BY_ONE
+        n, c = torch.cat([*norms])[:kept].clone(), torch.cat([*found])[:kept].clone()
+        first = self._seen[1] if len(self._seen) > 1 else (n[: kept // 4], c[: kept // 4])
+        self._seen = [self._seen[0], first, (n, c)]
+
+    # ------------------------------------------------------------------ calls
+
+    def _each(self, norms: Tensor) -> Tensor:
+        """The factor of each norm alone, float64."""
+        if self._mapped:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of speed, where torch has no rule for a batch of an operation
+                    found = torch.vmap(self.function)(norms[:, None].clone())
+            except Exception:  # noqa: BLE001  (values read by Python, numpy, random numbers: so without it)
+                self._mapped = False
+            else:
+                return self._checked(found, (len(norms), 1)).double()[:, 0]
+        return torch.cat([self._one(norms[i : i + 1]) for i in range(len(norms))])
+
+    def _one(self, norm: Tensor) -> Tensor:
+        try:
+            found = self.function(norm.clone())
+        except Exception as problem:
+            raise ClippingError(
+                f"the clipping function {self.name} fails for the norm of one sample alone "
+                f"({type(problem).__name__}: {str(problem)[:200]}). {_REMEDY}"
+            ) from problem
+        return self._checked(found, (1,)).double().to(norm.device)
+
+    def _whole(self, norms: Tensor) -> Tensor:
+        found = self.function(norms.clone())  # a copy: what it writes into must not be the norms that bound it
+        return self._checked(found, tuple(norms.shape)).double().to(norms.device)
+
+    def _checked(self, found: Any, shape: tuple[int, ...]) -> Tensor:
+        if not isinstance(found, Tensor) or found.shape != shape:
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ClippingError(
+                f"the clipping function {self.name} must return one factor a sample: [{shape[-1]}] for norms of shape "
+                f"[{shape[-1]}], not {got}"
+            )
+        return found.detach()
+
+    # ------------------------------------------------------------------ what differs
+
+    def _other(self, norms: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        """Whether two factors of a norm make contributions that differ."""
+        size = norms.double()
+        near = (one - other).abs() * size <= SAME * torch.clamp(one.abs() * size, min=self._radius)
+        return ~(near | (one == other) | (one.isnan() & other.isnan()))
+
+    def _refuse_coupled(self, norms: Tensor, whole: Tensor, alone: Tensor, bad: Tensor) -> NoReturn:
+        b = int(torch.nonzero(bad)[0])
+        again = self._one(norms[b : b + 1].clone())
+        self._refuse(norms[b : b + 1], alone[b : b + 1], again, self._other(norms[b : b + 1], alone[b : b + 1], again))
+        raise ClippingError(
+            f"the clipping function {self.name} gives a sample of norm {float(norms[b]):.6g} the factor "
+            f"{float(whole[b]):.6g} in its batch, and {float(alone[b]):.6g} alone: it couples samples, so that leaving "
+            f"one out would change the contributions of others, which the noise does not cover. {_REMEDY}"
+        )
+
+    def _refuse(self, norms: Tensor, before: Tensor, now: Tensor, bad: Tensor) -> None:
+        if bool(bad.any()):
+            b = int(torch.nonzero(bad)[0])
+            raise ClippingError(
+                f"the clipping function {self.name} gave a norm of {float(norms[b]):.6g} the factor "
+                f"{float(before[b]):.6g} before, and gives it {float(now[b]):.6g} now: it draws at random or keeps "
+                f"state (of norms that it has seen, perhaps, which couples samples). {_REMEDY}"
+            )
+
+    @property
+    def name(self) -> str:
+        """What it is called, and where it was written."""
+        code = getattr(self.function, "__code__", None)
+        name = getattr(self.function, "__qualname__", None) or type(self.function).__qualname__
+        return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+_REMEDY = (
+    "A factor may depend on its own sample's norm and on constants only (no median, maximum, mean, rank, length or "
+    "place of the batch, no state): write it so. A threshold is chosen beforehand, and changed between steps by "
+    "set_clipping() with another function, or by fastdp.schedule.Schedule."
+)

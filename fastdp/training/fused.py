@@ -1,0 +1,120 @@
+"""Noise and the optimizer's update in one pass over the parameters, for torch's SGD, Adam and AdamW.
+
+The state is torch's own (`momentum_buffer`, `exp_avg`, `exp_avg_sq`, `step`), so checkpoints, schedulers and a
+change of mind work as ever. What a group asks for beyond that (amsgrad, a tensor as learning rate, tensors that are
+not contiguous, a subclass with a step of its own) takes the two-pass way: noise into `.grad`, then torch's step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..engine.buffers import alias
+from ..ops.noise import Noise
+
+FUSED = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def kind_of(base: type) -> str | None:
+    """ "sgd" or "adam" where the class's step is torch's own, else None."""
+    for known, kind in FUSED.items():
+        if base is known or (issubclass(base, known) and getattr(base, "step", None) is getattr(known, "step", None)):
+            return kind
+    return None
+
+
+def can_fuse(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> bool:
+    """Whether every group asks only for what the fused operators do."""
+    for group in groups:
+        if isinstance(group["lr"], Tensor) or group.get("amsgrad") or group.get("differentiable"):
+            return False
+        if group.get("capturable") or any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
+            return False
+        for p in group["params"]:
+            if p.layout != torch.strided or p.dtype not in _TYPES or not p.is_contiguous():
+                return False
+            if any(isinstance(v, Tensor) and v.dim() and not _alike(v, p) for v in state.get(p, {}).values()):
+                return False
+    return kind in ("sgd", "adam")
+
+
+def _alike(value: Tensor, p: Tensor) -> bool:
+    return value.is_contiguous() and value.device == p.device and value.dtype in _TYPES and value.shape == p.shape
+
+
+def step(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], sums: dict[int, Tensor],
+         offsets: dict[int, int], noise: Noise, std: float, scale: float) -> None:  # fmt: skip
+    """Update all parameters that have a sum, in place; `.grad` becomes the noisy gradient where types allow.
+
+    sums: {id(parameter): clipped sum}, overwritten; offsets: {id(parameter): global index of its first element}.
+    """
+    key = noise.key
+    for group in groups:
+        for params in _alike_in_device_and_age(kind, group, state, sums):
+            totals = [sums[id(p)] for p in params]
+            common = dict(key=key, step=noise.step, std=std, scale=scale, lr=float(group["lr"]),
+                          weight_decay=float(group["weight_decay"]), maximize=bool(group["maximize"]))  # fmt: skip
+            places = [offsets[id(p)] for p in params]
+            if kind == "adam":
+                _adam(group, params, totals, places, state, common)
+            else:
+                _sgd(group, params, totals, places, state, common)
+            for p, total in zip(params, totals, strict=True):
+                p.grad = alias(total) if total.dtype == p.dtype else None
+                torch.autograd.graph.increment_version(p)
+
+
+def _alike_in_device_and_age(
+    kind: str, group: dict[str, Any], state: dict[Tensor, Any], sums: dict[int, Tensor]
+) -> list[list[Tensor]]:
+    """Parameters that one launch can take: on one device, updated equally often."""
+    found: dict[Any, list[Tensor]] = {}
+    for p in group["params"]:
+        if id(p) not in sums:
+            continue
+        own = state[p]
+        if kind == "adam":
+            if not own:
+                own["step"] = torch.tensor(0.0, dtype=torch.float32)
+                own["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                own["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            if own["step"].device.type != "cpu":  # of a state saved with fused=True: one look, once
+                own["step"] = own["step"].cpu()
+            age: Any = float(own["step"])
+        else:
+            age = own.get("momentum_buffer") is None
+        found.setdefault((p.device, age), []).append(p)
+    return list(found.values())
+
+
+def _adam(group: dict[str, Any], params: list[Tensor], totals: list[Tensor], places: list[int],
+          state: dict[Tensor, Any], common: dict[str, Any]) -> None:  # fmt: skip
+    steps = [state[p]["step"] for p in params]
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    ops.noisy_adamw_step_(
+        params, totals, [state[p]["exp_avg"] for p in params], [state[p]["exp_avg_sq"] for p in params], places,
+        beta1=beta1, beta2=beta2, eps=float(group["eps"]), t=int(steps[0]) + 1,
+        decoupled=bool(group.get("decoupled_weight_decay")), **common,
+    )  # fmt: skip
+    torch._foreach_add_(steps, 1)
+
+
+def _sgd(group: dict[str, Any], params: list[Tensor], totals: list[Tensor], places: list[int],
+         state: dict[Tensor, Any], common: dict[str, Any]) -> None:  # fmt: skip
+    momentum = float(group["momentum"])
+    buffers: list[Tensor] = []
+    first = momentum != 0 and state[params[0]].get("momentum_buffer") is None
+    if momentum != 0:
+        for p in params:
+            if first:
+                state[p]["momentum_buffer"] = torch.empty_like(p)
+            buffers.append(state[p]["momentum_buffer"])
+    ops.noisy_sgd_step_(
+        params, totals, buffers, places, momentum=momentum, dampening=float(group["dampening"]),
+        nesterov=bool(group["nesterov"]), first=first, **common,
+    )  # fmt: skip

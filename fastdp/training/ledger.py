@@ -1,0 +1,213 @@
+"""The noised steps of a run: how many there were, with which noise, and which optimizer has made each of them."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..accounting import History, epsilon_of
+
+_UNSAID = ""  # the maker of steps of a history that does not tell who made them
+
+
+class Run(NamedTuple):
+    """Steps in a row of one optimizer, with the same settings: its steps `first`, `first` + 1, ..."""
+
+    maker: str
+    first: int
+    noise_multiplier: float
+    sample_rate: float | None
+    steps: int
+
+
+Runs = list[Run]
+
+
+class Ledger:
+    """Every noised step: runs of (noise multiplier, sample rate, steps)."""
+
+    def __init__(self) -> None:
+        self.history: History = []
+        self.lost: History = []  # steps that were made, and are in no history that was loaded since
+        self._name, self._made = secrets.token_hex(8), 0  # of the optimizer, and the steps it has made so far
+        self._runs: Runs = []  # of the history
+        self._lost: Runs = []
+        self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
+
+    def enrol(self, parameters: Iterable[Tensor]) -> None:
+        """The steps are of these parameters."""
+        for parameter in parameters:
+            place = _TRAINED.get(parameter)
+            if place is None:
+                place = _TRAINED[parameter] = _Place()
+            self._parameters.add(place)
+            if self.history:
+                place.ledgers.setdefault(self._name, self)
+
+    def begin(self, history: History) -> None:
+        """These steps were made before, whoever made them; of this optimizer there is none yet."""
+        self.history, self._runs = list(history), _unsaid(history)
+        self._note()
+
+    def load(self, history: History, lost: History, makers: Any = None) -> None:
+        """Go on from this history. Steps made so far that it does not hold stay counted, with a warning.
+
+        makers: what `makers` gave of both; None, or of other steps: who made them is not known.
+        """
+        runs, gone = _unsaid(history), _unsaid(lost, -sum(steps for *_, steps in lost))
+        if makers is not None:
+            said, said_lost = ([Run(*run) for run in found] for found in makers)
+            if (_merged(said), _merged(said_lost)) == (_merged(runs), _merged(gone)):
+                runs, gone = said, said_lost
+            else:
+                makers = None  # edited
+        known = [*runs, *gone]
+        left = _without(self._runs, known)
+        if makers is None:  # the history of an older version: what it has in common with one's own is the same
+            left = _unsaid(beyond(self.history, history), self._made)
+        self._lost = [*gone, *_without(self._lost, known), *left]
+        self.history, self.lost, self._runs = list(history), _merged(self._lost), runs
+        self._note()
+        if left:
+            warnings.warn(
+                f"{_count(left)} noised step(s) that this optimizer has made are not in the "
+                "history of the state that it loads. They were made with the data all the same, so epsilon() goes on "
+                "counting them. To count the state's steps alone load it into a new optimizer: right only if nothing "
+                "of the others was kept, shown or chosen by.",
+                stacklevel=4,
+            )
+
+    @property
+    def makers(self) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        """Which optimizer made each step of the history, and of those that are lost to it."""
+        return [tuple(run) for run in self._runs], [tuple(run) for run in self._lost]
+
+    @property
+    def spent(self) -> History:
+        """The runs of all steps that were made."""
+        return [*self.lost, *self.history]
+
+    @property
+    def elsewhere(self) -> int:
+        """Steps of other optimizers on the same parameters, which the history does not hold."""
+        others = {name: other for place in self._parameters for name, other in place.ledgers.items()}
+        unsaid = _merged([run for run in self._runs if run.maker == _UNSAID])
+        known, count = [*self._runs, *self._lost], 0
+        for other in others.values():
+            if other is self or (unsaid and not beyond(other.history, unsaid)):
+                continue
+            more = _without([*other._runs, *other._lost], known)
+            known, count = [*known, *more], count + _count(more)
+        return count
+
+    def warn(self, stacklevel: int = 3) -> None:
+        """Say what epsilon is not of."""
+        if elsewhere := self.elsewhere:
+            warnings.warn(
+                f"{elsewhere} noised step(s) were made on this model's parameters by another private optimizer, "
+                "and epsilon is of the steps of this one only. Where the data were the same, add them: load "
+                "that optimizer's state_dict(), or accounting.epsilon_of([*first.history, *second.history], delta).",
+                stacklevel=stacklevel,
+            )
+
+    @property
+    def steps(self) -> int:
+        return sum(steps for _, _, steps in self.history)
+
+    def add(self, noise_multiplier: float, sample_rate: float | None) -> None:
+        if not self.history:
+            self._note()
+        if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
+            steps = self.history[-1][2] + 1
+            self.history[-1] = (noise_multiplier, sample_rate, steps)
+        else:
+            self.history.append((noise_multiplier, sample_rate, 1))
+        last = self._runs[-1] if self._runs else None
+        if last is not None and (self._name, self._made) == (last.maker, last.first + last.steps) and (
+            last[2:4] == (noise_multiplier, sample_rate)
+        ):  # fmt: skip
+            self._runs[-1] = last._replace(steps=last.steps + 1)
+        else:
+            self._runs.append(Run(self._name, self._made, noise_multiplier, sample_rate, 1))
+        self._made += 1
+
+    def epsilon(self, delta: float, accountant: str = "prv") -> float:
+        """epsilon at delta of all steps so far; 0 before the first, inf after a step without noise.
+
+        Raises AccountingError where a step's sample rate is not known, or delta is not in (0, 1).
+        """
+        return epsilon_of(self.spent, delta, accountant)
+
+    def _note(self) -> None:
+        """There are steps from now on."""
+        for place in self._parameters:
+            place.ledgers.setdefault(self._name, self)
+
+
+class _Place:
+    """The ledgers with steps on a parameter, by name: they stay as long as the parameter does."""
+
+    def __init__(self) -> None:
+        self.ledgers: dict[str, Ledger] = {}
+
+
+_TRAINED = WeakIdKeyDictionary()  # {parameter: _Place}
+
+
+def beyond(history: History, known: History) -> History:
+    """The runs of a history after what it has in common with the beginning of another."""
+    for place, (sigma, rate, steps) in enumerate(history):
+        same = place < len(known) and known[place][:2] == (sigma, rate)
+        if not same or known[place][2] != steps:
+            rest = steps - min(steps, known[place][2]) if same else steps
+            return [(sigma, rate, rest)] * (rest > 0) + history[place + 1 :]
+    return []
+
+
+def _unsaid(history: History, first: int = 0) -> Runs:
+    """The runs of a history that does not say who made them."""
+    found = []
+    for sigma, rate, steps in history:
+        found.append(Run(_UNSAID, first, sigma, rate, steps))
+        first += steps
+    return found
+
+
+def _count(runs: Iterable[Run]) -> int:
+    return sum(run.steps for run in runs)
+
+
+def _merged(runs: Iterable[Run]) -> History:
+    """The history that these runs are."""
+    found: History = []
+    for run in runs:
+        if found and found[-1][:2] == run[2:4]:
+            found[-1] = (*found[-1][:2], found[-1][2] + run.steps)
+        else:
+            found.append(run[2:])
+    return found
+
+
+def _without(runs: Runs, known: Runs) -> Runs:
+    """The steps of these runs that are not among the known ones."""
+    met: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for run in known:
+        met.setdefault((run.maker, *run[2:4]), []).append((run.first, run.first + run.steps))
+    found = []
+    for run in runs:
+        place, end = run.first, run.first + run.steps
+        for begin, until in sorted(met.get((run.maker, *run[2:4]), ())):
+            if until <= place or begin >= end:
+                continue
+            if begin > place:
+                found.append(run._replace(first=place, steps=begin - place))
+            place = until
+        if place < end:
+            found.append(run._replace(first=place, steps=end - place))
+    return found

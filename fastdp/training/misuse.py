@@ -1,0 +1,101 @@
+"""What loops of one's own or of a framework do that would silently change the guarantee, and how it is refused."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+
+from ..errors import StepError
+
+_PHYSICAL = (
+    "For batches larger than the memory give poisson_loader max_physical_batch_size= and call step() after each batch: "
+    "it steps when the logical batch is complete, and no loss is divided. So no accumulation of the framework: "
+    "Accelerate's gradient_accumulation_steps and Lightning's accumulate_grad_batches stay 1."
+)
+UNSTEPPED = (
+    "no step() was called since the backward on the loader's batch before this one: gradients of several batches, of "
+    f"several logical batches perhaps, would be taken for one. {_PHYSICAL}"
+)
+EVERY_BATCH = (
+    "Train on every batch as it comes: on a small one as on others, and on an empty one by step() alone; to leave out "
+    "a sample for what it is, give it a loss of 0. To end after a number of steps, break after step(), or give the "
+    "loader steps="
+)
+SKIPPED = (
+    "no step() was called on the loader's batch before this one. Either something fetches batches ahead (a prefetching "
+    "wrapper; Lightning, where the loader has no length), so that this is taken for another batch than it is: train on "
+    "each batch before the next is fetched, with Lightning through fastdp.lightning. Or the loop passed over a batch: "
+    "what is sampled must be stepped on, an empty batch too, as to pass over one for what is in it is no Poisson "
+    f"sampling. {EVERY_BATCH}. To begin within a pass use the loader's load_state_dict()."
+)
+LAST_SKIPPED = (
+    "the loader's pass is over, and no step() was called on its last batch: the loop passed over it, or waits for a "
+    "batch that does not come (accumulation). What is sampled must be stepped on, as to pass over a batch for what is "
+    f"in it is no Poisson sampling. {EVERY_BATCH}."
+)
+PASSED_OVER = "{n} batch(es) of the poisson_loader were passed over, of which no accountant knows."
+CHOSEN = (
+    "{n} batch(es) of the poisson_loader had no step() while others had: they were taken out of the loader before any "
+    "was trained on, or another optimizer stepped on them; fine if that was settled beforehand (turns by number), and "
+    "not if batches were chosen for what was in them, of which no accountant knows."
+)
+LEFT = (
+    "{n} time(s) the loop was left with a batch of the poisson_loader in hand that no step() had ended: fine if that "
+    "was settled beforehand, and not if it was for what was in the batch, of which no accountant knows."
+)
+CUT = (
+    "{n} time(s) the loop was left within a logical batch, before its last physical batch: what was summed up of it is "
+    "lost, and no accountant knows why."
+)
+UNUSED = (
+    "{n} pass(es) over the poisson_loader were made without any step(), with gradients on and the model in the mode in "
+    "which it is trained: fine if they were for another purpose (evaluation: model.eval(), torch.no_grad()), and not "
+    "if the batches were passed over for what was in them, of which no accountant knows."
+)
+BEFORE_CLOSURE = (
+    "step(closure) after backwards that no step has taken: they would be added to the closure's, and what accumulates "
+    f"so (Lightning's accumulate_grad_batches) divides the losses, which are then clipped as if smaller. {_PHYSICAL}"
+)
+ADDED = (
+    "several backwards before a step(): their clipped sums are added. Divide no loss by their number (a sample's norm "
+    "would be that much too small beside max_grad_norm), give the expected_batch_size of them all, and let no sample "
+    "be in two of them, where it would count twice. fastdp.poisson_loader(max_physical_batch_size=) does all of it."
+)
+SCALED = (
+    "a GradScaler has scaled the loss: every sample's norm was too large by the scale, so the gradients are dropped. "
+    "fp16 with a scaler is not supported: use bfloat16, which needs none (autocast(dtype=torch.bfloat16), "
+    "mixed_precision='bf16', precision='bf16-mixed'), or GradScaler(enabled=False)."
+)
+
+
+def check() -> None:
+    """Raises StepError where several processes train together."""
+    spread = torch.distributed
+    if spread.is_available() and spread.is_initialized() and spread.get_world_size() > 1:
+        raise StepError(
+            f"{spread.get_world_size()} processes train together: each would clip, noise and step on its own, and "
+            "their models would drift apart. Data-parallel training is not supported yet: start one process "
+            "(accelerate launch --num_processes 1; in Lightning devices=1)."
+        )
+
+
+def refuse_division() -> None:
+    """Raises StepError in a step of Accelerate's wrapper, where Accelerate divides losses.
+
+    Its setting is the process's, and outlives the loop that made it: it says nothing of a step that no wrapper calls.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)  # only if the loop has imported it
+    count = getattr(state, "_shared_state", {}).get("plugin_kwargs", {}).get("num_steps", 1)
+    wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
+    if count == 1 or wrapper is None:
+        return
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and not isinstance(caller.f_locals.get("self"), wrapper):
+        caller = caller.f_back
+    if caller is not None:
+        raise StepError(
+            f"Accelerator(gradient_accumulation_steps={count}) divides every loss by {count}, so every sample's norm "
+            f"would be {count} times too small beside max_grad_norm. {_PHYSICAL}"
+        )

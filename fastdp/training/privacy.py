@@ -1,0 +1,401 @@
+"""One private training run: sums of clipped gradients, when to step, noise, and the ledger."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import sampling
+from ..accounting import check_accountant, warn_of_delta
+from ..engine.buffers import Buffers, add, alias
+from ..engine.explain import Plan
+from ..engine.gradients import Gradients
+from ..engine.per_sample import PerSampleGradients
+from ..engine.taken import Known
+from ..errors import AccountingError, SampleMixingError, StepError
+from ..layouts.batch import Unit
+from ..layouts.doubts import settle
+from ..ops.clip import GAMMA
+from ..ops.noise import Noise
+from . import misuse
+from .clipping import Clipping, ClippingFunction
+from .ledger import Ledger
+from .missed import Missed
+from .rates import Rate
+
+
+class Release(NamedTuple):
+    """What a step makes of the clipped sums: (sum + std * N) * scale for each parameter, by id."""
+
+    sums: dict[int, Tensor]
+    offsets: dict[int, int]  # global index of each parameter's first element
+    noise: Noise
+    std: float
+    scale: float
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The private gradient of a parameter, in its type; None if it is not tracked."""
+        total = self.sums.pop(id(parameter), None)
+        if total is None:
+            return None
+        noisy = self.noise.add_scaled_(total, self.std, self.scale, self.offsets[id(parameter)])
+        return alias(noisy) if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
+
+
+class Privacy:
+    """What an optimizer adds to its own update rule. The arguments are those of `fastdp.privatize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Tensor],
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float = 1.0,
+        expected_batch_size: float | None = None,
+        clipping: ClippingFunction = "local",
+        style: str | Sequence[Any] = "flat",
+        loss_reduction: str = "mean",
+        sample_rate: float | None = None,
+        accountant: str = "prv",
+        gamma: float = GAMMA,
+        batch_first: bool = True,
+        batch_size: int | None = None,
+        rows_per_sample: int = 1,
+        memory_budget: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        for name, value in (("noise_multiplier", noise_multiplier), ("expected_batch_size", expected_batch_size),
+                            ("sample_rate", sample_rate), ("gamma", gamma)):  # fmt: skip
+            if not isinstance(value, int | float) and not (
+                value is None and name in ("expected_batch_size", "sample_rate")
+            ):
+                raise ValueError(f"{name} must be a number, not {value!r}")
+        if not 0 <= noise_multiplier < float("inf"):
+            raise ValueError(f"noise_multiplier must be 0 or larger and finite, not {noise_multiplier!r}")
+        if expected_batch_size is not None and not 0 < expected_batch_size < float("inf"):
+            raise ValueError(f"expected_batch_size must be positive, not {expected_batch_size!r}")
+        if sample_rate is not None and not 0 < sample_rate <= 1:
+            raise AccountingError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
+        self.noise_multiplier, self.accountant = float(noise_multiplier), check_accountant(accountant)
+        self.expected_batch_size, self.sample_rate = expected_batch_size, sample_rate
+        self.loss_reduction = loss_reduction
+        misuse.check()
+        self.noise, self.ledger = Noise(seed), Ledger()
+        self.engine = PerSampleGradients(
+            model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
+            rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self._clip,
+        )  # fmt: skip
+        try:
+            self.clipping = Clipping(self.engine.named_parameters(), clipping, max_grad_norm, style, gamma)
+        except Exception:
+            self.engine.detach()
+            raise
+        self.ledger.enrol(self.engine.named_parameters().values())
+        self.norms: Tensor | dict[str, Tensor] | None = None
+        self._plan: Plan | None = None
+        self._buffers = Buffers() if memory_budget is None else None  # time for memory
+        self._dropped: Tensor | None = None
+        self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
+        self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
+        self._sums_of = -1  # the logical batch of the sums
+        self._backwards = self._first = 0  # so far, and the number of the first that is pending
+        self._warned = self.detached = False
+        self._rate_check = Rate()
+        self._born = sampling.now()
+        self._rate: float | None = None
+        self._expected: float | None = None
+        self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
+        self.unit, self.missed = Unit(), Missed(model)
+        self.engine.whose.batch_in_hand = self._in_hand
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget everything since the last step."""
+        self._pending: dict[int, Tensor] = {}  # of backwards since the last call of step
+        self._sums: dict[int, Tensor] = {}  # of the logical batch's steps so far
+        self._has_pending = self._has_sums = False
+        self._doubts: list[tuple[Tensor, str]] = []
+        self._taken: list[Known] = []  # the batches of these backwards, if they were taken out of their loader before
+        self.unit.forget()
+
+    # ------------------------------------------------------------------ backward
+
+    def _clip(self, gradients: Gradients) -> None:
+        self.unit.take(gradients.people, begun=self._has_pending or self._has_sums or bool(self.ledger.history))
+        self._check_batch(gradients)
+        named = self.engine.named_parameters()
+        self._check_groups(named)
+        members = [[named[name] for name in group.parameters if name in named] for group in self.clipping.groups]
+        norm_sq = [gradients.norm_sq(parameters) for parameters in members]
+        factors = self.clipping.factors(norm_sq)
+        norms = [squares.sqrt().float() for squares in norm_sq]
+        flat = self.clipping.style == "flat"
+        self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))
+        dropped = (~torch.isfinite(torch.stack(norm_sq))).any(0).sum()
+        self._dropped = dropped if self._dropped is None else self._dropped + dropped
+        # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
+        sums = [gradients.clipped_sum(c, p, self._buffers) for p, c in zip(members, factors, strict=True)]
+        self._doubts += gradients.doubts
+        self._backwards += 1
+        self._first = self._first if self._has_pending else self._backwards
+        self._has_pending = True
+        self._plan = Plan(gradients, self._plan)
+        for group in sums:
+            add(self._pending, group)
+
+    def _in_hand(self) -> sampling.PhysicalBatch | None:
+        """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
+        if self._loader is not None and (mine := sampling.current(self._loader)) is not None:
+            return mine
+        # an iteration that stands still since before the optimizer was made is one that an exception left behind
+        if sampling.active_loaders() > 1 and sampling.active_loaders(self._born) != 1:
+            raise StepError(
+                "several Poisson loaders are being iterated, and which of them this optimizer trains on is not known: "
+                "train a step on its loader before the others begin"
+            )
+        found = sampling.current()
+        if found is not None and found.size < 0 and found.moment < self._born:
+            return None  # fetched for another optimizer, and left
+        return found
+
+    def _current(self) -> sampling.PhysicalBatch | None:
+        found = self._in_hand()
+        if found is not None:
+            self._loader = found.loader
+        return found
+
+    def _check_batch(self, gradients: Gradients) -> None:
+        misuse.check()
+        current = self._current()
+        if current is None:
+            self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
+            if self._has_pending and not self._warned:
+                self._warned = True
+                warnings.warn(misuse.ADDED, stacklevel=2)
+            if known := self.engine.taken or self.missed.stepped.like(self.sample_rate, gradients.records):
+                self._taken.append(known)
+            return
+        number = (current.logical, current.physical)
+        if self._has_pending and number != self._backward_of:
+            raise StepError(misuse.UNSTEPPED)
+        self._check_skipped(current)
+        if gradients.records != current.size or gradients.people != current.people:
+            raise StepError(
+                f"the loader handed out {current.size} records, the model was given a batch of {gradients.records}"
+                f"{'' if gradients.records != current.size else ' of other persons'}. One record must be one row (or "
+                "rows_per_sample= of them), and the whole batch must pass."
+            )
+        if number in (self._backward_of, self._step_of):
+            raise StepError(
+                "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses "
+                "and call backward once."
+            )
+        self._backward_of = number
+        sampling.train(current, self.missed)
+
+    def _check_skipped(self, current: sampling.PhysicalBatch) -> None:
+        """A batch that was fetched ahead would be taken for another, of another logical batch perhaps."""
+        if current.skipped:
+            raise StepError(misuse.SKIPPED)
+
+    def _check_groups(self, named: dict[str, Tensor]) -> None:
+        known = {name for group in self.clipping.groups for name in group.parameters}
+        new = [name for name in named if name not in known]
+        if new and isinstance(self.clipping.style, str):  # unfrozen since
+            self._regroup(named)
+        elif new:
+            raise StepError(
+                f"parameters changed since the optimizer was made: {new[:5]} now require grad but belong to no "
+                "clipping group. Add them with add_param_group, or freeze them."
+            )
+
+    def _regroup(self, named: dict[str, Tensor]) -> None:
+        """Other parameters are trained than before."""
+        self.clipping = self.clipping.changed(named)
+        self.ledger.enrol(named.values())
+
+    def pending(self) -> range:
+        """Numbers of the backwards that no step has taken."""
+        return range(self._first, self._backwards + 1) if self._has_pending else range(0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether gradients of a logical batch are held that no noised step has ended."""
+        return self._has_pending or self._has_sums
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """Samples dropped so far because their gradient was not finite."""
+        return 0 if self._dropped is None else int(self._dropped)
+
+    # ------------------------------------------------------------------ step
+
+    def ready(self) -> bool:
+        """Take the gradients at hand; True where the logical batch is complete. Checks first, then takes."""
+        current = self._current()
+        rate, expected = self.sample_rate, self.expected_batch_size
+        if current is not None:
+            self._check_skipped(current)
+            rate, expected = self._of_loader(current)
+        empty = current is not None and current.size == 0
+        if not self._has_pending and not empty:
+            raise StepError("step() without a backward since the last one: call loss.backward() first")
+        if self.loss_reduction == "mean" and expected is None:
+            raise StepError(
+                "expected_batch_size is not known: give it to the optimizer (with a mean loss the noisy sum is divided "
+                "by it), or train with fastdp.poisson_loader, which tells it"
+            )
+        logical = -1 if current is None else current.logical
+        if self._has_sums and logical != self._sums_of:
+            warnings.warn(
+                "a logical batch was left before its last physical batch: its gradients are dropped, no step was made",
+                stacklevel=3,
+            )
+            self._sums, self._has_sums = {}, False
+        add(self._sums, self._pending)
+        self._pending, self._has_pending, self._has_sums = {}, False, True
+        self.unit.forget()
+        self._rate, self._expected, self._sums_of = rate, expected, logical
+        if current is not None:
+            self._step_of = (current.logical, current.physical)
+            sampling.train(current, self.missed, stepped=True)
+        while self._taken:
+            self.missed.take(self._taken.pop())
+        return current is None or current.final
+
+    def _of_loader(self, current: sampling.PhysicalBatch) -> tuple[float, float]:
+        """Sample rate and expected batch size, which must be the loader's; one step a batch."""
+        if (current.logical, current.physical) == self._step_of:
+            raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")
+        if self.sample_rate is not None and abs(self.sample_rate - current.sample_rate) > 1e-9:
+            raise AccountingError(
+                f"sample_rate={self.sample_rate} was given, but the loader samples at {current.sample_rate}"
+            )
+        expected = self.expected_batch_size
+        if expected is not None and abs(expected - current.expected_batch_size) > 0.5:
+            raise StepError(
+                f"expected_batch_size={expected} was given, but the loader's is {current.expected_batch_size:g}: leave "
+                "it out, the loader tells it"
+            )
+        return current.sample_rate, current.expected_batch_size if expected is None else expected
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of backwards that no step has taken."""
+        self._pending, self._has_pending = {}, False
+        self._taken.clear()
+        self.unit.forget()
+
+    def release(self) -> Release:
+        """The clipped sums of every tracked parameter, and the noise that must be added to them, once.
+
+        The noise has the standard deviation noise_multiplier * sensitivity, for the logical batch.
+        """
+        doubts, self._doubts = self._doubts, []
+        try:
+            settle(doubts)
+        except SampleMixingError:
+            self.discard()
+            raise
+        divisor = 1.0
+        if self.loss_reduction == "mean":
+            assert self._expected is not None  # checked in ready()
+            divisor = float(self._expected)
+        sums, places, offsets = {}, {}, self.engine.offsets()
+        for name, parameter in self.engine.named_parameters().items():
+            total = self._sums.get(id(parameter))
+            if total is None:
+                kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                total = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
+            sums[id(parameter)] = total.contiguous()
+            places[id(parameter)] = offsets[name]
+        release = Release(sums, places, self.noise, self.noise_multiplier * self.clipping.sensitivity, 1 / divisor)
+        if self.witness is not None:
+            self.witness(release)
+        return release
+
+    def finish(self) -> None:
+        """The noised step was made: count it."""
+        self.ledger.add(self.noise_multiplier, self._rate)
+        self.noise.step += 1
+        if self._buffers is not None:
+            self._buffers.give(self._sums)
+        self.discard()
+
+    def epsilon(self, delta: float) -> float:
+        """epsilon at delta of the steps so far."""
+        rate, expected = self._rate or self.sample_rate, self._expected or self.expected_batch_size
+        warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
+        return self.ledger.epsilon(delta, self.accountant)
+
+    def explain(self, profile: bool = False) -> str:
+        """The plan of the last backward, a row a use."""
+        self.engine.profile = self.engine.profile or profile
+        if self._plan is None:
+            raise StepError("no plan yet: call loss.backward() first")
+        return self._plan.table(self.engine.named_parameters(), profile, self.engine.compiled())
+
+    # ------------------------------------------------------------------ state
+
+    def retrack(self, params: list[Tensor]) -> None:
+        """Train these parameters from now on."""
+        if self._has_pending or self._has_sums:
+            raise StepError("parameters cannot be added between backward and step")
+        if not isinstance(self.clipping.style, str):
+            raise StepError("with groups of one's own, make a new optimizer whose groups hold the new parameters")
+        self.engine.track(params)
+        self._regroup(self.engine.named_parameters())
+
+    def set_clipping(
+        self, clipping: ClippingFunction | None, max_grad_norm: float | None, style: Any, gamma: float | None
+    ) -> None:
+        if self._has_pending or self._has_sums:
+            raise StepError("set_clipping between backward and step: change the clipping between steps")
+        old = self.clipping
+        if style is None and not isinstance(old.style, str) and max_grad_norm is not None:
+            raise ValueError("groups have clipping norms of their own: give style= with the new ones")
+        self.clipping = old.changed(self.engine.named_parameters(), clipping, max_grad_norm, style, gamma)
+
+    def state_dict(self) -> dict[str, Any]:
+        """History, clipping and, under a seed, the noise's position. The secret key of the noise is not saved."""
+        clipping = self.clipping
+        return {
+            "history": [tuple(run) for run in self.ledger.history],
+            "noise_step": self.noise.step,
+            "seed": self.noise.seed,
+            "noise_multiplier": self.noise_multiplier,
+            "clipping": clipping.clipping if isinstance(clipping.clipping, str) else None,
+            "style": clipping.style if isinstance(clipping.style, str) else None,
+            "max_grad_norm": clipping.max_grad_norm,
+            "gamma": clipping.gamma,
+            "dropped": self.nonfinite_samples,
+            "grouped": self.unit.grouped,
+            **({"lost": [tuple(run) for run in self.ledger.lost]} if self.ledger.lost else {}),
+            "makers": self.ledger.makers,
+            **({"missed": missed} if (missed := self.missed.state_dict()) else {}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """All or nothing; functions and groups of one's own stay those of this optimizer."""
+        try:
+            history, lost = (
+                [(float(s), None if q is None else float(q), int(n)) for s, q, n in runs]
+                for runs in (state["history"], state.get("lost", ()))
+            )
+            noise_multiplier, dropped = float(state["noise_multiplier"]), int(state["dropped"])
+            step = int(state["noise_step"]) if state["seed"] == self.noise.seed is not None else self.noise.step
+            kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
+            self.missed.load(state.get("missed", {}))
+        except (KeyError, TypeError, ValueError) as problem:
+            raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
+        if isinstance(self.clipping.style, str):
+            named = self.engine.named_parameters()
+            self.clipping = self.clipping.changed(named, kind, float(norm), style, float(gamma))
+        self.ledger.load(history, lost, state.get("makers"))
+        self.noise_multiplier, self.noise.step = noise_multiplier, step
+        self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
+        self.discard()

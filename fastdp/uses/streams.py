@@ -1,0 +1,62 @@
+"""Streams of a device: what a backward records is finished before norms and sums read it.
+
+Autograd runs each node on the stream of its forward, and at the end of backward lets the caller's stream wait for the
+streams of the leaves, where gradients are added up. Captured calls have no such leaf: what they leave (inputs, output
+gradients, small gradients made of these) may still be computed when the norms are taken on the caller's stream. And
+the caching allocator hands freed memory to the stream that it was made on, unless it is told who else reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .base import Use
+
+_CUDA = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current(device: torch.device) -> Any:
+    """The stream on which work on this device is queued now; None where a device has none, as the CPU."""
+    if device.type == "cpu":
+        return None
+    ask = getattr(getattr(torch, device.type, None), "current_stream", None)
+    return None if ask is None else ask(device)
+
+
+class Streams:
+    """The streams on which one backward recorded its uses."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[torch.device, Any], tuple[Any, list[Use]]] = {}
+
+    def note(self, use: Use) -> None:
+        """A use is recorded on the stream that is current on its device."""
+        device = use.operand.device
+        number = _number(device)
+        if number is None:
+            return
+        if (device, number) not in self._seen:
+            self._seen[device, number] = (current(device), [])
+        self._seen[device, number][1].append(use)
+
+    def join(self) -> None:
+        """Let the streams that are current now wait for the others, and the memory of the uses wait for them."""
+        for (device, number), (stream, uses) in self._seen.items():
+            if number == _number(device):
+                continue
+            now = current(device)
+            now.wait_stream(stream)
+            for use in uses:
+                for tensor in use.holds():
+                    if tensor.device == device:
+                        tensor.record_stream(now)
+        self._seen = {}
+
+
+def _number(device: torch.device) -> Any:
+    """What tells the current stream from others, cheaply where torch has that; None where there are no streams."""
+    if device.type == "cuda" and _CUDA is not None:
+        return _CUDA(device.index or 0)
+    return current(device)
