@@ -113,7 +113,7 @@ def test_without_anything_of_ours_but_the_optimizer_and_the_loader(tmp_path):
     assert isinstance(trainer.train_dataloader, fastdp.sampling.PoissonLoader)
     assert module.private.history == [(0.0, Q, 2 * STEPS)]
     module.truth.assert_equal(module.net)
-    assert fastdp.sampling.current() is None or len(fastdp.sampling._ACTIVE) == 0
+    assert fastdp.sampling.current() is None or len(fastdp.layouts.in_hand.ACTIVE) == 0
 
 
 def test_bf16_mixed(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..engine import following
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError, VerificationError
 from ..layouts.groups import numbers_of
-from ..sampling import PoissonLoader
+from ..training.loader import PoissonLoader
 from ..training.verified import forget_verified, note_verified
 from .collating import collated
 from .examine import Examination

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import sampling
 from ..errors import SampleMixingError
 from ..layouts import ctc as _ctc  # noqa: F401  (registers its rule)
+from ..layouts import in_hand
 from ..layouts.calls import Call, map_tensors, tensors_in
 from ..layouts.held import is_of_model, note_parameter
 from ..layouts.inputs import nested_tensors, tag_inputs
@@ -365,7 +365,7 @@ def handed_out(batch: Any, size: int) -> None:
                 tag(tensor, Layout(size))
 
 
-sampling.tell_of_batches(handed_out)
+in_hand.tell_of_batches(handed_out)
 
 
 def present() -> Following | None:

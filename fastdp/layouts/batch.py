@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from .. import sampling
 from ..errors import StepError
 from .groups import People, numbers_of
+from .in_hand import PhysicalBatch, current
 
 
 class Whose:
     """Whose the records of a batch are: as a loader tells, or as the user said of the coming batch."""
 
     def __init__(self) -> None:
-        self.batch_in_hand: Callable[[], sampling.PhysicalBatch | None] = sampling.current
+        self.batch_in_hand: Callable[[], PhysicalBatch | None] = current
         self._said: People | None = None
         self._used = False  # what was said, by a backward
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import sampling
 from ..errors import StepError
+from . import in_hand
 from .layout import INPUT, Layout, is_stale, layout_on, tag, tag_of
 from .marks import layout_said, mark_of, samples_said, tag_marked
 
@@ -157,7 +157,7 @@ def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
     if said is not None:
         return said * rows_per_sample
     sizes = [tensor.size(dim) for tensor in tensors if tensor.dim() > dim and mark_of(tensor) is None]
-    current = sampling.current()
+    current = in_hand.current()
     if current is not None and (
         current.size * rows_per_sample in sizes or not (sizes or packed) or any(map(mark_of, tensors))
     ):

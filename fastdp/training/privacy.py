@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import sampling
 from ..accounting import check_accountant, warn_of_delta
 from ..engine.buffers import Buffers, add, alias
 from ..engine.explain import Plan
@@ -17,11 +16,12 @@ from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
 from ..engine.taken import Known
 from ..errors import AccountingError, SampleMixingError, StepError
+from ..layouts import in_hand
 from ..layouts.batch import Unit
 from ..layouts.doubts import settle
 from ..ops.clip import GAMMA
 from ..ops.noise import Noise
-from . import misuse
+from . import loader, misuse
 from .clipping import Clipping, ClippingFunction
 from .ledger import Ledger
 from .missed import Missed
@@ -106,7 +106,7 @@ class Privacy:
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned = self.detached = False
         self._rate_check = Rate()
-        self._born = sampling.now()
+        self._born = in_hand.now()
         self._rate: float | None = None
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
@@ -148,22 +148,22 @@ class Privacy:
         for group in sums:
             add(self._pending, group)
 
-    def _in_hand(self) -> sampling.PhysicalBatch | None:
+    def _in_hand(self) -> in_hand.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
-        if self._loader is not None and (mine := sampling.current(self._loader)) is not None:
+        if self._loader is not None and (mine := in_hand.current(self._loader)) is not None:
             return mine
         # an iteration that stands still since before the optimizer was made is one that an exception left behind
-        if sampling.active_loaders() > 1 and sampling.active_loaders(self._born) != 1:
+        if in_hand.active_loaders() > 1 and in_hand.active_loaders(self._born) != 1:
             raise StepError(
                 "several Poisson loaders are being iterated, and which of them this optimizer trains on is not known: "
                 "train a step on its loader before the others begin"
             )
-        found = sampling.current()
+        found = in_hand.current()
         if found is not None and found.size < 0 and found.moment < self._born:
             return None  # fetched for another optimizer, and left
         return found
 
-    def _current(self) -> sampling.PhysicalBatch | None:
+    def _current(self) -> in_hand.PhysicalBatch | None:
         found = self._in_hand()
         if found is not None:
             self._loader = found.loader
@@ -196,9 +196,9 @@ class Privacy:
                 "and call backward once."
             )
         self._backward_of = number
-        sampling.train(current, self.missed)
+        loader.train(current, self.missed)
 
-    def _check_skipped(self, current: sampling.PhysicalBatch) -> None:
+    def _check_skipped(self, current: in_hand.PhysicalBatch) -> None:
         """A batch that was fetched ahead would be taken for another, of another logical batch perhaps."""
         if current.skipped:
             raise StepError(misuse.SKIPPED)
@@ -263,12 +263,12 @@ class Privacy:
         self._rate, self._expected, self._sums_of = rate, expected, logical
         if current is not None:
             self._step_of = (current.logical, current.physical)
-            sampling.train(current, self.missed, stepped=True)
+            loader.train(current, self.missed, stepped=True)
         while self._taken:
             self.missed.take(self._taken.pop())
         return current is None or current.final
 
-    def _of_loader(self, current: sampling.PhysicalBatch) -> tuple[float, float]:
+    def _of_loader(self, current: in_hand.PhysicalBatch) -> tuple[float, float]:
         """Sample rate and expected batch size, which must be the loader's; one step a batch."""
         if (current.logical, current.physical) == self._step_of:
             raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")

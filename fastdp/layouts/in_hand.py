@@ -1,0 +1,60 @@
+"""The physical batch in hand: the loader that hands it out notes it, the engine and the optimizer read it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .groups import People
+
+
+class PhysicalBatch(NamedTuple):
+    """What the optimizer must know of the batch in hand. `logical` and `physical` number it, once and for all."""
+
+    loader: int  # id of the loader
+    logical: int
+    physical: int
+    size: int  # records; -1: none is in hand yet
+    final: bool  # the last of its logical batch
+    sample_rate: float
+    expected_batch_size: float  # of samples: of groups, where records are grouped
+    people: People | None = None  # whose the records are, where a sample is a group of them
+    taken: bool = False  # a private optimizer has stepped on it
+    skipped: bool = False  # on the batch before it in this iteration, none has
+    moment: int = 0  # when it was handed out
+
+
+_MOMENTS = itertools.count()
+TELL: list[Callable[[Any, int], None]] = []
+WAITING = -1  # the number of a batch that is none, as nothing is in hand yet; one less each time it is asked for
+ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advanced last at the end
+
+
+def current(loader: int | None = None) -> PhysicalBatch | None:
+    """The physical batch whose loop body is running: of this loader, or of the one that advanced last."""
+    found = [(key, batch) for key, batch in ACTIVE.items() if loader is None or batch.loader == loader]
+    if found and found[-1][1].physical < 0:
+        key, batch = found[-1]
+        asked = -batch.physical
+        ACTIVE[key] = batch._replace(physical=batch.physical - 1)
+        if asked & (asked - 1) == 0:  # the first, second, fourth ... time
+            gc.collect()  # a pass that an error has ended, perhaps, which only its traceback's cycle keeps
+            found = [(key, batch) for key, batch in found if key in ACTIVE]
+    return found[-1][1] if found else None
+
+
+def active_loaders(since: int = -1) -> int:
+    """How many Poisson loaders are being iterated, and have handed out a batch since that moment."""
+    return len({batch.loader for batch in ACTIVE.values() if batch.moment > since})
+
+
+def tell_of_batches(function: Callable[[Any, int], None]) -> None:
+    """Call a function with every batch that a loop over a loader is handed, and its number of records."""
+    TELL.append(function)
+
+
+def now() -> int:
+    """A moment, later than all before."""
+    return next(_MOMENTS)

@@ -1,0 +1,329 @@
+"""Poisson sampling: every record (or person) joins a batch independently, with the accounted probability.
+
+A logical batch (one step) is cut into physical ones that fit the memory. The loader notes which of them it
+handed out last (`fastdp.layouts.in_hand`), so that the optimizer knows when a logical batch is complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from ..accounting import steps_per_epoch
+from ..errors import StepError
+from ..layouts.groups import People
+from ..layouts.in_hand import ACTIVE, TELL, WAITING, PhysicalBatch, now
+from .collating import CollateWithEmpty
+from .grouping import Grouping
+from .missed import Missed, Trainers, Watch, mark_of_key
+
+_LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
+_WATCHED: dict[int, Watch] = {}  # by running iterator, as the batches in hand are
+
+
+def train(batch: PhysicalBatch, missed: Missed, stepped: bool = False) -> None:
+    """An optimizer has made a backward on this batch, or stepped."""
+    for key, active in ACTIVE.items():
+        if (active.logical, active.physical) == (batch.logical, batch.physical):
+            _WATCHED[key].train(missed, stepped, batch.final)
+            ACTIVE[key] = active._replace(taken=active.taken or stepped)
+        elif active.loader == batch.loader:
+            _WATCHED[key].supersede()
+
+
+class PoissonSampler(Sampler[list[int]]):
+    """Lists of indices, one a physical batch; `pending` tells in order which of them end a logical batch.
+
+    What is drawn is a function of (key, pass, step) alone, so that a run can be taken up at any step, whatever was
+    fetched ahead. Every iteration is a pass of its own: no two of them draw the same.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        sample_rate: float,
+        steps: int,
+        max_physical_batch_size: int | None,
+        seed: int | None,
+        grouping: Grouping | None = None,
+    ) -> None:
+        self.size, self.sample_rate, self.steps = size, sample_rate, steps  # size: of samples
+        self.grouping = grouping
+        self.limit = max_physical_batch_size
+        self.key = secrets.randbits(256) if seed is None else seed
+        self.passes, self.first = 0, 0  # passes begun, and the step at which the next one begins
+        self.pending: deque[tuple[int, bool, People | None]] = deque()  # of the pass begun last
+        self.running = (0, 0)  # of the pass begun last: its number, and its first step
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        pending = self.pending = deque()  # a queue of its own for every pass
+        place, first = self.running = (self.passes, self.first)
+        self.passes, self.first = self.passes + 1, 0
+        for step in range(first, self.steps):
+            draw = np.random.default_rng(np.random.SeedSequence(self.key, spawn_key=(place, step)))
+            chosen = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
+            for part, final, people in self._parts(chosen, draw):
+                pending.append((len(part), final, people))
+                yield part
+
+    def _parts(self, chosen: list[int], draw: np.random.Generator) -> Iterator[tuple[list[int], bool, People | None]]:
+        """The records of a physical batch each, whether it is the last, and whose the records are."""
+        if self.grouping is not None:
+            groups = list(self.grouping.parts(chosen, draw, self.limit))
+            for number, group in enumerate(groups):
+                people = People.of_counts([len(records) for records in group])
+                yield [r for records in group for r in records], number == len(groups) - 1, people
+            return
+        limit = self.limit or max(len(chosen), 1)
+        parts = [chosen[i : i + limit] for i in range(0, len(chosen), limit)] or [[]]
+        for number, part in enumerate(parts):
+            yield part, number == len(parts) - 1, None
+
+
+class PoissonLoader:
+    """Batches of a Poisson sample of the dataset; see `poisson_loader`."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: PoissonSampler, expected_batch_size: float) -> None:
+        self.loader, self.sampler = loader, sampler
+        self.expected_batch_size = expected_batch_size
+        self._place = (0, 0)  # pass, and its logical batches handed out whole
+        self._trainers = Trainers()  # of the optimizers that have trained on it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is another loader, that nobody has trained on."""
+        return {name: value for name, value in vars(self).items() if name != "_trainers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _trainers=Trainers())
+
+    def state_dict(self, *, secret: bool = False) -> dict[str, Any]:
+        """Where the loader stands: {"pass", "step"}: taken after a step() it is where the next one begins.
+
+        secret: also the key of the sampling, which must stay as secret as the data: with it, a loader that loads the
+        state hands out the very batches that this one would have.
+        """
+        place, step = self._place
+        state = {"pass": place, "step": step}
+        return {**state, "key": self.sampler.key} if secret else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration takes up the pass where the state was saved, and ends where that pass ends."""
+        try:
+            place, step, key = state["pass"], state["step"], state.get("key", self.sampler.key)
+        except (AttributeError, KeyError, TypeError) as problem:
+            raise StepError(f"this is no state of a poisson_loader, or of another version: {problem!r}") from None
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (place, step, key)):
+            raise StepError("this is no state of a poisson_loader: pass, step and key are whole numbers from 0 on")
+        if step > self.sampler.steps:
+            raise StepError(f"the state is of step {step}; a pass of this loader has {self.sampler.steps}")
+        if step == self.sampler.steps:
+            place, step = place + 1, 0
+        self.sampler.key, self.sampler.passes, self.sampler.first = key, place, step
+        self._place = (place, step)
+        for missed in self._trainers:
+            missed.redo(mark_of_key(key), self._place)
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    @property
+    def sample_rate(self) -> float:
+        return self.sampler.sample_rate
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Logical batches in one pass over the loader."""
+        return self.sampler.steps
+
+    @property
+    def grouping(self) -> Grouping | None:
+        """Whose the records are, where a sample is a group of them."""
+        return self.sampler.grouping
+
+    def __repr__(self) -> str:
+        kind, of = "records", ""
+        if self.grouping is not None:
+            kind, of = "groups", f" of {len(self.dataset)} records (at most {self.grouping.most} each a step)"
+        return (
+            f"<poisson_loader: each of {self.sampler.size} {kind}{of} with probability {self.sample_rate:.6g} in each "
+            f"of {self.sampler.steps} steps; epsilon is of one of the {kind} added or removed>"
+        )
+
+    def __len__(self) -> int:
+        """Logical batches; with max_physical_batch_size the loop body may run more often."""
+        return self.sampler.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        mine, end = new_pass(), leave  # at the interpreter's end only names within are left
+        try:
+            for batch, begin in self.ahead(mine):
+                begin()
+                for tell in TELL:
+                    tell(batch, ACTIVE[mine].size)
+                _WATCHED[mine].give(batch, ACTIVE[mine].size)
+                yield batch
+            finish(mine)
+        finally:
+            end(mine)
+
+    def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
+        """Batches of a pass of that number, each with what is to be called before training on it, however late."""
+        batches = iter(self.loader)
+        watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sample_rate)
+        pending: deque[tuple[int, bool, People | None]] | None = None
+        logical, physical, place, step = next(_LOGICAL), 0, 0, 0
+        for batch in batches:
+            if pending is None:
+                pending = self.sampler.pending
+                place, step = self.sampler.running
+                watch.begin(mark_of_key(self.sampler.key), (place, step), self.sampler.steps)
+            size, final, people = pending.popleft()
+            step += final
+            note = PhysicalBatch(
+                id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people
+            )
+            yield batch, functools.partial(self._begin, mine, note, (place, step))
+            logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
+
+    def finish(self) -> None:
+        """No more of the passes that run is trained on. Raises StepError where a batch in hand was not stepped on."""
+        for watch in [watch for watch in _WATCHED.values() if watch.loader == id(self)]:
+            watch.end()
+
+    def _begin(self, mine: int, note: PhysicalBatch, place: tuple[int, int]) -> None:
+        _WATCHED[mine].hand((place[0], place[1] + (not note.final)))
+        self._place = place
+        before = ACTIVE.pop(mine, None)  # to the end: it advanced last
+        ACTIVE[mine] = note._replace(skipped=before is not None and not before.taken, moment=now())
+
+
+_PASSES = itertools.count()
+
+
+def new_pass() -> int:
+    """The number of a pass that begins."""
+    return next(_PASSES)
+
+
+def wait(mine: int, loader: PoissonLoader) -> None:
+    """Batches of this pass are fetched, and none may be trained on until it is said which is in hand."""
+    nothing = PhysicalBatch(id(loader), -1, WAITING, -1, False, loader.sample_rate, loader.expected_batch_size)
+    ACTIVE[mine] = nothing._replace(skipped=True, taken=True, moment=now())
+
+
+def finish(mine: int) -> None:
+    """The pass of that number has no more batches. Raises StepError where the last was not stepped on."""
+    if mine in _WATCHED:
+        _WATCHED[mine].end()
+
+
+def leave(mine: int, active: dict[int, PhysicalBatch] = ACTIVE, watched: dict[int, Watch] = _WATCHED) -> None:
+    """The pass of that number is over, or was left."""
+    active.pop(mine, None)
+    watch = watched.pop(mine, None)
+    if watch is not None:
+        watch.leave()
+
+
+def poisson_loader(
+    data: Dataset[Any] | DataLoader[Any] | Any,
+    *,
+    sample_rate: float | None = None,
+    expected_batch_size: float | None = None,
+    max_physical_batch_size: int | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    group_by: Any = None,
+    max_records_per_group: int | None = None,
+    **loader_options: Any,
+) -> PoissonLoader:
+    """A loader that samples every record independently with probability sample_rate at each step.
+
+    Args:
+        data: a map-style dataset, or a DataLoader whose dataset, collate_fn, workers and batch_size are used.
+        sample_rate: in (0, 1]; or
+        expected_batch_size: sample_rate * len(dataset). Default: the DataLoader's batch_size.
+        max_physical_batch_size: logical batches are cut into physical ones of at most this size; the optimizer
+            accumulates until the last. An empty sample is handed out as a batch with no rows.
+        steps: logical batches in a pass (default: ceil(1 / sample_rate), each record once in expectation).
+        seed: for reproducible experiments; default: from the operating system. Sampling must be secret.
+        group_by: whose the records are, for privacy of persons with several: a column's name, a key for each record,
+            or a function from a record to its key. Persons are then sampled, with all of their records, and clipped
+            as one sample each; sample_rate and expected_batch_size are of persons, max_physical_batch_size counts
+            records. See docs/people.md.
+        max_records_per_group: at each step so many records of a person at most, drawn anew.
+        loader_options: of torch's DataLoader, for a dataset.
+
+    Raises ValueError or StepError on data that cannot be sampled or sizes that make no sense.
+    """
+    options = dict(loader_options)
+    dataset: Any = data
+    of_loader = False  # whether the DataLoader's batch size is taken
+    if isinstance(data, DataLoader):
+        dataset = data.dataset
+        if type(data.sampler) not in (SequentialSampler, RandomSampler) or not getattr(data, "in_order", True):
+            raise StepError(
+                f"the DataLoader draws by {type(data.sampler).__name__}, or out of order: Poisson sampling takes its "
+                "place. Give a loader without a sampler; for a part of the data, a torch.utils.data.Subset."
+            )
+        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+                     "persistent_workers", "multiprocessing_context"):  # fmt: skip
+            options.setdefault(name, getattr(data, name))
+        if sample_rate is None and expected_batch_size is None:
+            if data.batch_size is None:
+                raise ValueError("the DataLoader has no batch_size: give expected_batch_size= or sample_rate=")
+            expected_batch_size, of_loader = data.batch_size, True
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise StepError(
+            "Poisson sampling needs a dataset with a length and access by index; an iterable one cannot be sampled. "
+            "Load it into a map-style dataset (a list will do)."
+        )
+    grouping = None if group_by is None else Grouping.of(dataset, group_by)
+    size = len(dataset) if grouping is None else grouping.groups
+    if size == 0:
+        raise ValueError("the dataset is empty")
+    if (sample_rate is None) == (expected_batch_size is None):
+        raise ValueError("give either sample_rate= or expected_batch_size=")
+    if sample_rate is None:
+        assert expected_batch_size is not None
+        expected_batch_size = min(expected_batch_size, size) if of_loader else expected_batch_size
+        if not 0 < expected_batch_size <= size:
+            raise ValueError(
+                f"expected_batch_size must lie in (0, {size}], the size of the data"
+                f"{'' if grouping is None else ' in groups'}; got {expected_batch_size}"
+            )
+        sample_rate = expected_batch_size / size
+        steps = steps if steps is not None else steps_per_epoch(sample_rate)
+    else:
+        steps = steps if steps is not None else steps_per_epoch(sample_rate)
+        expected_batch_size = sample_rate * size
+        if abs(expected_batch_size - round(expected_batch_size)) < 1e-9 * size:
+            expected_batch_size = round(expected_batch_size)
+    for name, value in (("max_physical_batch_size", max_physical_batch_size), ("steps", steps),
+                        ("max_records_per_group", max_records_per_group)):  # fmt: skip
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    if options.get("in_order") is False:
+        raise ValueError("in_order=False would mix up physical batches")
+    if max_records_per_group is not None and grouping is None:
+        raise ValueError("max_records_per_group= needs group_by=, which says whose the records are")
+    if grouping is not None:
+        grouping.limit_to(max_records_per_group, max_physical_batch_size)
+    sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed, grouping)
+    collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_sampler=sampler, collate_fn=CollateWithEmpty(collate, dataset), **options
+    )
+    return PoissonLoader(loader, sampler, expected_batch_size)
