@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from ..finetune.words import listed, nearest
+from ..training.words import listed, nearest
 from .runner import TESTS, audit
 from .trainable import AuditError
 

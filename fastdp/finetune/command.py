@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import BatchReadWarning, FastDPError
+from ..training.words import count
 from . import preflight
 from .card import make_card
 from .checkpoint import new_file
@@ -25,7 +26,6 @@ from .job import FinetuneError, Outcome
 from .outputs import write_outputs
 from .prepare import Prepared, prepare
 from .progress import Progress
-from .words import count
 
 OPTIONS = "options.json"  # in --out: what the run was begun with
 # may differ when a run is resumed: they change neither the guarantee nor what is learnt

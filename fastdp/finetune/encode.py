@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..losses import IGNORE, causal_lm_loss, classification_loss
+from ..training.words import count
 from .job import FinetuneError
 from .records import Records
-from .words import count
 
 _AT_ONCE = 1000
 _DEFAULT_LENGTH = {"classify": 128, "lm": 256}

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..training.compatible import make_compatible
+from ..training.words import count, listed
 from .job import FinetuneError
-from .words import count, listed
 
 
 def transformers() -> Any:

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from ..training.words import size
 from .card import Card, write_card
 from .checkpoint import UNFINISHED, SaveError, in_words
 from .models import quiet
 from .plots import write_plots
 from .progress import Progress
-from .words import size
 
 
 def write_outputs(folder: Path, model: nn.Module, tokenizer: Any, progress: Progress, card: Card, task: str,

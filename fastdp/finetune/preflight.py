@@ -18,10 +18,10 @@ from ..accounting import delta_problem, epsilon_of, noise_multiplier_for, steps_
 from ..analysis.verify import verify
 from ..errors import AccountingError, FastDPError
 from ..training.optim import privatize
+from ..training.words import count, duration, size
 from .batch_size import Fit
 from .job import FinetuneError, Job, Plan
 from .options import default_batch, default_delta
-from .words import count, duration, size
 
 NEW_LR = 5e-3  # of a new head: it has everything to learn, the weights below it little
 CHECKED = 4  # records that verify compares with one-sample truth

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import BatchReadWarning
+from ..training.words import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
 from .encode import Collate, Encoded, encode, longest, loss_of, padding
@@ -21,7 +22,6 @@ from .evaluation import Evaluation
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
 from .records import Data, load_data
-from .words import count, listed, many
 
 _EVALUATED_AT_ONCE = 32
 

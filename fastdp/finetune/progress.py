@@ -10,9 +10,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..training.words import duration
 from .checkpoint import SaveError, new_file
 from .evaluation import in_words
-from .words import duration
 
 FIRST = ("step", "epsilon", "loss", "samples", "seconds")
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..training.words import listed
 from .job import FinetuneError
 from .tables import Bad, Table, read_table, refuse_bad
-from .words import listed
 
 _TEXTS = ("text", "sentence", "content", "review", "document", "body", "message")
 _LABELS = ("label", "labels", "class", "target", "category")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..training.words import listed, nearest
 from .job import FinetuneError
-from .words import listed, nearest
 
 FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt")
 _BY_SUFFIX = {

@@ -1,0 +1,93 @@
+"""The house: rooms of the package in a strict order, public modules at its root, files that a reader takes in."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fastdp
+
+PACKAGE = Path(fastdp.__file__).parent
+# from below to above; those of one line never import each other
+ORDER = (
+    ("errors",),
+    ("accounting",),
+    ("ops",),
+    ("layouts",),
+    ("uses",),
+    ("engine",),
+    ("training",),
+    ("distributed",),
+    ("analysis",),
+    ("calibration", "diagnostics", "losses", "ntk", "sampling", "schedule"),
+    ("audit", "commands", "compat", "finetune", "hf", "lightning"),
+    ("__init__",),
+    ("__main__",),
+)
+FLOOR = {name: number for number, names in enumerate(ORDER) for name in names}
+GUESTS = ORDER[10]  # they use fastdp as a user would: `import fastdp` is theirs, too
+LONGEST = 400  # lines
+WITHIN = {"kernels"}  # Triton's, which ops import when a device asks for them
+
+
+def files() -> Iterator[Path]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if "kernels" not in path.relative_to(PACKAGE).parts:
+            yield path
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """The rooms whose files a file imports, lazily too, with the lines; not those that only type checkers look at."""
+    package = ["fastdp", *path.relative_to(PACKAGE).parts[:-1]]
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            skipped |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            found = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for parts in found:
+            if parts[0] == "fastdp":
+                inner = parts[1] if len(parts) > 1 else "__init__"
+                yield (inner if inner in FLOOR or inner in WITHIN else "__init__"), node.lineno
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_rooms_import_only_what_lies_below(path: Path) -> None:
+    room = room_of(path)
+    for other, line in imported(path):
+        if other == room or other in WITHIN or (other == "__init__" and room in GUESTS):
+            continue
+        where = f"{path.relative_to(PACKAGE)}, line {line}: {room} imports {other}"
+        assert FLOOR[other] < FLOOR[room], f"{where}, which does not lie below it (see docs/architecture.md)"
+
+
+def test_the_root_holds_public_modules_alone() -> None:
+    found = {path.stem for path in PACKAGE.glob("*.py")}
+    assert found <= set(FLOOR), f"{sorted(found - set(FLOOR))} belong into a room"
+    assert len(found) <= 12
+
+
+def test_rooms_are_known() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} - WITHIN
+    assert rooms <= set(FLOOR), f"{sorted(rooms - set(FLOOR))}: give them a place in ORDER"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_are_not_long(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LONGEST
