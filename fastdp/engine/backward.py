@@ -22,10 +22,10 @@ from ..layouts.doubts import take as take_doubts
 from ..layouts.groups import People
 from ..layouts.layout import Layout
 from ..ops.common import exactly
-from ..uses.base import Use
 from ..uses.links import leaves_of
 from ..uses.planner import Planner
 from ..uses.streams import Streams
+from ..uses.use import Use
 from .activation_hooks import UNGUARDED
 from .capture import Pass
 from .gradients import Gradients, check_unwritten

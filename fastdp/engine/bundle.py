@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..ops.rows import square_sum, weighted_sum
-from ..uses.base import Direct, Use
 from ..uses.links import link_of
 from ..uses.timing import Clock
+from ..uses.use import Direct, Use
 
 SMALL = 1 << 14  # elements of a parameter; larger ones are not worth a copy
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from ..layouts.calls import Call, function_name, is_in_place, tensors_in
 from ..layouts.exposed import GIVING, Exposed
 from ..layouts.groups import People
 from ..layouts.held import was_filled
@@ -34,7 +34,6 @@ from ..layouts.totals import by_size
 from ..layouts.trial import target_as_it_is
 from ..uses.alone import one_sample_of
 from ..uses.attention import COMPOSITES
-from ..uses.base import RULES, Use
 from ..uses.derived import mark_derived
 from ..uses.experts import PRODUCTS, gathered_of
 from ..uses.folded import folded
@@ -42,20 +41,16 @@ from ..uses.formats import capture_in_format
 from ..uses.forward_pass import Recorder
 from ..uses.generic import capture_generic
 from ..uses.links import Unwritten, leaves_of, link_of, span_of
+from ..uses.rules import RULES
+from ..uses.use import Use
 from .activation_hooks import HOOKING, hooked
 from .checkpointing import custom_function, watch_region
 from .layout_cache import CONSTANT, inquires
 from .parties import Forward, Watcher
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
-from .sight import Poison, look_at, refuse_numbers_of_data, unmoved
+from .sight import look_at, look_beneath, poisoned, refuse_numbers_of_data, unmoved
 
 _CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
-
-
-_OUT_OF_SIGHT = (
-    "runs inside torch.func or torch.vmap on data that needs no gradient, out of sight: what it makes there of several "
-    "samples would pass for constants"
-)
 
 
 class Pass:
@@ -149,20 +144,7 @@ class Pass:
         if layout is not None:
             tag(tensor, layout)
 
-    def look_beneath(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A call inside a transform of torch.func, which hides whose rows it combines: note what it takes."""
-        for tensor in tensors_in((args, kwargs)):
-            while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-                tensor = torch._C._functorch.get_unwrapped(tensor)
-            if not tensor.requires_grad:
-                if tensor.is_floating_point() and self.batch > 1 and tag_of(tensor, self.batch) is not None:
-                    self.reads.note(f"{self.place(function_name(func))} {_OUT_OF_SIGHT}", None)
-            elif self.is_parameter(tensor):
-                self._note_use(tensor, f"{self.place(function_name(func))}, inside torch.func or torch.vmap")
-            elif self.is_data(tensor) and not self.unseen:
-                self.unseen = f"{self.place(function_name(func))} runs inside torch.func or torch.vmap, out of sight"
-
-    def _note_use(self, parameter: Tensor, where: str) -> None:
+    def note_use(self, parameter: Tensor, where: str) -> None:
         for leaf in leaves_of(parameter):
             self.backward.last_use_of[id(leaf)] = where
 
@@ -267,7 +249,7 @@ class Pass:
                 if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
                     where = custom_function()
                     if where:
-                        self._note_use(leaf, f"{self.place(function_name(func))}, {where}")
+                        self.note_use(leaf, f"{self.place(function_name(func))}, {where}")
         elif parameters:
             watch_region(self.forward, self.path, self.batch, self.moment)
             if has_data:
@@ -374,7 +356,7 @@ class Pass:
         except SampleMixingError as problem:
             if not problem.mixed or is_in_place(function_name(func)):
                 raise
-            return self._poison(func, args, kwargs, problem)
+            return poisoned(self, func, args, kwargs, problem)
 
     def _by_rule(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
@@ -387,20 +369,6 @@ class Pass:
                 return out
         return capture_generic(recorder, func, args, kwargs)
 
-    def _poison(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: SampleMixingError) -> Any:
-        """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""
-        detached = map_tensors((args, kwargs), lambda t: t.detach() if self.is_parameter(t) else t)
-        out = func(*detached[0], **detached[1])
-        mixed = Layout(self.batch, mixed=problem.mixed)
-
-        def poison(tensor: Tensor) -> Tensor:
-            if tensor.is_floating_point() or tensor.is_complex():
-                tensor = Poison.apply(tensor, self.token_for(()), problem)  # type: ignore[no-untyped-call]
-            tag(tensor, mixed)
-            return tensor
-
-        return map_tensors(out, poison)
-
 
 class _CaptureMode(TorchFunctionMode):
     def __init__(self, recorder: Pass) -> None:
@@ -410,6 +378,6 @@ class _CaptureMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly
-            self.recorder.look_beneath(func, args, kwargs)
+            look_beneath(self.recorder, func, args, kwargs)
             return func(*args, **kwargs)
         return self.recorder.dispatch(func, args, kwargs)

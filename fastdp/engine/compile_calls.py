@@ -16,8 +16,8 @@ from torch import Tensor
 from ..layouts.calls import tensors_in
 from ..layouts.layout import Layout
 from ..ops.common import exactly
-from ..uses.base import Captured, Operand
 from ..uses.broadcast import _Cat, _Elementwise
+from ..uses.captured import Captured, Operand
 from ..uses.conv import _Conv
 from ..uses.embedding import _Embedding, _RowIndex
 from ..uses.forward_pass import Recorder

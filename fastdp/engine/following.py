@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,69 +23,26 @@ from ..layouts import in_hand
 from ..layouts.calls import Call, map_tensors, tensors_in
 from ..layouts.held import is_of_model, note_parameter
 from ..layouts.inputs import nested_tensors, tag_inputs
-from ..layouts.labels import Labels
 from ..layouts.layout import INPUT, Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
 from ..layouts.marks import mark_of
 from ..layouts.moments import LOADERS, Moment, set_moment
 from ..layouts.pieces import NOTED, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import propagate
-from ..layouts.sizes import TELLING, Sizes
+from ..layouts.sizes import TELLING
 from ..layouts.totals import by_size
 from ..layouts.trial import target_as_it_is
 from .activation_hooks import HOOKING, guard_graph, hooked
 from .backward import Arrival
 from .compile_stance import PLAINLY
-from .hook_watch import Owner
+from .followed import ENGINES, Engine, Evaluation, Followed
 from .judging import problem_of
-from .layout_cache import CONSTANT, Memo, inquires
-from .mode_stack import insert, moving, remove_over
-from .reads import Reads
+from .layout_cache import CONSTANT, inquires
+from .mode_stack import insert, remove_over
 
 _HERE = threading.local()
 _GRADIENTS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__))  # type: ignore[union-attr]
 _WAITING = 4  # batches, at most, that are followed later on
-
-
-class Followed:
-    """A batch to be followed up to its backward.
-
-    batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made; arrivals:
-    what waits in the graph for the gradients of these outputs, as long as the graph is there. token: see `Moment`.
-    """
-
-    def __init__(
-        self, batch: int, moment: Moment, engine: Engine, mixed: list[Layout], arrivals: Sequence[Arrival] = ()
-    ) -> None:
-        self.batch, self.moment, self.mixed = batch, moment, mixed
-        me = weakref.ref(self)
-        self.memo, self.sizes = engine.memo, engine.sizes
-        self.labels = Labels(batch, moment.number)
-        self.engine = weakref.ref(engine, lambda _: _is_gone(me))
-        self.mode: weakref.ref[Following] | None = None  # that follows it
-        self.passed = 0  # backwards of others meanwhile
-        self._ending: list[Any] = [weakref.ref(arrival, lambda _: _is_gone(me)) for arrival in arrivals]
-        self.token = None if moment.token is None else weakref.ref(moment.token, lambda _: _is_gone(me))
-        self._ending += [] if self.token is None else [self.token]
-        moment.token = None
-
-    def waits(self) -> bool:
-        """Whether a backward may come yet."""
-        if self.engine() is None or not self.moment.alive or self.moment.reached:
-            return False
-        return not self._ending or any(known() is not None for known in self._ending)
-
-
-class Evaluation:
-    """A forward of the model without gradients, whose inputs are known: what else it takes is no label."""
-
-    def __init__(self, labels: Labels) -> None:
-        self._labels = labels
-        labels.paused += 1
-
-    def end(self) -> None:
-        """The forward ends."""
-        self._labels.paused -= 1
 
 
 class Following(TorchFunctionMode):
@@ -304,44 +261,6 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-class Engine(Protocol):
-    """What following needs of an engine (`fastdp.engine.forward.Forward`)."""
-
-    memo: Memo
-    sizes: Sizes
-    reads: Reads
-    owner: Owner
-
-    @property
-    def grouped(self) -> bool:
-        """Whether a sample is a group of records."""
-
-    def backward_begins(self, problem: SampleMixingError | Warning | None, roots: list[Tensor], batch: int) -> None:
-        """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
-
-    def backward_was_reached(self) -> bool:
-        """Whether the backward that has just ended was of the engine."""
-
-    def backwards(self) -> int:
-        """How many there were."""
-
-    @property
-    def takes_rows(self) -> bool:
-        """Whether inputs have one row for each sample, along their first dimension."""
-
-    @property
-    def mean(self) -> bool:
-        """Whether the loss is to be a mean over the samples, else a sum."""
-
-
-ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # that are attached to a model
-
-
-def parameters() -> set[int]:
-    """Ids of the parameters of all models that have an engine."""
-    return {key for engine in ENGINES for key in engine.backward.tracked.current()}
-
-
 _LAST: list[Moment] = []  # of batches that loaders handed out
 _TRAINED = [0]  # backwards of all engines, when the last one was
 
@@ -399,14 +318,3 @@ def _end() -> None:
         found.finish()
         _HERE.following = None
     remove_over()
-
-
-def _is_gone(known: weakref.ref[Followed]) -> None:
-    """The graph behind an output of the model, or all that was made of outputs: perhaps no backward can come now."""
-    what = known()
-    mode = what.mode() if what is not None and what.mode is not None else None
-    if what is None or mode is None or mode.what is not what or what.waits() or any(w.waits() for w in mode.waiting):
-        return
-    mode.finish()
-    if mode.thread == threading.get_ident() and not moving():
-        remove_over()

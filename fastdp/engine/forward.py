@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import BatchLayoutError, FastDPError, ParameterError, SampleMixingError
+from ..errors import FastDPError, ParameterError, SampleMixingError
 from ..layouts.groups import People
 from ..layouts.held import note_parameter
-from ..layouts.inputs import batch_of, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
+from ..layouts.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import look
 from ..layouts.moments import Moment, Token, set_moment
@@ -26,33 +26,13 @@ from .capture import Pass
 from .checkpointing import watch_region
 from .compile_stance import PLAINLY
 from .compile_switches import Switches
+from .followed import ENGINES, Evaluation, parameters
 from .hook_watch import Owner
 from .layout_cache import Memo
 from .module_hooks import ModuleHook, numbered
 from .reads import Reads
 from .replay import Block
 from .threads import Running, Turn
-
-
-class Batching:
-    """Where the samples lie in the model's inputs: see the arguments of `fastdp.PerSampleGradients`."""
-
-    def __init__(self, batch_first: bool = True, batch_size: int | None = None, rows_per_sample: int = 1) -> None:
-        self.dim, self.size, self.rows_per_sample = (0 if batch_first else 1), batch_size, rows_per_sample
-
-    @property
-    def folded(self) -> bool:
-        """Whether inputs may hold several rows of each sample."""
-        return self.size is not None or self.rows_per_sample > 1
-
-    def samples(self, args: Any, kwargs: Any) -> int:
-        """The number of samples in the model's arguments."""
-        if self.size is not None:
-            return self.size
-        rows = batch_of((args, kwargs), self.dim, self.rows_per_sample)
-        if rows % self.rows_per_sample:
-            raise BatchLayoutError(f"{rows} rows are no multiple of rows_per_sample={self.rows_per_sample}")
-        return rows // self.rows_per_sample
 
 
 class Forward:
@@ -87,7 +67,7 @@ class Forward:
         """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
         self.backward.expect(problem)
         if self.backward.open_forwards():
-            self.backward.others.loss(roots, size, following.parameters)
+            self.backward.others.loss(roots, size, parameters)
 
     def backward_was_reached(self) -> bool:
         """Whether the backward that has just ended was of the engine."""
@@ -112,7 +92,7 @@ class Forward:
         return self.backward.planner
 
     @property
-    def _entered(self) -> list[Pass | Block | following.Evaluation | None]:
+    def _entered(self) -> list[Pass | Block | Evaluation | None]:
         return self._running_here.entered
 
     @property
@@ -135,13 +115,13 @@ class Forward:
         self._switches = Switches(self)
         for parameter in self.model.parameters():
             note_parameter(parameter)
-        following.ENGINES.add(self)
+        ENGINES.add(self)
 
     def detach(self) -> None:
         """Take every hook off the model."""
         self._drop_interrupted()
         following.stop()
-        following.ENGINES.discard(self)
+        ENGINES.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -167,7 +147,7 @@ class Forward:
         elif not path and (followed := following.present()) is not None and followed.what.engine() is self:
             here.entered[-1] = self._evaluate(followed, args, kwargs)
 
-    def _evaluate(self, followed: following.Following, args: Any, kwargs: Any) -> following.Evaluation | None:
+    def _evaluate(self, followed: following.Following, args: Any, kwargs: Any) -> Evaluation | None:
         """A forward without gradients, while a loss is computed: of a target for it, perhaps."""
         with contextlib.suppress(FastDPError):  # of inputs that hold no samples
             if self.batching.samples(args, kwargs) == followed.batch:

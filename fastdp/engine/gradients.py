@@ -17,7 +17,6 @@ from ..errors import StepError
 from ..layouts.groups import People
 from ..ops.common import accumulate
 from ..uses.alone import whole_batch
-from ..uses.base import Direct, Use
 from ..uses.conv import Conv
 from ..uses.derived import pull_back_sum
 from ..uses.embedding import Lookup
@@ -27,6 +26,7 @@ from ..uses.links import leaves_of, link_of
 from ..uses.planner import Planner
 from ..uses.routed import Routed
 from ..uses.timing import Clock
+from ..uses.use import Direct, Use
 from .buffers import Buffers
 from .bundle import Bundle, is_small
 

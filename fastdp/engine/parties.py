@@ -14,7 +14,7 @@ from .layout_cache import Memo
 from .reads import Reads
 
 if TYPE_CHECKING:
-    from ..uses.base import Use
+    from ..uses.use import Use
     from .capture import Pass
 
 

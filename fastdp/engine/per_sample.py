@@ -12,12 +12,13 @@ from .. import uses as _rules  # noqa: F401  (registers the rules)
 from ..errors import ParameterError, StepError
 from ..layouts.batch import Whose
 from ..layouts.doubts import settle
+from ..layouts.inputs import Batching
 from ..ops.common import exactly, sum_type
 from ..uses.planner import Planner
 from . import following
 from .backward import Backward
 from .explain import Plan
-from .forward import Batching, Forward, check_unattached
+from .forward import Forward, check_unattached
 from .gradients import Gradients
 from .taken import Known
 from .tracked import Tracked

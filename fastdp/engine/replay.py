@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from ..errors import StepError
 from ..layouts.calls import map_tensors
 from ..layouts.inputs import nested_tensors
-from ..uses.base import Use
 from ..uses.links import leaves_of, link_of, span_of
+from ..uses.use import Use
 
 SAME = 1e-6  # squared norms of the same data, computed twice by the same way, differ by less
 # Norms of another gradient differ by more, relative to the use's own and to the whole block's (the gradient of a key's

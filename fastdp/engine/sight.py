@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import function_name
+from ..layouts.calls import function_name, map_tensors, tensors_in
 from ..layouts.exposed import Exposed
 from ..layouts.held import was_filled
-from ..layouts.layout import Layout, tag_of
+from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.memory import look, shares
 from ..uses.links import link_of
+from .reads import Reads
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -24,12 +25,26 @@ class Sees(Protocol):
     batch: int
     tracked: dict[int, str]
     exposed: Exposed
+    reads: Reads
+    unseen: str  # what ran out of sight, if anything did
 
     def place(self, name: str) -> str:
         """A call's place, for messages."""
 
     def names_of(self, tensors: Any) -> str:
         """Names of parameters, for messages."""
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """A tracked parameter, or a tensor derived from tracked parameters."""
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Carries samples."""
+
+    def note_use(self, parameter: Tensor, where: str) -> None:
+        """Remember the last place of a parameter's use, for messages."""
+
+    def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
+        """What makes a captured call differentiable."""
 
 
 def look_at(recorder: Sees, tensor: Tensor, func: Any) -> Layout | None:
@@ -46,6 +61,28 @@ def look_at(recorder: Sees, tensor: Tensor, func: Any) -> Layout | None:
             "was written to (a start from the first batch?): a parameter must not tell of samples without noise."
         )
     return None
+
+
+_OUT_OF_SIGHT = (
+    "runs inside torch.func or torch.vmap on data that needs no gradient, out of sight: what it makes there of several "
+    "samples would pass for constants"
+)
+
+
+def look_beneath(recorder: Sees, func: Any, args: Any, kwargs: Any) -> None:
+    """A call inside a transform of torch.func, which hides whose rows it combines: note what it takes."""
+    for tensor in tensors_in((args, kwargs)):
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if not tensor.requires_grad:
+            if tensor.is_floating_point() and recorder.batch > 1 and tag_of(tensor, recorder.batch) is not None:
+                recorder.reads.note(f"{recorder.place(function_name(func))} {_OUT_OF_SIGHT}", None)
+        elif recorder.is_parameter(tensor):
+            recorder.note_use(tensor, f"{recorder.place(function_name(func))}, inside torch.func or torch.vmap")
+        elif recorder.is_data(tensor) and not recorder.unseen:
+            recorder.unseen = (
+                f"{recorder.place(function_name(func))} runs inside torch.func or torch.vmap, out of sight"
+            )
 
 
 def refuse_numbers_of_data(recorder: Sees, func: Any, parameters: list[Tensor]) -> None:
@@ -82,3 +119,20 @@ class Poison(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise SampleMixingError(str(ctx.problem))
+
+
+def poisoned(
+    recorder: Sees, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: SampleMixingError
+) -> Any:
+    """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""
+    detached = map_tensors((args, kwargs), lambda t: t.detach() if recorder.is_parameter(t) else t)
+    out = func(*detached[0], **detached[1])
+    mixed = Layout(recorder.batch, mixed=problem.mixed)
+
+    def poison(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor = Poison.apply(tensor, recorder.token_for(()), problem)  # type: ignore[no-untyped-call]
+        tag(tensor, mixed)
+        return tensor
+
+    return map_tensors(out, poison)

@@ -14,7 +14,7 @@ from ..errors import StepError
 
 if TYPE_CHECKING:
     from .capture import Pass
-    from .following import Evaluation
+    from .followed import Evaluation
     from .replay import Block
 
 _REMEDY = (

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ..ops.noise import native_status
-from ..training.privacy import Release
+from ..training.fused import Release
 from .checkpoint import new_file
 from .job import FinetuneError
 

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from .. import sampling
-from ..training.privacy import Release
+from ..training.fused import Release
 from .job import FinetuneError, Job, Outcome
 from .journal import Entry
 from .keys import delete, generators_kept

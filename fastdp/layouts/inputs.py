@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import StepError
+from ..errors import BatchLayoutError, StepError
 from . import in_hand
 from .layout import INPUT, Layout, is_stale, layout_on, tag, tag_of
 from .marks import layout_said, mark_of, samples_said, tag_marked
@@ -182,3 +182,24 @@ def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
         "the model was called without a tensor that has a batch dimension: call it through its forward, with the data; "
         "give batch_size= to the optimizer; or say how many samples there are by fastdp.mark_rows(..., samples=)"
     )
+
+
+class Batching:
+    """Where the samples lie in the model's inputs: see the arguments of `fastdp.PerSampleGradients`."""
+
+    def __init__(self, batch_first: bool = True, batch_size: int | None = None, rows_per_sample: int = 1) -> None:
+        self.dim, self.size, self.rows_per_sample = (0 if batch_first else 1), batch_size, rows_per_sample
+
+    @property
+    def folded(self) -> bool:
+        """Whether inputs may hold several rows of each sample."""
+        return self.size is not None or self.rows_per_sample > 1
+
+    def samples(self, args: Any, kwargs: Any) -> int:
+        """The number of samples in the model's arguments."""
+        if self.size is not None:
+            return self.size
+        rows = batch_of((args, kwargs), self.dim, self.rows_per_sample)
+        if rows % self.rows_per_sample:
+            raise BatchLayoutError(f"{rows} rows are no multiple of rows_per_sample={self.rows_per_sample}")
+        return rows // self.rows_per_sample

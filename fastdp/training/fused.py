@@ -7,7 +7,7 @@ not contiguous, a subclass with a step of its own) takes the two-pass way: noise
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,24 @@ from ..ops.noise import Noise
 
 FUSED = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Release(NamedTuple):
+    """What a step makes of the clipped sums: (sum + std * N) * scale for each parameter, by id."""
+
+    sums: dict[int, Tensor]
+    offsets: dict[int, int]  # global index of each parameter's first element
+    noise: Noise
+    std: float
+    scale: float
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The private gradient of a parameter, in its type; None if it is not tracked."""
+        total = self.sums.pop(id(parameter), None)
+        if total is None:
+            return None
+        noisy = self.noise.add_scaled_(total, self.std, self.scale, self.offsets[id(parameter)])
+        return alias(noisy) if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
 
 
 def kind_of(base: type) -> str | None:

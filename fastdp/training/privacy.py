@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..accounting import check_accountant, warn_of_delta
-from ..engine.buffers import Buffers, add, alias
+from ..engine.buffers import Buffers, add
 from ..engine.explain import Plan
 from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
@@ -23,27 +23,10 @@ from ..ops.clip import GAMMA
 from ..ops.noise import Noise
 from . import loader, misuse
 from .clipping import Clipping, ClippingFunction
+from .fused import Release
 from .ledger import Ledger
 from .missed import Missed
 from .rates import Rate
-
-
-class Release(NamedTuple):
-    """What a step makes of the clipped sums: (sum + std * N) * scale for each parameter, by id."""
-
-    sums: dict[int, Tensor]
-    offsets: dict[int, int]  # global index of each parameter's first element
-    noise: Noise
-    std: float
-    scale: float
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """The private gradient of a parameter, in its type; None if it is not tracked."""
-        total = self.sums.pop(id(parameter), None)
-        if total is None:
-            return None
-        noisy = self.noise.add_scaled_(total, self.std, self.scale, self.offsets[id(parameter)])
-        return alias(noisy) if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
 
 
 class Privacy:

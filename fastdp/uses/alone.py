@@ -19,12 +19,12 @@ from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.one_sample import owner_of
 from ..ops.bounds import added, roundings, unit
 from ..ops.common import accumulate
-from .base import Direct, Use
 from .conv import Conv
 from .embedding import Lookup
 from .forward_pass import Recorder
 from .linear import Matmul
 from .routed import Routed
+from .use import Direct, Use
 
 
 class OneSample:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..errors import SampleMixingError
 from ..layouts.calls import bind
-from .base import rule, sample_layout
 from .forward_pass import Recorder
 from .generic import python_body
+from .rules import rule, sample_layout
 
 
 @rule(F.multi_head_attention_forward)

@@ -14,10 +14,12 @@ from torch import Tensor
 from ..errors import SampleMixingError
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
-from .base import Captured, Direct, Lazy, Operand, Use, capture, cut, refuse_by_position, rule, sample_layout
+from .captured import Captured, Operand, capture
 from .embedding import Lookup
 from .forward_pass import Recorder
 from .links import link_of
+from .rules import cut, refuse_by_position, rule, sample_layout
+from .use import Direct, Lazy, Use
 
 
 def uses_of_broadcast(operand: Tensor, grads: Tensor, layout: Layout, ndim: int, name: str) -> Use:

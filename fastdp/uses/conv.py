@@ -14,11 +14,13 @@ from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
 from ..ops.common import accumulate
 from ..ops.geometry import Geometry, spatial
-from .base import Captured, Direct, Operand, Use, capture, cut, rule, sample_layout
+from .captured import Captured, Operand, capture
 from .costs import Shape
 from .forward_pass import Recorder
 from .linear import autocast_dtype, is_short
 from .planner import Planner
+from .rules import cut, rule, sample_layout
+from .use import Direct, Use
 
 
 class Conv(Use):

@@ -13,11 +13,13 @@ from ..errors import SampleMixingError
 from ..layouts.calls import bind
 from ..layouts.layout import INPUT, Layout, tag, tag_of
 from ..ops.bounds import enlarged, is_small, of_repeats, of_rows
-from .base import Captured, Operand, Use, capture, cut, rule, sample_layout
+from .captured import Captured, Operand, capture
 from .derived import check_embedding, mark_derived
 from .experts import note_gathered
 from .forward_pass import Recorder
 from .generic import capture_whole
+from .rules import cut, rule, sample_layout
+from .use import Use
 
 
 class Lookup(Use):

@@ -12,9 +12,10 @@ from ..layouts.calls import Call, bind
 from ..layouts.index import spread
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.propagate import propagate, spellings
-from .base import Captured, Operand, Rule, capture, rule, sample_layout
+from .captured import Captured, Operand, capture
 from .forward_pass import Recorder
 from .routed import Routed, record_routed
+from .rules import Rule, rule, sample_layout
 
 
 class _GroupedProduct(Captured):

@@ -17,12 +17,12 @@ from ..layouts.groups import People
 from ..ops.bounds import added, roundings, unit
 from ..ops.common import accumulate, chunks
 from .alone import Alone
-from .base import Direct, Use
 from .conv import Conv
 from .costs import Shape
 from .embedding import Lookup
 from .linear import Matmul
 from .routed import Routed
+from .use import Direct, Use
 
 CPU = torch.device("cpu")
 

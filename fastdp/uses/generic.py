@@ -19,11 +19,13 @@ from ..layouts.calls import Call, function_name, is_in_place, map_tensors, tenso
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.propagate import propagate
 from ..layouts.trial import CACHE_SIZE
-from .base import Captured, Lazy, Operand, capture, cut, sample_layout
+from .captured import Captured, Operand, capture
 from .derived import mark_derived
 from .forward_pass import Recorder
 from .links import link_of, set_link
 from .results import Nest, result_tensors
+from .rules import cut, sample_layout
+from .use import Lazy
 
 # functions that take the parameter as a pattern of shape, type or device only
 _PATTERNS = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())

@@ -17,11 +17,11 @@ from ..ops.bounds import BLOCK, added, enlarged, is_small, of_rows, roundings, u
 from ..ops.common import chunks
 from ..ops.linear import GRAM_TOLERANCE
 from ..ops.rows import square_sum
-from .base import Use
 from .derived import pull_back
 from .embedding import Lookup
 from .linear import Matmul
 from .links import link_of
+from .use import Use
 
 PROBES, PERIOD = 4, 4099  # random gradients that show what a map from parameters makes of rounding; a prime
 CLOSED_TOLERANCE = 2e-5  # of a squared norm by the closed form; where it may be further off, it is not taken

@@ -13,11 +13,13 @@ from .. import ops
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from ..ops.bounds import of_products
-from .base import Captured, Direct, Operand, Use, capture, cut, refuse_contraction, rule, sample_layout
+from .captured import Captured, Operand, capture
 from .costs import Shape
 from .forward_pass import Recorder
 from .planner import Planner
 from .routed import row_sum, use_of_rows
+from .rules import cut, refuse_contraction, rule, sample_layout
+from .use import Direct, Use
 
 
 class Matmul(Use):

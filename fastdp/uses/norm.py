@@ -16,9 +16,10 @@ from ..layouts.calls import Call, bind
 from ..layouts.layout import Layout
 from ..layouts.propagate import propagate
 from ..ops.common import accumulate
-from .base import Captured, Operand, capture, cut, rule, sample_layout
 from .broadcast import uses_of_broadcast
+from .captured import Captured, Operand, capture
 from .forward_pass import Recorder
+from .rules import cut, rule, sample_layout
 
 
 class _Norm(Captured):

@@ -17,9 +17,11 @@ from torch import Tensor
 from ..errors import BatchLayoutError
 from ..layouts.layout import Layout, tag, tag_of
 from ..ops import recurrent as steps_of
-from .base import Captured, Direct, Operand, capture, cut, rule, sample_layout
+from .captured import Captured, Operand, capture
 from .forward_pass import Recorder
 from .linear import autocast_dtype, row_sums, steps, use_of_product
+from .rules import cut, rule, sample_layout
+from .use import Direct
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State, Tensor, Tensor | None], State]

@@ -18,7 +18,7 @@ from ..layouts.calls import Call, function_name, is_in_place, tensors_in
 from ..layouts.propagate import RULES as LAYOUT_RULES
 from ..layouts.propagate import ask, combined
 from ..layouts.trial import Tags, is_independent
-from . import base
+from . import rules
 from .registered import Rule, RuleCall, capture_registered
 
 _OURS: dict[Any, Any] = {}  # functions registered here: the rule
@@ -66,7 +66,7 @@ def register_rule(*functions: Any, like: int | None = None) -> Callable[[Rule | 
             raise TypeError(f"a rule is a function of one RuleCall (or None), not {type(rule).__name__}")
         for function in spelled:
             for seen in _as_seen(function):
-                base.RULES[seen] = functools.partial(capture_registered, rule)
+                rules.RULES[seen] = functools.partial(capture_registered, rule)
                 _OURS[seen] = rule
                 if like is not None:
                     LAYOUT_RULES[seen] = functools.partial(_layout_like, like)
@@ -80,7 +80,7 @@ def unregister_rule(*functions: Any) -> None:
     for function in map(_owner, functions):
         for seen in _as_seen(function):
             if seen in _OURS:
-                del base.RULES[seen], _OURS[seen]
+                del rules.RULES[seen], _OURS[seen]
                 LAYOUT_RULES.pop(seen, None)
         if function in _APPLIES:
             del _APPLIES[function]
@@ -117,7 +117,7 @@ def _check_registrable(function: Any) -> None:
     overloads = [seen for seen in _as_seen(function) if isinstance(seen, torch._ops.OpOverload)]
     if is_in_place(name) or any(seen._schema.is_mutable for seen in overloads):
         raise ValueError(f"{name} writes into its arguments: register a function that returns its result")
-    if any(seen in base.RULES and seen not in _OURS for seen in _as_seen(function)):
+    if any(seen in rules.RULES and seen not in _OURS for seen in _as_seen(function)):
         raise ValueError(f"fastdp has an exact rule for {name} already")
 
 

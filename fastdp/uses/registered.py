@@ -14,10 +14,12 @@ from ..layouts.calls import tensors_in
 from ..layouts.layout import tag_of
 from ..layouts.trial import CACHE_SIZE
 from ..ops.common import accumulate
-from .base import Direct, Lazy, capture, cut, sample_layout
+from .captured import capture
 from .forward_pass import Recorder
 from .generic import _Generic, _tag_result, capture_generic
 from .results import result_tensors
+from .rules import cut, sample_layout
+from .use import Direct, Lazy
 
 KEPT_BYTES = 2**24  # per-sample gradients up to this size are kept; larger ones are computed again when asked for
 _CHECKED: set[Any] = set()

@@ -16,10 +16,11 @@ from .. import ops
 from ..layouts.layout import Layout
 from ..ops.bounds import enlarged
 from ..ops.common import accumulate
-from .base import Direct, Use, cut
 from .costs import Segments, Shape
 from .forward_pass import Recorder
 from .links import link_of
+from .rules import cut
+from .use import Direct, Use
 
 
 class Routed(Use):

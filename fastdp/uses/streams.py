@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .base import Use
+from .use import Use
 
 _CUDA = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 

@@ -23,12 +23,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ....engine.gradients import Gradients
 from ....errors import StepError
 from ....ops.common import exactly
-from ....uses.base import Direct, Use
 from ....uses.conv import Conv
 from ....uses.embedding import Lookup
 from ....uses.linear import Matmul
 from ....uses.links import link_of
 from ....uses.routed import Routed
+from ....uses.use import Direct, Use
 
 if TYPE_CHECKING:
     from .gsm_base import EngineHooks
