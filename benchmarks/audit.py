@@ -1,5 +1,5 @@
 """How often fastdp.audit calls a right step a bug, and how often it finds planted ones: the steps of
-tests/audit_zoo.py and tests/audit_right.py, over seeds of weights, data and noise.
+tests/audit/audit_zoo.py and tests/audit/audit_right.py, over seeds of weights, data and noise.
 
     python -m benchmarks.audit --seeds 20 --out benchmarks/data/audit.csv   # goes on where it stopped
     python -m benchmarks.audit --report     # the tables of docs/audit.md, from that file
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fastdp.audit import TESTS, audit
-from tests import audit_right
-from tests.audit_zoo import PLANTED
+from tests.audit import audit_right
+from tests.audit.audit_zoo import PLANTED
 
 ROOT = Path(__file__).parent.parent
 DATA, PAGE = ROOT / "benchmarks/data/audit.csv", ROOT / "docs/audit.md"

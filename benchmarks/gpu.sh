@@ -112,7 +112,7 @@ stage build 120 bash -c 'build && built'
 stage info 20 "$python" -m fastdp info
 
 tests=()
-for file in tests/test_device.py tests/test_cuda_device.py tests/test_engine_device.py; do
+for file in tests/ops/test_device.py tests/ops/test_cuda_device.py tests/engine/test_engine_device.py; do
   if [ -e "$file" ]; then tests+=("$file"); fi
 done
 if [ ${#tests[@]} -gt 0 ]; then
@@ -123,11 +123,11 @@ fi
 
 if [ "$mode" != plan ] && ! command -v compute-sanitizer >/dev/null; then
   skip sanitizer "no compute-sanitizer here"
-elif [ ! -e tests/test_cuda_device.py ]; then
+elif [ ! -e tests/ops/test_cuda_device.py ]; then
   skip sanitizer "no tests of the CUDA code in this tree"
 else # every allocation of torch its own, so that a step beyond one is seen
   stage sanitizer 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 99 \
-    "$python" -m pytest -p no:cacheprovider -q tests/test_cuda_device.py -k sanitizer
+    "$python" -m pytest -p no:cacheprovider -q tests/ops/test_cuda_device.py -k sanitizer
 fi
 
 if [ "$device" = cuda ]; then

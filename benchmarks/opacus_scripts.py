@@ -3,7 +3,7 @@
     python -m benchmarks.opacus_scripts [--models gpt resnet] [--rounds 9] [--out DIR]
 
 The loop is the one of Opacus's documentation, the same for both; AdamW as torch makes it by default. Medians of
-interleaved steps. That the updates are right is held by tests/test_compat_engine.py.
+interleaved steps. That the updates are right is held by tests/compat/test_compat_engine.py.
 """
 
 from __future__ import annotations

@@ -11,4 +11,4 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equal bits, whatever the stream
 
 from .compiled_models import fresh, ran  # noqa: F401  (fixtures)
-from .skipping import silent  # noqa: F401  (a fixture)
+from .training.skipping import silent  # noqa: F401  (a fixture)

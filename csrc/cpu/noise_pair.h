@@ -4,7 +4,7 @@
 //     x in [0, 1) of 53 bits, radius sqrt(-2 ln(1 - x)): 8.57 at the largest x
 //     y in (-1/2, 1/2) of 31 bits, and a bit that turns the point by half a circle
 //     n = (sum + std * radius * (cos, sin) pi y) * scale
-// Pair<double> follows this to 1e-13, Pair<float> to 7e-7 of the radius (tests/test_noise_transform.py measures both).
+// Pair<double> follows this to 1e-13, Pair<float> to 7e-7 of the radius (tests/ops/test_noise_transform.py measures both).
 // Each is cut into pieces, between which noise_tile.h lays the rounds of ChaCha20. Word k of the block lies at w[k * W],
 // the slots' elements at `sum` and one LANES further.
 #pragma GCC diagnostic push

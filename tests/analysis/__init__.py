@@ -1,0 +1,1 @@
+"""What looks and changes nothing: verify, diagnostics, calibration, accounting."""

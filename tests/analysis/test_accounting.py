@@ -1,0 +1,75 @@
+"""Epsilon of the steps made, and the noise multiplier that meets one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import fastdp
+from fastdp.errors import AccountingError
+
+from ..runs import model_of, steps
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+def test_epsilon_is_opacus_own(accountant):
+    from opacus.accountants import create_accountant
+
+    model = model_of()
+    optimizer = fastdp.DPSGD(
+        model, lr=0.1, noise_multiplier=1.1, sample_rate=0.01, expected_batch_size=6, accountant=accountant
+    )
+    assert optimizer.epsilon(1e-5) == 0
+    steps(optimizer, model, 20)
+    theirs = create_accountant(accountant)
+    for _ in range(20):
+        theirs.step(noise_multiplier=1.1, sample_rate=0.01)
+    assert optimizer.epsilon(delta=1e-5) == pytest.approx(theirs.get_epsilon(delta=1e-5), rel=1e-6)
+
+
+def test_epsilon_without_what_it_needs():
+    model = model_of()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6)
+    steps(optimizer, model, 1)
+    with pytest.raises(AccountingError, match="sample_rate="):
+        optimizer.epsilon(1e-5)
+    with pytest.raises(AccountingError, match="delta"):
+        optimizer.epsilon(1.0)
+    model = model_of()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=6, sample_rate=0.1)
+    steps(optimizer, model, 1)
+    assert optimizer.epsilon(1e-5) == math.inf
+
+
+def test_a_seed_voids_the_guarantee_and_epsilon_says_so():
+    model = model_of()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, sample_rate=0.1, seed=1)
+    steps(optimizer, model, 1)
+    with pytest.warns(UserWarning, match="seed="):
+        optimizer.epsilon(1e-5)
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+def test_noise_multiplier_for_meets_the_target(accountant):
+    from fastdp.accounting import epsilon_of
+
+    sigma = fastdp.noise_multiplier_for(
+        target_epsilon=2.0, delta=1e-5, sample_rate=0.02, epochs=3, accountant=accountant
+    )
+    spent = epsilon_of([(sigma, 0.02, 150)], 1e-5, accountant)
+    assert 1.98 < spent <= 2.0
+    with pytest.raises(AccountingError, match="either"):
+        fastdp.noise_multiplier_for(target_epsilon=2.0, delta=1e-5, sample_rate=0.02)
+
+
+def test_papers_mnist_setting_under_gdp():
+    """Bu et al.: MNIST, batch 256, 60 epochs, noise 1.1 is (2.32, 1e-5)-DP by GDP."""
+    from fastdp.accounting import epsilon_of
+
+    assert epsilon_of([(1.1, 256 / 60000, 60 * 234)], 1e-5, "gdp") == pytest.approx(2.32, abs=0.03)
+
+
+def test_gdp_finds_noise_where_little_noise_has_no_number():
+    found = fastdp.noise_multiplier_for(target_epsilon=8, delta=0.007, sample_rate=2 / 13, steps=4, accountant="gdp")
+    assert 0.4 < found < 0.6

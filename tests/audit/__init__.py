@@ -1,0 +1,1 @@
+"""fastdp.audit, and the steps that it judges."""

@@ -1,0 +1,1 @@
+"""fastdp.compat.opacus beside Opacus."""

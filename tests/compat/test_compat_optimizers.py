@@ -1,0 +1,434 @@
+"""The optimizers of fastdp.compat.opacus, used directly: several backwards, parts of batches, edits, closures."""
+
+from __future__ import annotations
+
+import copy
+
+import opacus
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from fastdp.compat import opacus as ours
+from fastdp.compat.opacus import grad_sample, optimizers
+from fastdp.compat.opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from fastdp.errors import StepError
+
+from ..truth import truth
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0, 2])
+BOUND = 0.4
+
+
+def plain(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).to(dtype)
+
+
+def pair(mode="hooks", lib=ours, noise=0.0, model=None, **options):
+    model = model or plain()
+    options.setdefault("max_grad_norm", BOUND)
+    kind = lib.grad_sample.get_gsm_class(mode)
+    kind_of_optimizer = lib.optimizers.get_optimizer_class("flat", False, mode)
+    options.setdefault("expected_batch_size", 6)
+    extra = {"max_grad_norm": options["max_grad_norm"]} if mode == "ghost" else {}
+    wrapped = kind(model, loss_reduction=options.get("loss_reduction", "mean"), **extra)
+    inside = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return wrapped, kind_of_optimizer(inside, noise_multiplier=noise, **options)
+
+
+def backward(model, rows=slice(None)):
+    F.cross_entropy(model(X[rows]), Y[rows]).backward()
+
+
+def losses(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def clipped_sum(model, bound=BOUND, rows=slice(None)):
+    """The truth, by name, float64."""
+    each = truth(model, (X[rows], Y[rows]), losses)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
+    factors = (bound / norms).clamp(max=1)
+    return {name: torch.einsum("b,b...->...", factors, g) for name, g in each.items()}
+
+
+def check(model, expected, scale=1.0, attribute="summed_grad"):
+    for name, p in model._module.named_parameters():
+        assert torch.allclose(getattr(p, attribute).double(), expected[name] * scale, rtol=1e-5, atol=1e-6), name
+
+
+# ------------------------------------------------------------------ sums
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_sums_and_gradients_are_the_truth(mode):
+    model, optimizer = pair(mode)
+    expected = clipped_sum(model._module)
+    backward(model)
+    optimizer.step()
+    check(model, expected)
+    check(model, expected, 1 / 6, "grad")
+    optimizer.zero_grad()
+    assert all(p.summed_grad is None and p.grad_sample is None and not p.grad.any() for p in optimizer.params)
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in optimizer.params)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_several_backwards_before_a_step(mode):
+    """Opacus's ghost drops all but the last."""
+    model, optimizer = pair(mode)
+    expected = clipped_sum(model._module)
+    backward(model, slice(0, 4))
+    backward(model, slice(4, 6))
+    assert mode == "ghost" or optimizer.accumulated_iterations == 2
+    optimizer.step()
+    assert optimizer.accumulated_iterations == 2
+    check(model, expected)
+    check(model, expected, 1 / 12, "grad")
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_two_forwards_then_two_backwards(mode):
+    model, optimizer = pair(mode)
+    expected = clipped_sum(model._module)
+    first, second = (F.cross_entropy(model(X[rows]), Y[rows]) for rows in (slice(0, 4), slice(4, 6)))
+    second.backward()
+    first.backward()
+    optimizer.step()
+    check(model, expected)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_parts_of_a_batch_get_noise_once(mode):
+    model, optimizer = pair(mode, noise=1.0)
+    before, steps = copy.deepcopy(model._module.state_dict()), []
+    expected = clipped_sum(model._module)
+    optimizer.attach_step_hook(lambda o: steps.append(o.accumulated_iterations))
+    for rows, skip in ((slice(0, 3), True), (slice(3, 5), True), (slice(5, 6), False)):
+        optimizer.signal_skip_step(skip)
+        optimizer.zero_grad()
+        backward(model, rows)
+        optimizer.step()
+        assert all(torch.equal(before[k], v) for k, v in model._module.state_dict().items()) == skip
+    assert steps == [1]
+    check(model, expected)
+    noise = torch.cat([(p.grad * 6 - p.summed_grad).flatten() for p in optimizer.params])
+    assert 0.2 < float(noise.std()) < 0.6  # 0.4, from 51 draws
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad_between_forward_and_backward(mode, set_to_none):
+    model, optimizer = pair(mode)
+    for _ in range(3):
+        loss = F.cross_entropy(model(X), Y)
+        optimizer.zero_grad(set_to_none)
+        expected = clipped_sum(model._module)
+        loss.backward()
+        optimizer.step()
+        check(model, expected)
+
+
+def test_a_smaller_norm_in_the_middle_of_a_batch_does_not_make_less_noise():
+    for mode in ("hooks", "ghost"):
+        model, optimizer = pair(mode, noise=1.0)
+        optimizer.signal_skip_step(True)
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.max_grad_norm = BOUND / 100
+        backward(model)
+        assert optimizer._sensitivity() == BOUND
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        assert optimizer._sensitivity() == BOUND / 100
+
+
+# ------------------------------------------------------------------ discipline
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_gradients_are_used_once(mode):
+    model, optimizer = pair(mode)
+    with pytest.raises(ValueError, match="not initialized"):
+        optimizer.step()
+    backward(model)
+    optimizer.step()
+    with pytest.raises(ValueError, match="haven't been cleared since the last optimizer step"):
+        optimizer.step()
+    if mode == "hooks":  # a ghost criterion of Opacus clears by itself
+        backward(model)
+        with pytest.raises(ValueError, match="haven't been cleared since the last optimizer step"):
+            optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def test_ghost_needs_no_zero_grad_between_steps():
+    model, optimizer = pair("ghost")
+    for _ in range(3):
+        expected = clipped_sum(model._module)
+        backward(model)
+        optimizer.step()
+        check(model, expected)
+
+
+def test_the_wrong_module_is_named():
+    optimizer = optimizers.DPOptimizer(torch.optim.SGD(plain().parameters(), lr=0.1), noise_multiplier=1.0,
+                                       max_grad_norm=1.0, expected_batch_size=6)  # fmt: skip
+    with pytest.raises(ValueError, match="Are you using GradSampleModule"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="loss_reduction"):
+        optimizers.DPOptimizer(optimizer.original_optimizer, noise_multiplier=1.0, max_grad_norm=1.0,
+                               expected_batch_size=1, loss_reduction="max")  # fmt: skip
+
+
+def test_ghost_gradients_written_to_before_the_noise_are_refused():
+    model, optimizer = pair("ghost")
+    backward(model)
+    model._module[0].weight.grad.mul_(1000)
+    with pytest.raises(StepError, match="no bound"):
+        optimizer.step()
+
+
+# ------------------------------------------------------------------ what research code does
+
+
+def test_gradients_that_were_looked_at_and_edited_are_what_is_clipped():
+    runs = []
+    for lib in (opacus, ours):
+        model, optimizer = pair(lib=lib)
+        backward(model)
+        first, last = model._module[0].weight, model._module[2].bias
+        first.grad_sample[:, 0] = 0
+        last.grad_sample = last.grad_sample * 3
+        optimizer.step()
+        runs.append([p.summed_grad for p in optimizer.params])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*runs, strict=True))
+    assert not runs[1][0][0].any()
+
+
+def test_gradients_of_nobody_but_the_user():
+    runs = []
+    for lib in (opacus, ours):
+        model = lib.grad_sample.GradSampleModuleNoOp(plain())
+        optimizer = lib.optimizers.DPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=0.0,
+                                               max_grad_norm=1.0, expected_batch_size=6)  # fmt: skip
+        torch.manual_seed(1)
+        for p in optimizer.params:
+            p.grad_sample = torch.randn(6, *p.shape)
+        optimizer.step()
+        runs.append([p.grad for p in optimizer.params])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*runs, strict=True))
+    optimizer.zero_grad()
+    for n, p in enumerate(optimizer.params):
+        p.grad_sample = torch.randn(5 + n % 2, *p.shape)
+    with pytest.raises(ValueError, match="5 samples|6 samples"):
+        optimizer.step()
+
+
+def test_a_subclass_with_a_clipping_of_its_own():
+    class Normalised(optimizers.DPOptimizer):
+        def clip_and_accumulate(self):
+            norms = torch.stack([g.flatten(1).norm(dim=1) for g in self.grad_samples]).norm(dim=0)
+            for p in self.params:
+                _check_processed_flag(p.grad_sample)
+                p.summed_grad = torch.einsum("b,b...->...", self.max_grad_norm / norms, p.grad_sample)
+                _mark_as_processed(p.grad_sample)
+
+    model = grad_sample.GradSampleModule(plain())
+    optimizer = Normalised(torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0,
+                           expected_batch_size=6)  # fmt: skip
+    each = truth(model._module, (X, Y), losses)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
+    backward(model)
+    optimizer.step()
+    check(model, {name: torch.einsum("b,b...->...", 1 / norms, g) for name, g in each.items()})
+    with pytest.raises(ValueError, match="haven't been cleared"):
+        optimizer.step()
+
+
+def test_closures_schedulers_hooks_and_groups():
+    model, optimizer = pair()
+    seen = []
+    optimizer.register_step_post_hook(lambda *a: seen.append("post"))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure)) > 0 and seen == ["post"]
+    schedule.step()
+    inside = optimizer.original_optimizer
+    assert inside.param_groups[0]["lr"] == 0.05 and optimizer.param_groups is inside.param_groups
+    assert optimizer.state is inside.state and optimizer.defaults is inside.defaults
+    assert optimizer.state_dict()["state"].keys() == inside.state_dict()["state"].keys()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert repr(optimizer) == repr(inside) and isinstance(optimizer, torch.optim.Optimizer)
+
+
+def test_an_optimizer_of_a_part_clips_that_part():
+    model = plain()
+    wrapped = grad_sample.GradSampleModule(model)
+    optimizer = optimizers.DPOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), noise_multiplier=0.0,
+                                       max_grad_norm=BOUND, expected_batch_size=6)  # fmt: skip
+    each = {n: g for n, g in truth(model, (X, Y), losses).items() if n.startswith("2")}
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
+    backward(wrapped)
+    optimizer.step()
+    expected = torch.einsum("b,b...->...", (BOUND / norms).clamp(max=1), each["2.weight"])
+    assert torch.allclose(model[2].weight.summed_grad.double(), expected, atol=1e-6) and model[0].weight.grad is None
+
+
+# ------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("look", [False, True])
+def test_a_sample_that_is_not_finite_contributes_nothing(mode, look):
+    model, optimizer = pair(mode)
+    expected = clipped_sum(model._module, rows=[0, 1, 3, 4, 5])
+    broken = X.clone()
+    broken[2] = float("nan")
+    F.cross_entropy(model(broken), Y).backward()
+    if look and mode == "hooks":
+        assert len(optimizer.grad_samples) == 4
+    optimizer.step()
+    check(model, expected)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_sixteen_bit_models_are_summed_in_float32(mode):
+    model, optimizer = pair(mode, model=plain(torch.bfloat16), noise=1e-6)
+    F.cross_entropy(model(X.bfloat16()).float(), Y).backward()
+    optimizer.step()
+    for p in optimizer.params:
+        assert (p.summed_grad.dtype, p.grad.dtype) == (torch.float32, torch.bfloat16)
+    total = torch.cat([p.summed_grad.flatten() for p in optimizer.params])
+    assert torch.allclose(torch.cat([p.grad.float().flatten() for p in optimizer.params]) * 6, total, rtol=0.02)
+
+
+def test_noise_does_not_repeat_between_parameters():
+    torch.manual_seed(0)
+    draws = [_generate_noise(2.0, torch.zeros(50_000, dtype=kind)) for kind in (torch.float32, torch.float64)]
+    assert all(abs(float(d.std()) - 2) < 0.03 for d in draws) and draws[1].dtype == torch.float64
+    assert abs(float(torch.corrcoef(torch.stack([d.double() for d in draws]))[0, 1])) < 0.02
+    assert not _generate_noise(0.0, torch.ones(3)).any()
+    model, optimizer = pair(model=nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 300), nn.Linear(300, 3)), noise=1.0)
+    backward(model)
+    optimizer.step()
+    noise = [(p.grad * 6 - p.summed_grad).flatten()[:1200] for p in optimizer.params if p.numel() >= 900]
+    assert abs(float(torch.corrcoef(torch.stack([n[:900] for n in noise]))[0, 1])) < 0.15
+
+
+def test_adaptive_norms_follow_the_quantile_over_all_parts_of_a_batch():
+    model = grad_sample.GradSampleModule(plain())
+    optimizer = optimizers.AdaClipDPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), noise_multiplier=0.0, target_unclipped_quantile=0.5,
+        clipbound_learning_rate=0.5, max_clipbound=10.0, min_clipbound=1e-3, unclipped_num_std=1e-6,
+        max_grad_norm=10.0, expected_batch_size=6,
+    )  # fmt: skip
+    for _ in range(40):
+        for rows, skip in ((slice(0, 2), True), (slice(2, 6), False)):
+            optimizer.signal_skip_step(skip)
+            optimizer.zero_grad()
+            backward(model, rows)
+            optimizer.step()
+        assert optimizer.sample_size == 6
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in truth(model._module, (X, Y), losses).values()]).norm(dim=0)
+    assert norms.sort().values[2] * 0.9 < optimizer.max_grad_norm < norms.sort().values[4]
+    optimizer.zero_grad()
+    bound = optimizer.max_grad_norm
+    F.cross_entropy(model(X[:0]), Y[:0]).backward()
+    optimizer.step()  # an empty batch counts like one whose samples are half above the norm and half below
+    assert optimizer.max_grad_norm == pytest.approx(bound, rel=1e-5)
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        optimizers.AdaClipDPOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), noise_multiplier=0.0, target_unclipped_quantile=0.5,
+            clipbound_learning_rate=0.5, max_clipbound=10.0, min_clipbound=1e-3, unclipped_num_std=1e-6,
+            max_grad_norm=10.0, expected_batch_size=None, loss_reduction="sum",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_noise_is_of_the_largest_norm_among_the_backwards_of_a_step(mode):
+    model, optimizer = pair(
+        mode, noise=3.0, max_grad_norm=2.0, model=nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 3))
+    )
+    if mode == "ghost":
+        backward(model)
+        optimizer.max_grad_norm = 0.001
+    else:
+        optimizer.signal_skip_step(True)
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.max_grad_norm = 0.001
+    backward(model)
+    optimizer.step()
+    scale = 6 * optimizer.accumulated_iterations
+    noise = torch.cat([(p.grad * scale - p.summed_grad).flatten() for p in optimizer.params])
+    assert float(noise.std()) == pytest.approx(6.0, rel=0.03)
+
+
+def test_clipping_norms_of_layers_set_the_noise_whatever_max_grad_norm_becomes():
+    """Schedulers change max_grad_norm, which clips nothing in this mode."""
+    model = grad_sample.GradSampleModule(nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 3)))
+    optimizer = optimizers.DPPerLayerOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), noise_multiplier=3.0, max_grad_norm=[1.0] * 4,
+        expected_batch_size=6,
+    )  # fmt: skip
+    optimizer.max_grad_norm = 1e-3
+    backward(model)
+    optimizer.step()
+    noise = torch.cat([(p.grad * 6 - p.summed_grad).flatten() for p in optimizer.params])
+    assert float(noise.std()) == pytest.approx(6.0, rel=0.03)
+
+
+def test_a_part_of_a_batch_is_taken_once():
+    """Without zero_grad() what the part before it left would be added again, at twice the clipping norm."""
+    model, optimizer = pair()
+    optimizer.signal_skip_step(True)
+    backward(model, slice(0, 2))
+    optimizer.step()
+    backward(model, slice(2, 6))
+    with pytest.raises(ValueError, match="haven't been cleared"):
+        optimizer.step()
+
+
+# ------------------------------------------------------------------ process groups
+
+
+def test_optimizers_of_process_groups(tmp_path):
+    inside = torch.optim.SGD(plain().parameters(), lr=0.1)
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": 6}
+    kinds = [optimizers.get_optimizer_class("flat", True, m) for m in ("hooks", "ghost")]
+    for kind in kinds:
+        with pytest.raises(ValueError, match="process group"):
+            kind(inside, **options)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        assert [(o := kind(inside, **options)).rank + o.world_size for kind in kinds] == [1, 1]
+        ours.distributed.DifferentiallyPrivateDistributedDataParallel(plain())
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(NotImplementedError, match="ghost_fsdp"):
+        optimizers.FSDPOptimizerFastGradientClipping(inside, **options)
+
+
+def test_more_than_one_process_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(NotImplementedError, match="2 processes"):
+        optimizers.DistributedDPOptimizer(torch.optim.SGD(plain().parameters(), lr=0.1), noise_multiplier=1.0,
+                                          max_grad_norm=1.0, expected_batch_size=6)  # fmt: skip

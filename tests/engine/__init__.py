@@ -1,0 +1,1 @@
+"""One backward to the norms and clipped sums of per-sample gradients."""

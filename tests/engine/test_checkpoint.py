@@ -1,0 +1,246 @@
+"""Checkpointed regions with calls that keep a graph of their own: exact, and computed once more only."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+import fastdp
+
+from ..truth import compare, norms_of, truth
+
+
+class Region(nn.Module):
+    """Calls whose input gradients are autograd's: addmm, products by a parameter, einsum, a matrix from the left."""
+
+    def __init__(self, d: int = 6, t: int = 5) -> None:
+        super().__init__()
+        self.runs = 0
+        self.weight, self.bias = nn.Parameter(torch.randn(d, d)), nn.Parameter(torch.randn(d))
+        self.scale, self.heads = nn.Parameter(torch.randn(d)), nn.Parameter(torch.randn(2, d, 3))
+        self.left = nn.Parameter(torch.randn(t, t))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        y = torch.addmm(self.bias, x.flatten(0, 1), self.weight).view(x.shape)
+        y = torch.tanh(y * self.scale)
+        y = torch.einsum("btd,hde->bthe", y, self.heads).flatten(2)
+        return x + (self.left @ y).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, way: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.region, self.after, self.way = nn.Linear(6, 6), Region(), nn.Linear(6, 2), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.way(self.region, self.before(x)))
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum((1, 2))
+
+
+def offloaded(region: nn.Module, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return region(x)
+
+
+WAYS = {
+    "not reentrant": lambda region, x: checkpoint(region, x, use_reentrant=False),
+    "reentrant": lambda region, x: checkpoint(region, x, use_reentrant=True),
+    "offloaded": offloaded,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_exact(way: str) -> None:
+    torch.manual_seed(0)
+    assert compare(Model(WAYS[way]), torch.randn(4, 5, 6), losses).worst < 1e-5
+
+
+@pytest.mark.parametrize(("way", "runs"), [("not reentrant", 2), ("reentrant", 2), ("offloaded", 1)])
+def test_the_region_is_computed_once_more_only(way: str, runs: int) -> None:
+    torch.manual_seed(0)
+    model = Model(WAYS[way])
+    engine = fastdp.PerSampleGradients(model)
+    losses(model, torch.randn(4, 5, 6)).mean().backward()
+    engine.norms()
+    assert model.region.runs == runs
+
+
+def test_input_gradients_are_those_of_plain_autograd() -> None:
+    """Also of what lies before the region, in the type that autocast chose in forward."""
+    for autocast in (False, True):
+        context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+        torch.manual_seed(0)
+        model, x = Model(WAYS["not reentrant"]), torch.randn(4, 5, 6)
+        with context:
+            exact = truth(model, x, losses, double=False)
+            engine = fastdp.PerSampleGradients(model)
+            loss = losses(model, x).mean()
+        loss.backward()
+        tolerance = 3e-2 if autocast else 1e-5
+        assert torch.allclose(engine.norms().double(), norms_of(exact), rtol=tolerance)
+        found, want = engine.materialize()["before.weight"].double(), exact["before.weight"]
+        assert float((found - want).norm() / want.norm()) < tolerance
+        engine.detach()
+
+
+class Direct(nn.Module):
+    """A region whose own function takes parameters. As many samples as features: saved shapes tell nothing."""
+
+    def __init__(self, region: Callable[[Direct, Tensor], Tensor], reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.weight, self.scale = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+        self.positions = nn.Embedding(9, 1)
+        self.region, self.reentrant = region, reentrant
+
+    def again(self, function: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool | None = None) -> Tensor:
+        how = self.reentrant if reentrant is None else reentrant
+        return checkpoint(function, x, use_reentrant=how)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.again(lambda y: self.region(self, y), self.first(x)) + self.scale.tanh()
+        return self.last(y @ self.weight + x)
+
+
+REGIONS: dict[str, Callable[[Direct, Tensor], Tensor]] = {
+    "linear": lambda m, y: nn.functional.linear(y, m.weight).tanh(),
+    "products": lambda m, y: (y @ m.weight).tanh() @ m.weight,
+    "made of a parameter": lambda m, y: nn.functional.linear(y, m.weight * 2).tanh(),
+    "scale of a layer": lambda m, y: m.inner(y) * m.scale,
+    "einsum": lambda m, y: torch.einsum("bi,io->bo", y, m.weight).tanh(),
+    "nested": lambda m, y: m.again(lambda z: (z @ m.weight).tanh(), y * m.scale) + m.inner(y),
+    "nested in the other way": lambda m, y: m.again(lambda z: z @ m.weight, y * m.scale, not m.reentrant) + m.inner(y),
+    "positions": lambda m, y: (y + m.positions(torch.arange(6)).squeeze(1)).tanh(),
+    "of a layer twice": lambda m, y: m.again(lambda z: m.inner(z).tanh(), y, True) + m.inner(y),
+}
+
+
+class Regions(nn.Module):
+    """A region that uses a parameter made of a parameter, and one that calls a layer for each sample."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6).requires_grad_(not frozen), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda y: y * self.scale.exp(), self.first(x), use_reentrant=False)
+        z = checkpoint(lambda y: torch.cat([self.inner(row).tanh() for row in y.split(1)]), y, use_reentrant=False)
+        return self.last(z)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forwards", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_regions_of_several_forwards_in_one_loss(frozen: bool, forwards: int) -> None:
+    torch.manual_seed(0)
+    model, x = Regions(frozen), torch.randn(5, 6)
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        outs = [model(x * (1 + k)) for k in range(forwards)]
+        return (outs[0] - outs[-1] * 2).square().sum(1) + sum(out.sum(1) for out in outs)  # type: ignore[no-any-return]
+
+    exact = truth(model, x, losses)
+    engine = fastdp.PerSampleGradients(model)
+    losses(model, x).mean().backward()
+    torch.testing.assert_close(engine.norms().double(), norms_of(exact), rtol=1e-5, atol=0)
+    engine.detach()
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_that_take_parameters_themselves(name: str, reentrant: bool, budget: int | None) -> None:
+    torch.manual_seed(0)
+    model, x = Direct(REGIONS[name], reentrant), torch.randn(6, 6)
+    exact = truth(model, x, lambda m, x: m(x).square().sum(1))
+    engine = fastdp.PerSampleGradients(model, memory_budget=budget)
+    model(x).square().sum(1).mean().backward()
+    rows = engine.materialize()
+    assert torch.allclose(engine.norms().double(), norms_of(exact), rtol=1e-5)
+    total = sum(engine.clipped_sum(torch.ones(6))[n].norm() for n in exact)
+    assert all(float((rows[n].double() - g).norm()) < 1e-5 * total for n, g in exact.items())
+    engine.detach()
+
+
+# Functions of data [2, 4, 6, 6], the parameters [6, 6], [6] and whole layers: one of each rule
+HOLDING: dict[str, Callable[[Direct, Tensor], Tensor]] = {
+    "linear": lambda m, h: nn.functional.linear(h, m.weight),
+    "bias": lambda m, h: h + m.scale,
+    "scale": lambda m, h: m.scale * h,
+    "divided": lambda m, h: h / m.scale,
+    "product from the left": lambda m, h: m.weight @ h,
+    "einsum": lambda m, h: torch.einsum("bcij,jk->bcik", h, m.weight),
+    "convolution": lambda m, h: nn.functional.conv2d(h, m.weight[:4, :4, None, None]),
+    "layer norm": lambda m, h: nn.functional.layer_norm(h, (6,), m.scale, m.scale),
+    "rms norm": lambda m, h: nn.functional.rms_norm(h, (6,), m.scale),
+    "group norm": lambda m, h: nn.functional.group_norm(h, 2, m.scale[:4], m.scale[:4]),
+    "joined": lambda m, h: torch.cat([h, m.weight.expand(2, 4, 6, 6)], 3)[..., 3:9],
+    "attention": lambda m, h: nn.functional.scaled_dot_product_attention(h @ m.weight, h, h + m.scale),
+    "generic": lambda m, h: torch.hypot(h, m.scale),
+    "generic in place": lambda m, h: h.clone().hypot_(m.scale),
+    "generic of several": lambda m, h: torch.addcmul(h, h, m.weight),
+    "prelu": lambda m, h: nn.functional.prelu(h, m.scale[:4]),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_what_lies_within_a_region_is_held_by_nothing(name: str) -> None:
+    """Else checkpointing would save nothing: under it, backward makes the data of captured calls anew."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def region(m: Direct, y: Tensor) -> Tensor:
+        h = y.tanh()
+        seen.append(weakref.ref(h))
+        return HOLDING[name](m, h).tanh()
+
+    torch.manual_seed(0)
+    model = Direct(region, reentrant=False)
+    fastdp.PerSampleGradients(model)
+    out = model(torch.randn(2, 4, 6, 6))
+    assert seen[0]() is None
+    out.square().sum((1, 2, 3)).mean().backward()
+    assert len(seen) == 2  # made anew
+
+
+def test_an_error_elsewhere_does_not_blame_the_checkpointing() -> None:
+    model = Direct(REGIONS["linear"], reentrant=True)
+    fastdp.PerSampleGradients(model)
+    with pytest.raises(fastdp.errors.UncapturedUseError, match="in the loss perhaps"):
+        (model(torch.randn(6, 6)).square().sum(1).mean() + model.weight.square().sum()).backward()
+
+
+class UnrolledFromZero(nn.Module):
+    """A cell unrolled within the region, from a state made there: what its weights make of that state alone is computed
+    again when norms are taken, after backward has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.cell, self.head = nn.Linear(2, 2), nn.GRUCell(2, 2), nn.Linear(2, 3)
+
+    def region(self, h: torch.Tensor) -> torch.Tensor:
+        state, rows = torch.zeros(len(h), 2), []
+        for t in range(h.shape[1]):
+            state = self.cell(h[:, t], state)
+            rows.append(state)
+        return torch.stack(rows, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.region, self.inp(x), use_reentrant=False).mean(1))
+
+
+def test_a_cell_unrolled_from_a_state_made_in_the_region() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 4, 2), torch.tensor([0, 1, 2, 0, 1])
+    report = fastdp.verify(UnrolledFromZero(), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), (x, y))
+    assert report.ok, str(report)

@@ -1,0 +1,324 @@
+"""Losses that couple samples are refused by name; sums and means of each sample's own are exact."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fastdp
+from fastdp.engine import following
+from fastdp.errors import LossReductionWarning, SampleMixingError
+from fastdp.layouts import held
+from fastdp.layouts.layout import Layout
+
+from ..programs_by_hand import C, D, Program, WithLoss, assert_norms_of_single_samples, run, truth
+
+PERMUTED = torch.tensor([3, 1, 5, 0, 2, 4])
+WEIGHTS = torch.tensor([0.1, 3.0, 1.0, 0.5])
+
+
+def same(model, h):
+    return h
+
+
+def pairs(out, labels):
+    near = F.normalize(out, dim=1)
+    return F.cross_entropy(near @ near.T, torch.arange(len(out)))
+
+
+def tokens(out, labels):
+    each = F.cross_entropy(out, labels, reduction="none")
+    mask = (labels != 0).float()
+    return (each * mask).sum() / mask.sum()
+
+
+COUPLED = {
+    "contrastive": pairs,
+    "mix-up of the batch": lambda o, y: 0.3 * F.cross_entropy(o, y) + 0.7 * F.cross_entropy(o, y[PERMUTED]),
+    "shapes that broadcast": lambda o, y: F.mse_loss(o[:, :1], y.float()),
+    "shapes that broadcast by hand": lambda o, y: (o[:, :1] - y.float()).square().mean(),
+    "class weights": lambda o, y: F.cross_entropy(o, y, weight=WEIGHTS),
+    "class weights of nll": lambda o, y: F.nll_loss(o.log_softmax(1), y, weight=WEIGHTS),
+    "ignored labels": lambda o, y: F.cross_entropy(o, torch.where(y == 0, -100, y)),
+    "mean over tokens": tokens,
+    "mean over what is positive": lambda o, y: o[o > 0].mean(),
+    "centred": lambda o, y: (o - o.mean(0)).square().mean(),
+    "square of the mean": lambda o, y: o.mean() ** 2,
+    "root of the mean": lambda o, y: o.square().mean().sqrt(),
+    "product": lambda o, y: o.square().mean() * o.abs().mean(),
+    "ratio": lambda o, y: o.square().mean() / o.abs().mean(),
+    "largest": lambda o, y: F.cross_entropy(o, y, reduction="none").max(),
+    "logsumexp": lambda o, y: F.cross_entropy(o, y, reduction="none").logsumexp(0),
+    "hardest half": lambda o, y: F.cross_entropy(o, y, reduction="none").topk(3).values.mean(),
+    "scaled by a statistic": lambda o, y: o.square().mean() * o.detach().std(),
+    "hinge on the mean": lambda o, y: o.square().mean().clamp(max=1.0),
+    "first half": lambda o, y: o[:3].square().mean(),
+    "halves": lambda o, y: o[:3].square().sum() + 2 * o[3:].square().sum(),
+    "chunks of several sizes": lambda o, y: sum(part.square().mean() for part in o.split(4)),
+    "variance": lambda o, y: o.var(0).mean(),
+    "correlation": lambda o, y: (o.T @ o).square().sum(),
+}
+APART = {
+    "cross-entropy": F.cross_entropy,
+    "label smoothing": lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1) * 3 + 1,
+    "nll": lambda o, y: F.nll_loss(o.log_softmax(-1), y),
+    "by hand": lambda o, y: -o.log_softmax(1).gather(1, y[:, None]).mean(),
+    "by places": lambda o, y: -o.log_softmax(1)[torch.arange(len(o)), y].mean(),
+    "one-hot": lambda o, y: (F.one_hot(y, C) - o).square().sum() / len(o),
+    "weights of labels": lambda o, y: (F.cross_entropy(o, y, reduction="none") * WEIGHTS[y]).mean(),
+    "equal weights": lambda o, y: F.cross_entropy(o, y, weight=torch.full_like(o[0], 2.0)),
+    "as many that count": lambda o, y: (o.square() * (o < 1e9)).sum() / (o < 1e9).sum().clamp(min=1),
+    "a loop": lambda o, y: sum(F.cross_entropy(o[i], y[i]) for i in range(len(o))) / len(o),
+    "a list": lambda o, y: torch.stack([o[i].square().sum() for i in range(len(o))]).mean(),
+    "equal chunks": lambda o, y: torch.stack([p.square().sum() for p in o.split(1)]).sum() / len(o),
+    "several": lambda o, y: F.cross_entropy(o, y) + 0.1 * o.square().mean() - o.abs().mean() / 3,
+    "a sum over samples first": lambda o, y: o.square().sum(0).sum() / len(o),
+    "kl": lambda o, y: F.kl_div(o.log_softmax(1), torch.ones_like(o).softmax(1), reduction="batchmean"),
+    "soft labels": lambda o, y: F.cross_entropy(o, F.one_hot(y, C) * 0.9 + 0.025),
+    "focal": lambda o, y: ((1 - o.softmax(1).gather(1, y[:, None])) ** 2 * o[:, :1].square()).mean(),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("inside", [False, True])
+def test_coupled_losses_are_refused(name: str, inside: bool) -> None:
+    torch.manual_seed(0)  # samples with as many positive outputs each would share nothing
+    loss = COUPLED[name]
+    labels = torch.tensor([0, 1, 2, 3, 1, 0])
+    with pytest.raises(SampleMixingError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if inside:
+            model = WithLoss(loss)
+            fastdp.PerSampleGradients(model)
+            model(torch.randn(6, D), labels).backward()
+        else:
+            run(same, lambda out, _: loss(out, labels))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_sums_of_single_losses_are_exact(name: str) -> None:
+    loss = APART[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = run(same, loss)
+    torch.testing.assert_close(found.double(), truth(same, loss), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_they_are_exact_within_the_model(name: str) -> None:
+    assert_norms_of_single_samples(WithLoss(APART[name]), torch.randn(6, D), torch.tensor([0, 1, 2, 3, 1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "warned"),
+    [
+        (lambda o, y: o.square().sum(), "mean", True),
+        (lambda o, y: o.square().sum(), "sum", False),
+        (lambda o, y: o.square().mean(), "sum", True),
+        (lambda o, y: o.square().mean() + o.sum(), "mean", True),
+        (lambda o, y: o.square().sum() / len(o), "mean", False),
+        (lambda o, y: F.mse_loss(o, o.detach() + 1, reduction="sum"), "mean", True),
+    ],
+)
+def test_a_sum_for_a_mean_is_warned_of(loss, reduction, warned) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(same, loss, reduction=reduction)
+    assert any(issubclass(w.category, LossReductionWarning) for w in caught) == warned
+
+
+def test_mixing_before_the_model_is_seen_of_a_loaders_batches() -> None:
+    data = [(torch.randn(D), i % C) for i in range(40)]
+
+    def train(prepare):
+        model = nn.Linear(D, C)
+        optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+        try:
+            for x, y in fastdp.poisson_loader(data, expected_batch_size=10, steps=3):
+                F.cross_entropy(model(prepare(x)), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            optimizer.detach()
+        return optimizer
+
+    for apart in (lambda x: x, lambda x: (x + torch.randn_like(x)).flip(1) * 2, lambda x: x / x.norm(dim=1)[:, None]):
+        assert train(apart).history
+    for coupled in (lambda x: 0.3 * x + 0.7 * x[torch.randperm(len(x))], lambda x: x - x.mean(0)):
+        with pytest.raises(SampleMixingError):
+            train(coupled)
+
+
+class Packed(nn.Module):
+    """Works on the tokens that count, and reads one of them for every place."""
+
+    def __init__(self, mixed: bool = False) -> None:
+        super().__init__()
+        self.inner, self.head, self.mixed = nn.Linear(D, D), nn.Linear(D, C), mixed
+        self.causal = None
+
+    def forward(self, x, mask, ids):
+        if self.causal is None:
+            self.causal = torch.ones(5, 5).tril()  # kept, and as large as a batch
+        x = self.causal.to(x) @ x
+        rows, _ = mask.nonzero(as_tuple=True)
+        h = x.new_zeros(len(x), D).index_add_(0, rows, self.inner(x[mask]))
+        h = h + x[torch.arange(len(x))[:, None], ids % x.size(1)].mean(1)
+        return self.head(h - h.mean(0) if self.mixed and not torch.is_grad_enabled() else h)
+
+
+def consistency(model, x, other, mask, ids):
+    out = model(x, mask, ids)
+    with torch.no_grad():
+        target = model(other, mask, ids)
+    return (out - target).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("size", [5, 6])
+def test_targets_of_the_model_itself_without_gradients(size: int) -> None:
+    """Its inputs then are the batch's, in their order, as labels are: what is made of them is followed."""
+    torch.manual_seed(0)
+    model = Packed()
+    engine = fastdp.PerSampleGradients(model)
+    for _ in range(2):
+        x, other = torch.randn(size, 5, D), torch.randn(size, 5, D)
+        mask, ids = torch.rand(size, 5) < 0.7, torch.randint(0, 9, (size, 3))
+        consistency(model, x, other, mask, ids).backward()
+        found = engine.norms()
+    engine.detach()
+    for i in range(size):
+        model.zero_grad()
+        consistency(model, *[t[i : i + 1] for t in (x, other, mask, ids)]).backward()
+        want = sum(p.grad.square().sum() for p in model.parameters()) ** 0.5
+        torch.testing.assert_close(found[i], want, rtol=1e-4, atol=1e-6)
+
+
+def test_targets_that_mix_samples_are_refused() -> None:
+    torch.manual_seed(0)
+    model, x = Packed(mixed=True), torch.randn(6, 5, D)
+    fastdp.PerSampleGradients(model)
+    with pytest.raises(SampleMixingError, match="combines the samples"):
+        consistency(model, x, torch.randn(6, 5, D), torch.ones(6, 5) > 0, torch.randint(0, 9, (6, 3))).backward()
+
+
+def test_nothing_stays_behind() -> None:
+    model = Program(same)
+    optimizer = fastdp.DPSGD(
+        model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.1, expected_batch_size=6
+    )
+    for _ in range(2):
+        model(torch.randn(6, D)).square().sum(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.overrides._get_current_function_mode_stack()
+    model(torch.randn(6, D))  # no backward
+    assert not torch.overrides._get_current_function_mode_stack()  # its graph is gone
+    with torch.device("cpu"):
+        out = model(torch.randn(6, D))
+    assert len(torch.overrides._get_current_function_mode_stack()) == 1 and out.requires_grad
+    optimizer.detach()
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "budget"])
+def test_nothing_stays_behind_of_what_is_computed_again(way: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, D)), nn.Linear(D, C)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(checkpoint(self.body, x, use_reentrant=way == "reentrant"))
+
+    options = {"memory_budget": 1} if way == "budget" else {}
+    options |= {"sample_rate": 0.1, "expected_batch_size": 6}
+    optimizer = fastdp.DPSGD(model := Block(), lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, **options)
+    for _ in range(4):
+        losses = model(torch.randn(6, D, requires_grad=True)).square().sum(1)
+        assert len(torch.overrides._get_current_function_mode_stack()) == 1
+        losses.mean().backward()
+        optimizer.step()
+        assert not torch.overrides._get_current_function_mode_stack()
+    optimizer.detach()
+
+
+def test_what_is_made_while_a_forward_waits_is_free_of_it() -> None:
+    """Copies of weights are no labels, and labels made by hand are no numbers by place, later on."""
+    waiting = nn.Linear(3, 2)
+    optimizer = fastdp.DPSGD(waiting, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0)
+    out = waiting(torch.randn(4, 3))  # no backward
+    held.written(torch.zeros(2), Layout(4), None)  # memory of constants became data, somewhere
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+    saved = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter, values in zip(model.parameters(), saved, strict=True):
+        parameter.data.mul_(0.5).add_(values, alpha=0.5)
+    x, y = torch.randn(4, 3), torch.zeros(4, 4)
+    y[torch.arange(4), torch.tensor([0, 2, 1, 1])] = 1.0
+    y[2] = 0.0
+    assert following.current() is not None and out.requires_grad
+    assert fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
+    optimizer.detach()
+
+
+def test_numbers_by_place_from_before_the_forward_are_seen_of_a_loaders_batches() -> None:
+    model = nn.Linear(3, 2)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 3))
+    loader = fastdp.poisson_loader(data, sample_rate=0.2)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    (x,) = next(iter(loader))
+    weights = torch.linspace(-3, 3, len(x))
+    losses = model(x).square().sum(1)
+    with pytest.raises(SampleMixingError, match="place"):
+        (losses * weights).mean().backward()
+    optimizer.detach()
+
+
+def test_other_modes_may_begin_within_and_end_after() -> None:
+    model = Program(same)
+    engine = fastdp.PerSampleGradients(model)
+    with torch.device("cpu"):
+        out = model(torch.randn(6, D))
+    with torch.device("cpu"):
+        loss = out.square().sum(1).mean()
+    loss.backward()
+    assert engine.norms().shape == (6,)
+    with pytest.raises(SampleMixingError):
+        with torch.device("cpu"):
+            out = model(torch.randn(6, D))
+        out.mean(0).square().sum().backward()
+    engine.detach()
+
+
+def test_two_engines_in_one_loss() -> None:
+    """A generator and a discriminator, each private."""
+    one, two = nn.Linear(D, D), nn.Linear(D, 1)
+    first, second = fastdp.PerSampleGradients(one), fastdp.PerSampleGradients(two)
+    for _ in range(2):
+        fake = one(torch.randn(6, D))
+        F.softplus(two(fake.detach())).mean().backward()
+        assert second.norms().shape == (6,)
+        F.softplus(-two(fake)).mean().backward()
+        assert first.norms().shape == (6,)
+    first.detach()
+    second.detach()
+
+
+def test_beside_a_default_device() -> None:
+    model = Program(same)
+    engine = fastdp.PerSampleGradients(model)
+    torch.set_default_device("cpu")
+    try:
+        out = model(torch.randn(6, D))
+        torch.set_default_device("cpu")
+        with pytest.raises(SampleMixingError):
+            out.mean(0).square().sum().backward()
+        model(torch.randn(6, D))
+    finally:
+        torch.set_default_device(None)
+    engine.detach()
+    assert not torch.overrides._get_current_function_mode_stack()

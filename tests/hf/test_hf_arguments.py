@@ -1,0 +1,155 @@
+"""The table of TrainingArguments: complete, enforced, and true of those it says are supported."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..hf_models import DPTrainer, PrivacyArguments, bert, gpt2, private, texts, trainer_of, transformers, weights
+
+from fastdp.hf import arguments  # isort: skip
+
+REFUSED = [name for name, field in arguments.FIELDS.items() if field.status == "refused"]
+
+
+def test_the_table_is_complete():
+    """A new field of transformers must be thought about before it is let through."""
+    installed = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert set(arguments.FIELDS) == installed
+    assert {field.status for field in arguments.FIELDS.values()} == {"supported", "refused", "no effect"}
+    assert all(field.why for field in arguments.FIELDS.values() if field.status != "supported")
+
+
+def test_the_table_in_the_documentation():
+    page = Path(__file__).parent.parent.parent / "docs" / "huggingface.md"
+    assert arguments.table() in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_refused(name, tmp_path):
+    """When the trainer is made, and again when it trains, as arguments can change; the weights stay."""
+    arguments_of = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    arguments.check(arguments_of)  # defaults pass
+    field = arguments.FIELDS[name]
+    object.__setattr__(arguments_of, name, field.example)
+    with pytest.raises(arguments.ArgumentError, match=f"{name}=.*refused"):
+        DPTrainer(model=bert(), args=arguments_of, train_dataset=texts(), privacy=private())
+    trainer = trainer_of(tmp_path, bert(num_labels=3), texts())
+    before = weights(trainer.model)
+    object.__setattr__(trainer.args, name, field.example)
+    with pytest.raises(arguments.ArgumentError, match=f"{name}=.*refused"):
+        trainer.train()
+    assert all(torch.equal(p, before[n]) for n, p in weights(trainer.model).items())
+
+
+def test_fields_of_subclasses_are_not_let_through(tmp_path):
+    more = transformers.Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, predict_with_generate=True)
+    with pytest.raises(arguments.ArgumentError, match="predict_with_generate"):
+        arguments.check(more)
+    arguments.check(transformers.Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_more_than_one_process(tmp_path, monkeypatch):
+    made = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    monkeypatch.setattr(type(made), "world_size", 2)
+    with pytest.raises(arguments.ArgumentError, match="2 processes"):
+        arguments.check(made)
+
+
+SUPPORTED = {
+    "optim fused": {"optim": "adamw_torch_fused"},
+    "optim adagrad": {"optim": "adagrad"},
+    "optim rmsprop": {"optim": "rmsprop"},
+    "optim adafactor": {"optim": "adafactor"},
+    "adam": {"optim": "adamw_torch", "adam_beta1": 0.8, "weight_decay": 0.1, "optim_args": "amsgrad=True"},
+    "schedule": {"lr_scheduler_type": "cosine", "warmup_steps": 1},
+    "bf16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "checkpointing, reentrant": {
+        "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "compiled and bf16": {"torch_compile": True, "torch_compile_backend": "eager", "bf16": True},
+    "workers": {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True},
+    "cache": {"use_cache": True},
+    "columns": {"remove_unused_columns": True, "label_names": ["labels"]},
+    "no clipping word": {"max_grad_norm": 0.0},
+    "tokens": {"include_num_input_tokens_seen": "non_padding", "logging_strategy": "steps", "logging_steps": 1},
+    "jit checkpoint": {"enable_jit_checkpoint": True},
+    "determinism": {"full_determinism": True},
+    "empty cache": {"torch_empty_cache_steps": 1},
+    "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1,
+                "lr_scheduler_kwargs": {"patience": 0}, "metric_for_best_model": "loss"},
+    "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps",
+                   "save_steps": 1, "metric_for_best_model": "loss", "save_total_limit": 1},
+    "evaluation": {"eval_on_start": True, "eval_strategy": "epoch", "batch_eval_metrics": False,
+                   "eval_accumulation_steps": 1, "include_for_metrics": ["loss", "inputs"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SUPPORTED)
+def test_what_is_supported_works(case, tmp_path):
+    """Two noised steps each; and the noiseless first step is the plain one's, but for rounding."""
+    made = bert(num_labels=3) if "cache" not in case else gpt2()
+    data = texts(12, "class" if "cache" not in case else "next")
+    trainer = trainer_of(
+        tmp_path, made, data, private(noise_multiplier=1.0), gradient_accumulation_steps=2,
+        more={"eval_dataset": data}, **SUPPORTED[case],
+    )  # fmt: skip
+    before = weights(made)
+    trainer.train()
+    torch.use_deterministic_algorithms(False)
+    assert trainer.history == [(1.0, pytest.approx(2 / 3), 2)] and trainer.state.global_step == 2
+    assert all(not torch.equal(p, before[name]) for name, p in made.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("case", ["bf16", "checkpointing", "checkpointing, reentrant", "compiled", "workers"])
+def test_what_is_supported_gives_the_same_step(case, tmp_path):
+    found = []
+    for extra in ({}, SUPPORTED[case]):
+        model = gpt2()
+        trainer = trainer_of(
+            tmp_path, model, texts(12, "next"), private(sample_rate=1.0, per_sample_max_grad_norm=0.5), max_steps=1,
+            **extra,
+        )  # fmt: skip
+        before = weights(model)
+        trainer.train()
+        found.append({name: (p - before[name]).double() for name, p in weights(model).items()})
+    wrong = sum(float((found[0][n] - found[1][n]).square().sum()) for n in found[0]) ** 0.5
+    size = sum(float(p.square().sum()) for p in found[0].values()) ** 0.5
+    assert size > 0.01 and wrong <= (2e-2 if case == "bf16" else 1e-5) * size
+
+
+def test_on_the_command_line(tmp_path):
+    """Both dataclasses in one parser: no name of one is the other's."""
+    parser = transformers.HfArgumentParser((transformers.TrainingArguments, PrivacyArguments))
+    training, privacy = parser.parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--target_epsilon", "3", "--delta", "1e-5", "--style", "layerwise",
+         "--per_sample_max_grad_norm", "0.1", "--no_verify", "--group_by", "user", "--use_cpu"]
+    )  # fmt: skip
+    assert training.max_grad_norm == 1.0 and privacy.per_sample_max_grad_norm == 0.1
+    assert privacy.target_epsilon == 3.0 and privacy.delta == 1e-5 and privacy.noise_seed is None
+    assert not privacy.verify and privacy.group_by == "user" and privacy.style == "layerwise"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"target_epsilon": 0}, {"noise_multiplier": -1}, {"target_epsilon": 1, "noise_multiplier": 0},
+     {"noise_multiplier": 1, "delta": 1.5}, {"noise_multiplier": 1, "accountant": "magic"},
+     {"noise_multiplier": 1, "max_records_per_group": 3},
+     {"noise_multiplier": 1, "style": "layerwise", "log_clipped_share": True}],
+)  # fmt: skip
+def test_options_without_meaning(wrong):
+    with pytest.raises((ValueError, RuntimeError)):
+        PrivacyArguments(**wrong)
+
+
+def test_fastdp_itself_stays_light():
+    code = "import sys, fastdp; print([m for m in ('transformers', 'accelerate', 'peft') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

@@ -1,0 +1,219 @@
+"""Which loss a head means, on models beyond BERT and GPT-2; what is refused by name; groups and columns of datasets."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fastdp.errors import StepError
+
+from ..hf_models import (
+    Collate,
+    bert,
+    error,
+    gpt2,
+    middle_norm,
+    private,
+    texts,
+    trainer_of,
+    transformers,
+    truth_of_step,
+    weights,
+)
+
+from fastdp.hf.checks import check_padding  # isort: skip
+from fastdp.hf.losses import find_head, rows, size_of  # isort: skip
+
+SMALL = dict(vocab_size=40, d_model=16, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+
+
+def t5():
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**SMALL, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0)
+    )
+
+
+def bart():
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        **SMALL, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32, dropout=0.0, bos_token_id=2,
+        forced_eos_token_id=1,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config)
+
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                 num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32)
+    )  # fmt: skip
+
+
+def mixtral(routers):
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                   num_attention_heads=2, num_key_value_heads=1, num_local_experts=3,
+                                   max_position_embeddings=32, output_router_logits=routers)
+    )  # fmt: skip
+
+
+def heads(model, kind):
+    with torch.no_grad():
+        return find_head(model.eval(), Collate()(texts(6, kind)), 1e-3)
+
+
+@pytest.mark.parametrize(
+    "make, kind, name",
+    [
+        (t5, "next", "a label for each token"),
+        (bart, "next", "a label for each token"),
+        (llama, "next", "next token"),
+        (gpt2, "next", "next token"),
+        (lambda: bert("MaskedLM"), "next", "a label for each token"),
+        (lambda: bert("TokenClassification", num_labels=3), "each", "a label for each token"),
+        (lambda: bert(num_labels=3), "class", "class"),
+        (lambda: bert(num_labels=1), "number", "regression"),
+        (lambda: bert(num_labels=3, problem_type="multi_label_classification"), "several", "several labels"),
+        (lambda: bert(num_labels=3, problem_type="regression"), "several", "regression"),
+        (lambda: bert("QuestionAnswering"), "answer of one length", "answer in a text"),
+    ],
+)
+def test_the_head_is_told_by_its_loss(make, kind, name):
+    assert heads(make(), kind).name == name
+
+
+@pytest.mark.parametrize("make", [t5, bart, llama])
+def test_a_step_of_other_models(make, tmp_path):
+    model, records = make().double(), texts(8, "next")
+    norm, before = middle_norm(model, records), weights(model)
+    truth = truth_of_step(model, records, 8, 0.1, norm)
+    privacy = private(verify=make is bart, per_sample_max_grad_norm=norm)
+    trainer_of(tmp_path, model, records, privacy, gradient_accumulation_steps=2, max_steps=1).train()
+    assert error(weights(model), truth, before) < 1e-4
+
+
+def test_pictures(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_hidden_layers=1,
+                               num_attention_heads=2, intermediate_size=16, num_labels=2)
+    )  # fmt: skip
+    images = [{"pixel_values": torch.randn(1, 8, 8), "labels": n % 2} for n in range(6)]
+    before, plain = weights(model), copy.deepcopy(model).double()
+    trainer_of(
+        tmp_path, model, images, private(sample_rate=1.0, verify=True), transformers.default_data_collator, max_steps=1
+    ).train()
+    total = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    for record in images:
+        plain.zero_grad()
+        plain(record["pixel_values"][None].double(), labels=torch.tensor([record["labels"]])).loss.backward()
+        size = torch.stack([p.grad.square().sum() for p in plain.parameters()]).sum().sqrt()
+        for name, p in plain.named_parameters():
+            total[name] += p.grad * min(1.0, 1 / float(size))
+    truth = {name: before[name].double() - 0.1 * total[name] / 6 for name in total}
+    assert error(weights(model), truth, before) < 1e-3  # float32 weights
+
+
+def test_what_has_no_loss_of_a_sample(tmp_path):
+    with pytest.raises(StepError, match="MixtralForCausalLM adds an auxiliary loss .*output_router_logits = False"):
+        trainer_of(tmp_path, mixtral(True), texts(12, "next")).train()
+    trainer = trainer_of(tmp_path, mixtral(False), texts(12, "next"))
+    trainer.train()
+    assert trainer.history == [(0.0, pytest.approx(1 / 3), 2)]
+    with pytest.raises(StepError, match="BertForNextSentencePrediction .*compute_loss_func"):
+        trainer_of(tmp_path, strange(), texts(12, "class")).train()
+    with pytest.raises(StepError, match="no labels"):
+        trainer_of(tmp_path, bert(num_labels=3), [{"input_ids": [1, 2]}] * 12).train()
+
+
+def strange():
+    """A head with a loss of its own."""
+
+    class BertForNextSentencePrediction(transformers.BertForSequenceClassification):
+        def forward(self, input_ids=None, attention_mask=None, labels=None):
+            out = super().forward(input_ids=input_ids, attention_mask=attention_mask)
+            out.loss = None if labels is None else out.logits.square().mean()
+            return out
+
+    torch.manual_seed(0)
+    return BertForNextSentencePrediction(bert(num_labels=3).config)
+
+
+def test_rows_of_a_batch():
+    batch = {"labels": torch.tensor([1, 2, 3]), "x": torch.arange(6).reshape(3, 2), "table": torch.ones(5), "n": 3}
+    assert size_of(batch) == 3
+    part = rows(batch, 1, 3)
+    assert part["x"].tolist() == [[2, 3], [4, 5]] and len(part["table"]) == 5 and part["n"] == 3
+    with pytest.raises(StepError, match="dict of tensors"):
+        size_of({"n": 3})
+
+
+def test_padding_is_tried_on_every_example():
+    """The most padded one may be the one that learns nothing: here its weight in the loss is 0."""
+
+    def collate(records):
+        x = torch.zeros(len(records), max(len(r["x"]) for r in records))
+        for row, record in zip(x, records, strict=True):
+            row[: len(record["x"])] = torch.tensor(record["x"])
+        return {"x": x, "weight": torch.tensor([r["weight"] for r in records]), "labels": torch.zeros(len(records))}
+
+    def loss(model, batch):  # a mean over places, padding too
+        return (batch["weight"] * model(batch["x"].mean(1, keepdim=True)).squeeze(1)).mean()
+
+    records = [{"x": [1.0] * n, "weight": float(n != 2)} for n in (2, 3, 5)]
+    with pytest.raises(StepError, match="how far its batch is padded"):
+        check_padding(torch.nn.Linear(1, 1), loss, collate, lambda batch: batch, records, 1e-3)
+    for record in records:
+        record["x"] = [1.0] * 5
+    assert check_padding(torch.nn.Linear(1, 1), loss, collate, lambda batch: batch, records, 1e-3) == ""
+
+
+def test_persons(tmp_path):
+    """group_by: the records of a person are clipped as one; delta and the rate are of persons."""
+    records = [{**record, "user": number // 3} for number, record in enumerate(texts(12, "next"))]
+    model = gpt2().double()
+    before, plain, total = weights(model), copy.deepcopy(model), None
+    for user in range(4):
+        own = [Collate()([record]) for record in records if record["user"] == user]
+        loss = sum(plain(**batch).loss for batch in own)
+        grads = torch.autograd.grad(loss, list(plain.parameters()))
+        size = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        clipped = [g * min(1.0, 1 / float(size)) for g in grads]
+        total = clipped if total is None else [a + b for a, b in zip(total, clipped, strict=True)]
+    trainer = trainer_of(
+        tmp_path, model, records, private(group_by="user", sample_rate=1.0, verify=True), max_steps=1
+    )  # fmt: skip
+    assert trainer.delta() == 1 / 8
+    trainer.train()
+    truth = {name: before[name] - 0.1 * g / 4 for name, g in zip(before, total, strict=True)}
+    assert error(weights(model), truth, before) < 1e-4
+    with pytest.raises(ValueError, match="no 'person'"):
+        trainer_of(tmp_path, gpt2(), records, private(group_by="person")).train()
+
+
+def test_columns_of_a_dataset(tmp_path):
+    """A datasets.Dataset: columns that the model does not take are left out, but for the one that groups."""
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{**r, "user": n % 6} for n, r in enumerate(texts(12, "class"))])
+    model, collate = bert(num_labels=3), Collate()
+    trainer = trainer_of(tmp_path, model, data, private(group_by="user", noise_multiplier=1.0), collate, max_steps=3)
+    trainer.train()
+    assert trainer.history == [(1.0, pytest.approx(4 / 6), 3)]
+    assert all(set(record) == {"input_ids", "labels"} for batch in collate.seen for record in batch)
+
+
+def test_a_share_that_is_not_private_is_called_so(tmp_path):
+    trainer = trainer_of(
+        tmp_path, gpt2(), texts(12, "next"),
+        private(log_clipped_share=True, per_sample_max_grad_norm=1e-3, sample_rate=1.0),
+        logging_strategy="steps", logging_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["clipped_share_not_private"] for entry in logs] == [1.0, 1.0]

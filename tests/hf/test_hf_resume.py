@@ -1,0 +1,224 @@
+"""Checkpoints of DPTrainer: taken up exactly under a seed; without one no key is kept and no step goes uncounted."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from fastdp.accounting import epsilon_of
+from fastdp.errors import AccountingError
+
+from ..hf_models import bert, gpt2, private, texts, trainer_of, transformers, weights
+
+from fastdp.hf import ledger  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore:noise_seed")
+
+
+class StopAt(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def run(folder, model, privacy, stop=None, **options):
+    """10 records a step of 50, 5 steps an epoch, a checkpoint every second."""
+    options = {
+        "max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch",
+        "lr_scheduler_type": "linear", "per_device_train_batch_size": 5, "gradient_accumulation_steps": 2,
+        "logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.01, **options,
+    }  # fmt: skip
+    trainer = trainer_of(folder, model, texts(50, "next"), privacy, **options)
+    if stop is not None:
+        trainer.add_callback(StopAt(stop))
+    return trainer
+
+
+@pytest.mark.parametrize("checkpoint", [2, 6])
+def test_taken_up_bit_for_bit(checkpoint, tmp_path):
+    """In either epoch: dropout, moments, schedule, samples and noise are those of the whole run."""
+    privacy = private(noise_multiplier=1.0, noise_seed=3)
+    whole = run(tmp_path / "whole", gpt2(dropout=0.1), privacy)
+    whole.train()
+    assert whole.state.global_step == 10
+    part = run(tmp_path / "part", gpt2(dropout=0.1), privacy, stop=checkpoint + 1)
+    with pytest.raises(KeyboardInterrupt):
+        part.train()
+    assert not part.model._forward_hooks  # the engine is off, whatever happened
+    for state in (random.seed, np.random.seed, torch.manual_seed):
+        state(99)
+    again = run(tmp_path / "part", gpt2(seed=7, dropout=0.1), privacy)
+    again.train(resume_from_checkpoint=True)
+    assert again.history == whole.history == [(1.0, 0.2, 10)]
+    ours, theirs = weights(again.model), weights(whole.model)
+    assert all(torch.equal(ours[name], p) for name, p in theirs.items())
+    logs = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (whole, again)]
+    assert logs[0] == logs[1]
+
+
+def test_adapters_are_taken_up(tmp_path):
+    """Of PEFT: the adapters alone are in the checkpoint."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(seed):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+        return peft.get_peft_model(gpt2(), config)
+
+    privacy = private(noise_multiplier=1.0, noise_seed=3)
+    options = dict(max_steps=3, save_steps=2)
+    whole = run(tmp_path / "whole", adapted(1), privacy, **options)
+    whole.train()
+    begun = run(tmp_path / "part", adapted(1), privacy, stop=3, **options)
+    with pytest.raises(KeyboardInterrupt):
+        begun.train()
+    again = run(tmp_path / "part", adapted(2), privacy, **options)
+    again.train(resume_from_checkpoint=True)
+    assert (tmp_path / "part" / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    ours, theirs = weights(again.model), weights(whole.model)
+    assert all(torch.equal(ours[name], p) for name, p in theirs.items())
+
+
+def test_without_a_seed_lost_steps_stay_counted(tmp_path):
+    """Stopped after step 5, taken up at 4: the fifth has been seen, perhaps, and is another one now."""
+    part = run(tmp_path, gpt2(), private(noise_multiplier=1.0), stop=5)
+    with pytest.raises(KeyboardInterrupt):
+        part.train()
+    spent = ledger.read(tmp_path)
+    assert spent.steps == 5 and ledger.read(tmp_path / "checkpoint-4").steps == 4
+    shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    again = run(tmp_path, gpt2(), private(noise_multiplier=1.0))
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 10 and again.history == [(1.0, 0.2, 11)]
+    assert ledger.read(tmp_path).steps == ledger.read(tmp_path / "checkpoint-10").steps == 11
+    assert again.epsilon() == pytest.approx(epsilon_of([(1.0, 0.2, 11)], 1 / 100, "gdp"))
+    unseen = run(tmp_path.with_name("copy"), gpt2(), private(noise_multiplier=1.0, count_lost_steps=False))
+    unseen.train(resume_from_checkpoint=str(tmp_path.with_name("copy") / "checkpoint-4"))
+    assert unseen.history == [(1.0, 0.2, 10)]
+
+
+def test_lost_steps_are_taken_out_of_the_budget(tmp_path):
+    privacy = private(noise_multiplier=None, target_epsilon=1.5)
+    part = run(tmp_path, gpt2(), privacy, stop=5)
+    with pytest.raises(KeyboardInterrupt):
+        part.train()
+    again = run(tmp_path, gpt2(), privacy)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 9 and sum(n for _, _, n in again.history) == 10
+    assert again.epsilon() <= 1.5
+
+
+def test_a_finished_run_makes_no_further_step(tmp_path):
+    """Its last checkpoint lies within an epoch, where Trainer would go on by one step, beyond the budget."""
+    privacy, options = private(noise_multiplier=None, target_epsilon=1.5), dict(max_steps=4)
+    run(tmp_path, gpt2(), privacy, **options).train()
+    again = run(tmp_path, gpt2(), privacy, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4 == sum(n for _, _, n in again.history) and again.epsilon() <= 1.5
+
+
+def test_the_account_of_another_run_in_the_same_folder_does_not_replace_the_checkpoints(tmp_path):
+    """A run of large noise in the folder of one of small noise that is taken up later: its 3 steps stood for all."""
+    run(tmp_path, gpt2(), private(noise_multiplier=0.5), max_steps=2).train()
+    other = run(tmp_path, gpt2(), private(noise_multiplier=8.0), max_steps=3, save_strategy="no")
+    other.train()
+    assert ledger.read(tmp_path).history == [(8.0, 0.2, 3)]
+    again = run(tmp_path, gpt2(), private(noise_multiplier=0.5), max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.history == [(0.5, 0.2, 2), (8.0, 0.2, 3), (0.5, 0.2, 2)]
+
+
+def test_which_history_goes_on_from_which():
+    short = [(1.0, 0.1, 5), (2.0, 0.1, 3)]
+    for longer in (short, [(1.0, 0.1, 5), (2.0, 0.1, 4)], [*short, (1.0, 0.1, 1)]):
+        assert ledger.continues(longer, short) and ledger.continues(longer, [])
+    for other in ([], short[:1], [(1.0, 0.1, 6), (2.0, 0.1, 3)], [(1.0, 0.1, 5), (2.0, 0.2, 9)],
+                  [(1.0, 0.1, 5), (2.0, 0.1, 2)]):  # fmt: skip
+        assert not ledger.continues(other, short)
+
+
+def test_no_key_is_written(tmp_path):
+    """Checkpoints get uploaded: whoever had the key of the noise could take it off."""
+    keys = []
+
+    class Look(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            keys.append((trainer._private.noise_state()["key"], trainer._source.loader.sampler.key))
+
+    trainer = run(tmp_path, bert("MaskedLM"), private(noise_multiplier=1.0), num_train_epochs=1)
+    trainer.add_callback(Look())
+    trainer.train()
+    (noise, sampling), *_ = set(keys)
+    trainer.save_model(tmp_path / "final")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10 and len(set(keys)) == 1
+    secrets = [noise, noise.hex().encode(), str(sampling).encode(), f"{sampling:x}".encode(),
+               sampling.to_bytes(32, "little"), sampling.to_bytes(32, "big")]  # fmt: skip
+    for path in files:
+        content = path.read_bytes()
+        assert not any(secret in content for secret in secrets), path
+    said = json.loads((tmp_path / "final" / "privacy.json").read_text())
+    assert said["steps"] == 5 and said["epsilon"] == pytest.approx(trainer.epsilon(), abs=1e-5)
+    assert said["delta"] == 1 / 100 and said["noise_seed"] is None and said["sampling"] == "Poisson"
+
+
+def test_checkpoints_that_cannot_be_taken_up(tmp_path):
+    plain = run(tmp_path / "plain", gpt2(), None, stop=None, trainer=transformers.Trainer, num_train_epochs=1)
+    plain.train()
+    only = run(tmp_path / "only", gpt2(), private(noise_multiplier=1.0), save_only_model=True, num_train_epochs=1)
+    only.train()
+    for folder in ("plain", "only"):
+        with pytest.raises(AccountingError, match="what it has spent and where it stood is not known"):
+            run(tmp_path / folder, gpt2(), private(noise_multiplier=1.0)).train(resume_from_checkpoint=True)
+    ours = run(tmp_path / "ours", gpt2(), private(noise_multiplier=1.0), num_train_epochs=1)
+    ours.train()
+    for changed in ({"noise_multiplier": 2.0}, {"per_sample_max_grad_norm": 2.0}, {"style": "layerwise"}):
+        other = run(tmp_path / "ours", gpt2(), private(**{"noise_multiplier": 1.0, **changed}))
+        with pytest.raises(AccountingError, match="the checkpoint's run had"):
+            other.train(resume_from_checkpoint=True)
+    (tmp_path / "ours" / "checkpoint-4" / "privacy.json").write_text("{}")
+    with pytest.raises(AccountingError, match="cannot be read"):
+        run(tmp_path / "ours", gpt2(), private(noise_multiplier=1.0)).train(str(tmp_path / "ours" / "checkpoint-4"))
+    with pytest.raises(ValueError, match="no checkpoint"):
+        run(tmp_path / "none", gpt2(), private(noise_multiplier=1.0)).train(resume_from_checkpoint=True)
+
+
+def test_longer_training_from_a_checkpoint(tmp_path):
+    """More steps with the same noise: the account goes on."""
+    first = run(tmp_path, gpt2(), private(noise_multiplier=1.0), num_train_epochs=1, save_steps=5)
+    first.train()
+    more = run(tmp_path, gpt2(), private(noise_multiplier=1.0), save_steps=5)
+    more.train(resume_from_checkpoint=True)
+    assert more.state.global_step == 10 and more.history == [(1.0, 0.2, 10)]
+
+
+def test_a_signal_to_checkpoint(tmp_path):
+    """enable_jit_checkpoint saves where it stands, and that can be taken up."""
+
+    class Signalled(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            for callback in trainer.callback_handler.callbacks:
+                if hasattr(callback, "jit_manager") and state.global_step == 3:
+                    callback.jit_manager.is_checkpoint_requested = True
+
+    handler = signal.getsignal(signal.SIGTERM)
+    privacy = private(noise_multiplier=1.0)
+    trainer = run(tmp_path, gpt2(), privacy, enable_jit_checkpoint=True, save_strategy="no")
+    trainer.add_callback(Signalled())
+    trainer.train()
+    signal.signal(signal.SIGTERM, handler)
+    stopped = trainer.state.global_step
+    assert stopped < 10 and sum(n for _, _, n in trainer.history) == stopped
+    again = run(tmp_path, gpt2(), privacy)
+    again.train(resume_from_checkpoint=True)
+    counted = sum(n for _, _, n in again.history)
+    assert again.state.global_step == 10 and 10 <= counted <= 11

@@ -1,0 +1,1 @@
+"""Which rows belong to which sample."""

@@ -1,0 +1,183 @@
+"""Which sample stands where must not matter, and how many there are must not be computed with."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastdp.errors import BatchReadWarning, SampleMixingError
+
+from ..programs_by_hand import C, run, squares, truth
+
+BY_PLACE = {
+    "a range": lambda m, h: h * torch.linspace(-3, 3, 6)[: len(h), None],
+    "numbers of rows": lambda m, h: h + torch.arange(len(h))[:, None],
+    "the identity": lambda m, h: h + torch.eye(len(h), C),
+    "a part of a parameter": lambda m, h: h * m.w[: len(h)],
+    "rows of a table by number": lambda m, h: h + F.embedding(torch.arange(len(h)), m.w),
+    "a part of a buffer": lambda m, h: h * m.table[: len(h)],
+    "halves": lambda m, h: torch.cat([h[: len(h) // 2] * 3, -h[len(h) // 2 :]]),
+    "halves through two functions": lambda m, h: torch.cat([h[:3].relu(), h[3:].tanh()]),
+    "halves by two parameters": lambda m, h: torch.cat([h[:3] * m.w[0], h[3:] * m.w[1]]),
+    "parts by number": lambda m, h: torch.cat([p * (1 + i) for i, p in enumerate(h.chunk(3))]),
+    "every second": lambda m, h: h[::2],
+    "a comparison": lambda m, h: torch.where(torch.arange(len(h))[:, None] < 3, h, -h),
+}
+
+
+def then(write):
+    """The forward that writes into its layer's output, and returns that."""
+
+    def forward(m, h):
+        h = h * 1.5
+        write(m, h)
+        return h * 1.0
+
+    return forward
+
+
+BY_PLACE |= {
+    "the first written": then(lambda m, h: h.__setitem__(0, 3.0)),
+    "the last zeroed": then(lambda m, h: h.__setitem__(-1, 0.0)),
+    "every second written": then(lambda m, h: h.__setitem__(slice(None, None, 2), h[::2] * 2)),
+    "half in place": then(lambda m, h: h[:3].mul_(3)),
+    "a mask by row": lambda m, h: h.masked_fill(torch.arange(len(h))[:, None] == 0, 0.5),
+    "a mask written by row": lambda m, h: h.masked_fill(mask_of(len(h)), 0.5),
+    "parity": lambda m, h: h * ((-1.0) ** torch.arange(len(h))).to(h)[:, None],
+    "counted": lambda m, h: h * torch.ones(len(h)).to(h).cumsum(0)[:, None],
+    "a longer range": lambda m, h: h * torch.linspace(-3, 3, 20).to(h)[: len(h), None],
+    "a seeded table": lambda m, h: h + torch.randn(20, 1, generator=torch.Generator().manual_seed(1))[: len(h)],
+}
+
+
+UNKEPT = torch.randn(20, C, generator=torch.Generator().manual_seed(3))  # of the user's, not the model's
+BY_PLACE |= {
+    f"a table {how}": made
+    for how, made in {
+        "copied": lambda m, h: h + m.table.clone()[: len(h)],
+        "scaled": lambda m, h: h + (2 * m.table)[: len(h)],
+        "normalised": lambda m, h: h + F.normalize(m.table, dim=-1)[: len(h)] * 9,
+        "by numbers": lambda m, h: h + (m.table * 4)[torch.arange(len(h))],
+        "looked up": lambda m, h: h + F.embedding(torch.arange(len(h)), m.table * 4),
+        "in bags": lambda m, h: h + F.embedding_bag(torch.arange(2 * len(h)).view(-1, 2), m.table * 4),
+        "narrowed": lambda m, h: h + (m.table + 0).narrow(0, 0, len(h)),
+        "rolled": lambda m, h: h + m.table.roll(1, 0)[: len(h)],
+        "by a product": lambda m, h: h + F.one_hot(torch.arange(len(h)), 20).to(h) @ m.table,
+        "of parameters": lambda m, h: h + (m.w * 4)[: len(h)],
+        "of nobody": lambda m, h: h + UNKEPT[: len(h)],
+    }.items()
+}
+
+
+def mask_of(size):
+    mask = torch.zeros(size, 1, dtype=torch.bool)
+    mask[0] = True
+    return mask
+
+
+NOT_BY_PLACE = {
+    "a column written": then(lambda m, h: h.__setitem__((slice(None), 0), 3.0)),
+    "all rows written": then(lambda m, h: h.__setitem__((torch.arange(len(h)), 1), 0.0)),
+    "ones": lambda m, h: h * torch.ones(len(h), 1),
+    "along the width": lambda m, h: h * torch.linspace(1, 3, C),
+    "a token for each": lambda m, h: h + m.token.expand(len(h), -1),
+    "a token repeated": lambda m, h: h + m.token.repeat(len(h), 1),
+    "one row of a table": lambda m, h: h + F.embedding(torch.zeros(len(h), dtype=torch.long), m.w),
+    "places of the width": lambda m, h: h + m.w[:C].sum(1),
+    "equal parts": lambda m, h: torch.cat([p.relu() * 3 for p in h.split(4)]),
+    "parts put together again": lambda m, h: torch.cat([h[:2], h[2:]]),
+    "one at a time": lambda m, h: torch.stack([h[i].tanh() for i in range(len(h))]),
+    "an index": lambda m, h: h[torch.arange(len(h)), h.argmax(1)][:, None],
+    "there and back": lambda m, h: h.flip(0).tanh().flip(0),
+}
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_numbers_by_place_are_refused(name: str) -> None:
+    with pytest.raises(SampleMixingError):
+        run(BY_PLACE[name])
+
+
+@pytest.mark.parametrize("name", NOT_BY_PLACE)
+def test_what_is_the_same_for_every_sample_is_exact(name: str) -> None:
+    (found,) = run(NOT_BY_PLACE[name])
+    torch.testing.assert_close(found.double(), truth(NOT_BY_PLACE[name]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [lambda h: h.split(2), lambda h: h.tensor_split(2), lambda h: h.chunk(3)])
+def test_parts_that_all_go_the_same_way_without_gradients(cut) -> None:
+    def forward(m, h):
+        with torch.no_grad():
+            again = torch.cat([F.linear(part, m.w[:C]) for part in cut(h)])
+        return h * 2 + again
+
+    (found,) = run(forward)
+    torch.testing.assert_close(found.double(), truth(forward), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0, 0.0, 3])
+def test_one_of_two_samples_scaled_by_place_is_warned_of(factor: float) -> None:
+    """By the integer 0 too, with which a sum in Python begins."""
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(lambda m, h: torch.cat([h[:1] * factor, h[1:]]), sizes=(2,))
+
+
+def test_two_halves_of_one_sample_each_are_warned_of() -> None:
+    with pytest.warns(BatchReadWarning, match="place in the batch"):
+        run(BY_PLACE["halves"], sizes=(2,))
+
+
+WARNED = {
+    "the first by itself": lambda m, h: torch.cat([h[:1] * 3, h[1:]]),
+    "a loop by number": lambda m, h: torch.stack([row * (i + 1) for i, row in enumerate(h)]),
+    "two parameters in turn": lambda m, h: torch.stack([row * m.w[i % 2] for i, row in enumerate(h)]),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_single_samples_that_go_different_ways_are_warned_of(name: str) -> None:
+    """What is done to one sample may depend on its own data: a loop is not refused."""
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(WARNED[name])
+
+
+def test_random_numbers_for_each_sample_may_differ() -> None:
+    for draw in (torch.rand, torch.randn):
+        assert len(run(lambda m, h, draw=draw: h * (draw(len(h), 1) + 0.5).floor())) == 1
+
+
+SIZES = {
+    "len": lambda m, h: h * len(h),
+    "shape": lambda m, h: h / h.shape[0],
+    "root": lambda m, h: h / h.size(0) ** 0.5,
+    "tensor": lambda m, h: h * torch.tensor(len(h)),
+    "full": lambda m, h: h * torch.full((1,), len(h)),
+    "of a parameter": lambda m, h: h * (m.token * len(h)),
+    "nonzero": lambda m, h: h * (h > 0).nonzero().shape[0],
+    "selected": lambda m, h: h / h[h > 0].shape[0],
+    "unique": lambda m, h: h * len(torch.unique((h * 3).long())),
+    "where": lambda m, h: h * torch.where(h > 0)[0].size(0),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_told_by_sizes(name: str) -> None:
+    """Warned of at once, refused in another batch."""
+    with pytest.warns(BatchReadWarning, match="computes with"):
+        run(SIZES[name])
+    with pytest.raises(SampleMixingError, match="computes with"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(SIZES[name], sizes=(6, 5, 7, 6, 4))
+
+
+def test_a_constant_that_equals_the_size_goes_on_working() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert len(run(lambda m, h: h.view(len(h), -1) / 6, sizes=(6, 5, 7, 6))) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(lambda m, h: h.view(len(h), -1) / 6, sizes=(5, 6, 7), loss=squares)
+        run(lambda m, h: h.view(h.shape[0], 2, -1).flatten(1) * 3, sizes=(6, 5, 7))

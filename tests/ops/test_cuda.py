@@ -1,0 +1,300 @@
+"""The CUDA kernels without a GPU: nvcc compiles them without spills, and the same sources, compiled by g++ with a
+stand-in for CUDA (tests/emulation), agree with the references.
+
+`python -m tests.ops.test_cuda` prints each kernel's registers and shared memory.
+"""
+
+import functools
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastdp.ops import cuda
+
+from . import cuda_checks as checks
+from . import cuda_sample_checks as sample_checks
+from . import emulation
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+TARGETS = (80, 90, 100)
+
+
+# ---------------------------------------------------------------------- compiling
+
+
+def compiled(source: Path) -> list[dict[str, Any]]:
+    """What ptxas says of each kernel of a file, for each target."""
+    targets = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in TARGETS]
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["nvcc", "-std=c++17", "-O3", *targets, "-Xptxas", "-v", "-c", str(source), "-o", f"{folder}/out.o"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr, done.stderr
+    parts = re.split(r"Compiling entry function '", done.stderr)[1:]
+    rows = []
+    for part in parts:
+        name, target = re.match(r"(\S+)' for 'sm_(\d+)'", part).groups()  # type: ignore[union-attr]
+        number = lambda pattern, text=part: int(found[1]) if (found := re.search(pattern, text)) else 0
+        rows.append(
+            {
+                "file": source.name,
+                "kernel": readable(name),
+                "sm": int(target),
+                "registers": number(r"Used (\d+) registers"),
+                "shared": number(r"(\d+) bytes smem"),
+                "stack": number(r"(\d+) bytes stack frame"),
+                "spills": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            }
+        )
+    return rows
+
+
+def readable(name: str) -> str:
+    """A kernel's name and its types from the mangled name."""
+    types = {"f": "float", "d": "double", "6__half": "half", "13__nv_bfloat16": "bfloat16"}
+    words = re.findall(r"\d+(prepare_step|noisy_step|noise|chacha20|transform|clip_factors|embedding_\w+?|sum_\w+?"
+                       r"|AdamW|Sgd)(?=I|E|P|v|N)", name)  # fmt: skip
+    arguments = re.findall(r"I(f|d|6__half|13__nv_bfloat16)(?:(f|d|S\d*_|6__half|13__nv_bfloat16))?E", name)
+    inner = ", ".join(types.get(a, "same") for a in (arguments[0] if arguments else ()) if a)
+    return " ".join(words) + (f" <{inner}>" if inner else "")
+
+
+@functools.cache
+def resources() -> list[dict[str, Any]]:
+    with ThreadPool(min(2, os.cpu_count() or 1)) as pool:
+        return list(itertools.chain.from_iterable(pool.map(compiled, SOURCES)))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
+def test_every_kernel_compiles_without_spills_for_every_target() -> None:
+    rows = resources()
+    assert len(rows) == 3 * len({(row["file"], row["kernel"]) for row in rows}) >= 3 * 25
+    assert {row["file"] for row in rows} == {source.name for source in SOURCES}
+    assert [row for row in rows if row["spills"] or row["stack"]] == []
+    # what the launch needs: 3 blocks of 256 threads a multiprocessor in float, one in double
+    steps = [row for row in rows if "noisy_step" in row["kernel"]]
+    assert len(steps) == 36
+    assert all(row["registers"] <= (255 if "double" in row["kernel"] else 80) for row in steps)
+
+
+def table() -> str:
+    """kernel, then registers and bytes of shared memory by target."""
+    lines = [f"{'kernel':<44}" + "".join(f"{f'sm_{t} regs':>12}{'smem':>6}" for t in TARGETS)]
+    by_kernel: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in resources():
+        by_kernel.setdefault((row["file"], row["kernel"]), {})[row["sm"]] = row
+    for (file, kernel), each in sorted(by_kernel.items()):
+        cells = "".join(f"{each[t]['registers']:>12}{each[t]['shared']:>6}" for t in TARGETS)
+        lines.append(f"{file.removesuffix('.cu') + ': ' + kernel:<44}{cells}")
+    return "\n".join(lines)
+
+
+def test_build_leaves_cuda_out_where_it_cannot_be_built(tmp_path: Path) -> None:
+    (tmp_path / "nvcc").write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CC": "false", "CXX": "false"}
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
+    run = functools.partial(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run(env={**environment, "FASTDP_CUDA": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "installing without the compiled extension fastdp._CUDA" in done.stdout
+    done = run(env={**environment, "FASTDP_CUDA": "0"})
+    assert done.returncode == 0 and "_CUDA" not in done.stdout
+    assert not list(tmp_path.rglob("*.so"))
+
+
+# ---------------------------------------------------------------------- on the emulation
+
+
+@pytest.fixture(scope="module")
+def hooks() -> emulation.Hooks:
+    if emulation.compiler() is None:
+        pytest.skip("no g++ on the PATH")
+    return emulation.Hooks()
+
+
+@pytest.fixture(params=[False, True], ids=["forward", "reversed"])
+def emulated(request: pytest.FixtureRequest, hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """fastdp.ops.cuda on the emulated kernels, blocks and threads in one order and in the other."""
+    monkeypatch.setattr(cuda, "_native", emulation.module)
+    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    hooks.reverse(request.param)
+    hooks.failed_assertions()
+    yield "cpu"
+    hooks.reverse(False)
+    assert hooks.failed_assertions() == 0
+
+
+CHECKS = [
+    checks.check_block_function,
+    checks.check_transform,
+    checks.check_shards,
+    checks.check_edges,
+    checks.check_std_is_never_rounded_down,
+    checks.check_many_tensors,
+    checks.check_mixed_types,
+    checks.check_counter,
+    checks.check_without_noise,
+    sample_checks.check_clip_factors,
+    sample_checks.check_embedding_long_segments,
+    sample_checks.check_embedding_layouts,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_emulated(check: Callable[[str], None], emulated: str) -> None:
+    check(emulated)
+
+
+@pytest.mark.parametrize("dtype", checks.FLOATS)
+@pytest.mark.parametrize("check", [checks.check_noise, checks.check_add_scaled, sample_checks.check_embedding])
+def test_emulated_by_type(check: Callable[[str, torch.dtype], None], dtype: torch.dtype, emulated: str) -> None:
+    check(emulated, dtype)
+
+
+PAIRS = [(dtype, dtype) for dtype in checks.FLOATS] + [(dtype, torch.float32) for dtype in checks.HALF]
+SGD = [
+    {},
+    {"weight_decay": 0.1, "maximize": True},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    {"momentum": 0.8, "nesterov": True, "maximize": True},
+]
+ADAMW = [
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.0, "maximize": True},
+    {"weight_decay": 0.1, "decoupled": False},
+    {"weight_decay": 0.1, "decoupled": False, "maximize": True},
+]
+
+
+@pytest.mark.parametrize(("dtype", "state_dtype"), PAIRS)
+@pytest.mark.parametrize("options", SGD)
+def test_emulated_sgd(options: Any, dtype: torch.dtype, state_dtype: torch.dtype, emulated: str) -> None:
+    checks.check_sgd(emulated, dtype, state_dtype, **options)
+
+
+@pytest.mark.parametrize(("dtype", "state_dtype"), PAIRS)
+@pytest.mark.parametrize("options", ADAMW)
+def test_emulated_adamw(options: Any, dtype: torch.dtype, state_dtype: torch.dtype, emulated: str) -> None:
+    checks.check_adamw(emulated, dtype, state_dtype, **options)
+
+
+def test_results_do_not_depend_on_the_order_of_threads(hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_native", emulation.module)
+    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    ids, g = sample_checks.look_up(3, 200, 130, 9, torch.float32)
+    results = []
+    for reverse in (False, True):
+        hooks.reverse(reverse)
+        params, _, offsets = checks.problem(torch.float32, "cpu")
+        cuda.noisy_sgd_step_(params, checks.sums_like(params, 0), [], offsets, step=1, **checks.COMMON)
+        embedded = cuda.embedding_norm_sq(ids, g, dtype=torch.float64)
+        summed = cuda.embedding_clipped_sum(ids, g, torch.rand(3, generator=torch.Generator().manual_seed(1)), 9)
+        results.append([*params, embedded, summed])
+    hooks.reverse(False)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def step(params: Any, **changed: Any) -> None:
+    given: dict[str, Any] = {"sums": [p.detach().float() for p in params], "offsets": [0] * len(params)}
+    given.update({"step": 0, **checks.COMMON, **changed})
+    cuda.noisy_sgd_step_(params, given.pop("sums"), given.pop("buffers", []), given.pop("offsets"), **given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"sums": []}, ValueError, "lists of"),
+        ({"sums": [torch.zeros(5)]}, ValueError, "6 elements"),
+        ({"sums": [torch.zeros(6, dtype=torch.float64)]}, ValueError, "float32"),
+        ({"sums": [torch.zeros(6, 2)[:, 0]]}, ValueError, "contiguous"),
+        ({"momentum": 0.9, "buffers": [torch.zeros(7)]}, ValueError, "6 elements"),
+        ({"momentum": 0.9, "buffers": [torch.zeros(6).half()]}, ValueError, "states"),
+        ({"offsets": [-1]}, ValueError, "global indices"),
+        ({"offsets": [(1 << 62) - 5]}, ValueError, "global indices"),
+        ({"std": -1.0}, ValueError, "std"),
+        ({"std": 1e39}, ValueError, "std"),
+        ({"std": float("nan")}, ValueError, "std"),
+        ({"key": [0] * 7}, ValueError, "8 words"),
+        ({"key": [-1] * 8}, ValueError, "8 words"),
+        ({"step": 1 << 48}, ValueError, "step"),
+        ({"counter": torch.zeros(1)}, ValueError, "counter"),
+    ],
+)
+def test_wrong_arguments_are_refused(changed: Any, error: type[Exception], words: str, emulated: str) -> None:
+    param = torch.ones(6)
+    with pytest.raises(error, match=words):
+        step([param], **changed)
+    assert torch.equal(param, torch.ones(6))
+
+
+def test_wrong_tensors_are_refused(emulated: str) -> None:
+    with pytest.raises(TypeError, match="int32"):
+        cuda.noise_(torch.zeros(3, dtype=torch.int32), 1.0, checks.WORDS, 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        cuda.noise_(torch.zeros(3, 2).mT, 1.0, checks.WORDS, 0)
+    with pytest.raises(ValueError, match="autograd"):
+        step([torch.nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="clipping"):
+        cuda.clip_factors(torch.ones(3), 1.0, "none")
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        cuda.clip_factors(torch.ones(3), 0.0)
+    with pytest.raises(TypeError, match="integers"):
+        cuda.embedding_norm_sq(torch.zeros(2, 3), torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="out must be"):
+        cuda.embedding_clipped_sum(torch.zeros(2, 3).long(), torch.zeros(2, 3, 4), torch.ones(2), 5, out=torch.ones(4))
+
+
+def test_captured_noise_without_a_counter_is_refused(emulated: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_capturing", lambda device: True)
+    param = torch.ones(6)
+    for draw in (lambda: cuda.noise_(param, 1.0, checks.WORDS, 0), lambda: step([param])):
+        with pytest.raises(RuntimeError, match="every replay"):
+            draw()
+    assert torch.equal(param, torch.ones(6))
+    step([param], counter=torch.zeros(1, dtype=torch.int64))
+    assert not torch.equal(param, torch.ones(6))
+
+
+def test_a_failed_launch_names_the_kernel(emulated: str, hooks: emulation.Hooks) -> None:
+    hooks.fail_next_launch()
+    with pytest.raises(RuntimeError, match="kernel noise was not launched: an emulated error"):
+        cuda.noise_(torch.zeros(3), 1.0, checks.WORDS, 0)
+
+
+def test_ids_outside_the_table_write_nothing(hooks: emulation.Hooks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fail the device assertion, which on a GPU ends the kernel; nothing is written before."""
+    monkeypatch.setattr(cuda, "_native", emulation.module)
+    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    hooks.failed_assertions()
+    whole = torch.zeros(7, 4)
+    ids = torch.tensor([[-3, 0, 5, 1, 2**40]])
+    cuda.embedding_clipped_sum(ids, torch.ones(1, 5, 4), torch.ones(1), 3, out=whole[2:5])
+    assert hooks.failed_assertions() == 3
+    assert torch.equal(whole, torch.tensor([0, 0, 1, 1, 0, 0, 0])[:, None].expand(7, 4).float())
+
+
+def test_without_the_module_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "native_cuda", lambda: "fastdp._CUDA is not installed: reinstall")
+    with pytest.raises(RuntimeError, match="no CUDA kernels: fastdp._CUDA is not installed"):
+        cuda._native()
+
+
+if __name__ == "__main__":
+    print(table())

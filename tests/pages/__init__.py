@@ -1,0 +1,1 @@
+"""Documents, examples, experiments and benchmarks: what they say is true."""

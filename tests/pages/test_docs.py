@@ -1,0 +1,86 @@
+"""What the README and the command line promise, run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastdp.calibration import calibration
+from fastdp.commands import demo
+from fastdp.ops.registry import OPERATORS
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_quick_start_runs(capsys):
+    text = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 17
+    exec(compile(code, "README", "exec"), {})
+    out = capsys.readouterr().out
+    assert "exact" in out and "0.weight" in out
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_info_tells_versions_backends_and_devices():
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdp", "info"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    for word in ("torch", "opacus", "C++ kernels", "Triton", "CUDA", "devices"):
+        assert word in done.stdout
+    for extra in ("demo", "gpu", "hf", "finetune"):  # what README and docs tell to install
+        assert f"extra [{extra}]" in done.stdout
+
+
+def test_the_page_says_which_backend_serves_which_operator():
+    text = (ROOT / "docs" / "operators.md").read_text()
+    table = re.search(r"\| operator \| CPU \| CUDA \|\n(.*)", text, re.S).group(1).splitlines()[1:]
+    written = {}
+    for line in table:
+        names, cpu, cuda = (cell.strip() for cell in line.strip("|").split("|"))
+        written |= {name: (cpu, cuda) for name in re.findall(r"`(\w+)`", names)}
+    registered = {
+        name: tuple(o.kernels[d].backend if d in o.kernels else "PyTorch" for d in ("cpu", "cuda"))
+        for name, o in OPERATORS.items()
+        if "." not in name
+    }
+    assert written == registered
+
+
+def test_no_command_is_an_error_that_lists_them():
+    done = subprocess.run([sys.executable, "-m", "fastdp"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "demo" in done.stderr
+
+
+def test_demo_in_short(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(demo, "EPOCHS", 3)
+    monkeypatch.setattr(demo, "step_times", lambda x, y: {"non-private": 1.0, "fastdp": 1.5})
+    demo.main(tmp_path)
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith("fastdp   ")).split()
+    assert float(row[1]) > 50 and float(row[3]) <= demo.EPSILON
+    for name in ("loss.png", "reliability.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_calibration_by_hand():
+    """Four predictions in two bins: gaps |0.9 - 0.5| and |0.6 - 1|."""
+    p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.6, 0.4], [0.4, 0.6]])
+    found = calibration(p.log(), torch.tensor([0, 1, 0, 1]), bins=4)
+    assert found.accuracy == 0.75
+    assert found.ece == pytest.approx(0.5 * 0.4 + 0.5 * 0.4)
+    assert found.mce == pytest.approx(0.4)
+    assert found.nll == pytest.approx(-(torch.tensor([0.9, 0.1, 0.6, 0.6]).log().mean()).item())
+    assert found.bin_count.tolist() == [0, 0, 2, 2]
+    with pytest.raises(ValueError, match="logits"):
+        calibration(p, torch.tensor([0]))

@@ -1,0 +1,335 @@
+"""The fine-tuning examples on tiny random stand-ins, and the tables of docs/finetuning.md against the rows kept."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import cifar10_networks as networks  # noqa: E402
+import common  # noqa: E402
+import finetune_cifar10 as cifar10  # noqa: E402
+import finetune_shakespeare as shakespeare  # noqa: E402
+import finetune_sst2 as sst2  # noqa: E402
+
+from benchmarks import exactness, finetuning  # noqa: E402
+
+WORDS = "a film that is good bad dull fine".split()
+
+
+class Tokenizer:
+    """Words (or characters) to numbers."""
+
+    def __call__(self, text: str | list[str], **_: Any) -> dict[str, list[Any]]:
+        if isinstance(text, str):
+            return {"input_ids": [ord(c) % 40 for c in text]}
+        return {"input_ids": [[1, *(2 + WORDS.index(w) for w in line.split()), 0] for line in text]}
+
+
+def tiny_sentences(name: str, method: str, seed: int) -> tuple[sst2.Classifier, Tokenizer]:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(seed)
+    config = BertConfig(vocab_size=12, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    return sst2.prepare(BertModel(config, add_pooling_layer=False), method), Tokenizer()
+
+
+def tiny_images(network: str, where: str | None, size: int, seed: int) -> cifar10.Classifier:
+    torch.manual_seed(seed)
+    body = nn.Sequential(nn.Conv2d(3, 8, 5, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    return cifar10.Classifier(body, 32, size)
+
+
+def tiny_words(where: str | None, seed: int, rank: int) -> tuple[nn.Module, Tokenizer]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=1, use_cache=False)  # fmt: skip
+    return shakespeare.with_lora(LlamaForCausalLM(config), rank), Tokenizer()
+
+
+_known: dict[str, float] = {}
+
+
+@pytest.fixture(autouse=True)
+def noise_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a noise multiplier takes a second, and the runs here ask for the same few."""
+    search = common.fastdp.noise_multiplier_for
+
+    def known(**arguments: Any) -> float:
+        if str(arguments) not in _known:
+            _known[str(arguments)] = search(**arguments)
+        return _known[str(arguments)]
+
+    monkeypatch.setattr(common.fastdp, "noise_multiplier_for", known)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with tiny files of all three data sets."""
+    draw = np.random.default_rng(0)
+    for name, count in zip(sst2.FILES, (48, 12, 12), strict=True):
+        lines = [f"{' '.join(draw.choice(WORDS, draw.integers(2, 7)))}\t{i % 2}" for i in range(count)]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    for name in ("one_gut.txt", "two_gut.txt", "two_gut_f.txt"):
+        (tmp_path / name).write_text(f"{name} " + "to be or not to be, " * 60)
+    (tmp_path / "weights").touch()
+    _write_jpegs(tmp_path / cifar10.FILE, draw)
+    return tmp_path
+
+
+def _write_jpegs(path: Path, draw: np.random.Generator) -> None:
+    from PIL import Image
+
+    arrays: dict[str, np.ndarray] = {}
+    for part, count in (("train", 60), ("test", 20)):
+        files = []
+        for label in np.repeat(np.arange(10), count // 10):
+            buffer = io.BytesIO()
+            image = np.full((32, 32, 3), 25 * label) + draw.integers(0, 5, (32, 32, 3))
+            Image.fromarray(image.astype(np.uint8)).save(buffer, "JPEG")
+            files.append(buffer.getvalue())
+        arrays |= {f"jpeg_{part}": np.frombuffer(b"".join(files), np.uint8),
+                   f"len_{part}": np.array([len(f) for f in files]),
+                   f"y_{part}": np.repeat(np.arange(10), count // 10)}  # fmt: skip
+    np.savez(path, **arrays)
+
+
+SHORT = ["--epochs", "2", "--batch-size", "16", "--physical-batch-size", "5", "--device", "cpu"]
+EXAMPLES = {
+    "sst2": (sst2.main, tiny_sentences, ("lora", "full", "head")),
+    "cifar10": (cifar10.main, tiny_images, ("head", "full")),
+    "shakespeare": (shakespeare.main, tiny_words, ("lora",)),
+}
+CASES = [(name, method) for name, (_, _, methods) in EXAMPLES.items() for method in methods]
+
+
+def run(name: str, data: Path, *arguments: str) -> dict[str, Any]:
+    main, loader, _ = EXAMPLES[name]
+    more = ["--length", "12", "--test-records", "8", "--steps", "6"] if name == "shakespeare" else []
+    return dict(main(["--data", str(data), *SHORT, *more, *arguments], loader=loader))
+
+
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_private_training_reaches_its_epsilon_and_leaves_a_row(name: str, method: str, data: Path, capsys) -> None:
+    out = data / "rows.csv"
+    run(name, data, "--method", method, "--epsilon", "4", "--out", str(out))
+    with out.open(newline="") as file:
+        reader = csv.DictReader(file)
+        (row,), header = list(reader), reader.fieldnames
+    assert tuple(header or ()) == common.COLUMNS
+    assert 3.9 < float(row["epsilon"]) <= 4 and float(row["noise_multiplier"]) > 0
+    assert row["method"] == method and float(row["nll"]) > 0 and row["torch"] == torch.__version__
+    text = capsys.readouterr().out
+    assert "fastdp.verify: exact" in text and "epsilon 4.00" in text.replace("3.99", "4.00")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_same_script_trains_without_privacy(name: str, data: Path) -> None:
+    method = EXAMPLES[name][2][0]
+    rows = [run(name, data, "--method", method, "--engine", "none", "--lr", "0") for _ in range(2)]
+    assert rows[0]["nll"] == rows[1]["nll"] and rows[0]["epsilon"] == "inf" and rows[0]["noise_multiplier"] == "-"
+    trained = run(name, data, "--method", method, "--engine", "none", "--lr", "0.02", "--head-lr", "0.02")
+    assert trained["nll"] != rows[0]["nll"]
+
+
+@pytest.mark.parametrize("engine", ["opacus-hooks", "opacus-ghost"])
+def test_the_same_script_trains_with_opacus(engine: str, data: Path) -> None:
+    pytest.importorskip("opacus")
+    row = run("sst2", data, "--method", "head", "--engine", engine, "--clipping", "local", "--epsilon", "4")
+    assert 3.9 < float(row["epsilon"]) <= 4.0 and row["engine"] == engine
+
+
+def test_opacus_takes_one_step_a_logical_batch_as_we_do(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clipping norm that no gradient reaches, no noise and all records, every engine is ordinary training."""
+    pytest.importorskip("opacus")
+    monkeypatch.setattr(common.fastdp, "noise_multiplier_for", lambda **_: 0.0)
+    found = {}
+    for engine in common.ENGINES:
+        clipping = ["--clipping", "local", "--max-grad-norm", "1e6"]
+        arguments = ["--method", "head", "--engine", engine, "--batch-size", "48", "--lr", "0.05", "--epochs", "3"]
+        found[engine] = float(run("sst2", data, *arguments, *clipping)["nll"])
+    assert max(found.values()) - min(found.values()) < 2e-3, found
+
+
+def test_head_on_kept_features_is_the_whole_model(data: Path) -> None:
+    cache = data / "features.pt"
+    first = run("cifar10", data, "--method", "head", "--engine", "none", "--cache", str(cache))
+    assert cache.exists()
+    second = run("cifar10", data, "--method", "head", "--engine", "none", "--cache", str(cache))
+    assert first["nll"] == second["nll"]
+    model = tiny_images("", None, 64, 0).eval()
+    (x, _), (kept, _) = cifar10.read(data)[0], torch.load(cache, weights_only=True)[0]
+    torch.testing.assert_close(model.head(kept[:5]), model(x[:5]))
+
+
+def test_padding_has_no_part_in_the_loss(data: Path) -> None:
+    model, tokenizer = tiny_sentences("", "full", 0)
+    rows = sst2.by_length(sst2.read(data / sst2.FILES[0], tokenizer))
+    batch = sst2.collate([rows[0], rows[-1]])
+    assert batch[1].sum(1).tolist() == [len(rows[0][0]), len(rows[-1][0])] and len(rows[0][0]) < len(rows[-1][0])
+    together = sst2.losses(model.eval(), batch)
+    alone = torch.cat([sst2.losses(model, sst2.collate([row])) for row in (rows[0], rows[-1])])
+    torch.testing.assert_close(together, alone)
+
+
+def test_images_come_back_as_they_went_in(data: Path) -> None:
+    (x, y), (held, _), (test, labels) = cifar10.read(data)
+    assert (len(x), len(held), len(test)) == (54, 6, 20) and x.dtype == torch.uint8
+    assert y.tolist() != sorted(y.tolist())  # no longer by class
+    brightness = test.float().mean((1, 2, 3))
+    assert (brightness - 25 * labels - 2).abs().max() < 3  # image and label stayed together
+
+
+def test_held_out_works_are_not_trained_on(data: Path) -> None:
+    text, held = shakespeare.read(data)
+    assert "two_gut.txt" in text and "one_gut.txt" in held and "gut_f" not in text + held
+    assert shakespeare.blocks(text, Tokenizer(), 7).shape[1] == 7
+
+
+def test_what_is_missing_is_said_with_where_to_get_it(tmp_path: Path) -> None:
+    for main, word in ((sst2.main, "glue"), (cifar10.main, "cifar10"), (shakespeare.main, "Gutenberg")):
+        with pytest.raises(SystemExit, match=word):
+            main(["--data", str(tmp_path / "nowhere")], loader=lambda *_: (nn.Linear(1, 1), Tokenizer()))
+    with pytest.raises(SystemExit, match="squeezenet1_1"):
+        cifar10.load("squeezenet", None, 64, 0)
+
+
+def test_options_that_do_not_go_together(capsys) -> None:
+    for wrong in (["--engine", "opacus-hooks", "--clipping", "automatic"], ["--epsilon", "0"], ["--method", "other"]):
+        with pytest.raises(SystemExit):
+            sst2.main(wrong)
+    assert "local" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_quick_is_a_small_run(name: str, data: Path) -> None:
+    main, loader, _ = EXAMPLES[name]
+    row = dict(main(["--data", str(data), "--quick", "--device", "cpu"], loader=loader))
+    assert row["setting"] == "quick" and float(row["epsilon"]) <= 3
+
+
+# ---------------------------------------------------------------------- pre-trained weights
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("evil",)
+
+
+def test_a_pickle_of_weights_can_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for bad in ({"conv1": [_Evil()]}, {"conv1": [np.load]}, {"conv1": ["text"]}, [1.0]):
+        with pytest.raises(pickle.UnpicklingError):
+            networks.arrays_of(pickle.dumps(bad))
+    assert not (tmp_path / "evil").exists()
+    good = {"conv1": [np.ones((2, 3), np.float32)]}
+    assert np.array_equal(networks.arrays_of(pickle.dumps(good, protocol=3))["conv1"][0], good["conv1"][0])
+
+
+def test_squeezenet_from_both_kinds_of_files_is_one_network(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = networks.SqueezeNet()
+    torch.save({**source.state_dict(), "classifier.1.weight": torch.zeros(1)}, tmp_path / "w.pth")
+    arrays = {}
+    number = 1
+    for module in source.features:
+        parts = {}
+        if isinstance(module, nn.Conv2d):
+            parts = {"conv1": module}
+        elif isinstance(module, networks.Fire):
+            number += 1
+            parts = {f"fire{number}/{name}": getattr(module, name) for name in ("squeeze", "expand1x1", "expand3x3")}
+        for name, layer in parts.items():
+            kernel = layer.weight.detach().permute(2, 3, 1, 0)
+            kernel = kernel.flip(2) if name == "conv1" else kernel  # blue first, as Caffe has it
+            name = name.replace("/squeeze", "/squeeze1x1")
+            arrays[name] = [kernel.numpy().copy(), layer.bias.detach().numpy().copy()]
+    (tmp_path / "w.pkl").write_bytes(pickle.dumps(arrays))
+    x = torch.rand(2, 3, 40, 40)
+    models = [networks.squeezenet(tmp_path / name) for name in ("w.pth", "w.pkl")]
+    torch.testing.assert_close(
+        models[0](x * models[0].std + models[0].mean), models[1](x * models[1].std + models[1].mean)
+    )
+    assert models[1].std.unique().tolist() == pytest.approx([1 / 255])
+
+
+def test_vit_keeps_its_positions_at_its_own_size() -> None:
+    from transformers import Dinov2Config, Dinov2Model
+
+    config = Dinov2Config(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, image_size=56, patch_size=14)
+    torch.manual_seed(0)
+    body = Dinov2Model(config).eval()
+    x = torch.rand(2, 3, 28, 28)
+    wanted = body(x).last_hidden_state  # made for the size in every forward
+    made = networks.ViT(networks.resized(body, 28))
+    torch.testing.assert_close(made.body(x).last_hidden_state, wanted)
+    assert made(x).shape == (2, 24) and made.body.embeddings.position_embeddings.shape[1] == 5
+    assert networks.renamed("encoder.layer.0.attention.output.dense.bias") == "encoder.layer.0.attention.o_proj.bias"
+
+
+# ---------------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize("name", ["sst2-lora", "squeezenet-full"])
+def test_steps_are_measured_of_exact_contenders(name: str) -> None:
+    work = finetuning.WORKLOADS[name]._replace(batch_size=2)
+    assert exactness.error_of("fastdp", work) < 1e-4
+
+
+def test_the_document_has_the_tables_of_the_rows() -> None:
+    text = finetuning.DOC.read_text()
+    assert finetuning.filled(text) == text, "python -m benchmarks.finetuning --report"
+    rows = finetuning.read(finetuning.RUNS)
+    assert rows and all(row["commit"] != "-" and row["date"] for row in rows)
+    for row in rows:
+        if row["engine"] != "none":
+            assert float(row["epsilon"]) <= float(row["epsilon_target"]), row
+
+
+def _row(**more: str) -> dict[str, str]:
+    return {"task": "t", "model": "m", "method": "full", "engine": "fastdp", "setting": "full", "epsilon_target": "3.0",
+            "accuracy": "80.0", **more}  # fmt: skip
+
+
+def test_tables_by_hand() -> None:
+    rows = [
+        _row(),
+        _row(accuracy="82"),
+        _row(engine="none", epsilon_target="inf", accuracy="90"),
+        _row(setting="quick"),
+    ]
+    last = finetuning.results(rows, "accuracy").splitlines()[-1]
+    assert last == "| t | m | full |  | 81.0 (2 runs) |  | 90.0 |"
+    base = {"model": "x", "batch_size": "4", "step_ms": "10.0", "peak_mib": "-", "error": "-"}
+    steps = [
+        {**base, "contender": "non-private", "ratio": "1.00"},
+        {**base, "contender": "fastdp", "ratio": "1.20"},
+        {**base, "contender": "non-private", "step_ms": "-", "peak_mib": "50"},  # memory is measured apart
+        {**base, "contender": "fastdp", "step_ms": "-", "peak_mib": "55"},
+        {**base, "contender": "opacus hooks", "ratio": "-", "error": "inf"},
+        {**base, "contender": "opacus ghost", "ratio": "-", "error": "3.0e-01"},
+    ]
+    assert "| x (4) | 10 ms, 50 MiB | 1.20, 1.10 | fails | wrong by 3.0e-01 |" in finetuning.step_table(steps)
+
+
+def test_losses_of_examples_are_one_a_sample(data: Path) -> None:
+    model, _ = tiny_words(None, 0, 2)
+    each: Tensor = shakespeare.losses(model, torch.randint(0, 40, (3, 9)))
+    assert each.shape == (3,)

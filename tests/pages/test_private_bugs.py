@@ -1,0 +1,184 @@
+"""The paper's experiment on tiny data: each bug is found and nothing else, and the page says what the rows say."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "examples/papers"))
+pytest.importorskip("PIL")
+pytest.importorskip("transformers")
+
+import membership  # noqa: E402
+import private_bugs as bugs  # noqa: E402
+import private_bugs_networks as networks  # noqa: E402
+
+import fastdp  # noqa: E402
+
+WORDS = "a film that is good bad dull fine".split()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 images, each of a grey that tells its class, and 110 sentences."""
+    from PIL import Image
+
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    arrays: dict[str, np.ndarray] = {}
+    for part, count in (("train", 120), ("test", 10)):
+        files = []
+        for label in np.repeat(np.arange(10), count // 10):
+            buffer = io.BytesIO()
+            image = np.full((32, 32, 3), 25 * label) + draw.integers(0, 5, (32, 32, 3))
+            Image.fromarray(image.astype(np.uint8)).save(buffer, "JPEG")
+            files.append(buffer.getvalue())
+        arrays |= {f"jpeg_{part}": np.frombuffer(b"".join(files), np.uint8),
+                   f"len_{part}": np.array([len(f) for f in files]),
+                   f"y_{part}": np.repeat(np.arange(10), count // 10)}  # fmt: skip
+    np.savez(folder / networks.cifar10.FILE, **arrays)
+    lines = [f"{' '.join(draw.choice(WORDS, draw.integers(2, 7)))}\t{i % 2}" for i in range(110)]
+    (folder / networks.sst2.FILES[0]).write_text("\n".join([*lines, "once upon\t1"]) + "\n")
+    return folder
+
+
+def ran(data: Path, folder: Path, *options: str) -> list[dict[str, str]]:
+    """The rows of a run of the command on tiny networks, which must end with status 0."""
+    told = ["--data", str(data), "--quick", "--out", str(folder / "rows.csv"), *options]
+    status = bugs.main(told, resnet=(1, 8), bert=(1, 16))
+    with (folder / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert not [(r["implementation"], r["test"], r["verdict"], r["sentence"]) for r in rows if not bugs.as_expected(r)]
+    assert status == 0
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("network", "optimizer", "kinds", "bugs_found"),
+    [
+        ("resnet", "sgd", "per-example;no clipping;mini-batch, uncalibrated", [*bugs.TESTS]),
+        ("bert", "adam", "per-example;mini-batch;uncalibrated", ["minibatch_clipping", "uncalibrated_noise"]),
+    ],
+)
+def test_each_bug_is_found_and_nothing_else(network, optimizer, kinds, bugs_found, data, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    rows = ran(data, tmp_path, "--networks", network, "--optimizers", optimizer, "--implementations", kinds,
+               "--plots", str(tmp_path))  # fmt: skip
+    assert "9 of 9 verdicts are as expected" in capsys.readouterr().out and len(rows) == 9
+    assert [row["test"] for row in rows if row["verdict"] == "bug"] == bugs_found
+    (figure,) = tmp_path.glob("*.png")
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("network", ["resnet", "bert"])
+def test_p_values_are_the_papers(network, data, tmp_path):
+    """Figure 3: below 0.01 per example, above 0.99 by mini-batch: C must be below the mean gradient at B = 100, too."""
+    rows = ran(data, tmp_path, "--networks", network, "--optimizers", "sgd", "--tests", "minibatch_clipping",
+               "--implementations", "per-example;mini-batch")  # fmt: skip
+    right, wrong = (float(row["p_value"]) for row in rows)
+    assert right < 0.01 and wrong > 0.99
+
+
+def test_a_wrong_verdict_is_an_exit_status_and_a_line(data, monkeypatch, capsys):
+    """An audit that finds nothing anywhere."""
+    blind = lambda trainable, seed: bugs.Finding("no_clipping", "ok", "fine")
+    monkeypatch.setitem(bugs.TESTS, "no_clipping", blind)
+    told = ["--data", str(data), "--quick", "--networks", "resnet", "--optimizers", "sgd", "--tests", "no_clipping"]
+    assert bugs.main(told, resnet=(1, 8)) == 1
+    out = capsys.readouterr().out
+    assert "4 of 5 verdicts" in out and "no clipping, no_clipping, seed 0: ok" in out
+
+
+def test_missing_data_is_said_with_where_to_get_it(tmp_path):
+    for network, words in (("resnet", "CIFAR-10"), ("bert", "Sentiment Treebank")):
+        with pytest.raises(SystemExit, match=words):
+            bugs.main(["--data", str(tmp_path), "--networks", network])
+        with pytest.raises(SystemExit, match="--data"):
+            bugs.main(["--networks", network])
+
+
+def test_expected_verdicts():
+    found = {kind: [bugs.expected(kind, test) for test in bugs.TESTS] for kind in networks.KINDS}
+    either = "ok or not tested"
+    assert found == {
+        "per-example": ["ok", "ok", "ok"], "no clipping": ["bug", either, either], "mini-batch": ["ok", "bug", "ok"],
+        "uncalibrated": ["ok", "ok", "bug"], "mini-batch, uncalibrated": ["ok", "bug", "bug"],
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- networks and data
+
+
+def test_resnet_20_is_one():
+    model = networks.resnet()
+    assert sum(isinstance(m, torch.nn.Conv2d | torch.nn.Linear) for m in model.modules()) == 20
+    assert sum(p.numel() for p in model.parameters()) == 269722  # He et al.: 0.27M
+    x, y = torch.randn(3, 3, 32, 32), torch.tensor([1, 2, 3])
+    assert model[:-3](x).shape == (3, 64, 8, 8)
+    assert fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
+
+
+def test_images_keep_their_labels(data):
+    task = networks.images(data, 50, 0, 1, 8)
+    grey = (task.x.mean((1, 2, 3)) * 0.25 + 0.5) * 255
+    assert len(task.labels) == 50 and ((grey - 2 - 25 * task.labels).abs() < 3).all()
+    assert not torch.equal(task.labels, networks.images(data, 50, 1, 1, 8).labels)
+
+
+def test_exact_images_are_taken_where_they_are(data, tmp_path):
+    x = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+    np.savez(tmp_path / "cifar10.npz", x_train=x, y_train=np.arange(12) % 10, x_test=x, y_test=np.arange(12) % 10)
+    task = networks.images(tmp_path, 12, 0, 1, 8)
+    row = int(task.labels.argmin()) if (task.labels == 5).sum() != 1 else int((task.labels == 5).nonzero())
+    assert torch.allclose((task.x[row] * 0.25 + 0.5) * 255, torch.from_numpy(x[5]).permute(2, 0, 1).float(), atol=1e-3)
+    assert "JPEG" not in task.name and "JPEG" in networks.images(data, 12, 0, 1, 8).name
+
+
+def test_sentences_and_padding(data):
+    task = networks.sentences(data, 111, 0, 1, 16)
+    assert task.x.max() == len(WORDS) + 1 and (task.x == 1).sum() == 2  # "once upon" is met once
+    torch.manual_seed(0)
+    model = task.make().eval()
+    short = task.x[:4, : int((task.x[:4] > 0).sum(1).max())]
+    assert torch.allclose(model(short), model(task.x[:4]), atol=1e-5)
+    x, y = task.x[:4], task.labels[:4]
+    assert fastdp.verify(model.train(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y)).ok
+
+
+# ---------------------------------------------------------------------- membership
+
+
+def test_what_was_learnt_by_heart_is_known_again(tmp_path, capsys):
+    """Images of noise: without privacy each is learnt for itself, with epsilon 0.5 none is."""
+    draw = np.random.default_rng(0)
+    x, y = draw.integers(0, 256, (240, 32, 32, 3), dtype=np.uint8), draw.integers(0, 10, 240)
+    np.savez(tmp_path / "cifar10.npz", x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
+    told = ["--data", str(tmp_path), "--records", "120", "--epochs", "25", "--epsilon", "0.5"]
+    found = membership.main(told, width=32)
+    assert list(found) == ["not private: logits, label", "not private: logits, label, loss",
+                           "epsilon 0.50: logits, label", "epsilon 0.50: logits, label, loss"]  # fmt: skip
+    assert found["not private: logits, label, loss"].overall.low > 0.9
+    assert found["epsilon 0.50: logits, label, loss"].overall.low < 0.55
+    assert "accuracy 1.000 on members" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_the_page_shows_the_rows_kept(tmp_path):
+    doc = tmp_path / "page.md"
+    doc.write_text(bugs.DOC.read_text())
+    bugs.report(doc)
+    assert doc.read_text() == bugs.DOC.read_text(), "run python examples/papers/private_bugs.py --report"
+    with bugs.RUNS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    said = re.search(r"(\d+) of (\d+) verdicts are as expected", doc.read_text())
+    assert said and int(said[2]) == len(rows) and int(said[1]) == sum(map(bugs.as_expected, rows))

@@ -1,0 +1,1 @@
+"""Private optimizers, loaders and losses."""
