@@ -26,6 +26,7 @@ from ..layouts.inputs import refuse_ragged
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.memory import keep_apart, versions_of, write_unaccounted
 from ..layouts.moments import Moment
+from ..layouts.notes import UNTRACKED
 from ..layouts.pieces import NOTED, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import format_of, propagate
@@ -49,8 +50,6 @@ from .layout_cache import CONSTANT, inquires
 from .parties import Forward, Watcher
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
 from .sight import look_at, look_beneath, poisoned, refuse_numbers_of_data, unmoved
-
-_CONSTANT = "_fastdp_constant"  # requires grad, but of no sample and no tracked parameter
 
 
 class Pass:
@@ -164,7 +163,7 @@ class Pass:
         """Carries samples: tagged, or a differentiable result of unseen origin."""
         if tag_of(tensor, self.batch) is not None:
             return True
-        return tensor.requires_grad and not tensor.is_leaf and _CONSTANT not in tensor.__dict__
+        return tensor.requires_grad and not tensor.is_leaf and UNTRACKED not in tensor.__dict__
 
     def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function made of torch calls with its calls seen, from within a rule."""
@@ -208,7 +207,7 @@ class Pass:
                 if layout is not CONSTANT:
                     tag(tensor, layout)
                 elif tensor.requires_grad and not tensor.is_leaf:
-                    tensor.__dict__[_CONSTANT] = True
+                    tensor.__dict__[UNTRACKED] = True
             return out
         self.unaccounted = False
         out = self._ask(func, args, kwargs)
@@ -303,7 +302,7 @@ class Pass:
             note_made(func, args, kwargs, out, self.batch, self._is_owned)
             for tensor in tensors_in(out):
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.__dict__[_CONSTANT] = True
+                    tensor.__dict__[UNTRACKED] = True
             keep_apart(tensors_in(out), tensors_in((args, kwargs)))
             self.exposed.made(func, out)
         return out

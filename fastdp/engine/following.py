@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import SampleMixingError
 from ..layouts import ctc as _ctc  # noqa: F401  (registers its rule)
-from ..layouts import in_hand
+from ..layouts import in_hand, notes
 from ..layouts.calls import Call, map_tensors, tensors_in
 from ..layouts.held import is_of_model, note_parameter
 from ..layouts.inputs import nested_tensors, tag_inputs
-from ..layouts.layout import INPUT, Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
+from ..layouts.layout import Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
 from ..layouts.marks import mark_of
 from ..layouts.moments import LOADERS, Moment, set_moment
 from ..layouts.pieces import NOTED, stamp
@@ -280,7 +280,7 @@ def handed_out(batch: Any, size: int) -> None:
     with torch._C.DisableTorchFunction():
         for tensor in nested_tensors(batch):
             if tensor.dim() and tensor.size(0) == size and not tensor.is_nested and mark_of(tensor) is None:
-                tensor.__dict__[INPUT] = True
+                tensor.__dict__[notes.INPUT] = True
                 tag(tensor, Layout(size))
 
 

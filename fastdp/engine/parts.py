@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layouts import notes
 from ..layouts.calls import bind
 
-_PARTS = "_fastdp_parts"
 _ITEM = torch.Tensor.__getitem__
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 _ADDS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
@@ -70,11 +70,11 @@ def _joined(out: Tensor, args: Any, kwargs: Any, is_parameter: Callable[[Tensor]
 
 def _note(tensor: Tensor, parts: tuple[Part, ...]) -> None:
     if parts:
-        tensor.__dict__[_PARTS] = Parts(parts, tensor._version)
+        tensor.__dict__[notes.PARTS] = Parts(parts, tensor._version)
 
 
 def _parts_of(tensor: Any) -> tuple[Part, ...]:
-    known = tensor.__dict__.get(_PARTS) if isinstance(tensor, Tensor) else None
+    known = tensor.__dict__.get(notes.PARTS) if isinstance(tensor, Tensor) else None
     return known.parts if known is not None and known.version == tensor._version else ()
 
 

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError
+from . import notes
 from .calls import Call, tensors_in
 from .layout import Layout, tag
 from .masks import masks_others
 from .one_sample import JOINING
-from .pieces import LONGEST, NOTED, cut, joined_rows
+from .pieces import NOTED, cut, joined_rows
 from .positions import by_place
 from .propagate import Rule, ask, combined, has_data_beside_first, one_row, rule, spellings
 from .totals import equal_counts, note_terms, total_of
@@ -96,7 +97,7 @@ def _pad_sequence(call: Call) -> Tags:
         return [(call.out, combined(call, call.out, "joins rows of different samples"))]
     owner = torch.tensor(owners, device=call.out.device)
     guessed = any(layout is not None and layout.guessed for layout in known)
-    call.out.__dict__[LONGEST] = 1 if batch_first else 0
+    call.out.__dict__[notes.LONGEST] = 1 if batch_first else 0
     whole = Layout(call.batch, 0 if batch_first else 1, owner=owner, guessed=guessed)
     return [(call.out, whole.taken(whole.dim, torch.arange(len(owner), device=owner.device)))]
 
@@ -160,7 +161,7 @@ def _reduce(call: Call) -> Tags:
     if isinstance(dims, bool) or dims is None or (isinstance(dims, tuple | list) and not dims):
         return [(call.out, _over_samples(call, layout))]
     over = {dim % source.dim() for dim in (dims if isinstance(dims, tuple | list) else (dims,))}
-    if call.name in ("mean", "var", "std") and source.__dict__.get(LONGEST) in over:
+    if call.name in ("mean", "var", "std") and source.__dict__.get(notes.LONGEST) in over:
         NOTED.append(
             call.mixed("divides by the length of the longest sample in the batch, to which others were padded")
         )
@@ -372,7 +373,7 @@ def _packed(call: Call) -> Tags:
         return [(result, layout._replace(dim=0, outer=1, inner=1, owner=torch.cat([owners[:n] for n in sizes])))]
     if not torch.equal(owners, torch.cat([owners[:n] for n in sizes])):
         return [(result, combined(call, result, "takes rows of several samples for one sequence"))]
-    result.__dict__[LONGEST] = 1 if batch_first else 0
+    result.__dict__[notes.LONGEST] = 1 if batch_first else 0
     found = layout._replace(dim=0 if batch_first else 1, outer=1, inner=1, owner=owners[: sizes[0]], order=None)
     lengths = found._replace(dim=0, owner=owners[: sizes[0]].to(call.out[1].device))  # each its own sample's
     rows = torch.arange(lengths.rows, device=call.out[1].device)

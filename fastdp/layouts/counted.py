@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import notes
 from .calls import Call
 from .layout import Layout
-
-_GROUPS = "_fastdp_groups"  # (group of each row, layout of these rows, version of the memory)
 
 
 def repeated(layout: Layout, times: Tensor, rows: Tensor) -> Layout:
@@ -31,7 +30,7 @@ def note_groups(call: Call, times: Tensor, by: Layout) -> None:
         return
     groups = torch.arange(by.rows, device=times.device).repeat_interleave(times)
     if len(groups) == len(call.out):
-        call.out.__dict__[_GROUPS] = (groups, repeated(by, times, groups), call.out._version)
+        call.out.__dict__[notes.GROUPS] = (groups, repeated(by, times, groups), call.out._version)
 
 
 def counted(call: Call) -> Layout | None:
@@ -39,7 +38,7 @@ def counted(call: Call) -> Layout | None:
     if call.name not in ("sub", "subtract", "__sub__") or len(call.args) != 2 or call.kwargs:
         return None
     numbers, starts = call.args
-    note = starts.__dict__.get(_GROUPS) if isinstance(starts, Tensor) else None
+    note = starts.__dict__.get(notes.GROUPS) if isinstance(starts, Tensor) else None
     if note is None or note[2] != starts._version or not isinstance(numbers, Tensor):
         return None
     groups, layout, _ = note

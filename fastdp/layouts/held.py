@@ -17,9 +17,8 @@ from weakref import ref as _ref
 import torch
 from torch import Tensor
 
-HELD = "_fastdp_held"  # on a storage, and on each tensor with a layout: what its memory held when it was tagged
-_OF_MODEL = "_fastdp_of_model"  # on the storage of a parameter, and of what was computed of parameters alone
-_FOREIGN = "_fastdp_foreign"  # on a storage over memory that torch did not make: when it was compared with the data's
+from .notes import FOREIGN, HELD, OF_MODEL
+
 _PRUNE = 1_000
 LABELS = "labels"  # in the place of the moment, of memory that a user's labels lie in
 _GIVEN = (None, LABELS)
@@ -125,26 +124,26 @@ def note_parameter(parameter: Tensor) -> None:
     """What lies in this memory (weights, copies and averages of them) is no record's."""
     storage = storage_of(parameter)
     if storage is not None:
-        setattr(storage, _OF_MODEL, True)
+        setattr(storage, OF_MODEL, True)
 
 
 def is_of_model(tensor: Tensor) -> bool:
     """Whether the tensor is a parameter, or shares its memory (`detach()`, `.data`), or was made of such ones."""
-    return getattr(storage_of(tensor), _OF_MODEL, False)
+    return getattr(storage_of(tensor), OF_MODEL, False)
 
 
 def is_new_foreign(tensor: Tensor) -> bool:
     """Whether the tensor lies in memory from outside of torch that no call took yet."""
     storage = storage_of(tensor)
-    return storage is not None and not storage.resizable() and getattr(storage, _FOREIGN, None) is None
+    return storage is not None and not storage.resizable() and getattr(storage, FOREIGN, None) is None
 
 
 def foreign(storage: torch.UntypedStorage) -> Held | None:
     """Of memory that came from outside of torch (numpy, dlpack): what is known of the same addresses. Searched once,
     and again where constants became data since."""
-    if storage.resizable() or getattr(storage, _FOREIGN, -1) == _HOLDING.turn:
+    if storage.resizable() or getattr(storage, FOREIGN, -1) == _HOLDING.turn:
         return None
     found = _HOLDING.over(storage)
     if found is None:
-        setattr(storage, _FOREIGN, _HOLDING.turn)
+        setattr(storage, FOREIGN, _HOLDING.turn)
     return found

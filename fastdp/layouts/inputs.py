@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BatchLayoutError, StepError
-from . import in_hand
-from .layout import INPUT, Layout, is_stale, layout_on, tag, tag_of
+from . import in_hand, notes
+from .layout import Layout, is_stale, layout_on, tag, tag_of
 from .marks import layout_said, mark_of, samples_said, tag_marked
 
 
@@ -26,7 +26,7 @@ def tag_inputs(
     """
     for number, tensor in enumerate(nested_tensors(values)):
         mark = mark_of(tensor)
-        if INPUT in tensor.__dict__ and (is_stale(tensor) or known is not None):
+        if notes.INPUT in tensor.__dict__ and (is_stale(tensor) or known is not None):
             tag(tensor, None)  # the same input again, in another step
         if mark is None and tag_of(tensor, batch) is not None:
             continue  # made in sight: of this batch, or of an earlier one
@@ -45,7 +45,7 @@ def tag_inputs(
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
         elif may_be_packed(tensor, batch, dim):
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch, guessed=True)
-        tensor.__dict__[INPUT] = True
+        tensor.__dict__[notes.INPUT] = True
         tag(tensor, layout)
     tag_marked(batch)
 

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import notes
 from .calls import function_name, tensors_in
 from .held import is_of_model, release
 from .index import permutes
-from .layout import PRESUMED, Layout, tag, tag_of
+from .layout import Layout, tag, tag_of
 from .losses import LOSSES, class_weights
 from .positions import made_in_sight
 from .shapes import ELEMENTWISE_NAMES
 
-_SEEN_WITH = "_fastdp_seen_with"  # on a tensor: the size of a batch beside which it was first met
-_ORIGIN = "_fastdp_labels"  # on labels, and on what is made of them alone: of which, and in which order
 _RESHAPING = frozenset(
     "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda".split()
 )
@@ -103,9 +102,9 @@ class Labels:
     def presume(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]) -> None:
         """Tensors of unseen origin with a row for each sample are taken for labels, beside the model's outputs."""
         for tensor in given:
-            note = tensor.__dict__.get(PRESUMED)
+            note = tensor.__dict__.get(notes.PRESUMED)
             if note is not None and note != (self.moment, tensor._version):
-                del tensor.__dict__[PRESUMED]
+                del tensor.__dict__[notes.PRESUMED]
                 if note[1] == tensor._version:  # else what was written to them stands
                     tag(tensor, None)  # the same labels again, in another step
         weights = class_weights(func, args, kwargs)
@@ -141,21 +140,21 @@ class Labels:
     def _presume(self, tensor: Tensor) -> None:
         if not tensor.dim() or tensor.is_sparse or tensor.is_nested or tag_of(tensor, self.batch) is not None:
             return
-        first = tensor.__dict__.setdefault(_SEEN_WITH, self.batch)
+        first = tensor.__dict__.setdefault(notes.SEEN_WITH, self.batch)
         if tensor.size(0) == self.batch == first and not made_in_sight(tensor) and not is_of_model(tensor):
-            tensor.__dict__[PRESUMED] = (self.moment, tensor._version)
+            tensor.__dict__[notes.PRESUMED] = (self.moment, tensor._version)
             tag(tensor, Layout(self.batch))
-            tensor.__dict__[_ORIGIN] = Origin(frozenset((id(tensor),)), None, self.moment)
+            tensor.__dict__[notes.LABELS] = Origin(frozenset((id(tensor),)), None, self.moment)
 
     # ------------------------------------------------------------------ in which order
 
     def before(self, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> Origin | None:
         """Before a call: what its results are of, if they are made of labels alone."""
-        found = [(t, note) for t in given if (note := t.__dict__.get(_ORIGIN)) is not None]
+        found = [(t, note) for t in given if (note := t.__dict__.get(notes.LABELS)) is not None]
         if found and (len(found) > 1 or len(given) > 1 or found[0][1].moment != self.moment):
             found = [(tensor, origin) for tensor, _ in found if (origin := self._origin(tensor)) is not None]
             if found and _looks_up(func) and self._is_table(func, args, given):
-                found = [(tensor, origin) for tensor, origin in found if _ORIGIN in tensor.__dict__]
+                found = [(tensor, origin) for tensor, origin in found if notes.LABELS in tensor.__dict__]
         if not found:
             if _picks(func) and given and tag_of(given[0], self.batch) is not None:
                 index = self._order(func, args)
@@ -191,7 +190,7 @@ class Labels:
                 order = order if origin.order is None else origin.order[order]
                 origin = origin._replace(order=order)
         for tensor in tensors_in(out):
-            tensor.__dict__[_ORIGIN] = origin
+            tensor.__dict__[notes.LABELS] = origin
 
     def _is_table(self, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> bool:
         """Whether numbers that were taken for labels, as there are as many, are a table that labels look up in."""
@@ -212,13 +211,13 @@ class Labels:
     def _take_back(self, table: Tensor) -> None:
         """These numbers are no labels after all."""
         for tensor in (table, table._base):
-            if tensor is not None and _ORIGIN in tensor.__dict__:
+            if tensor is not None and notes.LABELS in tensor.__dict__:
                 release(tensor)
                 tag(tensor, None)
-                del tensor.__dict__[_ORIGIN]
+                del tensor.__dict__[notes.LABELS]
 
     def _origin(self, tensor: Tensor) -> Origin | None:
-        origin: Origin | None = tensor.__dict__.get(_ORIGIN)
+        origin: Origin | None = tensor.__dict__.get(notes.LABELS)
         if origin is None or origin.moment != self.moment or tag_of(tensor, self.batch) is None:
             return None
         return origin
@@ -266,7 +265,7 @@ class Labels:
         layout = tag_of(tensor, self.batch)
         if origin.order is not None and layout is not None and layout.plain and layout.dim < tensor.dim():
             tag(tensor, layout.taken(layout.dim, origin.order))
-        tensor.__dict__.pop(_ORIGIN, None)
+        tensor.__dict__.pop(notes.LABELS, None)
 
 
 def _packed_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

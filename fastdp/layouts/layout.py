@@ -15,17 +15,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from . import moments
-from .held import HELD, LABELS, hold, storage_of
+from .held import LABELS, hold, storage_of
 from .moments import Moment, is_forgotten, is_past, pickled, unpickled
+from .notes import HELD, INPUT, LAYOUT, MOMENT, PRESUMED, RELAID, TAGGED_AT, TOKEN
 
-ATTRIBUTE = "_fastdp_layout"
-PRESUMED = "_fastdp_presumed"  # on a tensor that was taken for labels: in which batch, and its version then
-INPUT = "_fastdp_input"  # on the model's arguments: their rows may be packed in ways that shapes do not tell
-_MOMENT = "_fastdp_moment"  # of the batch whose samples a tagged tensor carries
-_TOKEN = "_fastdp_token"  # of that batch's moment
-RELAID = "_fastdp_relaid"  # version at which a tensor's memory got other rows: what its views said before is past
-_WHEN = "_fastdp_tagged_at"  # version at which a view was tagged
-COUNTED = "_fastdp_counted"  # on a tensor: one of its sizes, which the data of several samples made
 NOBODY = -1  # owner of memory that no sample was written to
 
 
@@ -159,12 +152,12 @@ class Layout(NamedTuple):
 
 def moment_of(tensor: Tensor) -> Moment | None:
     """Whose batch a tensor's samples are of, if it has a layout."""
-    return tensor.__dict__.get(_MOMENT) if ATTRIBUTE in tensor.__dict__ else None
+    return tensor.__dict__.get(MOMENT) if LAYOUT in tensor.__dict__ else None
 
 
 def is_stale(tensor: Tensor) -> bool:
     """Whether a tensor carries samples of an earlier batch of the engine that tags now."""
-    return is_past(tensor.__dict__.get(_MOMENT))
+    return is_past(tensor.__dict__.get(MOMENT))
 
 
 def moment_of_output(tensors: Sequence[Tensor], mine: Moment) -> Moment | None:
@@ -173,8 +166,8 @@ def moment_of_output(tensors: Sequence[Tensor], mine: Moment) -> Moment | None:
     found = None
     for tensor in tensors:
         notes = tensor.__dict__
-        if ATTRIBUTE in notes and INPUT not in notes and PRESUMED not in notes and _is_whole(notes.get(_MOMENT)):
-            moment: Moment = notes[_MOMENT]
+        if LAYOUT in notes and INPUT not in notes and PRESUMED not in notes and _is_whole(notes.get(MOMENT)):
+            moment: Moment = notes[MOMENT]
             if moment.alive or moment.owner is mine.owner:
                 return mine
             found = moment
@@ -207,37 +200,37 @@ def tag(tensor: Tensor, layout: Layout | None) -> None:
     """Write the layout on the tensor (the Python object)."""
     notes = tensor.__dict__
     if layout is None:
-        notes.pop(ATTRIBUTE, None)
+        notes.pop(LAYOUT, None)
         notes.pop(HELD, None)
         return
     moment = moments.current
-    notes[ATTRIBUTE], notes[_MOMENT] = layout, moment
+    notes[LAYOUT], notes[MOMENT] = layout, moment
     view = tensor._is_view()
     if view:
-        notes[_WHEN] = tensor._version
+        notes[TAGGED_AT] = tensor._version
     if INPUT in notes or PRESUMED in notes:
-        notes[_TOKEN] = None
+        notes[TOKEN] = None
         hold(tensor, layout, view, None if INPUT in notes else LABELS)
         return
-    if moment.token is not None or _TOKEN in notes:
-        notes[_TOKEN] = moment.token
+    if moment.token is not None or TOKEN in notes:
+        notes[TOKEN] = moment.token
     hold(tensor, layout, view, moment)
 
 
 def layout_on(tensor: Tensor) -> Layout | None:
     """The layout written on the tensor, of whatever batch."""
-    found = tensor.__dict__.get(ATTRIBUTE)
+    found = tensor.__dict__.get(LAYOUT)
     return found if found is None or type(found) is Layout else unpickled(found)
 
 
 def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     """The layout written on the tensor, if it speaks of a batch of this size. (Asked for many times in every call.)"""
     notes = tensor.__dict__
-    layout = notes.get(ATTRIBUTE)
+    layout = notes.get(LAYOUT)
     if layout is not None:
         if type(layout) is not Layout:
             layout = unpickled(layout)
-        if layout is not None and (moment := notes[_MOMENT]) is not moments.current:
+        if layout is not None and (moment := notes[MOMENT]) is not moments.current:
             if is_past(moment):
                 return None if PRESUMED in notes else stale_layout(tensor, batch)
             if is_forgotten(moment, layout):
@@ -250,7 +243,7 @@ def tag_of(tensor: Tensor, batch: int) -> Layout | None:
     known = layout_on(base)  # type: ignore[arg-type]
     if known is not None and known.batch == batch and known.mixed and known.shifted is None:
         return layout._replace(mixed=known.mixed)
-    if base.__dict__.get(RELAID, -1) > notes.get(_WHEN, -1):  # type: ignore[union-attr]
+    if base.__dict__.get(RELAID, -1) > notes.get(TAGGED_AT, -1):  # type: ignore[union-attr]
         return _seen_through(tensor, batch)
     return layout
 
@@ -261,7 +254,7 @@ def _seen_through(view: Tensor, batch: int) -> Layout | None:
     known = None if base is None else layout_on(base)
     if base is None or known is None:
         return None
-    if is_stale(base) or is_forgotten(base.__dict__.get(_MOMENT), known):
+    if is_stale(base) or is_forgotten(base.__dict__.get(MOMENT), known):
         if INPUT in base.__dict__ or PRESUMED in base.__dict__ or not is_stale(base):
             return None  # a part of what was an input then may be one now
         return stale_layout(view, batch)

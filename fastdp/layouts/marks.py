@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BatchLayoutError
+from . import notes
 from .layout import Layout, tag, tag_of
-
-_MARK = "_fastdp_rows"  # the attribute of a marked tensor
 
 
 class Mark(NamedTuple):
@@ -50,7 +49,7 @@ def mark_rows(tensor: Tensor, sample_of_row: Tensor | Sequence[int] | None, samp
         if owner.numel() and (int(owner.min()) < 0 or samples is not None and int(owner.max()) >= samples):
             raise ValueError(f"rows of samples {int(owner.min())} to {int(owner.max())}, where samples={samples}")
     tag(tensor, None)  # what a forward before took it for
-    tensor.__dict__[_MARK] = Mark(owner, samples)
+    tensor.__dict__[notes.ROWS] = Mark(owner, samples)
     for number in [n for n, kept in _marked.items() if kept() is None or kept() is tensor]:
         del _marked[number]
     _marked[id(tensor)] = weakref.ref(tensor)
@@ -59,7 +58,7 @@ def mark_rows(tensor: Tensor, sample_of_row: Tensor | Sequence[int] | None, samp
 
 def mark_of(tensor: Tensor) -> Mark | None:
     """What mark_rows said of this tensor."""
-    found: Mark | None = tensor.__dict__.get(_MARK)
+    found: Mark | None = tensor.__dict__.get(notes.ROWS)
     return found
 
 

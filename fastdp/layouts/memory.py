@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .calls import Call, tensors_in
-from .held import HELD, LABELS, Held, foreign, is_over, storage_of, written
-from .layout import INPUT, Layout, layout_of_owners, layout_on, owner_map, stale_layout, tag
+from .held import LABELS, Held, foreign, is_over, storage_of, written
+from .layout import Layout, layout_of_owners, layout_on, owner_map, stale_layout, tag
 from .moments import is_forgotten, is_past
+from .notes import APART, HELD, INPUT
 
-_APART = "_fastdp_apart"  # on a tensor that shares memory with data and is none: a view of an input beside the data
 _SHARED = (
     "a tensor shares its memory with data that was written to, or made data of another tensor, out of autograd's sight "
     "(.data, detach(), set_, nn.Parameter, numpy, dlpack); make a new tensor, by clone()"
@@ -66,7 +66,7 @@ def _by_its_base(tensor: Tensor, held: Held | None) -> bool:
 
 def is_apart(tensor: Tensor) -> bool:
     """Whether a tensor without a layout is a constant although its memory holds data elsewhere."""
-    return INPUT in tensor.__dict__ or _APART in tensor.__dict__
+    return INPUT in tensor.__dict__ or APART in tensor.__dict__
 
 
 def shares(tensor: Tensor) -> bool:
@@ -79,7 +79,7 @@ def keep_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Views of constants of a call without data are constants, as these are."""
     for tensor in outputs:
         if shares(tensor) and any(is_apart(t) and storage_of(t) is storage_of(tensor) for t in inputs):
-            tensor.__dict__[_APART] = True
+            tensor.__dict__[APART] = True
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:

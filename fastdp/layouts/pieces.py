@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import notes
 from .calls import function_name, is_in_place, tensors_in
 from .layout import Layout, layout_on, tag, tag_of
 from .positions import is_random
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
-LONGEST = "_fastdp_longest"  # on rows padded to the longest sample: the dimension of that size
 OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
-_SOURCE = "_fastdp_cut"  # on a tensor that was cut: the number of its parts, and the version
 
 _ARITHMETIC = frozenset(
     f"{r}{i}{name}"
@@ -65,11 +64,11 @@ def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
         samples = frozenset(number for number, count in enumerate(counts) if count)
     if layout.piece is not None:
         return found._replace(piece=layout.piece._replace(samples=samples))
-    note = source.__dict__.get(_SOURCE)
+    note = source.__dict__.get(notes.CUT)
     if not _CUT_ONCE:
         _CUT_ONCE.append(True)
     if note is None or note[1] != source._version:
-        note = source.__dict__[_SOURCE] = (next(_CUTS), source._version)
+        note = source.__dict__[notes.CUT] = (next(_CUTS), source._version)
     return found._replace(piece=Piece(note[0], 0, samples))
 
 

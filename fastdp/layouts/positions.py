@@ -17,9 +17,8 @@ from torch import Tensor
 from .calls import function_name, is_in_place, tensors_in
 from .layout import Layout, layout_on
 from .moments import now
+from .notes import ALIKE, MADE
 
-_MADE = "_fastdp_made"  # on a constant: how it was made within sight, and during which batch's forward or loss
-_ALIKE = "_fastdp_alike"  # on a constant: (dimension, version, whether its rows are alike)
 _CONSTANT, _RANDOM = "constant", "random"
 _TABLE = "table"  # made of the model's own tensors alone: its rows are no samples', until the batch's size cuts them
 _NUMBERING = frozenset("arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander".split())
@@ -73,9 +72,9 @@ def note_made(
         made = ""
     for tensor in results:
         if made:
-            tensor.__dict__[_MADE] = (made, now().number)
+            tensor.__dict__[MADE] = (made, now().number)
         else:
-            tensor.__dict__.pop(_MADE, None)
+            tensor.__dict__.pop(MADE, None)
 
 
 def _is_head(source: Tensor, out: Any) -> bool:
@@ -102,7 +101,7 @@ def made_in_sight(tensor: Tensor) -> bool:
 def _made(tensor: Tensor) -> str:
     """How a constant was made, if that was seen during the present batch: what is older may be labels, made by a user
     while a forward waited for its backward."""
-    note = tensor.__dict__.get(_MADE)
+    note = tensor.__dict__.get(MADE)
     moment = now()
     return str(note[0]) if note is not None and note[1] in (moment.number, moment.before) else ""
 
@@ -150,11 +149,11 @@ def rows_alike(tensor: Tensor, dim: int, layout: Layout, computed: bool = False)
     if tensor.stride(dim) == 0 or tensor.numel() == 0 or layout.alone >= 0:
         return True
     key = (dim, tensor._version, layout[1:4])
-    note = tensor.__dict__.get(_ALIKE)
+    note = tensor.__dict__.get(ALIKE)
     if note is not None and note[0] == key and layout.owner is None:
         return bool(note[1])
     alike = _alike(tensor.detach(), dim, layout, computed)
-    tensor.__dict__[_ALIKE] = (key, alike)
+    tensor.__dict__[ALIKE] = (key, alike)
     return alike
 
 

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import FastDPError
-from . import positions, totals
+from . import notes, positions, totals
 from .assumed import with_guesses
 from .calls import Call, tensors_in
 from .counted import counted
 from .held import written
-from .layout import RELAID, Layout, layout_on, tag, tag_of
+from .layout import Layout, layout_on, tag, tag_of
 from .memory import written_through
 from .one_sample import of_no_numbers, of_one_sample
 from .pieces import cut
@@ -99,7 +99,7 @@ def propagate(call: Call) -> str:
         if tensor._is_view():
             written_through(call, tensor, before, layout and layout._replace(shifted=None))
         elif before is not None and before != layout:
-            tensor.__dict__[RELAID] = tensor._version
+            tensor.__dict__[notes.RELAID] = tensor._version
         if (after := layout_on(root)) is not None and after != held:
             written(root, after, held)
     return read_of(call, tags)

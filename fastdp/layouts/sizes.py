@@ -21,15 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import notes
 from .calls import Call, function_name
 from .code import FASTDP, TORCH, users
-from .layout import COUNTED, layout_on
+from .layout import layout_on
 from .positions import is_random, made_in_sight
 
 T = torch.Tensor
 TELLING = frozenset((T.__len__, T.size, T.numel, T.nelement, T.shape.__get__))  # type: ignore[attr-defined]
-_NUMBER = "_fastdp_number"  # on a constant made of one number: that number
-_ORIGIN = "_fastdp_number_of"  # on such a constant: which size it was made of
 _MAKING = frozenset("tensor as_tensor asarray scalar_tensor full full_like new_tensor new_full".split())
 _FULL = ("full", "full_like")
 COMPUTING = frozenset(
@@ -70,8 +69,8 @@ class Sizes:
         while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
             self._codes.add(frame.f_code)  # and whoever asks by functions of his own
             frame = frame.f_back  # type: ignore[assignment]
-        if COUNTED in tensor.__dict__:
-            self._told[tensor.__dict__[COUNTED]] = "the largest label in the batch"
+        if notes.COUNTED in tensor.__dict__:
+            self._told[tensor.__dict__[notes.COUNTED]] = "the largest label in the batch"
         if layout.order is not None or (layout.places and layout.mixed) or (layout.mixed and not layout.total):
             numbers = found if isinstance(found, tuple) else (found,)
             for number in numbers:
@@ -87,21 +86,23 @@ class Sizes:
         name = function_name(func)
         number = None
         if out.numel() == 1 and args and isinstance(args[0], Tensor) and args[0] is not out:
-            number = args[0].__dict__.get(_NUMBER)
-            origins = [t.__dict__[_ORIGIN] for t in args if isinstance(t, Tensor) and _ORIGIN in t.__dict__]
+            number = args[0].__dict__.get(notes.NUMBER)
+            origins = [
+                t.__dict__[notes.NUMBER_OF] for t in args if isinstance(t, Tensor) and notes.NUMBER_OF in t.__dict__
+            ]
             if origins:
-                out.__dict__[_ORIGIN] = origins[0]
+                out.__dict__[notes.NUMBER_OF] = origins[0]
             if out.device.type == "cpu" and (number is not None or (made_in_sight(args[0]) and not is_random(args[0]))):
                 number = out.item()  # of a range or of ones as many as there are samples, perhaps
         elif name in _MAKING and (out.numel() == 1 or name.endswith(_FULL)):
             number = next((v for v in reversed((*args, *kwargs.values())) if _is_number(v)), None)
         if number is None:
             return
-        out.__dict__[_NUMBER] = number
-        if self._codes and _ORIGIN not in out.__dict__:
+        out.__dict__[notes.NUMBER] = number
+        if self._codes and notes.NUMBER_OF not in out.__dict__:
             found = next((what for told, what in self._sources(self._batch) if _same(float(number), told)), None)
             if found is not None and (number in self._told or not _is_written(number, self._codes)):
-                out.__dict__[_ORIGIN] = found
+                out.__dict__[notes.NUMBER_OF] = found
 
     def has_told(self, number: float) -> bool:
         """Whether the code that calls now has asked for sizes of the batch, and this number is most likely one: it is
@@ -122,11 +123,11 @@ class Sizes:
         if any((layout := call.layout(t)) is not None and layout.total for t in call.args):
             return "", False  # a sum over the samples may be divided by their number
         for value in (*call.args, *call.kwargs.values()):
-            number: Any = value.__dict__.get(_NUMBER) if isinstance(value, Tensor) else value
+            number: Any = value.__dict__.get(notes.NUMBER) if isinstance(value, Tensor) else value
             if _is_number(number) and (found := self._of(call, float(number)))[0]:
                 return found
-            if isinstance(value, Tensor) and number is not None and _ORIGIN in value.__dict__:
-                return f"{call.mixed()} computes with {number:g}, made of {value.__dict__[_ORIGIN]}", False
+            if isinstance(value, Tensor) and number is not None and notes.NUMBER_OF in value.__dict__:
+                return f"{call.mixed()} computes with {number:g}, made of {value.__dict__[notes.NUMBER_OF]}", False
         return "", False
 
     def _of(self, call: Call, number: float) -> tuple[str, bool]:

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import notes
 from .along import along
 from .calls import Call, tensors_in
 from .coordinates import mark_coordinates
 from .index import found_in
-from .layout import COUNTED, Layout, tag
+from .layout import Layout, tag
 from .propagate import RULES, ask, combined, rule, spellings
 from .shapes import elementwise
 from .trial import Tags
@@ -117,7 +118,7 @@ def _looked_up(call: Call) -> Tags:
 def _one_hot(call: Call) -> Tags:
     """A dimension more, behind; as long as the largest label of the batch asks for, if its length is not given."""
     if call.argument(1, "num_classes") in (None, -1):
-        call.out.__dict__[COUNTED] = call.out.size(-1)
+        call.out.__dict__[notes.COUNTED] = call.out.size(-1)
     return [(call.out, call.layout(call.args[0]))]
 
 

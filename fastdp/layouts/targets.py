@@ -11,11 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from . import notes
 from .calls import Call
 from .layout import NOBODY, Layout
 from .marks import layouts_marked
-
-_SHAPED = "_fastdp_shaped"  # on a constant: the layout of the data whose shape it took
 
 
 def note_shape(tensor: Tensor, layout: Layout | None) -> None:
@@ -23,12 +22,12 @@ def note_shape(tensor: Tensor, layout: Layout | None) -> None:
     if layout is None or layout.mixed or layout.alone >= 0:
         return
     if tensor.shape[layout.dim : layout.dim + 1] == (layout.rows,):
-        tensor.__dict__[_SHAPED] = Layout(layout.batch, layout.dim, layout.outer, layout.inner, layout.owner)
+        tensor.__dict__[notes.SHAPED] = Layout(layout.batch, layout.dim, layout.outer, layout.inner, layout.owner)
 
 
 def shape_of(tensor: Tensor, batch: int) -> Layout | None:
     """What was noted of a constant's shape."""
-    layout: Layout | None = tensor.__dict__.get(_SHAPED)
+    layout: Layout | None = tensor.__dict__.get(notes.SHAPED)
     return layout if layout is not None and layout.batch == batch else None
 
 

@@ -14,12 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import notes
 from .calls import Call, tensors_in
 from .layout import Layout, tag
 from .pieces import joined, joined_rows, settled, stamped
 from .trial import Tags
-
-_TERMS = "_fastdp_terms"  # on a number: what it was summed from, and that tensor's layout and version
 
 _ADDING = frozenset("add sub subtract rsub __add__ __radd__ __sub__ __rsub__ __iadd__ __isub__ add_ sub_".split())
 _SCALING = frozenset(
@@ -173,7 +172,7 @@ def sums_of_single_samples(call: Call, inputs: Inputs) -> Tags | None:
 def note_terms(out: Tensor, source: Tensor, layout: Layout) -> None:
     """Remember what a number was summed from, in case a total is divided by it."""
     if not out.requires_grad:
-        out.__dict__[_TERMS] = (source, layout, source._version)
+        out.__dict__[notes.TERMS] = (source, layout, source._version)
 
 
 def carry_terms(call: Call) -> None:
@@ -181,14 +180,14 @@ def carry_terms(call: Call) -> None:
     if call.name not in _COUNTED and call.name not in _LINEAR:
         return
     source = call.args[0]
-    note = source.__dict__.get(_TERMS) if isinstance(source, Tensor) else None
+    note = source.__dict__.get(notes.TERMS) if isinstance(source, Tensor) else None
     if note is not None and isinstance(call.out, Tensor) and call.out.numel() == source.numel():
-        call.out.__dict__[_TERMS] = note
+        call.out.__dict__[notes.TERMS] = note
 
 
 def _even(number: Tensor) -> bool:
     """Whether every sample had the same part in a number: as many labels that count, say."""
-    note = number.__dict__.get(_TERMS)
+    note = number.__dict__.get(notes.TERMS)
     if note is None:
         return False
     source, layout, version = note

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import SampleMixingError
+from ..layouts import notes
 from ..layouts.calls import bind
-from ..layouts.layout import INPUT, Layout, tag, tag_of
+from ..layouts.layout import Layout, tag, tag_of
 from ..ops.bounds import enlarged, is_small, of_repeats, of_rows
 from .captured import Captured, Operand, capture
 from .derived import check_embedding, mark_derived
@@ -200,7 +201,7 @@ def _bags_of_elements(ids: Tensor, offsets: Tensor, bags: int) -> Tensor:
 def _check_bags(recorder: Recorder, ids: Tensor, offsets: Tensor, bags: Layout) -> None:
     """Where the model itself made ids of samples' rows, each must lie in a bag of its own sample."""
     layout = tag_of(ids, recorder.batch)
-    if layout is None or layout.batch <= 1 or (INPUT in ids.__dict__ and layout.owner is None):
+    if layout is None or layout.batch <= 1 or (notes.INPUT in ids.__dict__ and layout.owner is None):
         return  # rows of an input are not looked at as samples here: its bags are
     owner = bags.owners(ids.device)[_bags_of_elements(ids, offsets, len(offsets))]
     if layout.mixed or layout.alone >= 0 or not torch.equal(layout.owners(ids.device), owner):

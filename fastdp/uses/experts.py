@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SampleMixingError
+from ..layouts import notes
 from ..layouts.calls import Call, bind
 from ..layouts.index import spread
 from ..layouts.layout import Layout, tag, tag_of
@@ -84,24 +85,21 @@ class Gathered(NamedTuple):
     version: int  # of the result: another says that it was written to
 
 
-_GATHERED = "_fastdp_gathered"
-
-
 def note_gathered(result: Tensor, operand: Tensor, ids: Tensor) -> None:
     """Let products with the result know what it is made of."""
     if operand.dim() == 3:
-        result.__dict__[_GATHERED] = Gathered(operand, ids, result._version)
+        result.__dict__[notes.GATHERED] = Gathered(operand, ids, result._version)
 
 
 def gathered_of(tensor: Any) -> tuple[Gathered, bool] | None:
     """What a tensor was gathered from, and whether its matrices are transposed."""
     if not isinstance(tensor, Tensor):
         return None
-    note = tensor.__dict__.get(_GATHERED)
+    note = tensor.__dict__.get(notes.GATHERED)
     if note is not None:
         return (note, False) if note.version == tensor._version else None
     base = tensor._base if tensor._is_view() else None
-    note = None if base is None else base.__dict__.get(_GATHERED)
+    note = None if base is None else base.__dict__.get(notes.GATHERED)
     if base is None or note is None or note.version != tensor._version:
         return None
     flipped = base.mT

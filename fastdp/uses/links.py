@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-_LINK = "_fastdp_link"
+from ..layouts import notes
 
 
 class Link(NamedTuple):
@@ -28,14 +28,14 @@ class Link(NamedTuple):
 
 def link_of(tensor: Tensor) -> Link | None:
     """The link of a derived tensor; None for a parameter and for data."""
-    return tensor.__dict__.get(_LINK)
+    return tensor.__dict__.get(notes.LINK)
 
 
 def set_link(tensor: Tensor, link: Link | None) -> None:
     if link is None:
-        tensor.__dict__.pop(_LINK, None)
+        tensor.__dict__.pop(notes.LINK, None)
     else:
-        tensor.__dict__[_LINK] = link
+        tensor.__dict__[notes.LINK] = link
 
 
 def leaves_of(operand: Tensor) -> tuple[Tensor, ...]:

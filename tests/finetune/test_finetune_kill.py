@@ -2,8 +2,8 @@
 
 `python -m tests.finetune.test_finetune_kill --kills 200` for the long run. Every attempt is a process of its own,
 forked from one that has imported torch. It is killed from outside after a random time, or kills itself at a random one
-of its events: before and after each write (also half of it), sync, rename and deletion, between journal and noise, after
-the update.
+of its events: before and after each write (also half of it), sync, rename and deletion, between journal and noise,
+after the update.
 """
 
 from __future__ import annotations

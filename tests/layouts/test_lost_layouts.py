@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.errors import BatchReadWarning, FastDPError, UncapturedUseError
-from fastdp.layouts.held import HELD
-from fastdp.layouts.layout import ATTRIBUTE
+from fastdp.layouts import notes
 
 from ..removal import Between, of_rows
 
@@ -246,8 +245,8 @@ def test_memory_notes_what_it_holds_until_it_is_gone() -> None:
         return h
 
     of_rows(Between(function), torch.randn(B, D))
-    held = getattr(kept[0].untyped_storage(), HELD)
-    assert held[0].batch == B and kept[0].__dict__[ATTRIBUTE].plain
+    held = getattr(kept[0].untyped_storage(), notes.HELD)
+    assert held[0].batch == B and kept[0].__dict__[notes.LAYOUT].plain
 
 
 def test_saved_tensors_load_as_weights_only_and_without_fastdp() -> None:
