@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..engine.reads import Reads
 from ..errors import FastDPError, SampleMixingError
+from ..layouts.reads import Reads
 from .collating import FAILS, first_line
 from .draws import SampleDraws
 from .looks import Looked, Probe, between_equal_runs, carried, look

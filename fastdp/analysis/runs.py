@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..engine.per_sample import PerSampleGradients
-from ..engine.reads import Reads
 from ..errors import BatchReadWarning, VerificationError
+from ..layouts.reads import Reads
 from .draws import SampleDraws
 from .generators import RandomNumbers, devices_of, generators_of
 from .noise import disturb, last_bits, nodes_of

@@ -42,7 +42,7 @@ from ..uses.formats import capture_in_format
 from ..uses.forward_pass import Recorder
 from ..uses.generic import capture_generic
 from ..uses.links import Unwritten, leaves_of, link_of, span_of
-from ..uses.rules import RULES
+from ..uses.rules import USE_RULES
 from ..uses.use import Use
 from .activation_hooks import HOOKING, hooked
 from .checkpointing import custom_function, watch_region
@@ -361,7 +361,7 @@ class Pass:
         tensors = tensors_in((args, kwargs))
         if kept := next((found for tensor in tensors if (found := format_of(tensor))), ""):
             return capture_in_format(recorder, func, args, kwargs, kept)
-        registered = RULES.get(func)
+        registered = USE_RULES.get(func)
         if registered is not None and not any(tensor.is_complex() for tensor in tensors):
             out = registered(recorder, func, args, kwargs)
             if out is not NotImplemented:

@@ -13,12 +13,12 @@ from ..errors import SampleMixingError
 from ..layouts.labels import Labels
 from ..layouts.layout import Layout
 from ..layouts.moments import Moment
+from ..layouts.reads import Reads
 from ..layouts.sizes import Sizes
 from .backward import Arrival
 from .hook_watch import Owner
 from .layout_cache import Memo
 from .mode_stack import moving, remove_over
-from .reads import Reads
 
 if TYPE_CHECKING:
     from .following import Following

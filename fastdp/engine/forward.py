@@ -18,6 +18,7 @@ from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import look
 from ..layouts.moments import Moment, Token, set_moment
 from ..layouts.pieces import OWN_READS
+from ..layouts.reads import Reads
 from ..layouts.sizes import Sizes
 from ..uses.planner import Planner
 from . import following
@@ -30,7 +31,6 @@ from .followed import ENGINES, Evaluation, parameters
 from .hook_watch import Owner
 from .layout_cache import Memo
 from .module_hooks import ModuleHook, numbered
-from .reads import Reads
 from .replay import Block
 from .threads import Running, Turn
 

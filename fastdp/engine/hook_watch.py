@@ -18,11 +18,11 @@ from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.pieces import BY_POSITION, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import propagate
+from ..layouts.reads import Reads
 from ..layouts.sizes import TELLING, Sizes
 from ..layouts.trial import target_as_it_is
 from .hook_scales import NOT_LINEAR, Replayed
 from .layout_cache import CONSTANT, Memo, inquires
-from .reads import Reads
 
 _SHARING = frozenset("numpy __array__ __dlpack__ storage untyped_storage _typed_storage".split())
 _ELSEWHERE = frozenset("set_ swap_ resize_ resize_as_".split())

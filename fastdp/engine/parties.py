@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from ..layouts.reads import Reads
 from ..layouts.sizes import Sizes
 from ..uses.planner import Planner
 from .checkpointing import Enters
 from .hook_watch import Owner
 from .layout_cache import Memo
-from .reads import Reads
 
 if TYPE_CHECKING:
     from ..uses.use import Use

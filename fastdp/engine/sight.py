@@ -13,8 +13,8 @@ from ..layouts.exposed import Exposed
 from ..layouts.held import was_filled
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.memory import look, shares
+from ..layouts.reads import Reads
 from ..uses.links import link_of
-from .reads import Reads
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 

@@ -3,7 +3,7 @@
 Importing the package registers the layout rules.
 """
 
-from . import along, index_read, index_write, shapes, sorting  # noqa: F401
+from . import index_read, index_write, join, modules, reduce, shapes, sorting  # noqa: F401
 from .layout import Layout, tag, tag_of
 from .propagate import propagate
 from .rearranged import reshaped, samplewise

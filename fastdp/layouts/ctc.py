@@ -14,14 +14,14 @@ from .calls import Call, bind
 from .layout import Layout
 from .losses import constants_by_place, reduced_to_one
 from .positions import WHY, is_numbered
-from .propagate import ask, combined, rule
+from .propagate import ask, combined, layout_rule
 from .trial import Tags
 
 _OTHERS = "takes one sample's targets or lengths for another's output"
 _TIMES = "takes the samples for time steps or classes (log_probs has the shape [T, N, C]: transpose it)"
 
 
-@rule(F.ctc_loss)
+@layout_rule(F.ctc_loss)
 def _ctc(call: Call) -> Tags:
     probs, targets, lengths, wanted, _, reduction = bind(
         call.args, call.kwargs, "log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction"

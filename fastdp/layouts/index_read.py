@@ -14,14 +14,14 @@ from .layout import Layout, is_one
 from .one_sample import JOINING, REACHING
 from .pieces import cut
 from .positions import WHY, is_constant, rows_alike
-from .propagate import PICKING, ask, combined, one_row, rule
+from .propagate import PICKING, ask, combined, layout_rule, one_row
 from .rearranged import reshaped
 from .trial import Tags
 
 T = torch.Tensor
 
 
-@rule(T.__getitem__)
+@layout_rule(T.__getitem__)
 def _getitem(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     tags = _items(call, source, layout)
@@ -91,7 +91,7 @@ def _row_and(call: Call, layout: Layout, row: int, used: dict[int, Any]) -> Layo
     return found._replace(sized=found.sized or sized)
 
 
-@rule(torch.select, T.select, by_value=True)
+@layout_rule(torch.select, T.select, by_value=True)
 def _select(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim, row = call.argument(1, "dim"), call.argument(2, "index")
@@ -100,7 +100,7 @@ def _select(call: Call) -> Tags:
     return [(call.out, one_row(call, call.out, layout, row))]
 
 
-@rule(torch.narrow, T.narrow, by_value=True)
+@layout_rule(torch.narrow, T.narrow, by_value=True)
 def _narrow(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim, start, length = (call.argument(i, n) for i, n in ((1, "dim"), (2, "start"), (3, "length")))
@@ -253,7 +253,7 @@ def _same_for_all(table: Tensor, dim: int) -> bool:
     return dim < table.dim() and bool((table == table.narrow(dim, 0, min(1, table.size(dim)))).all())
 
 
-@rule(torch.as_strided, T.as_strided, by_value=True)
+@layout_rule(torch.as_strided, T.as_strided, by_value=True)
 def _as_strided(call: Call) -> Tags:
     """Windows over memory: the same strides over a map of row numbers."""
     source, layout = call.args[0], call.layout(call.args[0])
@@ -283,7 +283,7 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-@rule(torch.index_select, T.index_select, by_value=True)
+@layout_rule(torch.index_select, T.index_select, by_value=True)
 def _index_select(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim, index = call.argument(1, "dim"), call.argument(2, "index")
@@ -297,7 +297,7 @@ def _index_select(call: Call) -> Tags:
     return _index_rows(call, layout, items)
 
 
-@rule(torch.gather, T.gather, torch.take_along_dim, T.take_along_dim, by_value=True)
+@layout_rule(torch.gather, T.gather, torch.take_along_dim, T.take_along_dim, by_value=True)
 def _gather(call: Call) -> Tags:
     along = call.name == "take_along_dim"
     source, dim = call.args[0], call.argument(2 if along else 1, "dim")
@@ -352,7 +352,7 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
 _BASE = T._base.__get__  # type: ignore[union-attr]
 
 
-@rule(T.resize_, T.resize_as_, T.set_, _BASE, by_value=True)
+@layout_rule(T.resize_, T.resize_as_, T.set_, _BASE, by_value=True)
 def _other_memory(call: Call) -> Tags:
     return [(tensor, combined(call, tensor, "takes memory of other samples")) for tensor in tensors_in(call.out)]
 

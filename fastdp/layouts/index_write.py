@@ -12,7 +12,7 @@ from .index import Entry, expanded, index_tuple, permutes, spread
 from .layout import Layout
 from .one_sample import JOINING
 from .pieces import BY_POSITION
-from .propagate import PICKING, ask, combined, rule, spellings
+from .propagate import PICKING, ask, combined, layout_rule, spellings
 from .targets import of_constant, shape_of
 from .trial import Tags
 
@@ -21,7 +21,7 @@ _MIXES = "writes rows of one sample into another's"
 _GUESSED = f"{_MIXES}, or rows whose samples are not known (say whose an input's rows are: fastdp.mark_rows)"
 
 
-@rule(T.__setitem__, by_value=True)
+@layout_rule(T.__setitem__, by_value=True)
 def _setitem(call: Call) -> Tags:
     target, index, value = call.args
     layout, source = call.layout(target), call.layout(value)
@@ -46,7 +46,7 @@ def _setitem(call: Call) -> Tags:
     return [(target, _new_layout(call, layout, source, items, entries))]
 
 
-@rule(*spellings("index_put", "index_put_"), by_value=True)
+@layout_rule(*spellings("index_put", "index_put_"), by_value=True)
 def _index_put(call: Call) -> Tags:
     """target.index_put(indices, value): as target[indices] = value, added up or not."""
     target, index, value = (call.argument(i, n) for i, n in enumerate(("input", "indices", "values")))
@@ -180,7 +180,7 @@ def _rows_agree(written: Tensor, own: Tensor, entries: dict[int, Entry], items: 
     return _agrees(written, view)
 
 
-@rule(
+@layout_rule(
     *spellings("index_add", "index_add_", "index_copy", "index_copy_", "index_reduce", "index_reduce_"), by_value=True
 )
 def _index_add(call: Call) -> Tags:
@@ -217,7 +217,7 @@ def _index_add(call: Call) -> Tags:
     return [(call.out, combined(call, call.out, "adds rows of one sample to another's"))]
 
 
-@rule(
+@layout_rule(
     *spellings("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), by_value=True
 )
 def _scatter(call: Call) -> Tags:
@@ -252,7 +252,7 @@ def _scatter(call: Call) -> Tags:
     return [(call.out, layout)]
 
 
-@rule(*spellings("masked_scatter", "masked_scatter_"), by_value=True)
+@layout_rule(*spellings("masked_scatter", "masked_scatter_"), by_value=True)
 def _masked_scatter(call: Call) -> Tags:
     """The source's elements, one after another, to where the mask holds: each to a place of its own sample."""
     target, mask, source = (call.argument(i, n) for i, n in enumerate(("input", "mask", "source")))

@@ -20,7 +20,7 @@ from .calls import Call
 from .doubts import doubt
 from .layout import Layout
 from .positions import WHY, by_place
-from .propagate import ask, combined, rule
+from .propagate import ask, combined, layout_rule
 from .totals import equal_counts, equal_parts, parts_differ, total_of
 from .trial import Tags
 
@@ -86,7 +86,7 @@ def _shared(call: Call, given: dict[str, Any]) -> Tags | None:
     return None
 
 
-@rule(*_BY_ELEMENT)
+@layout_rule(*_BY_ELEMENT)
 def _by_element(call: Call) -> Tags:
     given = _arguments(call)
     names = [name for name, value in given.items() if name in _TERMS and isinstance(value, Tensor)]
@@ -103,7 +103,7 @@ def _by_element(call: Call) -> Tags:
     return tags
 
 
-@rule(*_BY_ROW)
+@layout_rule(*_BY_ROW)
 def _by_row(call: Call) -> Tags:
     given = _arguments(call)
     terms = []
@@ -167,7 +167,7 @@ def _even_weights(call: Call, weight: Tensor, terms: Iterable[Tensor]) -> bool:
     return weight.shape[layout.dim : layout.dim + 1] == (layout.rows,) and equal_parts(weight, layout)
 
 
-@rule(F.cross_entropy, F.nll_loss)
+@layout_rule(F.cross_entropy, F.nll_loss)
 def _cross_entropy(call: Call) -> Tags:
     given = _arguments(call)
     source, target = given["input"], given["target"]

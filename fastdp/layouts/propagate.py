@@ -32,19 +32,19 @@ from .shifted import begins, follow
 from .trial import UNCHECKED, VIEWS, Tags, cached_trial, is_blind_to_order, is_independent
 
 Rule = Callable[[Call], Tags]
-RULES: dict[Any, Rule] = {}
+LAYOUT_RULES: dict[Any, Rule] = {}
 BY_VALUE: set[Any] = set()  # layouts of their results follow from numbers (an index, a mask): never from shapes alone
 PICKING: set[Any] = set()  # functions that take places of rows as an index; their rules look at them
 REFUSING: set[Any] = {F.batch_norm, F.instance_norm, torch.batch_norm}
 
 
-def rule(*functions: Any, by_value: bool = False) -> Callable[[Rule], Rule]:
+def layout_rule(*functions: Any, by_value: bool = False) -> Callable[[Rule], Rule]:
     """Register a layout rule for torch functions. by_value: what it finds depends on the tensors' numbers, so it is
     asked at every call; what other rules find is kept by shapes (`Memo`)."""
 
     def register(function: Rule) -> Rule:
         for torch_function in functions:
-            RULES[torch_function] = function
+            LAYOUT_RULES[torch_function] = function
             if by_value:
                 BY_VALUE.add(torch_function)
             else:
@@ -71,7 +71,7 @@ def propagate(call: Call) -> str:
     outputs = list(tensors_in(call.out))
     if not outputs and call.name != "__setitem__":
         return read_of(call, None) if call.batch > 1 else ""
-    rule = RULES.get(call.func)
+    rule = LAYOUT_RULES.get(call.func)
     inputs = call.inputs()
     if call.batch <= 1:
         if call.func in REFUSING and rule is not None:
@@ -173,7 +173,7 @@ def _layouts_of(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Tags:
         if tags is not None and len(tags) == 1 and tags[0][1] is not None and tags[0][1].mixed:
             tags = totals.sums_of_single_samples(call, inputs) or tags
     if tags is None:
-        rule = RULES.get(call.func)
+        rule = LAYOUT_RULES.get(call.func)
         tags = rule(call) if rule is not None else ask(call)
     return tags
 

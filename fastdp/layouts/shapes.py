@@ -11,7 +11,7 @@ from .counted import note_groups, repeated
 from .layout import Layout
 from .one_sample import numbers_in
 from .positions import by_place, was_by_place
-from .propagate import ask, by_place_layout, combined, has_data_beside_first, rule, spellings
+from .propagate import ask, by_place_layout, combined, has_data_beside_first, layout_rule, spellings
 from .rearranged import reshaped
 from .targets import note_shape
 from .trial import UNCHECKED, Tags
@@ -25,7 +25,7 @@ _FOLDS = (
 # --------------------------------------------------------------------------- sizes in the arguments
 
 
-@rule(*spellings("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"))
+@layout_rule(*spellings("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"))
 def _reshape(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None or call.out.numel() != source.numel():  # view(dtype)
@@ -42,7 +42,7 @@ def _reshape(call: Call) -> Tags:
     return [(call.out, found or combined(call, call.out, _FOLDS))]
 
 
-@rule(*spellings("expand", "expand_as", "broadcast_to"))
+@layout_rule(*spellings("expand", "expand_as", "broadcast_to"))
 def _expand(call: Call) -> Tags:
     layout = call.layout(call.args[0])
     if layout is None:
@@ -50,7 +50,7 @@ def _expand(call: Call) -> Tags:
     return [(call.out, layout._replace(dim=layout.dim + call.out.dim() - call.args[0].dim()))]
 
 
-@rule(T.repeat, torch.tile, T.tile)
+@layout_rule(T.repeat, torch.tile, T.tile)
 def _repeat(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None:
@@ -64,7 +64,7 @@ def _repeat(call: Call) -> Tags:
     return [(call.out, layout._replace(dim=dim, outer=layout.outer * times))]
 
 
-@rule(torch.repeat_interleave, T.repeat_interleave)
+@layout_rule(torch.repeat_interleave, T.repeat_interleave)
 def _repeat_interleave(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     times, dim = call.argument(1, "repeats"), call.argument(2, "dim")
@@ -86,7 +86,7 @@ def _repeat_interleave(call: Call) -> Tags:
     return [(call.out, layout._replace(inner=layout.inner * times))]
 
 
-@rule(*spellings("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
+@layout_rule(*spellings("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"))
 def _constant(call: Call) -> Tags:
     """Constants of a tensor's type, unless their numbers are data."""
     data = numbers_in(call)
@@ -99,7 +99,7 @@ def _constant(call: Call) -> Tags:
     return [(call.out, combined(call, call.out, "makes numbers of several samples"))]
 
 
-@rule(*spellings("to", "cpu", "cuda", "type", "type_as", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
+@layout_rule(*spellings("to", "cpu", "cuda", "type", "type_as", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
 def _same(call: Call) -> Tags:
     return [(call.out, call.layout(call.args[0]))]
 
@@ -125,7 +125,7 @@ _ELEMENTWISE = (
 ELEMENTWISE_NAMES = frozenset(_ELEMENTWISE)
 
 
-@rule(*spellings(*_ELEMENTWISE))
+@layout_rule(*spellings(*_ELEMENTWISE))
 def elementwise(call: Call) -> Tags:
     """Element by element with broadcasting: samples stay where they lie, counted from the right.
 
@@ -187,7 +187,7 @@ def _aligned(layout: Layout, ndim: int, out_ndim: int) -> Layout:
     return layout._replace(dim=layout.dim + out_ndim - ndim)
 
 
-@rule(*spellings("group_norm"))
+@layout_rule(*spellings("group_norm"))
 def _group_norm(call: Call) -> Tags:
     layout = call.layout(call.args[0])
     if has_data_beside_first(call):
@@ -197,7 +197,7 @@ def _group_norm(call: Call) -> Tags:
     return [(call.out, layout)]
 
 
-@rule(*spellings("renorm", "renorm_"))
+@layout_rule(*spellings("renorm", "renorm_"))
 def _renorm(call: Call) -> Tags:
     """Slices along a dimension, each by its own norm (where it is too large: numbers asked with may not be)."""
     source, layout = call.args[0], call.layout(call.args[0])
@@ -208,7 +208,7 @@ def _renorm(call: Call) -> Tags:
     return [(call.out, layout)]
 
 
-@rule(*spellings("_sample_dirichlet"))
+@layout_rule(*spellings("_sample_dirichlet"))
 def _dirichlet(call: Call) -> Tags:
     """Draws for each row along the last dimension."""
     layout = call.layout(call.args[0])

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import notes
-from .along import along
 from .calls import Call, tensors_in
 from .coordinates import mark_coordinates
 from .index import found_in
 from .layout import Layout, tag
-from .propagate import RULES, ask, combined, rule, spellings
+from .propagate import LAYOUT_RULES, ask, combined, layout_rule, spellings
+from .reduce import along
 from .shapes import elementwise
 from .trial import Tags
 
@@ -24,7 +24,7 @@ T = torch.Tensor
 _sort_along = along(1, "dim")
 
 
-@rule(*spellings("sort", "argsort"), by_value=True)
+@layout_rule(*spellings("sort", "argsort"), by_value=True)
 def _sort(call: Call) -> Tags:
     """Of one number a row over the batch: rows in another order. The numbers are the groups, if they are whole."""
     source, layout = call.args[0], call.layout(call.args[0])
@@ -53,7 +53,7 @@ def _sorted_places(call: Call, layout: Layout) -> Tags:
     return [(tensor, found) for tensor in tensors_in(call.out)]
 
 
-@rule(*spellings("nonzero", "argwhere"), by_value=True)
+@layout_rule(*spellings("nonzero", "argwhere"), by_value=True)
 def _nonzero(call: Call) -> Tags:
     """Coordinates of a sample's own elements, as rows of a matrix or as a tensor each."""
     source, layout = call.args[0], call.layout(call.args[0])
@@ -69,14 +69,14 @@ def _nonzero(call: Call) -> Tags:
     return [(tensor, found._replace(places=dim == layout.dim)) for dim, tensor in enumerate(out)]
 
 
-@rule(T.where, by_value=True)
-@rule(torch.where)
+@layout_rule(T.where, by_value=True)
+@layout_rule(torch.where)
 def _where(call: Call) -> Tags:
     """Of a condition alone: where it holds."""
     return _nonzero(call) if len(call.args) == 1 and not call.kwargs else elementwise(call)
 
 
-@rule(*spellings("unique", "unique_consecutive"), torch._VF.unique_dim, by_value=True)  # type: ignore[attr-defined]
+@layout_rule(*spellings("unique", "unique_consecutive"), torch._VF.unique_dim, by_value=True)  # type: ignore[attr-defined]
 def _unique(call: Call) -> Tags:
     """Which choices occur."""
     tags = [(tensor, combined(call, tensor, "keeps rows by value")) for tensor in tensors_in(call.out)]
@@ -84,7 +84,7 @@ def _unique(call: Call) -> Tags:
     return [(t, None if layout is None else layout._replace(places=whole)) for t, layout in tags]
 
 
-@rule(torch.masked_select, T.masked_select, by_value=True)
+@layout_rule(torch.masked_select, T.masked_select, by_value=True)
 def _masked_select(call: Call) -> Tags:
     """source[mask], both made as large as each other first."""
     given = (call.args[0], call.argument(1, "mask"))
@@ -96,15 +96,15 @@ def _masked_select(call: Call) -> Tags:
             if made.size(aligned.dim) != layout.rows:
                 return _rows_by_value(call)
             tag(made, aligned)
-    return RULES[T.__getitem__](Call(T.__getitem__, whole, {}, call.out, call.batch, call.path))
+    return LAYOUT_RULES[T.__getitem__](Call(T.__getitem__, whole, {}, call.out, call.batch, call.path))
 
 
-@rule(*spellings("bincount", "histc"), by_value=True)
+@layout_rule(*spellings("bincount", "histc"), by_value=True)
 def _rows_by_value(call: Call) -> Tags:
     return [(tensor, combined(call, tensor, "keeps rows by value")) for tensor in tensors_in(call.out)]
 
 
-@rule(*spellings("isin", "bucketize", "searchsorted"), by_value=True)
+@layout_rule(*spellings("isin", "bucketize", "searchsorted"), by_value=True)
 def _looked_up(call: Call) -> Tags:
     """Values among a list that all share: of constants, or mixed. (A list for each row is asked about.)"""
     shared = call.args[:1] if call.name == "searchsorted" else call.args[1:2] or list(call.kwargs.values())
@@ -114,7 +114,7 @@ def _looked_up(call: Call) -> Tags:
     return ask(call)
 
 
-@rule(F.one_hot, by_value=True)
+@layout_rule(F.one_hot, by_value=True)
 def _one_hot(call: Call) -> Tags:
     """A dimension more, behind; as long as the largest label of the batch asks for, if its length is not given."""
     if call.argument(1, "num_classes") in (None, -1):
@@ -122,7 +122,7 @@ def _one_hot(call: Call) -> Tags:
     return [(call.out, call.layout(call.args[0]))]
 
 
-@rule(*spellings("grouped_mm", "_grouped_mm"), by_value=True)
+@layout_rule(*spellings("grouped_mm", "_grouped_mm"), by_value=True)
 def _grouped_mm(call: Call) -> Tags:
     """Rows [S, I], each times the matrix of its group: rows stay where they are."""
     rows, matrices = call.args[:2]

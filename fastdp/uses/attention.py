@@ -13,10 +13,10 @@ from ..errors import SampleMixingError
 from ..layouts.calls import bind
 from .forward_pass import Recorder
 from .generic import python_body
-from .rules import rule, sample_layout
+from .rules import sample_layout, use_rule
 
 
-@rule(F.multi_head_attention_forward)
+@use_rule(F.multi_head_attention_forward)
 def capture_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """nn.MultiheadAttention: queries, keys and values are [T,B,E] here; the projections are linear uses."""
     query = args[0] if args else kwargs["query"]
@@ -32,7 +32,7 @@ def capture_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwar
     return recorder.traced(body, *args, **kwargs)
 
 
-@rule(F.scaled_dot_product_attention)
+@use_rule(F.scaled_dot_product_attention)
 def capture_dot_product_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Seen through as the softmax that it is, where the mask is made of parameters (biases of relative positions), and
     where weights are dropped out, which the generic rule could not repeat for one sample; else the generic rule."""

@@ -18,7 +18,7 @@ from .captured import Captured, Operand, capture
 from .embedding import Lookup
 from .forward_pass import Recorder
 from .links import link_of
-from .rules import cut, refuse_by_position, rule, sample_layout
+from .rules import cut, refuse_by_position, sample_layout, use_rule
 from .use import Direct, Lazy, Use
 
 
@@ -168,7 +168,7 @@ def _kind_name(func: Any) -> str:
     return str(name)
 
 
-@rule(*_ADD, *_SUB, *_MUL, *_DIV, *_IN_PLACE)
+@use_rule(*_ADD, *_SUB, *_MUL, *_DIV, *_IN_PLACE)
 def capture_elementwise(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """w + x, x * w, ... with one or two operands; in place, the target becomes the captured result."""
     if "rounding_mode" in kwargs or "out" in kwargs or kwargs.get("other") is not None or len(args) != 2:
@@ -231,7 +231,7 @@ class _Cat(Captured):
             start += size
 
 
-@rule(torch.cat, torch.concat, torch.concatenate)
+@use_rule(torch.cat, torch.concat, torch.concatenate)
 def capture_cat(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cat([class_token.expand(B, -1, -1), x], 1), bias_kv of attention, prompts."""
     parts, dim = bind(args, kwargs, "tensors", "dim")

@@ -19,7 +19,7 @@ from .costs import Shape
 from .forward_pass import Recorder
 from .linear import autocast_dtype, is_short
 from .planner import Planner
-from .rules import cut, rule, sample_layout
+from .rules import cut, sample_layout, use_rule
 from .use import Direct, Use
 
 
@@ -120,7 +120,7 @@ _DIMENSIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _TRANSPOSED = {F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3}
 
 
-@rule(*_DIMENSIONS)
+@use_rule(*_DIMENSIONS)
 def capture_conv(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.conv1d, conv2d, conv3d: stride, padding (numbers, 'valid', 'same'), dilation, groups."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -141,7 +141,7 @@ def capture_conv(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
     return _capture(recorder, func.__name__, x, weight, bias, geometry)
 
 
-@rule(*_TRANSPOSED)
+@use_rule(*_TRANSPOSED)
 def capture_conv_transpose(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.conv_transpose1d, 2d, 3d."""
     names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")

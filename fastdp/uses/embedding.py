@@ -19,7 +19,7 @@ from .derived import check_embedding, mark_derived
 from .experts import note_gathered
 from .forward_pass import Recorder
 from .generic import capture_whole
-from .rules import cut, rule, sample_layout
+from .rules import cut, sample_layout, use_rule
 from .use import Use
 
 
@@ -80,7 +80,7 @@ class _Embedding(Captured):
         self.recorder.record(Lookup.rows(self.table.tensor, ids, g, self.name))
 
 
-@rule(F.embedding)
+@use_rule(F.embedding)
 def capture_embedding(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.embedding(ids, table); options that couple samples are refused."""
     ids, table, padding_idx = bind(args, kwargs, "input", "weight", "padding_idx")
@@ -93,7 +93,7 @@ def capture_embedding(recorder: Recorder, func: Any, args: tuple[Any, ...], kwar
     return capture(_Embedding(recorder, Operand.of(table), padding_idx, layout), ids, layout=layout)
 
 
-@rule(torch.Tensor.__getitem__)
+@use_rule(torch.Tensor.__getitem__)
 def capture_getitem(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """table[ids] with ids from the data (relative position tables)."""
     table, index = args
@@ -209,7 +209,7 @@ def _check_bags(recorder: Recorder, ids: Tensor, offsets: Tensor, bags: Layout) 
         raise SampleMixingError(f"{place}: a bag holds rows of several samples.", f"{place} puts samples into one bag")
 
 
-@rule(F.embedding_bag)
+@use_rule(F.embedding_bag)
 def capture_embedding_bag(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sum and mean bags, 2-D ids or offsets, weights per element; max takes the generic rule."""
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",

@@ -16,7 +16,7 @@ from ..layouts.propagate import propagate, spellings
 from .captured import Captured, Operand, capture
 from .forward_pass import Recorder
 from .routed import Routed, record_routed
-from .rules import Rule, rule, sample_layout
+from .rules import Rule, sample_layout, use_rule
 
 
 class _GroupedProduct(Captured):
@@ -44,7 +44,7 @@ def owners_of(layout: Layout, rows: Tensor) -> Tensor:
     return layout.owners(rows.device).to(rows.device)
 
 
-@rule(*spellings("grouped_mm", "_grouped_mm"))
+@use_rule(*spellings("grouped_mm", "_grouped_mm"))
 def capture_grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of data [S,I], in groups, times a stack of operands [E,I,O]."""
     x, stack, ends = bind(args, {**kwargs, "offs": kwargs.get("offs")}, "input", "mat2", "offs")

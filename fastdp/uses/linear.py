@@ -18,7 +18,7 @@ from .costs import Shape
 from .forward_pass import Recorder
 from .planner import Planner
 from .routed import row_sum, use_of_rows
-from .rules import cut, refuse_contraction, rule, sample_layout
+from .rules import cut, refuse_contraction, sample_layout, use_rule
 from .use import Direct, Use
 
 
@@ -181,7 +181,7 @@ def _linear(recorder: Recorder, name: str, x: Tensor, weight: Tensor, bias: Tens
     return capture(_Linear(recorder, weight, bias, layout, name), x, layout=layout)
 
 
-@rule(F.linear)
+@use_rule(F.linear)
 def capture_linear(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.linear(x, W, b), x of any number of dimensions."""
     x, weight, bias = bind(args, kwargs, "input", "weight", "bias")
@@ -204,7 +204,9 @@ class _Left(Captured):
         self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, g, self.name))
 
 
-@rule(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm, torch.Tensor.mm)
+@use_rule(
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm, torch.Tensor.mm
+)
 def capture_matmul(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x @ W and W @ x for a matrix W; vectors, stacks of matrices and products of operands are generic."""
     if len(args) != 2 or kwargs:
@@ -224,7 +226,7 @@ def capture_matmul(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
     return NotImplemented
 
 
-@rule(torch.addmm, torch.Tensor.addmm)
+@use_rule(torch.addmm, torch.Tensor.addmm)
 def capture_addmm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """addmm(b, x, W) with a vector b: transformers' Conv1D."""
     bias, x, weight = bind(args, kwargs, "input", "mat1", "mat2")

@@ -19,7 +19,7 @@ from ..ops.common import accumulate
 from .broadcast import uses_of_broadcast
 from .captured import Captured, Operand, capture
 from .forward_pass import Recorder
-from .rules import cut, rule, sample_layout
+from .rules import cut, sample_layout, use_rule
 
 
 class _Norm(Captured):
@@ -197,7 +197,7 @@ def _capture(recorder: Recorder, func: Any, x: Tensor, weight: Tensor | None, bi
     return capture(_Norm(recorder, func.__name__, weight, bias, view, normalise, layout), x, layout=layout)
 
 
-@rule(F.layer_norm)
+@use_rule(F.layer_norm)
 def capture_layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With and without weight or bias."""
     x, shape, weight, bias, eps = bind(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
@@ -209,7 +209,7 @@ def capture_layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
     return _capture(recorder, func, x, weight, bias, (), lambda x, w, b: F.layer_norm(x, shape, w, b, eps))
 
 
-@rule(F.rms_norm)
+@use_rule(F.rms_norm)
 def capture_rms_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch's own RMS norm; hand-written ones are products."""
     x, shape, weight, eps = bind(args, kwargs, "input", "normalized_shape", "weight", "eps")
@@ -228,7 +228,7 @@ def _refuse_mixing(recorder: Recorder, func: Any, x: Tensor, shape: Any) -> None
             sample_layout(recorder, probe, func.__name__)
 
 
-@rule(F.group_norm)
+@use_rule(F.group_norm)
 def capture_group_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Channels in dimension 1."""
     x, groups, weight, bias, eps = bind(args, kwargs, "input", "num_groups", "weight", "bias", "eps")
@@ -240,7 +240,7 @@ def capture_group_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
     return _capture(recorder, func, x, weight, bias, (1, -1), lambda x, w, b: F.group_norm(x, groups, w, b, eps))
 
 
-@rule(F.instance_norm, F.batch_norm)
+@use_rule(F.instance_norm, F.batch_norm)
 def capture_channel_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Instance norm without running statistics, and batch norm with fixed ones; else refused."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "flag", "momentum", "eps")

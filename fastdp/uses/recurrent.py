@@ -20,7 +20,7 @@ from ..ops import recurrent as steps_of
 from .captured import Captured, Operand, capture
 from .forward_pass import Recorder
 from .linear import autocast_dtype, row_sums, steps, use_of_product
-from .rules import cut, rule, sample_layout
+from .rules import cut, sample_layout, use_rule
 from .use import Direct
 
 State = tuple[Tensor, ...]
@@ -183,7 +183,7 @@ def recurrent(recorder: Recorder, kind: str, x: Tensor, hx: State, weights: list
     return x, tuple(torch.stack([state[i] for state in last]) for i in range(len(hx)))
 
 
-@rule(*[getattr(torch._VF, name) for name in _STEPS])  # type: ignore[attr-defined]
+@use_rule(*[getattr(torch._VF, name) for name in _STEPS])  # type: ignore[attr-defined]
 def capture_recurrent(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch._VF.lstm, gru, rnn_tanh, rnn_relu: padded (x, hx, weights, ...) or packed (data, sizes, hx, ...)."""
     name = func.__name__
@@ -237,7 +237,7 @@ def _packed(recorder: Recorder, name: str, data: Tensor, sizes: Tensor, hx: Any,
 _CELLS = {"lstm_cell": "lstm", "gru_cell": "gru", "rnn_tanh_cell": "rnn_tanh", "rnn_relu_cell": "rnn_relu"}
 
 
-@rule(*[getattr(torch._VF, name) for name in _CELLS])  # type: ignore[attr-defined]
+@use_rule(*[getattr(torch._VF, name) for name in _CELLS])  # type: ignore[attr-defined]
 def capture_cell(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """nn.LSTMCell, GRUCell, RNNCell: (x, state, w_in, w_state, b_in, b_state)."""
     return recorder.traced(_cell, _CELLS[func.__name__], *args)

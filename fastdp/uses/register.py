@@ -15,8 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import BatchLayoutError
 from ..layouts.calls import Call, function_name, is_in_place, tensors_in
-from ..layouts.propagate import RULES as LAYOUT_RULES
-from ..layouts.propagate import ask, combined
+from ..layouts.propagate import LAYOUT_RULES, ask, combined
 from ..layouts.trial import Tags, is_independent
 from . import rules
 from .registered import Rule, RuleCall, capture_registered
@@ -66,7 +65,7 @@ def register_rule(*functions: Any, like: int | None = None) -> Callable[[Rule | 
             raise TypeError(f"a rule is a function of one RuleCall (or None), not {type(rule).__name__}")
         for function in spelled:
             for seen in _as_seen(function):
-                rules.RULES[seen] = functools.partial(capture_registered, rule)
+                rules.USE_RULES[seen] = functools.partial(capture_registered, rule)
                 _OURS[seen] = rule
                 if like is not None:
                     LAYOUT_RULES[seen] = functools.partial(_layout_like, like)
@@ -80,7 +79,7 @@ def unregister_rule(*functions: Any) -> None:
     for function in map(_owner, functions):
         for seen in _as_seen(function):
             if seen in _OURS:
-                del rules.RULES[seen], _OURS[seen]
+                del rules.USE_RULES[seen], _OURS[seen]
                 LAYOUT_RULES.pop(seen, None)
         if function in _APPLIES:
             del _APPLIES[function]
@@ -117,7 +116,7 @@ def _check_registrable(function: Any) -> None:
     overloads = [seen for seen in _as_seen(function) if isinstance(seen, torch._ops.OpOverload)]
     if is_in_place(name) or any(seen._schema.is_mutable for seen in overloads):
         raise ValueError(f"{name} writes into its arguments: register a function that returns its result")
-    if any(seen in rules.RULES and seen not in _OURS for seen in _as_seen(function)):
+    if any(seen in rules.USE_RULES and seen not in _OURS for seen in _as_seen(function)):
         raise ValueError(f"fastdp has an exact rule for {name} already")
 
 

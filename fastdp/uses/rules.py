@@ -16,15 +16,15 @@ from .forward_pass import Recorder
 from .links import link_of
 
 Rule = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
-RULES: dict[Any, Rule] = {}
+USE_RULES: dict[Any, Rule] = {}
 
 
-def rule(*functions: Any) -> Callable[[Rule], Rule]:
+def use_rule(*functions: Any) -> Callable[[Rule], Rule]:
     """Register a rule for torch functions: rule(recorder, function, args, kwargs) -> result, or NotImplemented."""
 
     def register(function: Rule) -> Rule:
         for torch_function in functions:
-            RULES[torch_function] = function
+            USE_RULES[torch_function] = function
         return function
 
     return register
