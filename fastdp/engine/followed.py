@@ -42,6 +42,9 @@ class Engine(Protocol):
     def backward_was_reached(self) -> bool:
         """Whether the backward that has just ended was of the engine."""
 
+    def judge_writes(self) -> None:
+        """Warn if rows of some samples were written to, and not those of all alike."""
+
     def backwards(self) -> int:
         """How many there were."""
 

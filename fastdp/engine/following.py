@@ -89,6 +89,7 @@ class Following(TorchFunctionMode):
         self._choose(tensors_in(roots))
         engine, problem = self.what.engine(), None
         if engine is not None:
+            engine.judge_writes()
             weighted = self._weighted(roots, given)
             problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
         engines: list[Engine] = list(ENGINES)

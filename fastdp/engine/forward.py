@@ -17,7 +17,7 @@ from ..layouts.inputs import Batching, nested_tensors, outputs_apart, packed_seq
 from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import look
 from ..layouts.moments import Moment, Token, set_moment
-from ..layouts.pieces import OWN_READS
+from ..layouts.pieces import OWN_READS, WRITTEN, unequally_written
 from ..layouts.reads import Reads
 from ..layouts.sizes import Sizes
 from ..uses.planner import Planner
@@ -196,6 +196,7 @@ class Forward:
         set_moment(active.moment)
         self.sizes.begin()
         OWN_READS.clear()
+        WRITTEN.clear()
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
@@ -297,6 +298,7 @@ class Forward:
         self._turn.give()
         if out is not None:
             started.check_unwritten()
+            self.judge_writes()
         if self.backward.collect is not None:
             return None
         apart = outputs_apart(out, self._is_guess)
@@ -312,6 +314,12 @@ class Forward:
         if out is not None and not self.runs_again():
             following.start(self._batch, started.moment, self, layouts, arrivals)
         return apart
+
+    def judge_writes(self) -> None:
+        """Warn if rows of some samples were written to, and not those of all alike."""
+        why, place = unequally_written(self._batch)
+        if why:
+            self.reads.note(why, None, place)
 
     def backward_ended(self) -> None:
         """A backward went through forwards: what is kept of their batches belongs to the past."""

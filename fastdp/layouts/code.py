@@ -13,6 +13,11 @@ TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 FASTDP = os.path.join(os.path.dirname(os.path.abspath(errors.__file__)), "")
 
 
+def place_of(frame: FrameType | None) -> str:
+    """File and line, for messages; '' of no frame."""
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}"
+
+
 def users(frame: FrameType | None) -> FrameType | None:
     """The innermost frame, from this one outwards, that is neither torch's nor fastdp's."""
     while frame is not None and frame.f_code.co_filename.startswith((TORCH, FASTDP)):

@@ -266,10 +266,12 @@ def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout | None:
     if layout.mixed or layout.alone >= 0:
         return layout
     why = "reads memory in which the rows of the samples cannot be followed"
-    rows = None if layout.order is not None else owner_map(base, layout)
+    finer, rest = divmod(base.element_size(), view.element_size())  # 2: the real parts of complex numbers
+    rows = None if layout.order is not None or rest else owner_map(base, layout)
     if rows is None:
         return layout._replace(mixed=why)
-    offset = view.storage_offset() - base.storage_offset()
+    rows = rows if finer == 1 else rows.repeat_interleave(finer)
+    offset = view.storage_offset() - base.storage_offset() * finer
     seen = rows.as_strided(view.shape, view.stride(), offset)
     return layout_of_owners(seen, layout) or layout._replace(mixed=why)
 

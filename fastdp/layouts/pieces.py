@@ -8,6 +8,8 @@ again, or added up, if all samples are among them and they have the same past.
 from __future__ import annotations
 
 import itertools
+import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +18,12 @@ from torch import Tensor
 
 from . import notes
 from .calls import function_name, is_in_place, tensors_in
+from .code import place_of, users
 from .layout import Layout, layout_on, tag, tag_of
 from .positions import is_random
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
+WRITTEN: dict[int, Written] = {}  # memory that single samples' rows were written to, in this forward or loss
 OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
@@ -43,6 +47,14 @@ class Piece(NamedTuple):
     source: int
     past: int
     samples: frozenset[int]
+
+
+class Written(NamedTuple):
+    """Memory, what was done to the rows of each sample before they were written to it, and the first write's place."""
+
+    memory: weakref.ref[Tensor]
+    samples: dict[int, list[tuple[int, ...]]]
+    place: str
 
 
 def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
@@ -86,14 +98,17 @@ def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
     """Note on the results of a call what was done to the parts of the batch among its arguments."""
     if not _CUT_ONCE or batch <= 1 or is_joining(func) or _begins_a_sum(func, args):
         return
+    name = function_name(func)
+    if name == "__setitem__" or is_in_place(name):
+        _note_write(name, func, args, kwargs, batch)
     found = [layout for tensor in tensors_in((args, kwargs)) if (layout := tag_of(tensor, batch)) is not None]
     pieces = [layout.piece for layout in found if layout.piece is not None]
     if not pieces or any(layout.total for layout in found):
         return  # sums over the samples look at theirs themselves
     piece = stamped(pieces, func, args, kwargs)
-    if is_in_place(function_name(func)) and isinstance(args[0], Tensor) and args[0]._is_view():
+    if is_in_place(name) and isinstance(args[0], Tensor) and args[0]._is_view():
         _write(args[0], batch)
-    for tensor in tensors_in((out, args[:1] if is_in_place(function_name(func)) else ())):
+    for tensor in tensors_in((out, args[:1] if is_in_place(name) else ())):
         layout = tag_of(tensor, batch)
         if layout is not None and layout.total and all(known.alone >= 0 for known in found):
             continue  # single samples added up
@@ -104,6 +119,45 @@ def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
             else:  # the function's rule has noted something of its own
                 new = own._replace(past=hash((piece.past, own.past)))
             tag(tensor, layout._replace(piece=new))
+
+
+def _note_write(name: str, func: Any, args: Any, kwargs: Any, batch: int) -> None:
+    """A sample's rows are written into memory that holds other samples', too: so must be those of all, or none."""
+    target = args[0]
+    if not isinstance(target, Tensor):
+        return
+    base = target._base if target._is_view() else target
+    source = target if name != "__setitem__" else args[2]
+    layout = tag_of(source, batch) if isinstance(source, Tensor) else None
+    if layout is None or base is None or (name != "__setitem__" and base is target):
+        return
+    sample, whole = _owner(layout), tag_of(base, batch)
+    if sample < 0 or (whole is not None and _owner(whole) >= 0):
+        return
+    past = () if layout.piece is None else (stamped([layout.piece], func, args, kwargs).past,)
+    known = WRITTEN.get(id(base))
+    if known is None or known.memory() is not base:
+        known = WRITTEN[id(base)] = Written(weakref.ref(base), {}, place_of(users(sys._getframe(1))))
+    known.samples.setdefault(sample, []).append(past)
+
+
+def _owner(layout: Layout) -> int:
+    """The one sample whose all these rows are, or -1."""
+    if layout.mixed or layout.alone >= 0 or layout.owner is None or not len(layout.owner):
+        return -1 if layout.mixed else layout.alone
+    first = int(layout.owner[0])
+    return first if bool((layout.owner == first).all()) else -1
+
+
+def unequally_written(batch: int) -> tuple[str, str]:
+    """What is to be warned of, and where, if some samples' rows were written to, and not all of them alike."""
+    found = "", ""
+    for written in WRITTEN.values():
+        ways = list(written.samples.values())
+        if not OWN_READS and (len(ways) < batch or any(way != ways[0] for way in ways)):
+            found = f"a single sample's rows {BY_POSITION}", written.place
+    WRITTEN.clear()
+    return found
 
 
 def _begins_a_sum(func: Any, args: Any) -> bool:

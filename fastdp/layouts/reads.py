@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import BatchReadWarning
 from .calls import Call
-from .code import FASTDP, TORCH
+from .code import FASTDP, TORCH, place_of
 from .pieces import OWN_READS
 from .trial import Tags
 
@@ -79,7 +79,7 @@ def reading_line() -> str:
         if name.startswith(os.path.join(TORCH, "distributions")) and frame.f_code.co_name in _VALIDATING:
             return ""
         if not name.startswith((TORCH, FASTDP)):
-            return f"{os.path.basename(name)}, line {frame.f_lineno}"
+            return place_of(frame)
         frame = frame.f_back
     return ""
 
@@ -95,12 +95,12 @@ class Reads:
         self._known: dict[str, str] = {}  # by line of code, and value of a truth
         self._warned = False
 
-    def note(self, what: str, found: Any) -> None:
+    def note(self, what: str, found: Any, line: str = "") -> None:
         """A read, by the code that called into torch. what: the operation that combined the samples; found: its value.
 
         A truth is another read than a falsehood: with all samples whole, "is any padded" shows nothing.
         """
-        line = reading_line()
+        line = line or reading_line()
         if line and isinstance(found, bool):
             line = f"{line}, being {found}"
         if not line or line in self._known:

@@ -157,6 +157,27 @@ def test_regions_of_several_forwards_in_one_loss(frozen: bool, forwards: int) ->
     engine.detach()
 
 
+@pytest.mark.parametrize("part", [lambda z: z.real, lambda z: torch.view_as_real(z).flatten(1)[:, :6]])
+def test_regions_of_real_views_of_complex_numbers(part: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.net, part(torch.fft.fft(x, dim=-1)), use_reentrant=False)  # type: ignore[no-any-return]
+
+    model, x = Spectrum(), torch.randn(5, 6)
+    exact = truth(model, x, lambda m, x: m(x).square().sum(1))
+    engine = fastdp.PerSampleGradients(model)
+    model(x).square().sum(1).mean().backward()
+    torch.testing.assert_close(engine.norms().double(), norms_of(exact), rtol=1e-5, atol=0)
+    engine.detach()
+
+
 @pytest.mark.parametrize("budget", [None, 1])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", REGIONS)

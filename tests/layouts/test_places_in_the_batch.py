@@ -107,6 +107,50 @@ def test_what_is_the_same_for_every_sample_is_exact(name: str) -> None:
     torch.testing.assert_close(found.double(), truth(NOT_BY_PLACE[name]), rtol=1e-5, atol=1e-6)
 
 
+def writing(write):
+    def forward(m, h):
+        z = h.clone()
+        write(z, h)
+        return z * 1.0
+
+    return forward
+
+
+def in_a_loop(change):
+    def write(z, h):
+        for i in range(len(h)):
+            z[i] = change(i, h[i])
+
+    return write
+
+
+ONE_ROW = {
+    "by number": lambda z, h: z.__setitem__(0, h[0] * 3),
+    "by a slice": lambda z, h: z.__setitem__(slice(1), h[:1] * 3),
+    "in place": lambda z, h: z[0].mul_(2),
+    "copied": lambda z, h: z[-1].copy_(h[-1] * 3),
+    "selected": lambda z, h: z.select(0, 0).copy_(h.select(0, 0) * 3),
+    "all but one": lambda z, h: [z[i].mul_(2) for i in range(1, len(h))],
+    "each by its number": in_a_loop(lambda i, row: row * (0.5 + i)),
+}
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_rows_of_single_samples_written_by_place_are_warned_of(name: str, size: int) -> None:
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(writing(ONE_ROW[name]), sizes=(size,))
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("change", [lambda i, row: row.tanh() * 3, lambda i, row: row])
+def test_rows_of_all_samples_written_alike_are_right(change, size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = run(writing(in_a_loop(change)), sizes=(size,))
+    torch.testing.assert_close(found.double(), truth(writing(in_a_loop(change)), size=size), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("cut", [lambda h: h.split(2), lambda h: h.tensor_split(2), lambda h: h.chunk(3)])
 def test_parts_that_all_go_the_same_way_without_gradients(cut) -> None:
     def forward(m, h):
