@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FastDPError, ParameterError, SampleMixingError
+from ..errors import FastDPError, SampleMixingError
 from ..layouts.groups import People
 from ..layouts.held import note_parameter
 from ..layouts.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
@@ -22,6 +22,7 @@ from ..layouts.reads import Reads
 from ..layouts.sizes import Sizes
 from ..uses.planner import Planner
 from . import following
+from .attachable import hook_of, refuse_hooks
 from .backward import Arrival, Backward, joined_error
 from .capture import Pass
 from .checkpointing import watch_region
@@ -183,7 +184,7 @@ class Forward:
             backward.forward_begins()
             backward.looks_at((args, kwargs))
         named = backward.tracked.named()
-        _refuse_hooks(named)
+        refuse_hooks(named)
         tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
@@ -242,7 +243,7 @@ class Forward:
 
     def sees(self, module: nn.Module) -> bool:
         """Whether a module's forward enters a pass of this engine, or is part of one."""
-        return any(_hook_of(hook, self) for hook in module._forward_pre_hooks.values())
+        return any(hook_of(hook, self) for hook in module._forward_pre_hooks.values())
 
     def active(self) -> Pass | None:
         """The pass that is on."""
@@ -355,43 +356,6 @@ def _is_constant(module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether a call meets neither data nor what is trained (an absent context's embedding, called on its own)."""
     tensors = nested_tensors((args, kwargs)) or packed_sequences((args, kwargs))
     return not tensors and not any(p.requires_grad for p in module.parameters())
-
-
-def _refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
-    """Captured uses are detached: a hook on a parameter's gradient would never be called."""
-    hooked = [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    if hooked:
-        raise ParameterError(
-            f"{hooked[:3]} have hooks on their gradients (register_hook), which would not run: the gradients of "
-            "samples never become one before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
-            "mask in the forward (torch.nn.utils.parametrize)."
-        )
-
-
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-
-
-def check_unattached(model: nn.Module) -> None:
-    """Raises ParameterError where the model is a script, spread over devices by torch, or has an engine already."""
-    for module in model.modules():
-        if isinstance(module, _PARALLEL):
-            raise ParameterError(
-                f"{type(module).__name__} would add up gradients of several devices before they are private: data-"
-                "parallel training is not supported yet. Give fastdp the plain model (its .module) on one device."
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
-        if any(_hook_of(hook) for hook in module._forward_pre_hooks.values()):
-            raise ParameterError(
-                "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
-                "detach() first, two would clip the same gradients twice"
-            )
-
-
-def _hook_of(hook: Any, forward: Forward | None = None) -> bool:
-    """Whether a module's hook is an engine's: of this one, if one is given."""
-    owner = getattr(hook, "__self__", None)
-    return isinstance(owner, ModuleHook) and owner.forward is not None and forward in (None, owner.forward)
 
 
 def _differ(a: list[Layout | None], b: list[Layout | None]) -> bool:

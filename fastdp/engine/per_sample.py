@@ -16,9 +16,10 @@ from ..layouts.inputs import Batching
 from ..ops.common import exactly, sum_type
 from ..uses.planner import Planner
 from . import following
+from .attachable import check_unattached
 from .backward import Backward
 from .explain import Plan
-from .forward import Forward, check_unattached
+from .forward import Forward
 from .gradients import Gradients
 from .taken import Known
 from .tracked import Tracked

@@ -1,0 +1,48 @@
+"""Whether an engine can be attached to a model: scripts, replicas, another engine and hooks on parameters are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ParameterError
+from .module_hooks import ModuleHook
+
+
+def refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
+    """Captured uses are detached: a hook on a parameter's gradient would never be called."""
+    hooked = [n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ParameterError(
+            f"{hooked[:3]} have hooks on their gradients (register_hook), which would not run: the gradients of "
+            "samples never become one before they are clipped. Remove the hooks; to mask a weight, multiply it by the "
+            "mask in the forward (torch.nn.utils.parametrize)."
+        )
+
+
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def check_unattached(model: nn.Module) -> None:
+    """Raises ParameterError where the model is a script, spread over devices by torch, or has an engine already."""
+    for module in model.modules():
+        if isinstance(module, _PARALLEL):
+            raise ParameterError(
+                f"{type(module).__name__} would add up gradients of several devices before they are private: data-"
+                "parallel training is not supported yet. Give fastdp the plain model (its .module) on one device."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
+        if any(hook_of(hook) for hook in module._forward_pre_hooks.values()):
+            raise ParameterError(
+                "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
+                "detach() first, two would clip the same gradients twice"
+            )
+
+
+def hook_of(hook: Any, forward: Any = None) -> bool:
+    """Whether a module's hook is an engine's: of this one, if one is given."""
+    owner = getattr(hook, "__self__", None)
+    return isinstance(owner, ModuleHook) and owner.forward is not None and forward in (None, owner.forward)
