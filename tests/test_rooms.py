@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +92,22 @@ def test_rooms_are_known() -> None:
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_are_not_long(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LONGEST
+
+
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+
+
+def test_the_page_of_the_architecture_names_files_that_are_there() -> None:
+    named = {
+        name for name in re.findall(r"`([\w/.]+/[\w.]+\.(?:py|cpp|cu|h|md))`", PAGE.read_text()) if "<" not in name
+    }
+    roots = (PACKAGE.parent, PACKAGE, PACKAGE.parent / "docs")
+    assert len(named) > 30
+    assert not {name for name in named if not any((root / name).exists() for root in roots)}
+
+
+def test_the_page_of_the_architecture_has_the_order_of_rooms() -> None:
+    rows = re.findall(r"^\| (\d+) \| (`[^|]+`) \|", PAGE.read_text(), flags=re.M)
+    found = {int(floor): set(re.findall(r"`(\w+)`", names)) for floor, names in rows}
+    expected = {number: set(names) for number, names in enumerate(ORDER, 1) if names != ("distributed",)}
+    assert found == expected

@@ -1,4 +1,4 @@
-"""Whether an engine can be attached to a model: scripts, replicas, other engines and hooks on parameters are refused."""
+"""Whether an engine can be attached to a model: scripts, replicas, engines and hooks on parameters are refused."""
 
 from __future__ import annotations
 
