@@ -35,7 +35,7 @@ def index_tuple(index: Any, device: torch.device) -> tuple[Any, ...]:
 
 def _as_tensor(numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
     """A list as an index; numbers that are tensors of one sample each keep their samples."""
-    whole = torch.tensor(numbers, device=device)
+    whole = torch.tensor(numbers, dtype=None if numbers else torch.long, device=device)
     layouts = [layout_on(item) if isinstance(item, Tensor) else None for item in numbers]
     known = [layout for layout in layouts if layout is not None]
     if known:

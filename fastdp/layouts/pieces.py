@@ -53,8 +53,9 @@ class Written(NamedTuple):
     """Memory, what was done to the rows of each sample before they were written to it, and the first write's place."""
 
     memory: weakref.ref[Tensor]
-    samples: dict[int, list[tuple[int, ...]]]
+    samples: dict[int, list[Any]]
     place: str
+    constants: list[bool]  # filled if some of what was written was no data: then it is certain
 
 
 def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
@@ -135,10 +136,24 @@ def _note_write(name: str, func: Any, args: Any, kwargs: Any, batch: int) -> Non
     if sample < 0 or (whole is not None and _owner(whole) >= 0):
         return
     past = () if layout.piece is None else (stamped([layout.piece], func, args, kwargs).past,)
+    _written_to(base).samples.setdefault(sample, []).append(past)
+
+
+def note_constant(target: Tensor, sample: int, what: Any) -> None:
+    """Constants are written to one sample's row of a tensor: so they must be to those of all."""
+    described: list[Any] = []
+    _describe(what, described, True)
+    base = target if target._base is None else target._base
+    known = _written_to(base)
+    known.samples.setdefault(sample, []).append(tuple(described))
+    known.constants.append(True)
+
+
+def _written_to(base: Tensor) -> Written:
     known = WRITTEN.get(id(base))
     if known is None or known.memory() is not base:
-        known = WRITTEN[id(base)] = Written(weakref.ref(base), {}, place_of(users(sys._getframe(1))))
-    known.samples.setdefault(sample, []).append(past)
+        known = WRITTEN[id(base)] = Written(weakref.ref(base), {}, place_of(users(sys._getframe(1))), [])
+    return known
 
 
 def _owner(layout: Layout) -> int:
@@ -149,13 +164,15 @@ def _owner(layout: Layout) -> int:
     return first if bool((layout.owner == first).all()) else -1
 
 
-def unequally_written(batch: int) -> tuple[str, str]:
-    """What is to be warned of, and where, if some samples' rows were written to, and not all of them alike."""
-    found = "", ""
+def unequally_written(batch: int) -> tuple[str, str, bool]:
+    """What is wrong, and where, if some samples' rows were written to, and not all of them alike; and whether that is
+    certain, as constants were written."""
+    found = "", "", False
     for written in WRITTEN.values():
         ways = list(written.samples.values())
         if not OWN_READS and (len(ways) < batch or any(way != ways[0] for way in ways)):
-            found = f"a single sample's rows {BY_POSITION}", written.place
+            certain = bool(written.constants) or found[2]
+            found = f"a write to a single sample's rows {BY_POSITION}", written.place, certain
     WRITTEN.clear()
     return found
 

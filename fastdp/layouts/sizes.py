@@ -50,10 +50,13 @@ class Sizes:
         self._series: dict[
             Any, list[tuple[tuple[float, ...], float]] | None
         ] = {}  # (sizes told, number); None: cleared
-        self._places: dict[Any, tuple[float, float] | None] = {}  # (number told, number computed with); None: cleared
+        # number told, number computed with, and in which forward; None: cleared
+        self._places: dict[Any, tuple[float, float, int] | None] = {}
+        self._forwards = 0
 
     def begin(self) -> None:
         """A forward begins."""
+        self._forwards += 1
         self._codes.clear()
         self._told.clear()
 
@@ -141,7 +144,7 @@ class Sizes:
         source, what = next(matching, (float(call.batch), ""))
         if not what and (following := self._follows(place, call.batch, number)):
             return f"{call.mixed()} computes with {number:g}, {following}", False
-        before = self._places.setdefault(place, (source, number))
+        before = self._places.setdefault(place, (source, number, self._forwards))
         if before is None:
             return "", False
         if before[1] == number and before[0] != source:
@@ -149,7 +152,8 @@ class Sizes:
             return "", False
         if not what:
             return "", False
-        certain = before[0] != source and before[1] != number
+        # (a place may compute with several numbers in one forward, of which two equal sizes by chance)
+        certain = before[0] != source and before[1] != number and before[2] != self._forwards
         if not certain and source == call.batch and _is_written(number, self._codes):
             return "", False
         return f"{call.mixed()} computes with {number:g}, made of {what}", certain

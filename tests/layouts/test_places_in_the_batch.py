@@ -143,7 +143,7 @@ def test_rows_of_single_samples_written_by_place_are_warned_of(name: str, size: 
 
 
 @pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("change", [lambda i, row: row.tanh() * 3, lambda i, row: row])
+@pytest.mark.parametrize("change", [lambda i, row: row.tanh() * 3, lambda i, row: row, lambda i, row: 0.25])
 def test_rows_of_all_samples_written_alike_are_right(change, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -167,6 +167,42 @@ def test_one_of_two_samples_scaled_by_place_is_warned_of(factor: float) -> None:
     """By the integer 0 too, with which a sum in Python begins."""
     with pytest.warns(BatchReadWarning, match="by their place"):
         run(lambda m, h: torch.cat([h[:1] * factor, h[1:]]), sizes=(2,))
+
+
+def test_constants_that_only_some_rows_are_given_are_refused() -> None:
+    def some(z, h):
+        for i in range(len(h) - 1):
+            z[i, 0] = 0.25
+
+    def different(z, h):
+        for i in range(len(h)):
+            z[i, 0] = 0.5 + i
+
+    for write in (some, different):
+        with pytest.raises(SampleMixingError, match="by their place"):
+            run(writing(write))
+
+
+def test_masks_of_constants_hold_infinities() -> None:
+    """-inf in every sample's row is the same number, though their difference is none (Longformer's windows)."""
+
+    def forward(m, h):
+        ones = h.new_ones(len(h), C)
+        mask = (ones @ torch.eye(C).to(h)).masked_fill(torch.arange(C) == 1, -torch.inf)
+        return torch.softmax(h + mask, -1) * 3
+
+    (found,) = run(forward)
+    torch.testing.assert_close(found.double(), truth(forward), rtol=1e-5, atol=1e-6)
+
+
+def test_an_empty_list_as_an_index_writes_nothing() -> None:
+    def forward(m, h):
+        z = h * 1.0
+        z[:, []] = 3.0
+        return z
+
+    (found,) = run(forward)
+    torch.testing.assert_close(found.double(), truth(forward), rtol=1e-5, atol=1e-6)
 
 
 def test_two_halves_of_one_sample_each_are_warned_of() -> None:

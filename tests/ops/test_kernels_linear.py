@@ -10,7 +10,6 @@ from .kernels_truth import DEVICE, DTYPES, check_close, check_norms, linear_grad
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-
 from fastdp.kernels import clipped, common, linear  # noqa: E402
 from fastdp.kernels.clipped import add_linear_clipped_sum, linear_clipped_sum  # noqa: E402
 from fastdp.kernels.common import Tile, triangle  # noqa: E402
