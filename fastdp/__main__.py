@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .audit.options import add_options as add_audit_options
+from .commands.audit_options import add_options as add_audit_options
 from .finetune import options as finetune_options
 
 

@@ -4,7 +4,14 @@ PLANTED maps the bug's name to what makes the step and the tests that must find 
 its docstring says so.
 """
 
-from . import audit_zoo_company, audit_zoo_each, audit_zoo_law, audit_zoo_steps
+from . import (  # noqa: F401  (they plant)
+    audit_zoo_clipping,
+    audit_zoo_company,
+    audit_zoo_each,
+    audit_zoo_law,
+    audit_zoo_noise,
+    audit_zoo_steps,
+)
 from .audit_hand import PLANTED
 from .audit_right import Large, Small
 from .audit_zoo_clipping import NoClipping

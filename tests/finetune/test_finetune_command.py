@@ -224,8 +224,8 @@ def test_a_model_that_mixes_samples_is_refused(tmp_path, model, data, capsys, mo
 
 
 def test_a_full_disk_before_the_run(tmp_path, model, data, capsys, monkeypatch):
-    usage = command_module.announce.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(command_module.announce.shutil, "disk_usage", lambda folder: usage)
+    usage = command_module.preflight.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(command_module.preflight.shutil, "disk_usage", lambda folder: usage)
     said = refused(capsys, model, data, "--task", "classify", "--out", tmp_path / "a" / "b", *QUICK)
     assert "1.0 KB are free" in said and not (tmp_path / "a").exists()
 

@@ -27,7 +27,7 @@ import torch
 
 from fastdp.accounting import epsilon_of
 from fastdp.finetune import checkpoint, training
-from fastdp.training import fused, optim
+from fastdp.training import fused, private_optimizer
 from fastdp.training.privacy import Privacy
 
 from .finetune_runs import STEPS, job_of, plan_of, weights
@@ -96,7 +96,7 @@ class Events:
         os.write, os.fsync = half, self.around("fsync", os.fsync)
         os.replace, os.unlink = self.around("rename", os.replace), self.around("deletion", os.unlink)
         checkpoint._Hashed.write = into_file
-        optim.fused.step = noised
+        private_optimizer.fused.step = noised
         Privacy.release = self.around("release", Privacy.release)
 
 
