@@ -1,16 +1,16 @@
-# Two commands: `make demo` trains privately on real data, `make test` runs all checks.
+# Two commands: `make demo` trains privately on real data, `make test` runs all checks. `make docs` builds build/site.
 # Both make a virtual environment in .venv first. PYTHON and TORCH may be set on the command line.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test check benchmark clean
+.PHONY: demo test check docs benchmark clean
 
 .venv/ready: pyproject.toml setup.py $(wildcard csrc/*.* csrc/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,docs]"
 	touch .venv/ready
 
 demo: .venv/ready
@@ -21,7 +21,10 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+test: check docs
 	$(BIN)/python -m pytest -n 2
 
 benchmark: .venv/ready

@@ -84,3 +84,18 @@ def test_calibration_by_hand():
     assert found.bin_count.tolist() == [0, 0, 2, 2]
     with pytest.raises(ValueError, match="logits"):
         calibration(p, torch.tensor([0]))
+
+
+# ---------------------------------------------------------------------- the site (`make docs`)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = set(re.findall(r"^::: fastdp\.(\w+)", (ROOT / "docs/api.md").read_text(), flags=re.M))
+    modules = {"ops"}  # docs/operators.md
+    results = {"CompatibilityReport", "VerifyReport", "PrivacyEngine"}  # of functions named there; docs/opacus.md
+    assert set(fastdp.__all__) - modules - results <= named
+
+
+def test_the_site_has_every_page() -> None:
+    pages = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M))
+    assert pages == {path.name for path in (ROOT / "docs").glob("*.md")}
