@@ -87,18 +87,18 @@ def line(case: Case, group: dict[str, Row]) -> list[str]:
             cell(ours, "memory_ratio"), best(group, "memory_ratio")]  # fmt: skip
 
 
-def note(groups: Iterable[dict[str, Row]]) -> str:
-    """Versions, dates and commits of the rows."""
+def note(groups: Iterable[dict[str, Row]], commits: bool = True) -> str:
+    """Versions, dates and, where they are asked for, commits of the rows."""
     rows = [row for group in groups for row in group.values()]
 
     def all_of(values: Iterable[str]) -> str:
         return ", ".join(sorted({value for value in values if value not in data.EMPTY})) or "-"
 
     peers = all_of(row["opacus"] for row in rows)
-    commits = all_of(commit for row in rows for commit in row["commit"].split())
+    made = f", commits {all_of(commit for row in rows for commit in row['commit'].split())}" if commits else ""
     dates = sorted({row["date"] for row in rows})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"torch {all_of(row['torch'] for row in rows)}, Opacus {peers}, {when}, commits {commits}"
+    return f"torch {all_of(row['torch'] for row in rows)}, Opacus {peers}, {when}{made}"
 
 
 def where(suite: str, place: Sequence[str]) -> str:
@@ -152,7 +152,7 @@ def summary(cases: Cases, room: int) -> str:
     more = f"{len(missed)} more workloads" + f" ({lost} with such cells)" * (lost > 0) + ", " if missed else ""
     mark = f"{LOST}: better than ours. " if any(data.losses(group) for group in every.values()) else ""
     rest = f"{more}{'every' if more else 'Every'} contender, target and number, and where we lose: {LINK}."
-    told = f"{mark}{note(every.values())}. {rest}"
+    told = f"{mark}{note(every.values(), commits=False)}. {rest}"
     parts = [wrapped(" ".join([ABOUT, *words])), table(HEAD, lines), wrapped(told)]
     return "\n\n".join([*parts, pictures(cases, "docs/", ("cpu", "gpu"))])
 

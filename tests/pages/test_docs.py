@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastdp
 from fastdp.calibration import calibration
 from fastdp.commands import demo
 from fastdp.ops.registry import OPERATORS
