@@ -107,9 +107,10 @@ def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
     if not pieces or any(layout.total for layout in found):
         return  # sums over the samples look at theirs themselves
     piece = stamped(pieces, func, args, kwargs)
-    if is_in_place(name) and isinstance(args[0], Tensor) and args[0]._is_view():
-        _write(args[0], batch)
-    for tensor in tensors_in((out, args[:1] if is_in_place(name) else ())):
+    target = _target(args, kwargs) if is_in_place(name) else None
+    if isinstance(target, Tensor) and target._is_view():
+        _write(target, batch)
+    for tensor in tensors_in((out, target)):
         layout = tag_of(tensor, batch)
         if layout is not None and layout.total and all(known.alone >= 0 for known in found):
             continue  # single samples added up
@@ -122,9 +123,14 @@ def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
             tag(tensor, layout._replace(piece=new))
 
 
+def _target(args: Any, kwargs: Any) -> Any:
+    """What a call in place, or an assignment by index, writes to."""
+    return args[0] if args else kwargs.get("input", kwargs.get("tensor"))
+
+
 def _note_write(name: str, func: Any, args: Any, kwargs: Any, batch: int) -> None:
     """A sample's rows are written into memory that holds other samples', too: so must be those of all, or none."""
-    target = args[0]
+    target = _target(args, kwargs)
     if not isinstance(target, Tensor):
         return
     base = target._base if target._is_view() else target

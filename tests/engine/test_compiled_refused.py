@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp import PerSampleGradients
+from fastdp.engine.compile_plan import Run
 from fastdp.errors import FastDPError, StepError
 
 from ..compiled_models import B, D, assert_exact, build, losses
@@ -197,7 +198,7 @@ def test_nothing_is_held_after_backward() -> None:
     for _ in range(2):
         losses(model, batch()).mean().backward()
     loss = losses(model, batch()).mean()
-    runs = [o for o in gc.get_objects() if type(o).__name__ == "Run"]
+    runs = [o for o in gc.get_objects() if type(o) is Run]
     held = [weakref.ref(t) for run in runs if run.keeper is not None for t in run.keeper.grad_fn.saved_tensors]
     del runs
     assert held

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fastdp.errors import BatchReadWarning, SampleMixingError
 
@@ -190,6 +191,18 @@ def test_masks_of_constants_hold_infinities() -> None:
         ones = h.new_ones(len(h), C)
         mask = (ones @ torch.eye(C).to(h)).masked_fill(torch.arange(C) == 1, -torch.inf)
         return torch.softmax(h + mask, -1) * 3
+
+    (found,) = run(forward)
+    torch.testing.assert_close(found.double(), truth(forward), rtol=1e-5, atol=1e-6)
+
+
+def test_writes_whose_target_is_named() -> None:
+    """By a keyword, after the batch was cut: of the data, and of a parameter that is made in the forward."""
+
+    def forward(m, h):
+        parts = [torch.dropout_(input=part * 1.0, p=0.0, train=False) for part in h.split(2)]
+        nn.init.constant_(tensor=torch.empty(2), val=1.0)
+        return torch.cat(parts)
 
     (found,) = run(forward)
     torch.testing.assert_close(found.double(), truth(forward), rtol=1e-5, atol=1e-6)
