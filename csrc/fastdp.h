@@ -6,12 +6,11 @@
 
 #include <stdint.h>
 
+#include "dtypes.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* Types of numbers in memory. */
-enum { FASTDP_F32 = 0, FASTDP_F64 = 1, FASTDP_BF16 = 2, FASTDP_F16 = 3 };
 
 /* ---------------------------------------------------------------- noise (csrc/cpu/noise.cpp)
  *
@@ -101,7 +100,7 @@ void fastdp_adam_step(const fastdp_tensor *tensors, int64_t count, int64_t *tile
  */
 typedef struct {
     const void *data;
-    int type;                   /* 0 float32, 1 bfloat16, 2 float16 */
+    int type;                   /* FASTDP_FLOAT32, FASTDP_BFLOAT16 or FASTDP_FLOAT16 */
     int64_t columns;            /* I, O */
     int64_t batch, row, column; /* strides, in elements */
 } fastdp_matrix;

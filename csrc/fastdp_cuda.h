@@ -9,6 +9,8 @@
 
 #include <stdint.h>
 
+#include "dtypes.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -17,7 +19,6 @@ typedef struct {
     const char *kernel, *reason;
 } fastdp_cuda_status;
 
-enum { FASTDP_FLOAT32, FASTDP_BFLOAT16, FASTDP_FLOAT16, FASTDP_FLOAT64 };
 enum { FASTDP_LOCAL, FASTDP_GLOBAL, FASTDP_AUTOMATIC };
 
 /* ---------------------------------------------------------------- noise (noise.cu)

@@ -11,7 +11,7 @@ namespace {
 
 // The sum of squares of one row, of which `start` is the first number.
 double row_squares(const fastdp_matrix &m, int64_t start) {
-    if (m.type == FLOAT32 && m.column == 1) return squares((const float *)m.data + start, m.columns);
+    if (m.type == FASTDP_FLOAT32 && m.column == 1) return squares((const float *)m.data + start, m.columns);
     double sum = 0;
     float memory[FLUSH];
     for (int64_t k = 0; k < m.columns; k += FLUSH) {

@@ -36,7 +36,7 @@ CLONES void add_scaled(double *__restrict out, const double *__restrict row, dou
 }
 
 void row_of(int type, const void *g, int64_t at, int n, double *row) {
-    if (type == FASTDP_F32) {
+    if (type == FASTDP_FLOAT32) {
         widen(row, (const float *)g + at, n);
     } else {
         fastdp::load(type, g, at, n, row);
@@ -144,7 +144,7 @@ void fastdp_embedding_norm_sq(const int64_t *ids, const void *g, int type, int64
 void fastdp_embedding_clipped_sum(const int64_t *ids, const void *g, int type, const void *c, int64_t batch, int64_t k,
                                   int64_t d, int64_t rows, int has_padding, int64_t padding, void *out, int out_type,
                                   int add, int threads) {
-    if (out_type == FASTDP_F64) {
+    if (out_type == FASTDP_FLOAT64) {
         clipped_sum(ids, g, type, (const double *)c, batch, k, d, rows, has_padding, padding, (double *)out, add,
                     threads);
     } else {

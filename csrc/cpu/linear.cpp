@@ -38,7 +38,7 @@ double direct_block(const fastdp_matrix &w, const fastdp_matrix &t, int64_t samp
     const int64_t slivers = ceil_div(wide, SLIVER), halves = ceil_div(tall, HALF);
     const bool kept = positions > DEEP;  // sums wait for the next piece
     // Few rows do not repay a copy of the columns: whole slivers are read where they are.
-    const int64_t in_place = w.type == FLOAT32 && w.column == 1 && halves <= 4 ? wide / SLIVER : 0;
+    const int64_t in_place = w.type == FASTDP_FLOAT32 && w.column == 1 && halves <= 4 ? wide / SLIVER : 0;
     double total = 0;
     for (int64_t k = 0; k < positions; k += DEEP) {
         const int64_t depth = min64(DEEP, positions - k), size = depth * SLIVER;

@@ -69,7 +69,7 @@ void fastdp_chacha20_blocks(const uint32_t *state, uint32_t *words) {
 }
 
 void fastdp_box_muller(const uint32_t *words, void *normals, int type) {
-    if (type == FASTDP_F32) {
+    if (type == FASTDP_FLOAT32) {
         fastdp::transform(words, (float *)normals);
     } else {
         fastdp::transform(words, (double *)normals);
@@ -80,7 +80,7 @@ void fastdp_noise_into(void *data, int type, int64_t count, int64_t offset, cons
     const fastdp_tensor tensor = {nullptr, data, nullptr, nullptr, count, offset, type, type, type, type};
     int64_t tiles[2];
     const fastdp::Work work = fastdp::work_of(&tensor, 1, tiles, noise);
-    if (type != FASTDP_F64 && fastdp::fits_float(*noise)) {
+    if (type != FASTDP_FLOAT64 && fastdp::fits_float(*noise)) {
         fastdp::draw<float>(work, fastdp::NoUpdate(), noise->threads);
     } else {
         fastdp::draw<double>(work, fastdp::NoUpdate(), noise->threads);

@@ -103,7 +103,7 @@ extern "C" {
 
 void fastdp_norm_affine(const void *x, const void *g, int type, const void *mean, const void *rstd, int64_t batch,
                         int64_t t, int64_t d, void *weight, void *bias, int threads) {
-    if (type == FASTDP_F64) {
+    if (type == FASTDP_FLOAT64) {
         by_columns(x, g, type, (const double *)mean, (const double *)rstd, batch, t, d, (double *)weight,
                    (double *)bias, threads);
     } else {
@@ -114,7 +114,7 @@ void fastdp_norm_affine(const void *x, const void *g, int type, const void *mean
 
 void fastdp_group_affine(const void *x, const void *g, int type, const void *mean, const void *rstd, int64_t batch,
                          int64_t channels, int64_t s, int64_t groups, void *weight, void *bias, int threads) {
-    if (type == FASTDP_F64) {
+    if (type == FASTDP_FLOAT64) {
         by_channels(x, g, type, (const double *)mean, (const double *)rstd, batch, channels, s, groups,
                     (double *)weight, (double *)bias, threads);
     } else {

@@ -169,7 +169,7 @@ CLONES void Patches::columns(int64_t first, int64_t columns, float *dst) const {
         for (int64_t s = 0; s < slivers; ++s) {
             const int64_t rows = min64(SLIVER, columns - s * SLIVER);
             for (int64_t r = 0; r < rows; ++r, column.next()) read_column(column, chunks, n, block + r * APART);
-            pack_sliver(block, FLOAT32, APART, 1, (int)rows, piece, dst + (s * count + p) * SLIVER);
+            pack_sliver(block, FASTDP_FLOAT32, APART, 1, (int)rows, piece, dst + (s * count + p) * SLIVER);
         }
     }
 }

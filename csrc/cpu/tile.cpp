@@ -128,7 +128,7 @@ INLINE float brain_to_float(uint16_t brain) {
 }
 
 INLINE void convert(const void *source, int type, int64_t stride, int64_t count, float *__restrict dst) {
-    if (type == FLOAT32) {
+    if (type == FASTDP_FLOAT32) {
         const float *src = (const float *)source;
         if (stride == 1)
             for (int64_t i = 0; i < count; ++i) dst[i] = src[i];
@@ -137,10 +137,10 @@ INLINE void convert(const void *source, int type, int64_t stride, int64_t count,
         return;
     }
     const uint16_t *src = (const uint16_t *)source;
-    if (type == BFLOAT16 && stride == 1) {
+    if (type == FASTDP_BFLOAT16 && stride == 1) {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) dst[i] = brain_to_float(src[i]);
-    } else if (type == BFLOAT16) {
+    } else if (type == FASTDP_BFLOAT16) {
         for (int64_t i = 0; i < count; ++i) dst[i] = brain_to_float(src[i * stride]);
     } else if (stride == 1) {
 #pragma omp simd
@@ -249,7 +249,7 @@ CLONES void to_float(const void *src, int type, int64_t stride, int64_t count, f
 
 CLONES void pack_sliver(const void *src, int type, int64_t row_stride, int64_t k_stride, int rows, int64_t count,
                         float *dst) {
-    if (type == FLOAT32 && k_stride == 1 && rows == SLIVER) {
+    if (type == FASTDP_FLOAT32 && k_stride == 1 && rows == SLIVER) {
         transpose((const float *)src, row_stride, count, dst);
     } else if (row_stride == 1 && rows == SLIVER) {
         for (int64_t k = 0; k < count; ++k) convert(at(src, type, k * k_stride), type, 1, SLIVER, dst + k * SLIVER);

@@ -8,6 +8,8 @@
 
 #include <stdint.h>
 
+#include "../dtypes.h"
+
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define FASTDP_X86 1
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -38,11 +40,10 @@ struct Line {
 void multiply(int slivers, const float *rows, const float *const *cols, int64_t stride, const Line *lines,
               int64_t count, bool fresh, double *sums);
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-// The element `index` of an array of one of these types.
+// The element `index` of an array of float32, bfloat16 or float16.
 INLINE const void *at(const void *data, int type, int64_t index) {
-    return (const char *)data + index * (type == FLOAT32 ? 4 : 2);
+    return (const char *)data + index * (type == FASTDP_FLOAT32 ? 4 : 2);
 }
 
 // dst[i] = src[i * stride], i < count

@@ -78,18 +78,18 @@ INLINE uint16_t to_f16(float x) {
 
 template <class T>
 constexpr int type_of() {
-    return std::is_same<T, float>::value ? FASTDP_F32 : FASTDP_F64;
+    return std::is_same<T, float>::value ? FASTDP_FLOAT32 : FASTDP_FLOAT64;
 }
 
-INLINE int size_of(int type) { return type == FASTDP_F64 ? 8 : type == FASTDP_F32 ? 4 : 2; }
+INLINE int size_of(int type) { return type == FASTDP_FLOAT64 ? 8 : type == FASTDP_FLOAT32 ? 4 : 2; }
 
 template <class T>
 __attribute__((noinline)) void load(int type, const void *from, int64_t at, int count, T *to) {
-    if (type == FASTDP_F32) {
+    if (type == FASTDP_FLOAT32) {
         for (int i = 0; i < count; ++i) to[i] = (T)((const float *)from)[at + i];
-    } else if (type == FASTDP_F64) {
+    } else if (type == FASTDP_FLOAT64) {
         for (int i = 0; i < count; ++i) to[i] = (T)((const double *)from)[at + i];
-    } else if (type == FASTDP_BF16) {
+    } else if (type == FASTDP_BFLOAT16) {
         for (int i = 0; i < count; ++i) to[i] = (T)from_bf16(((const uint16_t *)from)[at + i]);
     } else {
         for (int i = 0; i < count; ++i) to[i] = (T)from_f16(((const uint16_t *)from)[at + i]);
@@ -98,11 +98,11 @@ __attribute__((noinline)) void load(int type, const void *from, int64_t at, int 
 
 template <class T>
 __attribute__((noinline)) void store(int type, const T *from, int count, void *to, int64_t at) {
-    if (type == FASTDP_F32) {
+    if (type == FASTDP_FLOAT32) {
         for (int i = 0; i < count; ++i) ((float *)to)[at + i] = (float)from[i];
-    } else if (type == FASTDP_F64) {
+    } else if (type == FASTDP_FLOAT64) {
         for (int i = 0; i < count; ++i) ((double *)to)[at + i] = (double)from[i];
-    } else if (type == FASTDP_BF16) {
+    } else if (type == FASTDP_BFLOAT16) {
         for (int i = 0; i < count; ++i) ((uint16_t *)to)[at + i] = to_bf16(to_odd(from[i]));
     } else {
         for (int i = 0; i < count; ++i) ((uint16_t *)to)[at + i] = to_f16(to_odd(from[i]));

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .common import check_padding
+from .common import DTYPES, check_padding
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 MAX_STEP = 1 << 48
 
 
@@ -18,7 +17,7 @@ MAX_STEP = 1 << 48
 
 
 def check_draw(dtype: torch.dtype, std: float, key: Sequence[int], step: int) -> None:
-    if dtype not in TYPES:
+    if dtype not in DTYPES:
         raise TypeError(f"noise is added to float32, bfloat16, float16 or float64, not {dtype}")
     if not 0 <= std < math.inf or (dtype != torch.float64 and std > torch.finfo(torch.float32).max):
         raise ValueError(f"std must be 0 or larger and finite, not {std!r}")
@@ -68,7 +67,7 @@ def rows_of(ids: Tensor, g: Tensor, padding_idx: int | None) -> tuple[Tensor, Te
     check_padding(padding_idx)
     if ids.dim() == 0 or ids.shape != g.shape[:-1] or ids.device != g.device:
         raise ValueError(f"expected ids [B,...] and g [B,...,d]; got {tuple(ids.shape)} and {tuple(g.shape)}")
-    if g.dtype not in TYPES or ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+    if g.dtype not in DTYPES or ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise TypeError(f"ids must be integers, g a floating-point type: {ids.dtype}, {g.dtype}")
     k = math.prod(ids.shape[1:])
     g = g.reshape(ids.size(0), k, g.size(-1))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 64 * 2**20  # temporaries stay near this size
+# codes of types in C++ and CUDA (csrc/dtypes.h)
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 KINDS = ("local", "global", "automatic")  # of clipping
 GAMMA = 0.01
 # A norm may come out too small by rounding; factors are computed for a norm larger by this share, so that no

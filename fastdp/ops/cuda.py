@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import TYPES, check_draw, check_row, check_tensor, rows_of, words_of
-from .common import GAMMA, KINDS, MARGIN, norm_type
+from .checks import check_draw, check_row, check_tensor, rows_of, words_of
+from .common import DTYPES, GAMMA, KINDS, MARGIN, norm_type
 from .registry import native_cuda
 
 __all__ = [
-    "TYPES",
+    "DTYPES",
     "add_scaled_",
     "advance_",
     "clip_factors",
@@ -68,7 +68,7 @@ def _noise(
     if offset < 0 or offset + tensor.numel() > 1 << 62:
         raise ValueError(f"global indices must lie in [0, 2^62): offset {offset} with {tensor.numel()} elements")
     _refuse_repetition(tensor.device)
-    pointer, kind, place = tensor.data_ptr(), TYPES[tensor.dtype], _place(tensor.device)
+    pointer, kind, place = tensor.data_ptr(), DTYPES[tensor.dtype], _place(tensor.device)
     _native().noise(pointer, kind, tensor.numel(), offset, list(key), step, std, scale, keep, *place)
     torch.autograd.graph.increment_version(tensor)
     return tensor
@@ -206,7 +206,7 @@ def _launch(
         device = params[0].device
         workspace = torch.empty(native.workspace(len(rows) // 6), dtype=torch.uint8, device=device)
         draw = (words, step, std, scale, keep_grads, address)
-        kinds = (TYPES[param_type], TYPES[state_type])
+        kinds = (DTYPES[param_type], DTYPES[state_type])
         getattr(native, name)(rows, workspace.data_ptr(), *kinds, *draw, *options, *_place(device))
 
 
@@ -228,7 +228,7 @@ def clip_factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gam
     rows = (norm_sq if norm_sq.dim() == 2 else norm_sq.unsqueeze(0)).contiguous()
     factors = torch.empty(rows.size(1), dtype=torch.float32, device=rows.device)
     if factors.numel():
-        sizes = (TYPES[rows.dtype], rows.size(0), rows.size(1))
+        sizes = (DTYPES[rows.dtype], rows.size(0), rows.size(1))
         options = (float(max_grad_norm), KINDS.index(kind), float(gamma), MARGIN)
         _native().clip_factors(rows.data_ptr(), *sizes, *options, factors.data_ptr(), *_place(rows.device))
     return factors
@@ -253,7 +253,7 @@ def embedding_norm_sq(
         ordered, order = ids.sort(dim=1, stable=True)
         native = _native()
         partial = torch.empty(batch * native.embedding_partials(k, d), dtype=torch.float64, device=g.device)
-        rows = (ordered.data_ptr(), order.data_ptr(), g.data_ptr(), TYPES[g.dtype], batch, k, d, *g.stride()[:2])
+        rows = (ordered.data_ptr(), order.data_ptr(), g.data_ptr(), DTYPES[g.dtype], batch, k, d, *g.stride()[:2])
         padding = -1 if padding_idx is None else padding_idx
         native.embedding_norm_sq(*rows, padding, partial.data_ptr(), norm_sq.data_ptr(), *_place(g.device))
     return norm_sq.to(kind)
@@ -288,7 +288,7 @@ def embedding_clipped_sum(
         ordered, order = ids.flatten().sort(stable=True)
         native, factors = _native(), c.float().contiguous()
         heads = torch.empty(native.embedding_chunks(batch * k), d, dtype=kind, device=g.device)
-        rows = (ordered.data_ptr(), order.data_ptr(), g.data_ptr(), TYPES[g.dtype], factors.data_ptr())
+        rows = (ordered.data_ptr(), order.data_ptr(), g.data_ptr(), DTYPES[g.dtype], factors.data_ptr())
         sizes = (batch, k, d, *g.stride()[:2], num_embeddings, -1 if padding_idx is None else padding_idx)
         native.embedding_clipped_sum(*rows, *sizes, table.data_ptr(), heads.data_ptr(), *_place(g.device))
         if direct:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import accumulate, check_padding, chunks, norm_type, scaled, sum_type
-from .noise import TYPES, on_cuda
+from .common import DTYPES, accumulate, check_padding, chunks, norm_type, scaled, sum_type
+from .noise import on_cuda
 from .registry import cpp, define, native
 from .rows import square_sum
 
@@ -131,12 +131,12 @@ def _native_norm_sq(ids: Tensor, g: Tensor, padding_idx: int | None = None, *,
                     dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
     kind = norm_type(g, dtype)
     ids, g = _two(ids, g, padding_idx)
-    if g.dtype not in TYPES:
+    if g.dtype not in DTYPES:
         return _norm_sq(ids, g, padding_idx, dtype=dtype)
     ids, g = ids.long().contiguous(), g.contiguous()
     out = torch.empty(g.size(0), dtype=torch.float64)
     module: Any = native()
-    module.embedding_norm_sq(ids.data_ptr(), g.data_ptr(), TYPES[g.dtype], *g.shape, padding_idx, out.data_ptr(),
+    module.embedding_norm_sq(ids.data_ptr(), g.data_ptr(), DTYPES[g.dtype], *g.shape, padding_idx, out.data_ptr(),
                              torch.get_num_threads())  # fmt: skip
     return out.to(kind)
 
@@ -148,8 +148,8 @@ def _native_sum_into(ids: Tensor, g: Tensor, c: Tensor, rows: int, padding_idx: 
     ids, g, c = ids.long().contiguous(), g.contiguous(), c.to(out.dtype).contiguous()
     module: Any = native()
     outside = module.embedding_clipped_sum(
-        ids.data_ptr(), g.data_ptr(), TYPES[g.dtype], c.data_ptr(), *g.shape, rows, padding_idx, out.data_ptr(),
-        TYPES[out.dtype], add, torch.get_num_threads(),
+        ids.data_ptr(), g.data_ptr(), DTYPES[g.dtype], c.data_ptr(), *g.shape, rows, padding_idx, out.data_ptr(),
+        DTYPES[out.dtype], add, torch.get_num_threads(),
     )  # fmt: skip
     if outside >= 0:
         raise _outside(int(ids.view(-1)[outside]), rows)
@@ -158,7 +158,7 @@ def _native_sum_into(ids: Tensor, g: Tensor, c: Tensor, rows: int, padding_idx: 
 def _native_clipped_sum(
     ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding_idx: int | None = None
 ) -> Tensor:
-    if g.dtype not in TYPES:
+    if g.dtype not in DTYPES:
         return _clipped_sum(ids, g, c, num_embeddings, padding_idx)
     out = torch.empty(num_embeddings, g.size(-1), dtype=sum_type(g))
     _native_sum_into(ids, g, c, num_embeddings, padding_idx, out, False)
@@ -167,7 +167,7 @@ def _native_clipped_sum(
 
 def _native_add_clipped_sum(ids: Tensor, g: Tensor, c: Tensor, num_embeddings: int, padding_idx: int | None = None, *,
                             out: Tensor) -> None:  # fmt: skip
-    if g.dtype not in TYPES or not out.is_contiguous() or out.dtype != sum_type(g):
+    if g.dtype not in DTYPES or not out.is_contiguous() or out.dtype != sum_type(g):
         return _add_clipped_sum(ids, g, c, num_embeddings, padding_idx, out=out)
     _native_sum_into(ids, g, c, num_embeddings, padding_idx, out, True)
     torch.autograd.graph.increment_version(out)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .common import DTYPES
 from .registry import Kernel, native, triton
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPES = {dtype: code for dtype, code in DTYPES.items() if dtype != torch.float64}  # of matrices
 KEPT = 32 * 2**20  # scratch of at most so many bytes waits for the next call: fresh pages cost more than a small kernel
 
 _memory = threading.local()

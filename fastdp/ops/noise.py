@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .common import DTYPES
 from .registry import Kernel, cpp, cuda_cpp, define, native
 
 LANES, SLOTS = 64, 12  # blocks of a tile, normals of a block
@@ -171,7 +172,7 @@ def check_range(offset: int, count: int) -> None:
 def _check_out(tensor: Tensor, key: Sequence[int], step: int, std: float, offset: int) -> None:
     check_draw(key, step, std)
     check_range(offset, tensor.numel())
-    if tensor.dtype not in TYPES:
+    if tensor.dtype not in DTYPES:
         raise TypeError(f"noise is drawn in float32, float64, bfloat16 or float16, not {tensor.dtype}")
     if not tensor.is_contiguous():
         raise ValueError("noise is drawn into contiguous memory: call contiguous() first")
@@ -179,14 +180,12 @@ def _check_out(tensor: Tensor, key: Sequence[int], step: int, std: float, offset
 
 # ---------------------------------------------------------------------- operators
 
-TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # of csrc/fastdp.h
-
 
 def _native_draw(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int,
                  read: bool) -> None:  # fmt: skip
     _check_out(tensor, key, step, std, offset)
     module: Any = native()
-    module.noise_into(tensor.data_ptr(), TYPES[tensor.dtype], tensor.numel(), offset, list(key), step, std, scale,
+    module.noise_into(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel(), offset, list(key), step, std, scale,
                       read, torch.get_num_threads())  # fmt: skip
     torch.autograd.graph.increment_version(tensor)
 

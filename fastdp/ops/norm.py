@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import accumulate, sum_type
-from .noise import TYPES
+from .common import DTYPES, accumulate, sum_type
 from .registry import cpp, define, native, triton
 
 
@@ -63,32 +62,32 @@ def _native_rows(x: Tensor, g: Tensor, mean: Tensor | None, rstd: Tensor, want_b
     weight = torch.empty(x.size(0), x.size(2), dtype=sum_type(x))
     bias = torch.empty_like(weight) if want_bias else weight
     module: Any = native()
-    module.norm_affine(x.data_ptr(), g.data_ptr(), TYPES[x.dtype], 0 if mean is None else statistics[0].data_ptr(),
+    module.norm_affine(x.data_ptr(), g.data_ptr(), DTYPES[x.dtype], 0 if mean is None else statistics[0].data_ptr(),
                        statistics[-1].data_ptr(), *x.shape, weight.data_ptr(), bias.data_ptr() if want_bias else 0,
                        torch.get_num_threads())  # fmt: skip
     return weight, bias
 
 
 def _native_layer(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    if x.dtype not in TYPES or g.dtype != x.dtype:
+    if x.dtype not in DTYPES or g.dtype != x.dtype:
         return _layer(x, g, mean, rstd)
     return _native_rows(x, g, mean, rstd, True)
 
 
 def _native_rms(x: Tensor, g: Tensor, rstd: Tensor) -> Tensor:
-    if x.dtype not in TYPES or g.dtype != x.dtype:
+    if x.dtype not in DTYPES or g.dtype != x.dtype:
         return _rms(x, g, rstd)
     return _native_rows(x, g, None, rstd, False)[0]
 
 
 def _native_group(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    if x.dtype not in TYPES or g.dtype != x.dtype:
+    if x.dtype not in DTYPES or g.dtype != x.dtype:
         return _group(x, g, mean, rstd, num_groups)
     x, g, mean, rstd = (v.contiguous() for v in _grouped(x, g, mean, rstd, num_groups))
     weight = torch.empty(x.shape[:2], dtype=sum_type(x))
     bias = torch.empty_like(weight)
     module: Any = native()
-    module.group_affine(x.data_ptr(), g.data_ptr(), TYPES[x.dtype], mean.data_ptr(), rstd.data_ptr(), *x.shape,
+    module.group_affine(x.data_ptr(), g.data_ptr(), DTYPES[x.dtype], mean.data_ptr(), rstd.data_ptr(), *x.shape,
                         num_groups, weight.data_ptr(), bias.data_ptr(), torch.get_num_threads())  # fmt: skip
     return weight, bias
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .noise import TYPES, check_draw, check_range, on_cuda, reference_chunks, words_of
+from .common import DTYPES
+from .noise import check_draw, check_range, on_cuda, reference_chunks, words_of
 from .registry import cpp, define, native
 
 _Update = Callable[[int, Tensor, Tensor], None]  # (number of the tensor, gradient, parameter), in place
@@ -34,7 +35,7 @@ def _checked(params: Sequence[Tensor], sums: Sequence[Tensor], states: Sequence[
         if total.dtype != torch.float64 and (total.dtype != torch.float32 or param.dtype == torch.float64):
             raise TypeError(f"sum {k}: float32, or float64 for a float64 parameter, not {total.dtype}")
         for tensor in (param, total, *(x[k] for x in states)):
-            if tensor.dtype not in TYPES:
+            if tensor.dtype not in DTYPES:
                 raise TypeError(f"parameter {k}: float32, float64, bfloat16 or float16, not {tensor.dtype}")
             if tensor.shape != param.shape or tensor.device != params[0].device:
                 raise ValueError(f"parameter {k}: its sum and states must have its shape, and one device serve all")
@@ -134,7 +135,7 @@ def _by_arithmetic(params: Sequence[Tensor], sums: Sequence[Tensor], states: Seq
         absent = [0] * (4 - len(tensors))
         lists[param.dtype == torch.float64].append(
             [t.data_ptr() for t in tensors] + absent + [param.numel(), offsets[k]]
-            + [TYPES[t.dtype] for t in tensors] + absent
+            + [DTYPES[t.dtype] for t in tensors] + absent
         )  # fmt: skip
     return [x for x in lists if x]
 

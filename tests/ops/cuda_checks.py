@@ -73,7 +73,7 @@ def transformed(words: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     out = poisoned(12, words.size(1), dtype=dtype, device=device)
     given = words.to(torch.int32).contiguous().to(device)
     place = cuda._place(out.device)
-    cuda._native().box_muller(given.data_ptr(), out.data_ptr(), cuda.TYPES[dtype], words.size(1), *place)
+    cuda._native().box_muller(given.data_ptr(), out.data_ptr(), cuda.DTYPES[dtype], words.size(1), *place)
     return out.cpu().double()
 
 

@@ -57,7 +57,7 @@ def box_muller(backend: str, words: Tensor, dtype: torch.dtype = torch.float64) 
         return noise.reference_box_muller(words)
     out = torch.full((SLOTS, LANES), math.nan, dtype=dtype)
     given = words.to(torch.int32).contiguous()
-    native().box_muller(given.data_ptr(), out.data_ptr(), noise.TYPES[dtype])
+    native().box_muller(given.data_ptr(), out.data_ptr(), noise.DTYPES[dtype])
     return out.double()
 
 

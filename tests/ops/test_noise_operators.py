@@ -85,7 +85,7 @@ def test_without_noise_only_the_scale_is_left(backend: str) -> None:
     assert Noise().add_scaled_(tensor, 0.0, 0.5, 0).tolist() == [0.5, -1.0]
     torch.ops.fastdp.add_noise_(tensor, 0.0, -0.5, noise.words_of(KEY), 0, 0)  # the operator itself
     assert tensor.tolist() == [-0.25, 0.5]
-    for dtype in noise.TYPES:
+    for dtype in noise.DTYPES:
         found = noise_(torch.full((1300,), math.nan, dtype=dtype), 0.0, KEY, 0, 5)
         assert torch.equal(found, torch.zeros_like(found))
 
