@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops.rows import square_sum, weighted_sum
 from ..uses.links import link_of
 from ..uses.timing import Clock
-from ..uses.use import Direct, Use
+from ..uses.use import Stored, Use
 
 SMALL = 1 << 14  # elements of a parameter; larger ones are not worth a copy
 
@@ -18,7 +18,7 @@ SMALL = 1 << 14  # elements of a parameter; larger ones are not worth a copy
 def is_small(use: Use, parameter: Tensor) -> bool:
     """Whether the use keeps a few float32 numbers of each sample, of the parameter itself."""
     return (
-        isinstance(use, Direct)
+        isinstance(use, Stored)
         and use.operand is parameter
         and parameter.numel() <= SMALL
         and use.grads.dtype == torch.float32
@@ -36,7 +36,7 @@ class Bundle:
             self.clock = Clock(members[0][0].device, len(members))
             for _, use in members:
                 use.clock = self.clock
-        rows = [use.grads.reshape(use.batch, -1) for _, use in members if isinstance(use, Direct)]
+        rows = [use.grads.reshape(use.batch, -1) for _, use in members if isinstance(use, Stored)]
         self.grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
 
     def norm_sq(self) -> Tensor:

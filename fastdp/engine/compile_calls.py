@@ -56,7 +56,7 @@ def group_norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = N
 
 
 def with_statistics(call: Captured) -> Callable[..., Any] | None:
-    """For norms: the function that also returns what `back` needs of the forward."""
+    """For norms: the function that also returns what `record_uses` needs of the forward."""
     return {_LayerNorm: layer_norm, _GroupNorm: group_norm}.get(type(call))  # type: ignore[arg-type, return-value]
 
 
@@ -128,4 +128,4 @@ class Repeated(NamedTuple):
             call.statistics = (mean, rstd)  # type: ignore[attr-defined]
         recorder.begin_record(self.path)
         with exactly():
-            call.back(tuple(saved), (grad,))
+            call.record_uses(tuple(saved), (grad,))

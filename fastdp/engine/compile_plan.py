@@ -3,7 +3,7 @@
 What is made of parameters alone runs first, as ever. The rest is compiled by the user's backend, its operands given as
 constants. Behind each captured call the graph adds nothing but a *probe*: an input of zeros whose gradient is the
 gradient of the call's result. So the compiled backward returns the output gradients, and the compiled forward what the
-calls save; the same `Captured.back` as in eager mode then records the uses.
+calls save; the same `Captured.record_uses` as in eager mode then records the uses.
 """
 
 from __future__ import annotations

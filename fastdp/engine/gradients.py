@@ -26,7 +26,7 @@ from ..uses.links import leaves_of, link_of
 from ..uses.planner import Planner
 from ..uses.routed import Routed
 from ..uses.timing import Clock
-from ..uses.use import Direct, Use
+from ..uses.use import Stored, Use
 from .buffers import Buffers
 from .bundle import Bundle, is_small
 
@@ -189,8 +189,8 @@ def _settled(use: Use) -> Use:
     elif operand.dim() == 2 and operand.shape == leaf.shape[::-1] and operand.stride() == leaf.stride()[::-1]:
         if isinstance(use, Matmul | Routed):
             return use.transposed(leaf)
-        if isinstance(use, Direct):
-            return Direct(leaf, use.grads.mT, use.name)
+        if isinstance(use, Stored):
+            return Stored(leaf, use.grads.mT, use.name)
     return use
 
 
@@ -234,9 +234,9 @@ def _join(group: list[Use]) -> list[Use]:
         return [Lookup(first.operand, ids, g, name)]
     if isinstance(first, Routed):
         return [Routed.joined([u for u in group if isinstance(u, Routed)], name)]
-    if isinstance(first, Direct):
-        total = sum((u.grads for u in group[1:] if isinstance(u, Direct)), first.grads)
-        return [Direct(first.operand, total, name)]
+    if isinstance(first, Stored):
+        total = sum((u.grads for u in group[1:] if isinstance(u, Stored)), first.grads)
+        return [Stored(first.operand, total, name)]
     if isinstance(first, Conv):
         convs = [u for u in group if isinstance(u, Conv)]
         alike = {(u.x.shape[2:], u.g.shape[2:], u.geometry) for u in convs}

@@ -87,8 +87,10 @@ def _row_and(call: Call, layout: Layout, row: int, used: dict[int, Any]) -> Layo
     known = [by for item in picking if (by := call.layout(item)) is not None]
     if any(by.alone != found.alone for by in known):
         return combined(call, call.out, "picks rows of one sample by another's data")
-    sized = any(by.sized for by in known) or (bool(known) and any(item.dtype == torch.bool for item in picking))
-    return found._replace(sized=found.sized or sized)
+    sized = any(by.size_from_data for by in known) or (
+        bool(known) and any(item.dtype == torch.bool for item in picking)
+    )
+    return found._replace(size_from_data=found.size_from_data or sized)
 
 
 @layout_rule(torch.select, T.select, by_value=True)
@@ -202,7 +204,9 @@ def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
     if found is not None and all(entry.layout is None for entry in entries.values()):
         found = cut(source, layout, found)  # by constants
     if found is not None and found.alone >= 0:
-        found = found._replace(sized=any(e.layout is not None and e.layout.sized for e in entries.values()))
+        found = found._replace(
+            size_from_data=any(e.layout is not None and e.layout.size_from_data for e in entries.values())
+        )
     return [(call.out, found)]
 
 

@@ -138,7 +138,7 @@ def _split(call: Call) -> Tags:
             tags.append((part, combined(call, part, "cuts rows off an order that depends on other samples")))
         else:
             found = cut(source, layout, layout.taken(layout.dim, rows[start:stop]))
-            tags.append((part, found._replace(sized=found.sized or (sized and found.alone >= 0))))
+            tags.append((part, found._replace(size_from_data=found.size_from_data or (sized and found.alone >= 0))))
         start = stop
     return tags
 

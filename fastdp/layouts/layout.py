@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     `places` marks whole numbers that say where rows lie, or which choices occur (`mixed` then): they may pick
     rows, and must not become numbers that are computed with.
     `alone`, where it is no -1, says that the whole tensor is of this one sample (a loop over the samples): then `dim`
-    means nothing. `sized` says that the data of that sample made one of its sizes.
+    means nothing. `size_from_data` says that the data of that sample made one of its sizes.
     `guessed` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
     2: rows that an index counted over the whole batch picked, which must not pass for constants either.
     `shifted` is there where `mixed` came of one number taken from all rows alike (`layouts.shifted`).
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     order: Tensor | None = None
     places: bool = False
     alone: int = -1
-    sized: bool = False
+    size_from_data: bool = False
     guessed: int = 0
     shifted: Any = None
     total: str = ""
@@ -100,16 +100,18 @@ class Layout(NamedTuple):
 
     def of_sample(self, sample: int, sized: bool = False) -> Layout:
         """Layout of a tensor made of this one sample."""
-        sized = sized or self.sized
-        return Layout(self.batch, places=self.places, alone=sample, sized=sized, guessed=self.guessed, piece=self.piece)
+        sized = sized or self.size_from_data
+        return Layout(
+            self.batch, places=self.places, alone=sample, size_from_data=sized, guessed=self.guessed, piece=self.piece
+        )
 
     def along(self, dim: int, size: int, device: torch.device) -> Layout:
         """A sample's tensor as `size` rows along a dimension, all of that sample; other layouts as they are."""
         if self.alone < 0:
             return self
         owner = torch.full((size,), self.alone, device=device)
-        order = torch.zeros_like(owner) if self.sized else None
-        return self._replace(dim=dim, owner=owner, order=order, alone=-1, sized=False)
+        order = torch.zeros_like(owner) if self.size_from_data else None
+        return self._replace(dim=dim, owner=owner, order=order, alone=-1, size_from_data=False)
 
     def may_take(self, rows: Tensor) -> bool:
         """Whether these rows, int64 [n], may be picked by constants: of an order made by the data, whole groups only,

@@ -47,7 +47,7 @@ def of_one_sample(call: Call) -> Tags | None:
         layout = Layout(call.batch, mixed=why)
     else:
         places = first is not None and first.places
-        layout = Layout(call.batch, places=places, alone=whose, sized=_is_sized(call, inputs))
+        layout = Layout(call.batch, places=places, alone=whose, size_from_data=_is_sized(call, inputs))
     outputs = list(tensors_in(call.out)) or list(tensors_in(call.args[0]))
     if whose >= 0 and (is_in_place(call.name) or call.name == "__setitem__"):
         layout = _written_view(call, outputs[0], layout)
@@ -97,7 +97,7 @@ def owner_of(layout: Layout) -> int:
 
 def _is_sized(call: Call, inputs: list[tuple[Tensor, Layout]]) -> bool:
     """Whether a size of the result may be made by the data."""
-    if any(layout.sized or layout.order is not None for _, layout in inputs) or call.name in _SIZED_BY_DATA:
+    if any(layout.size_from_data or layout.order is not None for _, layout in inputs) or call.name in _SIZED_BY_DATA:
         return True
     if call.name == "where":
         return len(call.args) == 1 and not call.kwargs

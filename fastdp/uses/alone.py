@@ -24,7 +24,7 @@ from .embedding import Lookup
 from .forward_pass import Recorder
 from .linear import Matmul
 from .routed import Routed
-from .use import Direct, Use
+from .use import Stored, Use
 
 
 class OneSample:
@@ -89,10 +89,10 @@ def one_sample_of(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
             why = f"{recorder.place(name)} writes into a view of the batch"
             raise SampleMixingError(f"{why}, together with a parameter. Use torch.stack or torch.cat.", why)
     sized, guessed = (
-        any(layout.sized or layout.order is not None for layout in layouts),
+        any(layout.size_from_data or layout.order is not None for layout in layouts),
         any(layout.guessed for layout in layouts),
     )
-    return OneSample(recorder, Layout(recorder.batch, alone=found.pop(), sized=sized, guessed=guessed))
+    return OneSample(recorder, Layout(recorder.batch, alone=found.pop(), size_from_data=sized, guessed=guessed))
 
 
 class Alone(Use):
@@ -196,8 +196,8 @@ def _side_by_side(group: list[Alone]) -> Use:
     if convs and len({(use.x.shape[2:], use.g.shape[2:], use.geometry) for use in convs}) == 1:
         x, g = (_rows(group, [getattr(use, side) for use in convs]) for side in ("x", "g"))
         return Conv(operand, x, g, convs[0].geometry, name)
-    if kind is Direct:
-        return Direct(operand, _summed(group, [use.grads for use in inner if isinstance(use, Direct)]), name)
+    if kind is Stored:
+        return Stored(operand, _summed(group, [use.grads for use in inner if isinstance(use, Stored)]), name)
     if kind is Routed:
         routed = [use for use in inner if isinstance(use, Routed)]
         a, g, ids = (torch.cat([getattr(use, side) for use in routed]) for side in ("a", "g", "ids"))

@@ -18,8 +18,8 @@ from .captured import Captured, Operand, capture
 from .embedding import Lookup
 from .forward_pass import Recorder
 from .links import link_of
-from .rules import cut, refuse_by_position, sample_layout, use_rule
-from .use import Direct, Lazy, Use
+from .rules import by_sample, refuse_by_position, sample_layout, use_rule
+from .use import Lazy, Stored, Use
 
 
 def uses_of_broadcast(operand: Tensor, grads: Tensor, layout: Layout, ndim: int, name: str) -> Use:
@@ -54,7 +54,7 @@ def _follow(operand: Tensor, grads: Tensor, name: str) -> Use:
     if link is not None and link.kind == "lookup" and link.ids is not None:
         ids = link.ids.unsqueeze(0).expand(grads.size(0), *link.ids.shape)
         return Lookup.rows(link.parent, ids, grads, name)
-    return Direct(operand, grads, name)
+    return Stored(operand, grads, name)
 
 
 def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> Use:
@@ -68,7 +68,7 @@ def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> U
             return _follow(link.parent, _sum_to(grads, link.parent.shape, None), name)
         return _follow_rows(link.parent, _sum_to(grads, link.parent.shape, dim), layout._replace(dim=dim), name)
     if link is not None and link.kind == "lookup" and link.ids is not None and layout.dim < link.ids.dim():
-        return Lookup.rows(link.parent, cut(link.ids, layout), grads, name)
+        return Lookup.rows(link.parent, by_sample(link.ids, layout), grads, name)
     owners = layout.owners(operand.device)
 
     def own_rows(low: int, high: int) -> Tensor:
@@ -129,7 +129,7 @@ class _Elementwise(Captured):
     def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
         return data if self.kind in ("mul", "div") else ()
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         values = list(saved)
         for position, side in enumerate(self.sides):
             if isinstance(side, Operand):
@@ -139,7 +139,7 @@ class _Elementwise(Captured):
                 elif other is _DATA:
                     other = values[0] if values else None
                 full = self._gradient(grads[0], side, other, position)
-                use = uses_of_broadcast(side.tensor, cut(full, self.layout), self.layout, self.ndim, self.name)
+                use = uses_of_broadcast(side.tensor, by_sample(full, self.layout), self.layout, self.ndim, self.name)
                 self.recorder.record(use)
 
     def _gradient(self, g: Tensor, side: Operand | None, other: Any, position: int) -> Tensor:
@@ -220,12 +220,12 @@ class _Cat(Captured):
             start += size
         return found
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         start, g = 0, grads[0]
         for part in self.parts:
             size = part.value.size(self.dim) if isinstance(part, Operand) else part
             if isinstance(part, Operand):
-                piece = cut(g.narrow(self.dim, start, size), self.layout)
+                piece = by_sample(g.narrow(self.dim, start, size), self.layout)
                 use = uses_of_broadcast(part.tensor, piece, self.layout, g.dim(), "cat")
                 self.recorder.record(use)
             start += size

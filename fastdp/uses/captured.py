@@ -34,7 +34,7 @@ class _Again(NamedTuple):
 
 
 class Captured:
-    """One captured call. Rules subclass it: `run` is the forward, `back` the backward.
+    """One captured call. Rules subclass it: `run` is the forward, `record_uses` the backward.
 
     data: the tensors that carry samples, differentiable or not; what is saved for backward.
     """
@@ -67,10 +67,10 @@ class Captured:
         raise NotImplementedError
 
     def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
-        """What `back` needs of the data."""
+        """What `record_uses` needs of the data."""
         return data
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """Record the uses."""
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class CaptureFunction(torch.autograd.Function):
         saved, data = kept[: ctx.saved_count], kept[ctx.saved_count :]
         if call.batch and asked:
             with exactly():
-                call.back(saved, grads)
+                call.record_uses(saved, grads)
         if call.again is not None:
             call.run_again(data)
         inputs = call.input_grads(saved, grads)

@@ -19,8 +19,8 @@ from .costs import Shape
 from .forward_pass import Recorder
 from .linear import autocast_dtype, is_short
 from .planner import Planner
-from .rules import cut, sample_layout, use_rule
-from .use import Direct, Use
+from .rules import by_sample, sample_layout, use_rule
+from .use import Stored, Use
 
 
 class Conv(Use):
@@ -101,19 +101,19 @@ class _Conv(Captured):
             )[0]
         ]  # fmt: skip
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        g = cut(grads[0], self.layout)
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        g = by_sample(grads[0], self.layout)
         recorder = self.recorder
         if self.learns_weight:
-            x = cut(saved[0], self.layout)
+            x = by_sample(saved[0], self.layout)
             use: Use = recorder.folded(Conv(self.weight.tensor, x, g, self.geometry, self.name))
             assert use.shape is not None
             if recorder.planner.materialises(use.shape, x.nbytes + g.nbytes, x.device, is_short(x)):
-                use = Direct(self.weight.tensor, use.per_sample(0, use.batch), self.name, use.shape)
+                use = Stored(self.weight.tensor, use.per_sample(0, use.batch), self.name, use.shape)
             recorder.record(use)
         if self.bias is not None and self.learns_bias:
             over = [d for d in range(1, g.dim()) if d != 2]
-            recorder.record(Direct(self.bias.tensor, accumulate(g).sum(over), self.name))
+            recorder.record(Stored(self.bias.tensor, accumulate(g).sum(over), self.name))
 
 
 _DIMENSIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}

@@ -19,7 +19,7 @@ from .derived import check_embedding, mark_derived
 from .experts import note_gathered
 from .forward_pass import Recorder
 from .generic import capture_whole
-from .rules import cut, sample_layout, use_rule
+from .rules import by_sample, sample_layout, use_rule
 from .use import Use
 
 
@@ -73,8 +73,8 @@ class _Embedding(Captured):
     def run(self, *data: Tensor) -> Tensor:
         return F.embedding(data[0], self.table.value)
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        ids, g = cut(saved[0], self.layout), cut(grads[0], self.layout)
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        ids, g = by_sample(saved[0], self.layout), by_sample(grads[0], self.layout)
         if self.padding_idx is not None:
             g = torch.where((ids == self.padding_idx).unsqueeze(-1), torch.zeros((), dtype=g.dtype, device=g.device), g)
         self.recorder.record(Lookup.rows(self.table.tensor, ids, g, self.name))
@@ -148,8 +148,8 @@ class _RowIndex(Captured):
     def run(self, *data: Tensor) -> Tensor:
         return self.table.value[data[0]]
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        ids, g = cut(saved[0], self.layout), cut(grads[0], self.layout)
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        ids, g = by_sample(saved[0], self.layout), by_sample(grads[0], self.layout)
         self.recorder.record(Lookup.rows(self.table.tensor, ids, g, self.name))
 
 
@@ -166,7 +166,7 @@ class _Bag(Captured):
         weights = data[1] if self.weighted else None
         return F.embedding_bag(data[0], self.table.value, per_sample_weights=weights, **self.options)
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         ids, g = saved[0], grads[0]
         bag = self._bag_of_element(ids, g.size(0))
         flat = ids.flatten()
@@ -184,7 +184,7 @@ class _Bag(Captured):
         )
         owner = self.bags.owners(g.device)[bag]
         layout = Layout(self.bags.batch, 0, owner=owner)
-        use = Lookup.rows(self.table.tensor, cut(flat, layout), cut(rows, layout), self.name)
+        use = Lookup.rows(self.table.tensor, by_sample(flat, layout), by_sample(rows, layout), self.name)
         self.recorder.record(use)
 
     def _bag_of_element(self, ids: Tensor, bags: int) -> Tensor:

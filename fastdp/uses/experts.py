@@ -30,7 +30,7 @@ class _GroupedProduct(Captured):
     def run(self, *data: Tensor) -> Tensor:
         return self.func(data[0], self.stack.value, offs=self.ends, **self.options)  # type: ignore[no-any-return]
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         x, g = saved[0], grads[0]
         rows = torch.arange(x.size(0), device=x.device)
         ids = torch.searchsorted(self.ends.long(), rows, right=True)
@@ -122,7 +122,7 @@ class _GatheredProduct(Captured):
         pair = (self.matrices, data[0]) if self.left else (data[0], self.matrices)
         return torch.matmul(*pair)
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         (x, ids), g = saved, grads[0]
         outer = g.shape[:-2]
         rows, outs = (x.mT, g.mT) if self.left else (g, x)  # [..., R, Q] and [..., R, P]

@@ -22,7 +22,7 @@ from .costs import Shape
 from .embedding import Lookup
 from .linear import Matmul
 from .routed import Routed
-from .use import Direct, Use
+from .use import Stored, Use
 
 CPU = torch.device("cpu")
 
@@ -82,9 +82,9 @@ def folded(use: Use, people: People) -> Use:
     if use.batch == people.count:  # every record is of a person of its own, or this was done
         return use
     assert use.batch == people.records, (use.name, use.batch, people.records)
-    if isinstance(use, Direct):
+    if isinstance(use, Stored):
         shape = None if use.shape is None else by_person(use.shape, people)
-        return Direct(use.operand, summed(use.grads, people), use.name, shape)
+        return Stored(use.operand, summed(use.grads, people), use.name, shape)
     if isinstance(use, Matmul):
         return _product(use, people)
     if isinstance(use, Lookup):

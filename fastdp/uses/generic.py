@@ -24,7 +24,7 @@ from .derived import mark_derived
 from .forward_pass import Recorder
 from .links import link_of, set_link
 from .results import Nest, result_tensors
-from .rules import cut, sample_layout
+from .rules import by_sample, sample_layout
 from .use import Lazy
 
 # functions that take the parameter as a pattern of shape, type or device only
@@ -122,7 +122,7 @@ class _Generic(Captured):
         """What the function returned, with the tensors that capturing it gave."""
         return out if self.nest is None else self.nest.filled(out)
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         for number, operand in enumerate(self.operands):
             if operand.value.is_floating_point() or operand.value.is_complex():
                 compute = self._gradients(number, saved, grads)
@@ -132,8 +132,8 @@ class _Generic(Captured):
         self, number: int, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
     ) -> Callable[[int, int], Tensor]:
         layouts = self.out_layouts
-        data = [cut(t, layout) for t, layout in zip(saved, self.layouts, strict=True)]
-        gs = [cut(g, layout) for g, layout in zip(grads, layouts, strict=True)]
+        data = [by_sample(t, layout) for t, layout in zip(saved, self.layouts, strict=True)]
+        gs = [by_sample(g, layout) for g, layout in zip(grads, layouts, strict=True)]
         values = [o.value for o in self.operands]
 
         def gradient(g: Sequence[Tensor], xs: Sequence[Tensor], b: int) -> Tensor:
@@ -208,9 +208,9 @@ class _Generic(Captured):
         if key in _CHECKED:
             return
         with torch.no_grad():
-            rows = [cut(t, layout) for t, layout in zip(outs, self.out_layouts, strict=True)]
+            rows = [by_sample(t, layout) for t, layout in zip(outs, self.out_layouts, strict=True)]
             for b in {0, self.batch - 1}:
-                xs = [cut(t, layout)[b] for t, layout in zip(self.data, self.layouts, strict=True)]
+                xs = [by_sample(t, layout)[b] for t, layout in zip(self.data, self.layouts, strict=True)]
                 alone = self.outputs_of_sample(
                     [o.value for o in self.operands], xs, b, [tuple(r[b].shape) for r in rows]
                 )

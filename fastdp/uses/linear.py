@@ -18,8 +18,8 @@ from .costs import Shape
 from .forward_pass import Recorder
 from .planner import Planner
 from .routed import row_sum, use_of_rows
-from .rules import cut, refuse_contraction, sample_layout, use_rule
-from .use import Direct, Use
+from .rules import by_sample, refuse_contraction, sample_layout, use_rule
+from .use import Stored, Use
 
 
 class Matmul(Use):
@@ -67,7 +67,7 @@ def use_of_product(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, na
     shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
     if not recorder.planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
         return use
-    return Direct(operand, use.per_sample(0, use.batch), name, shape)
+    return Stored(operand, use.per_sample(0, use.batch), name, shape)
 
 
 def in_any_order(layout: Layout, data: Tensor) -> bool:
@@ -106,17 +106,17 @@ class _Product(Captured):
         cast = autocast_dtype(data[0])
         return (data[0] if cast is None else data[0].to(cast),)
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         if in_any_order(self.layout, grads[0]):
             self._back_of_rows(saved, grads[0])
             return
-        g = steps(cut(grads[0], self.layout))
+        g = steps(by_sample(grads[0], self.layout))
         if self.learns_weight:
-            a = steps(cut(saved[0], self.layout))
+            a = steps(by_sample(saved[0], self.layout))
             a, o = (g, a) if self.flipped else (a, g)
             self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, o, self.name))
         if self.bias is not None and self.learns_bias:
-            self.recorder.record(Direct(self.bias.tensor, row_sums(g), self.name))
+            self.recorder.record(Stored(self.bias.tensor, row_sums(g), self.name))
 
     def _back_of_rows(self, saved: tuple[Tensor, ...], g: Tensor) -> None:
         """Rows of many samples in any order: no padding to the longest sample."""
@@ -124,7 +124,7 @@ class _Product(Captured):
             a, o = (g, saved[0]) if self.flipped else (saved[0], g)
             self.recorder.record(use_of_rows(self.recorder, self.weight.tensor, a, o, self.layout, self.name))
         if self.bias is not None and self.learns_bias:
-            self.recorder.record(Direct(self.bias.tensor, row_sum(g, self.layout), self.name))
+            self.recorder.record(Stored(self.bias.tensor, row_sum(g, self.layout), self.name))
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -198,8 +198,11 @@ class _Left(Captured):
     def run(self, *data: Tensor) -> Tensor:
         return torch.matmul(self.weight.value, data[0])
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        g, a = cut(grads[0], self.layout).mT, cut(saved[0], self.layout).mT  # [B, ..., T, O] and [..., T, I]
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        g, a = (
+            by_sample(grads[0], self.layout).mT,
+            by_sample(saved[0], self.layout).mT,
+        )  # [B, ..., T, O] and [..., T, I]
         a, g = steps(a), steps(g)
         self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, g, self.name))
 

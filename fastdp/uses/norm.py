@@ -19,7 +19,7 @@ from ..ops.common import accumulate
 from .broadcast import uses_of_broadcast
 from .captured import Captured, Operand, capture
 from .forward_pass import Recorder
-from .rules import cut, sample_layout, use_rule
+from .rules import by_sample, sample_layout, use_rule
 
 
 class _Norm(Captured):
@@ -40,7 +40,7 @@ class _Norm(Captured):
     def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
         return data if self.learns[0] else ()
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g = accumulate(grads[0])
         if self.weight is not None and self.learns[0]:
             self._record(self.weight, self.normalise(accumulate(saved[0]), None, None).mul_(g))
@@ -49,7 +49,7 @@ class _Norm(Captured):
 
     def _record(self, operand: Operand, full: Tensor) -> None:
         """full: the gradient of the broadcast operand; channels lie as `view` says."""
-        rows = cut(full, self.layout)
+        rows = by_sample(full, self.layout)
         shape = self.view or operand.value.shape
         if len(shape) == operand.value.dim():
             use = uses_of_broadcast(operand.tensor, rows, self.layout, full.dim(), self.name)
@@ -106,10 +106,10 @@ class _LayerNorm(_Native):
         backward = torch.ops.aten.native_layer_norm_backward
         return [backward(grads[0], saved[0], self.shape, *self.statistics, *self.values(), [True, False, False])[0]]
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         lead = saved[0].dim() - len(self.shape)
-        x, g = (cut(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
-        mean, rstd = (cut(t.flatten(lead), self.layout).flatten(1) for t in self.statistics)  # [B, T]
+        x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
+        mean, rstd = (by_sample(t.flatten(lead), self.layout).flatten(1) for t in self.statistics)  # [B, T]
         self._record(ops.norm_affine_per_sample(x, g, mean, rstd))
 
 
@@ -142,12 +142,12 @@ class _GroupNorm(_Native):
         g = grads[0].contiguous()
         return [backward(g, x, *self.statistics, self.values()[0], *self._sizes(x), [True, False, False])[0]]
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         if saved[0].device.type == "cpu" and saved[0].dtype in (torch.float32, torch.float64):
             self._back_at_once(saved[0], grads[0].contiguous())
             return
-        x, g = (cut(t, self.layout) for t in (saved[0], grads[0]))  # [B, F, C, *]
-        mean, rstd = (cut(t, self.layout) for t in self.statistics)  # [B, F, groups]
+        x, g = (by_sample(t, self.layout) for t in (saved[0], grads[0]))  # [B, F, C, *]
+        mean, rstd = (by_sample(t, self.layout) for t in self.statistics)  # [B, F, groups]
         batch, images = x.shape[:2]
         x, g, mean, rstd = (t.flatten(0, 1) for t in (x, g, mean, rstd))
         rows = ops.group_affine_per_sample(x, g, mean, rstd, self.groups)
@@ -166,7 +166,9 @@ class _GroupNorm(_Native):
         )  # fmt: skip
         self.input_grad = dx.view_as(x) if self.wants_input else None
         learned = zip(found, self.learns, strict=True)
-        each = [cut(t.view(rows, channels), self.layout) if learns else None for t, learns in learned]  # [B, F, C]
+        each = [
+            by_sample(t.view(rows, channels), self.layout) if learns else None for t, learns in learned
+        ]  # [B, F, C]
         self._record([t if t is None else t.sum(1) if t.size(1) > 1 else t.squeeze(1) for t in each])
 
 

@@ -20,8 +20,8 @@ from ..ops import recurrent as steps_of
 from .captured import Captured, Operand, capture
 from .forward_pass import Recorder
 from .linear import autocast_dtype, row_sums, steps, use_of_product
-from .rules import cut, sample_layout, use_rule
-from .use import Direct
+from .rules import by_sample, sample_layout, use_rule
+from .use import Stored
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
@@ -96,14 +96,14 @@ class _AllSteps(Captured):
         kept = steps_of.Steps(saved[0], saved[1], saved[2:])
         return steps_of.backward(self.kind, kept, self.weight.value, out, tuple(last), self.active)
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         self.found = self._gradients(saved, grads)
-        g = steps(cut(self.found[1], self.layout))
+        g = steps(by_sample(self.found[1], self.layout))
         if self.learns_weight:
-            a = steps(cut(saved[0][:-1], self.layout))
+            a = steps(by_sample(saved[0][:-1], self.layout))
             self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, g, self.name))
         if self.bias is not None and self.learns_bias:
-            self.recorder.record(Direct(self.bias.tensor, row_sums(g), self.name))
+            self.recorder.record(Stored(self.bias.tensor, row_sums(g), self.name))
 
     def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         x, _, state = self.found or self._gradients(saved, grads)

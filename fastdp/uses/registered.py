@@ -18,8 +18,8 @@ from .captured import capture
 from .forward_pass import Recorder
 from .generic import _Generic, _tag_result, capture_generic
 from .results import result_tensors
-from .rules import cut, sample_layout
-from .use import Direct, Lazy
+from .rules import by_sample, sample_layout
+from .use import Lazy, Stored
 
 KEPT_BYTES = 2**24  # per-sample gradients up to this size are kept; larger ones are computed again when asked for
 _CHECKED: set[Any] = set()
@@ -85,13 +85,13 @@ class _Registered(_Generic):
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
         self.wrong = f"the rule '{getattr(rule, '__name__', rule)}'{where} registered for {recorder.place(self.name)}"
 
-    def back(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         trained = [n for n, operand in enumerate(self.operands) if operand.value.is_floating_point()]
         data, gs = self._cut(saved, grads)
         if 4 * self.batch * sum(self.operands[n].value.numel() for n in trained) <= KEPT_BYTES:
             found = self._apply_rule(data, gs)
             for n in trained:
-                self.recorder.record(Direct(self.operands[n].tensor, found[n], self.name))
+                self.recorder.record(Stored(self.operands[n].tensor, found[n], self.name))
             return
         for n in trained:
             compute = functools.partial(self._part, n, data, gs)
@@ -99,8 +99,8 @@ class _Registered(_Generic):
 
     def _cut(self, data: tuple[Tensor, ...], grads: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | None]]:
         return (
-            [cut(t, layout) for t, layout in zip(data, self.layouts, strict=True)],
-            [None if g is None else cut(g, layout) for g, layout in zip(grads, self.out_layouts, strict=True)],
+            [by_sample(t, layout) for t, layout in zip(data, self.layouts, strict=True)],
+            [None if g is None else by_sample(g, layout) for g, layout in zip(grads, self.out_layouts, strict=True)],
         )
 
     def _part(self, number: int, data: list[Tensor], gs: list[Tensor | None], low: int, high: int) -> Tensor:

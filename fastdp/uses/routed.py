@@ -19,8 +19,8 @@ from ..ops.common import accumulate
 from .costs import Segments, Shape
 from .forward_pass import Recorder
 from .links import link_of
-from .rules import cut
-from .use import Direct, Use
+from .rules import by_sample
+from .use import Stored, Use
 
 
 class Routed(Use):
@@ -120,12 +120,12 @@ def use_of_rows(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, layou
     shape = Shape("linear", use.batch, -(-a.size(0) // use.batch), a.size(1), g.size(1))
     if not recorder.planner.materialises(shape, a.nbytes + g.nbytes, a.device, use.short):
         return use
-    return Direct(operand, use.per_sample(0, use.batch), name, shape)
+    return Stored(operand, use.per_sample(0, use.batch), name, shape)
 
 
 def row_sum(g: Tensor, layout: Layout) -> Tensor:
     """Output gradients [..., O], rows in any order -> their sums by sample [B,O] in float32."""
     if g.device.type != "cpu":  # there index_add adds in any order: not the same bits each time
-        return accumulate(cut(g, layout)).flatten(1, -2).sum(1)
+        return accumulate(by_sample(g, layout)).flatten(1, -2).sum(1)
     rows = accumulate(rows_of(g, layout))
     return rows.new_zeros(layout.batch, rows.size(1)).index_add_(0, owners_below(layout, g), rows)

@@ -108,6 +108,6 @@ def _alike(operand: Tensor, dim: int, layout: Layout) -> bool:
     return rows_alike(operand, dim, layout, computed=True)
 
 
-def cut(tensor: Tensor, layout: Layout) -> Tensor:
+def by_sample(tensor: Tensor, layout: Layout) -> Tensor:
     """`samplewise`, also in a batch of one, where every row belongs to the one sample."""
     return tensor.unsqueeze(0) if layout.batch == 1 else samplewise(tensor, layout)

@@ -91,7 +91,7 @@ class Use:
         return None
 
 
-class Direct(Use):
+class Stored(Use):
     """Per-sample gradients that are small enough to keep: biases, norm layers, broadcast parameters."""
 
     route = "kept"

@@ -88,8 +88,8 @@ def truths(model, x, lengths):
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_sample_has_its_own_gradient(kind, options, how, monkeypatch):
     calls = []
-    plain = _AllSteps.back
-    monkeypatch.setattr(_AllSteps, "back", lambda self, *a: calls.append(self.kind) or plain(self, *a))
+    plain = _AllSteps.record_uses
+    monkeypatch.setattr(_AllSteps, "record_uses", lambda self, *a: calls.append(self.kind) or plain(self, *a))
     rnn = layer(kind, batch_first=True, **options)
     model = Reader(rnn, 6 * (2 if options.get("bidirectional") else 1), how)
     x, lengths = torch.randn(4, 7, 5, dtype=torch.float64), torch.tensor([3, 7, 1, 5])
@@ -112,8 +112,8 @@ def test_each_sample_has_its_own_gradient(kind, options, how, monkeypatch):
 def uses_at_once(monkeypatch, model, *inputs):
     """Whether the layer was captured as a whole."""
     calls = []
-    plain = _AllSteps.back
-    monkeypatch.setattr(_AllSteps, "back", lambda self, *a: calls.append(1) or plain(self, *a))
+    plain = _AllSteps.record_uses
+    monkeypatch.setattr(_AllSteps, "record_uses", lambda self, *a: calls.append(1) or plain(self, *a))
     fastdp.verify(model, lambda m, b: m(*b).mean(), inputs, samples=4)
     return bool(calls)
 

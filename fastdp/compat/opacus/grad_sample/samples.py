@@ -28,13 +28,13 @@ from ....uses.embedding import Lookup
 from ....uses.linear import Matmul
 from ....uses.links import link_of
 from ....uses.routed import Routed
-from ....uses.use import Direct, Use
+from ....uses.use import Stored, Use
 
 if TYPE_CHECKING:
     from .gsm_base import EngineHooks
 
 NAME = "grad_sample"
-_OF_DATA = (Conv, Direct, Lookup, Matmul, Routed)  # hold inputs and output gradients, no weights
+_OF_DATA = (Conv, Stored, Lookup, Matmul, Routed)  # hold inputs and output gradients, no weights
 
 
 @contextlib.contextmanager
