@@ -237,13 +237,13 @@ class Backward:
                     self._tape = tape
         return tape
 
-    def begin_record(self, recorder: Pass, path: str) -> bool:
+    def begin_record(self, forward_pass: Pass, path: str) -> bool:
         """A captured call's backward begins: check that it means what it should. Returns whether its uses count."""
         if self.collect is not None:
             return True  # a block runs again
         self._recording = path
         tape = self._begin()
-        self._unasked = not torch._C._will_engine_execute_node(recorder.token_node)
+        self._unasked = not torch._C._will_engine_execute_node(forward_pass.token_node)
         problem: FastDPError | None = None
         if torch.is_grad_enabled():
             problem = StepError(
@@ -252,40 +252,40 @@ class Backward:
             )
         elif self._unasked:
             return False
-        elif recorder.backward_id not in (0, tape.number) or self._repeats(recorder, tape):
+        elif forward_pass.backward_id not in (0, tape.number) or self._repeats(forward_pass, tape):
             problem = StepError(
                 "backward twice through one forward: each would be clipped on its own, so one sample could "
                 "contribute twice the clipping norm. Add the losses and call backward once."
             )
-        elif recorder.count and tape.thread not in (None, recorder.thread):
+        elif forward_pass.count and tape.thread not in (None, forward_pass.thread):
             problem = two_backwards()
-        elif tape.batch not in (None, recorder.batch):
+        elif tape.batch not in (None, forward_pass.batch):
             problem = BatchLayoutError(
-                f"one backward through forwards of {tape.batch} and of {recorder.batch} samples. Call backward for "
+                f"one backward through forwards of {tape.batch} and of {forward_pass.batch} samples. Call backward for "
                 "each forward, or give the model batches of one size."
             )
-        elif recorder.batch > 1 and self.owner is not None and self.owner.nodes and not self.owner.guarded:
+        elif forward_pass.batch > 1 and self.owner is not None and self.owner.nodes and not self.owner.guarded:
             problem = StepError(UNGUARDED)
-        elif recorder.people is not None and recorder.people.problem:
-            problem = StepError(recorder.people.problem)
-        elif tape.batch is not None and tape.people != recorder.people:
+        elif forward_pass.people is not None and forward_pass.people.problem:
+            problem = StepError(forward_pass.people.problem)
+        elif tape.batch is not None and tape.people != forward_pass.people:
             problem = StepError(
                 "one backward through forwards of batches of different persons: call backward for each of them"
             )
         if problem is not None:
             tape.failed = True
             raise problem
-        if not tape.judged and recorder.batch > 1:
+        if not tape.judged and forward_pass.batch > 1:
             warnings.warn(LossNotFollowedWarning(_UNSEEN), stacklevel=2)
             tape.judged = True
-        recorder.backward_id, tape.batch, tape.people = tape.number, recorder.batch, recorder.people
-        tape.thread = recorder.thread if recorder.count else tape.thread
-        recorder.moment.reached = True
+        forward_pass.backward_id, tape.batch, tape.people = tape.number, forward_pass.batch, forward_pass.people
+        tape.thread = forward_pass.thread if forward_pass.count else tape.thread
+        forward_pass.moment.reached = True
         return True
 
-    def _repeats(self, recorder: Pass, tape: _Tape) -> bool:
+    def _repeats(self, forward_pass: Pass, tape: _Tape) -> bool:
         """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
-        first = not recorder.count and not tape.recomputed
+        first = not forward_pass.count and not tape.recomputed
         tape.recomputed = tape.recomputed or first
         return first and self._open_forwards < 1
 

@@ -39,7 +39,7 @@ from ..uses.derived import mark_derived
 from ..uses.experts import PRODUCTS, gathered_of
 from ..uses.folded import folded
 from ..uses.formats import capture_in_format
-from ..uses.forward_pass import Recorder
+from ..uses.forward_pass import ForwardPass
 from ..uses.generic import capture_generic
 from ..uses.links import Unwritten, leaves_of, link_of, span_of
 from ..uses.rules import USE_RULES
@@ -357,26 +357,26 @@ class Pass:
                 raise
             return poisoned(self, func, args, kwargs, problem)
 
-    def _by_rule(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _by_rule(self, forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
         if kept := next((found for tensor in tensors if (found := format_of(tensor))), ""):
-            return capture_in_format(recorder, func, args, kwargs, kept)
+            return capture_in_format(forward_pass, func, args, kwargs, kept)
         registered = USE_RULES.get(func)
         if registered is not None and not any(tensor.is_complex() for tensor in tensors):
-            out = registered(recorder, func, args, kwargs)
+            out = registered(forward_pass, func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        return capture_generic(recorder, func, args, kwargs)
+        return capture_generic(forward_pass, func, args, kwargs)
 
 
 class _CaptureMode(TorchFunctionMode):
-    def __init__(self, recorder: Pass) -> None:
+    def __init__(self, forward_pass: Pass) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.forward_pass = forward_pass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly
-            look_beneath(self.recorder, func, args, kwargs)
+            look_beneath(self.forward_pass, func, args, kwargs)
             return func(*args, **kwargs)
-        return self.recorder.dispatch(func, args, kwargs)
+        return self.forward_pass.dispatch(func, args, kwargs)

@@ -1,7 +1,7 @@
 """Captured calls that a compiled graph repeats: what is kept of the first one, and how it is made anew.
 
 A graph's first run is interpreted under the engine, where every captured call is an object of its rule. Of it stays a
-template without tensors; each later step fills in the recorder, the operands, what was saved and the output gradient.
+template without tensors; each later step fills in the pass, the operands, what was saved and the output gradient.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..uses.broadcast import _Cat, _Elementwise
 from ..uses.captured import Captured, Operand
 from ..uses.conv import _Conv
 from ..uses.embedding import _Embedding, _RowIndex
-from ..uses.forward_pass import Recorder
+from ..uses.forward_pass import ForwardPass
 from ..uses.linear import _Left, _Linear, _Right
 from ..uses.norm import _GroupNorm, _LayerNorm, _Norm
 
 _PLAIN: tuple[type[Captured], ...] = (_Linear, _Right, _Left, _Conv, _Embedding, _RowIndex, _Elementwise, _Cat, _Norm)
-_OF_ONE_STEP = frozenset(("recorder", "inner", "value", "statistics"))
+_OF_ONE_STEP = frozenset(("forward_pass", "inner", "value", "statistics"))
 
 
 class _Slot(NamedTuple):
@@ -115,17 +115,19 @@ class Repeated(NamedTuple):
     device: torch.device
     learned: tuple[bool, ...]  # which operands are parameters or derived from them
 
-    def record(self, recorder: Recorder, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor) -> None:
+    def record(
+        self, forward_pass: ForwardPass, operands: Sequence[Tensor], saved: Sequence[Tensor], grad: Tensor
+    ) -> None:
         """The call's backward: record its uses. saved: of the data, then statistics of the forward."""
         call = copy.copy(self.template)
         made = [Operand.of(tensor) for tensor in operands]
         nothing = grad.new_empty(0)
         for name, value in vars(self.template).items():
             setattr(call, name, _filled(value, made, nothing))
-        call.recorder, call.path = recorder, self.path
+        call.forward_pass, call.path = forward_pass, self.path
         if with_statistics(call) is not None:
             *saved, mean, rstd = saved
             call.statistics = (mean, rstd)  # type: ignore[attr-defined]
-        recorder.begin_record(self.path)
+        forward_pass.begin_record(self.path)
         with exactly():
             call.record_uses(tuple(saved), (grad,))

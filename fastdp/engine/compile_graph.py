@@ -63,27 +63,27 @@ class GraphRunner:
         )
 
     def __call__(self, *inputs: Any) -> Any:
-        recorder = REGION.recorder
-        if recorder is None or not torch.is_grad_enabled():
+        forward_pass = REGION.forward_pass
+        if forward_pass is None or not torch.is_grad_enabled():
             return self.module(*inputs)
-        self.paths[recorder.path] = None
-        key = _kind(recorder, inputs)
+        self.paths[forward_pass.path] = None
+        key = _kind(forward_pass, inputs)
         plan = self.plans.get(key)
         if plan is not None:
             if plan.ran:
-                return plan(recorder, inputs)
+                return plan(forward_pass, inputs)
             try:
-                return plan(recorder, inputs)
+                return plan(forward_pass, inputs)
             except (torch._dynamo.exc.TorchDynamoException, RuntimeError, TypeError) as problem:
                 self._without_plan(key, f"a graph could not be compiled ({str(problem).splitlines()[0][:200]})")
-        learn = key is not None and key not in self.plans and recorder.batch > 0
-        with recorder.mode:
-            run = Interpretation(self.module, recorder)
-            recorder.watcher = run if learn else None
+        learn = key is not None and key not in self.plans and forward_pass.batch > 0
+        with forward_pass.mode:
+            run = Interpretation(self.module, forward_pass)
+            forward_pass.watcher = run if learn else None
             try:
                 out = run.run(*inputs)
             finally:
-                recorder.watcher = None
+                forward_pass.watcher = None
         if learn:
             self._learn(key, run)
         return out
@@ -128,18 +128,18 @@ def compiled(module: GraphModule, backend: Callable[..., Any], dynamic: bool | N
     return torch.compile(module, backend=backend, dynamic=dynamic)
 
 
-def _kind(recorder: Pass, inputs: Sequence[Any]) -> Any:
+def _kind(forward_pass: Pass, inputs: Sequence[Any]) -> Any:
     """What a plan follows from; None where more may matter."""
-    parts: list[Any] = [recorder.batch]
+    parts: list[Any] = [forward_pass.batch]
     for value in inputs:
         if isinstance(value, Tensor):
-            layout = tag_of(value, recorder.batch)
+            layout = tag_of(value, forward_pass.batch)
             if layout is not None and layout.owner is not None:
                 return None
-            if recorder.is_parameter(value):
-                role = 2 if recorder.is_tracked(value) else 3
+            if forward_pass.is_parameter(value):
+                role = 2 if forward_pass.is_tracked(value) else 3
             else:
-                role = 1 if recorder.is_data(value) else 0
+                role = 1 if forward_pass.is_data(value) else 0
             parts.append((value.shape, value.dtype, value.requires_grad, role, layout))
         elif isinstance(value, int | float | bool | None):
             parts.append((type(value), value))

@@ -187,18 +187,18 @@ class Plan:
         self.output = next(n for n in module.graph.nodes if n.op == "output").args[0]
         self.ran = False  # its code was compiled, and worked
 
-    def __call__(self, recorder: Pass, inputs: Sequence[Any]) -> Any:
+    def __call__(self, forward_pass: Pass, inputs: Sequence[Any]) -> Any:
         """The graph's results from its inputs; backward will record the uses."""
         env: dict[Node, Any] = dict(zip(self.placeholders, inputs, strict=True))
         if self.early:
-            self._run_early(recorder, env)
-        run = Run(self, recorder)
+            self._run_early(forward_pass, env)
+        run = Run(self, forward_pass)
         for captured in self.captured:
             operands = [env[n] for n in captured.operands]
             run.operands.append(operands)
-            recorder.count_uses(t for t, learns in zip(operands, captured.repeated.learned, strict=True) if learns)
-        probes = _Source.apply(recorder.token, run)  # type: ignore[no-untyped-call]
-        arguments = [_detached(recorder, env[n]) for n in self.body.inputs]
+            forward_pass.count_uses(t for t, learns in zip(operands, captured.repeated.learned, strict=True) if learns)
+        probes = _Source.apply(forward_pass.token, run)  # type: ignore[no-untyped-call]
+        arguments = [_detached(forward_pass, env[n]) for n in self.body.inputs]
         found = self.compiled(*arguments, *probes)
         count = len(self.body.outputs)
         for node, value in zip(self.body.outputs, found[:count], strict=True):
@@ -210,10 +210,10 @@ class Plan:
         self.ran = True
         return torch.fx.node.map_arg(self.output, lambda n: env[n])
 
-    def _run_early(self, recorder: Pass, env: dict[Node, Any]) -> None:
+    def _run_early(self, forward_pass: Pass, env: dict[Node, Any]) -> None:
         """What is made of parameters alone, under the mode, which notes what it is made of."""
         fill = lambda n: env[n]
-        with recorder.mode:
+        with forward_pass.mode:
             for node in self.early:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), fill)
                 if node.op == "get_attr":
@@ -224,15 +224,15 @@ class Plan:
                     env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _detached(recorder: Pass, value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) and recorder.is_parameter(value) else value
+def _detached(forward_pass: Pass, value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and forward_pass.is_parameter(value) else value
 
 
 class Run:
     """One run of a plan, from its forward to its backward."""
 
-    def __init__(self, plan: Plan, recorder: Pass) -> None:
-        self.plan, self.recorder = plan, recorder
+    def __init__(self, plan: Plan, forward_pass: Pass) -> None:
+        self.plan, self.forward_pass = plan, forward_pass
         self.operands: list[list[Tensor]] = []
         self.where: list[list[int]] = []  # for each captured call, which of the kept tensors it saved
         self.keeper: Tensor | None = None  # a tensor: before torch 2.13 its node alone drops what it saved
@@ -254,7 +254,7 @@ class Run:
             if node in body.statistics:
                 mine += [body.statistics[node], body.statistics[node] + 1]
             self.where.append(mine)
-        self.keeper = _Keeper.apply(self.recorder.token, *kept)  # type: ignore[no-untyped-call]
+        self.keeper = _Keeper.apply(self.forward_pass.token, *kept)  # type: ignore[no-untyped-call]
 
     def record(self, grads: Sequence[Tensor | None]) -> None:
         """Backward: the uses of all captured calls, last call first."""
@@ -262,10 +262,10 @@ class Run:
         reached = [call for call in calls if call[3] is not None]
         if not reached:
             return
-        self.recorder.begin_record(reached[-1][0].repeated.path)  # refuses a second backward
+        self.forward_pass.begin_record(reached[-1][0].repeated.path)  # refuses a second backward
         assert self.keeper is not None
         saved = self.keeper.grad_fn.saved_tensors  # type: ignore[union-attr]
         self.keeper = None
         for captured, operands, where, grad in reversed(reached):
             assert grad is not None
-            captured.repeated.record(self.recorder, operands, [saved[k] for k in where], grad)
+            captured.repeated.record(self.forward_pass, operands, [saved[k] for k in where], grad)

@@ -171,30 +171,30 @@ def _first_line(problem: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _entered(recorder: Pass | None) -> Iterator[None]:
+def _entered(forward_pass: Pass | None) -> Iterator[None]:
     """Compiled code runs: the capture mode is off, and hooks that are traced know that it is by our leave."""
-    before = REGION.enter(recorder)
+    before = REGION.enter(forward_pass)
     others: list[Any] = []
-    stack = torch.overrides._get_current_function_mode_stack() if recorder is not None else []
-    if recorder is not None and recorder.mode in stack:
+    stack = torch.overrides._get_current_function_mode_stack() if forward_pass is not None else []
+    if forward_pass is not None and forward_pass.mode in stack:
         while stack:
             mode = torch.overrides._pop_mode()
-            if mode is recorder.mode:
+            if mode is forward_pass.mode:
                 break
             others.append(mode)
     try:
         for mode in reversed(others):
             torch.overrides._push_mode(mode)
-        if recorder is not None:
+        if forward_pass is not None:
             PLAINLY.end()
         yield
     finally:
-        if recorder is not None:
+        if forward_pass is not None:
             PLAINLY.begin()
         REGION.leave(before)
-        if recorder is not None and recorder.mode in stack:
+        if forward_pass is not None and forward_pass.mode in stack:
             for _ in others:
                 torch.overrides._pop_mode()
-            torch.overrides._push_mode(recorder.mode)
+            torch.overrides._push_mode(forward_pass.mode)
             for mode in reversed(others):
                 torch.overrides._push_mode(mode)

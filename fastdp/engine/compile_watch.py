@@ -90,10 +90,10 @@ def writes_to(node: Node) -> Node | None:
 class Interpretation(torch.fx.Interpreter):
     """Runs a graph's nodes under a pass (whose mode is on) and notes what they are."""
 
-    def __init__(self, module: torch.fx.GraphModule, recorder: Pass) -> None:
+    def __init__(self, module: torch.fx.GraphModule, forward_pass: Pass) -> None:
         super().__init__(module)
-        self.recorder, self.seen = recorder, Seen()
-        self._root = recorder.path if recorder.stack else ""
+        self.forward_pass, self.seen = forward_pass, Seen()
+        self._root = forward_pass.path if forward_pass.stack else ""
         self._captures: list[tuple[Tensor, ...]] = []
         self._made: list[tuple[Any, Tensor]] = []  # captured calls' nodes; each lives as long as its result
         self._fixed: dict[int, Any] = {}  # constants made within the graph of numbers alone: equal in every run
@@ -108,20 +108,20 @@ class Interpretation(torch.fx.Interpreter):
 
     def asked(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A call that the memo does not keep: is its layout known all the same?"""
-        recorder = self.recorder
+        forward_pass = self.forward_pass
         tensors = list(tensors_in((args, kwargs)))
-        if recorder.batch <= 1 or (torch.is_grad_enabled() and any(recorder.is_parameter(t) for t in tensors)):
+        if forward_pass.batch <= 1 or (torch.is_grad_enabled() and any(forward_pass.is_parameter(t) for t in tensors)):
             return
-        layouts = [tag_of(t, recorder.batch) for t in tensors]
+        layouts = [tag_of(t, forward_pass.batch) for t in tensors]
         known = [layout for layout in layouts if layout is not None]
-        if not known and not any(recorder.is_data(t) for t in tensors):
+        if not known and not any(forward_pass.is_data(t) for t in tensors):
             return
-        results = [tag_of(t, recorder.batch) for t in tensors_in(out)]
+        results = [tag_of(t, forward_pass.batch) for t in tensors_in(out)]
         mixed = any(layout.mixed for layout in known) and all(layout is None or layout.mixed for layout in results)
         ordered = all(layout is None or _by_shapes(layout) for layout in (*known, *results))
-        unseen = any(recorder.is_data(t) and tag_of(t, recorder.batch) is None for t in tensors)
+        unseen = any(forward_pass.is_data(t) and tag_of(t, forward_pass.batch) is None for t in tensors)
         by_rows = func in UNCHECKED or func in _BY_ROWS or self._takes_fixed_rows(func, args)
-        by_rows = by_rows or _keeps_rows(Call(func, args, kwargs, out, recorder.batch))
+        by_rows = by_rows or _keeps_rows(Call(func, args, kwargs, out, forward_pass.batch))
         packed = func is F.scaled_dot_product_attention and _packed(tensors[0], layouts[0])
         if packed or any(layout.mixed for layout in known):
             by_rows = False  # unless the results are mixed, a value said that they are not
@@ -155,12 +155,12 @@ class Interpretation(torch.fx.Interpreter):
         self._captures = []
         path = _path_of(n, self._root)
         if path is not None:
-            self.recorder.stack.append(path)
+            self.forward_pass.stack.append(path)
         try:
             value = super().run_node(n)
         finally:
             if path is not None:
-                self.recorder.stack.pop()
+                self.forward_pass.stack.pop()
         if n.op in ("call_module", "call_function") and not _is_plain(n):
             self.refuse(f"{n.target}: a graph within the graph")
         with torch._C.DisableTorchFunction():  # the mode is on
@@ -172,8 +172,8 @@ class Interpretation(torch.fx.Interpreter):
         return value
 
     def _note(self, n: Node, value: Any) -> None:
-        recorder, seen = self.recorder, self.seen
-        if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in tensors_in(_listed(value))):
+        forward_pass, seen = self.forward_pass, self.seen
+        if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in tensors_in(_listed(value))):
             seen.data.add(n)
         if n.op == "placeholder":
             return
@@ -187,15 +187,15 @@ class Interpretation(torch.fx.Interpreter):
                 self.refuse(str(problem))
             return
         results = list(tensors_in(_listed(value)))
-        if any(recorder.is_parameter(t) for t in results):
+        if any(forward_pass.is_parameter(t) for t in results):
             seen.derived.add(n)
             seen.data.discard(n)
-            if any(t.requires_grad and not recorder.is_parameter(t) for t in results) or writes_to(n) is not None:
+            if any(t.requires_grad and not forward_pass.is_parameter(t) for t in results) or writes_to(n) is not None:
                 self.refuse(f"{n.target}: derived in part")
         elif torch.is_grad_enabled() and any(t.requires_grad for t in results):
             named = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
             if named not in _TAKES_SHAPE_OR_TYPE and any(
-                recorder.is_parameter(t) for _, held in inputs for t in tensors_in(_listed(held))
+                forward_pass.is_parameter(t) for _, held in inputs for t in tensors_in(_listed(held))
             ):
                 self.refuse(f"{n.target}: a use of a parameter that was not captured")
 
@@ -207,14 +207,14 @@ class Interpretation(torch.fx.Interpreter):
         call = getattr(made, "call", None)
         if call is None:
             raise NotRepeatable("a captured call whose result was changed")
-        if call.recorder is not self.recorder:
+        if call.forward_pass is not self.forward_pass:
             raise NotRepeatable(f"{call.name}: a call on one sample of the batch")
         data = tuple(self._node_of(tensor, inputs) for tensor in self._captures[0])
         operands = [(m, v) for m, v in inputs if isinstance(v, Tensor) and m not in data]
         template = template_of(call, [v for _, v in operands])
-        learned = tuple(self.recorder.is_parameter(v) for _, v in operands)
-        if any(self.recorder.is_parameter(v) for m, v in inputs if m in data) or any(
-            self.recorder.is_parameter(t) for _, v in inputs if not isinstance(v, Tensor) for t in tensors_in(v)
+        learned = tuple(self.forward_pass.is_parameter(v) for _, v in operands)
+        if any(self.forward_pass.is_parameter(v) for m, v in inputs if m in data) or any(
+            self.forward_pass.is_parameter(t) for _, v in inputs if not isinstance(v, Tensor) for t in tensors_in(v)
         ):
             raise NotRepeatable(f"{call.name}: parameters in lists or among the data")
         saved = made.saved_tensors  # type: ignore[union-attr]
@@ -237,8 +237,8 @@ class Interpretation(torch.fx.Interpreter):
         raise NotRepeatable("data made within the call")
 
     def _note_output(self, n: Node) -> None:
-        if self.recorder.unseen:
-            self.refuse(self.recorder.unseen)
+        if self.forward_pass.unseen:
+            self.refuse(self.forward_pass.unseen)
         try:
             for made, _ in self._made:
                 made.saved_tensors  # noqa: B018
@@ -246,7 +246,7 @@ class Interpretation(torch.fx.Interpreter):
             self.refuse("data that a captured call saves is written to afterwards")
         for node in n.all_input_nodes:
             value = self.env.get(node)
-            self.seen.layouts[node] = tag_of(value, self.recorder.batch) if isinstance(value, Tensor) else None
+            self.seen.layouts[node] = tag_of(value, self.forward_pass.batch) if isinstance(value, Tensor) else None
             if not isinstance(value, Tensor) and any(True for _ in tensors_in(_listed(value))):
                 self.refuse("the graph returns nested results")
 

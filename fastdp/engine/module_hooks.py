@@ -67,20 +67,20 @@ class _Region:
         self._lock, self._count, self._here = threading.Lock(), 0, threading.local()
 
     @property
-    def recorder(self) -> Pass | None:
+    def forward_pass(self) -> Pass | None:
         """The pass that this thread's compiled code runs in."""
-        found: Pass | None = getattr(self._here, "recorder", None)
+        found: Pass | None = getattr(self._here, "forward_pass", None)
         return found
 
-    def enter(self, recorder: Pass | None) -> Pass | None:
+    def enter(self, forward_pass: Pass | None) -> Pass | None:
         """Compiled code begins in this thread. Returns the pass before."""
-        before, self._here.recorder = self.recorder, recorder
+        before, self._here.forward_pass = self.forward_pass, forward_pass
         self._change(1)
         return before
 
     def leave(self, before: Pass | None) -> None:
         """It has ended."""
-        self._here.recorder = before
+        self._here.forward_pass = before
         self._change(-1)
 
     def _change(self, by: int) -> None:

@@ -34,7 +34,7 @@ class Backward(Protocol):
     last_use_of: dict[int, str]
     uses_of: dict[int, list[tuple[int, int]]]
 
-    def begin_record(self, recorder: Pass, path: str) -> bool:
+    def begin_record(self, forward_pass: Pass, path: str) -> bool:
         """A captured call's backward begins. Returns whether its uses count."""
 
     def record(self, use: Use) -> None:

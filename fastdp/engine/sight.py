@@ -47,18 +47,19 @@ class Sees(Protocol):
         """What makes a captured call differentiable."""
 
 
-def look_at(recorder: Sees, tensor: Tensor, func: Any) -> Layout | None:
+def look_at(forward_pass: Sees, tensor: Tensor, func: Any) -> Layout | None:
     """The layout of a tensor as its memory has it, where that says other than its tag (`layouts.memory.look`)."""
-    if id(tensor) not in recorder.tracked and link_of(tensor) is None:
-        layout = tag_of(tensor, recorder.batch)
+    if id(tensor) not in forward_pass.tracked and link_of(tensor) is None:
+        layout = tag_of(tensor, forward_pass.batch)
         if layout is None:
-            recorder.exposed.meet(tensor)
-            layout = tag_of(tensor, recorder.batch)
-        return look(tensor, layout, recorder.batch)
+            forward_pass.exposed.meet(tensor)
+            layout = tag_of(tensor, forward_pass.batch)
+        return look(tensor, layout, forward_pass.batch)
     if was_filled() and shares(tensor):
         raise UncapturedUseError(
-            f"{recorder.place(function_name(func))} takes parameter {recorder.names_of([tensor])}, whose memory data "
-            "was written to (a start from the first batch?): a parameter must not tell of samples without noise."
+            f"{forward_pass.place(function_name(func))} takes parameter {forward_pass.names_of([tensor])}, whose "
+            "memory data was written to (a start from the first batch?): a parameter must not tell of samples without "
+            "noise."
         )
     return None
 
@@ -69,28 +70,28 @@ _OUT_OF_SIGHT = (
 )
 
 
-def look_beneath(recorder: Sees, func: Any, args: Any, kwargs: Any) -> None:
+def look_beneath(forward_pass: Sees, func: Any, args: Any, kwargs: Any) -> None:
     """A call inside a transform of torch.func, which hides whose rows it combines: note what it takes."""
     for tensor in tensors_in((args, kwargs)):
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         if not tensor.requires_grad:
-            if tensor.is_floating_point() and recorder.batch > 1 and tag_of(tensor, recorder.batch) is not None:
-                recorder.reads.note(f"{recorder.place(function_name(func))} {_OUT_OF_SIGHT}", None)
-        elif recorder.is_parameter(tensor):
-            recorder.note_use(tensor, f"{recorder.place(function_name(func))}, inside torch.func or torch.vmap")
-        elif recorder.is_data(tensor) and not recorder.unseen:
-            recorder.unseen = (
-                f"{recorder.place(function_name(func))} runs inside torch.func or torch.vmap, out of sight"
+            if tensor.is_floating_point() and forward_pass.batch > 1 and tag_of(tensor, forward_pass.batch) is not None:
+                forward_pass.reads.note(f"{forward_pass.place(function_name(func))} {_OUT_OF_SIGHT}", None)
+        elif forward_pass.is_parameter(tensor):
+            forward_pass.note_use(tensor, f"{forward_pass.place(function_name(func))}, inside torch.func or torch.vmap")
+        elif forward_pass.is_data(tensor) and not forward_pass.unseen:
+            forward_pass.unseen = (
+                f"{forward_pass.place(function_name(func))} runs inside torch.func or torch.vmap, out of sight"
             )
 
 
-def refuse_numbers_of_data(recorder: Sees, func: Any, parameters: list[Tensor]) -> None:
+def refuse_numbers_of_data(forward_pass: Sees, func: Any, parameters: list[Tensor]) -> None:
     """Raises UncapturedUseError where a parameter is given the numbers of data."""
     if func == _SET_DATA:
         raise UncapturedUseError(
-            f"{recorder.place('.data = ...')} gives parameter {recorder.names_of(parameters)} the numbers of data: its "
-            "gradient would be of other numbers. Compute with the data itself."
+            f"{forward_pass.place('.data = ...')} gives parameter {forward_pass.names_of(parameters)} the numbers of "
+            "data: its gradient would be of other numbers. Compute with the data itself."
         )
 
 
@@ -122,16 +123,16 @@ class Poison(torch.autograd.Function):
 
 
 def poisoned(
-    recorder: Sees, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: SampleMixingError
+    forward_pass: Sees, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: SampleMixingError
 ) -> Any:
     """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""
-    detached = map_tensors((args, kwargs), lambda t: t.detach() if recorder.is_parameter(t) else t)
+    detached = map_tensors((args, kwargs), lambda t: t.detach() if forward_pass.is_parameter(t) else t)
     out = func(*detached[0], **detached[1])
-    mixed = Layout(recorder.batch, mixed=problem.mixed)
+    mixed = Layout(forward_pass.batch, mixed=problem.mixed)
 
     def poison(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() or tensor.is_complex():
-            tensor = Poison.apply(tensor, recorder.token_for(()), problem)  # type: ignore[no-untyped-call]
+            tensor = Poison.apply(tensor, forward_pass.token_for(()), problem)  # type: ignore[no-untyped-call]
         tag(tensor, mixed)
         return tensor
 

@@ -21,31 +21,39 @@ from ..ops.bounds import added, roundings, unit
 from ..ops.common import accumulate
 from .conv import Conv
 from .embedding import Lookup
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .linear import Matmul
 from .routed import Routed
 from .use import Stored, Use
 
 
 class OneSample:
-    """A recorder for a call on one sample of the batch: a batch of one (`fastdp.uses.forward_pass.Recorder`)."""
+    """A pass for a call on one sample of the batch: a batch of one (`fastdp.uses.forward_pass.ForwardPass`)."""
 
     batch = 1
 
-    def __init__(self, recorder: Recorder, layout: Layout) -> None:
-        self.recorder, self.layout, self.sample = recorder, layout, layout.alone
-        self.planner = recorder.planner
-        self.is_parameter, self.is_data, self.is_tracked = recorder.is_parameter, recorder.is_data, recorder.is_tracked
-        self.place, self.token_for, self.begin_record = recorder.place, recorder.token_for, recorder.begin_record
-        self.names_of = recorder.names_of
+    def __init__(self, forward_pass: ForwardPass, layout: Layout) -> None:
+        self.forward_pass, self.layout, self.sample = forward_pass, layout, layout.alone
+        self.planner = forward_pass.planner
+        self.is_parameter, self.is_data, self.is_tracked = (
+            forward_pass.is_parameter,
+            forward_pass.is_data,
+            forward_pass.is_tracked,
+        )
+        self.place, self.token_for, self.begin_record = (
+            forward_pass.place,
+            forward_pass.token_for,
+            forward_pass.begin_record,
+        )
+        self.names_of = forward_pass.names_of
 
     @property
     def compiling(self) -> bool:
-        return self.recorder.compiling
+        return self.forward_pass.compiling
 
     @property
     def path(self) -> str:
-        return self.recorder.path
+        return self.forward_pass.path
 
     def guess_layout(self, tensor: Tensor) -> Layout | None:
         return Layout(1)
@@ -54,10 +62,10 @@ class OneSample:
         return use  # what is one sample's is one person's
 
     def record(self, use: Any) -> None:
-        self.recorder.record(Alone(use, self.sample, self.recorder.batch))
+        self.forward_pass.record(Alone(use, self.sample, self.forward_pass.batch))
 
     def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.recorder.traced(function, *args, **kwargs)
+        return self.forward_pass.traced(function, *args, **kwargs)
 
     def tagged(self, out: Any, func: Any, args: tuple[Any, ...]) -> Any:
         """The results of the call, marked as the sample's."""
@@ -68,31 +76,33 @@ class OneSample:
         return out
 
 
-def one_sample_of(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OneSample | None:
-    """A recorder for a call whose data is of one sample; None for other data. Raises where samples meet."""
-    layouts = [layout for tensor in tensors_in((args, kwargs)) if (layout := tag_of(tensor, recorder.batch))]
-    if recorder.batch <= 1 or all(layout.alone < 0 for layout in layouts):
+def one_sample_of(
+    forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OneSample | None:
+    """A pass for a call whose data is of one sample; None for other data. Raises where samples meet."""
+    layouts = [layout for tensor in tensors_in((args, kwargs)) if (layout := tag_of(tensor, forward_pass.batch))]
+    if forward_pass.batch <= 1 or all(layout.alone < 0 for layout in layouts):
         return None
     found = {owner_of(layout) for layout in layouts}
     bad = next((layout.mixed for layout in layouts if layout.mixed), "")
     name = function_name(func)
     if len(found) > 1 or -1 in found or bad or any(layout.places for layout in layouts):
-        why = bad or f"{recorder.place(name)} combines rows of different samples with a parameter"
+        why = bad or f"{forward_pass.place(name)} combines rows of different samples with a parameter"
         raise SampleMixingError(
-            f"{recorder.place(name)}: its input depends on several samples: {why}. Per-sample gradients do not exist "
-            "for such a model; remove the operation, or use one that works on each sample alone.",
+            f"{forward_pass.place(name)}: its input depends on several samples: {why}. Per-sample gradients do not "
+            "exist for such a model; remove the operation, or use one that works on each sample alone.",
             why,
         )
     if is_in_place(name) and args and isinstance(args[0], Tensor) and args[0]._is_view():
         base = args[0]._base
-        if base is not None and tag_of(base, recorder.batch) != tag_of(args[0], recorder.batch):
-            why = f"{recorder.place(name)} writes into a view of the batch"
+        if base is not None and tag_of(base, forward_pass.batch) != tag_of(args[0], forward_pass.batch):
+            why = f"{forward_pass.place(name)} writes into a view of the batch"
             raise SampleMixingError(f"{why}, together with a parameter. Use torch.stack or torch.cat.", why)
     sized, guessed = (
         any(layout.size_from_data or layout.order is not None for layout in layouts),
         any(layout.guessed for layout in layouts),
     )
-    return OneSample(recorder, Layout(recorder.batch, alone=found.pop(), size_from_data=sized, guessed=guessed))
+    return OneSample(forward_pass, Layout(forward_pass.batch, alone=found.pop(), size_from_data=sized, guessed=guessed))
 
 
 class Alone(Use):

@@ -11,34 +11,41 @@ from torch import Tensor
 
 from ..errors import SampleMixingError
 from ..layouts.calls import bind
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .generic import python_body
 from .rules import sample_layout, use_rule
 
 
 @use_rule(F.multi_head_attention_forward)
-def capture_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_attention(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """nn.MultiheadAttention: queries, keys and values are [T,B,E] here; the projections are linear uses."""
     query = args[0] if args else kwargs["query"]
-    if recorder.batch > 1 and query.dim() == 3 and not recorder.is_parameter(query) and recorder.is_data(query):
-        layout = sample_layout(recorder, query, "multi_head_attention_forward")
+    if (
+        forward_pass.batch > 1
+        and query.dim() == 3
+        and not forward_pass.is_parameter(query)
+        and forward_pass.is_data(query)
+    ):
+        layout = sample_layout(forward_pass, query, "multi_head_attention_forward")
         if layout.dim != 1:
             raise SampleMixingError(
-                f"{recorder.place('multi_head_attention_forward')}: attends from one sample to another, as its "
+                f"{forward_pass.place('multi_head_attention_forward')}: attends from one sample to another, as its "
                 "input has the samples in the sequence's place. Build the module with batch_first=True."
             )
     body = python_body(func)
     assert body is not None
-    return recorder.traced(body, *args, **kwargs)
+    return forward_pass.traced(body, *args, **kwargs)
 
 
 @use_rule(F.scaled_dot_product_attention)
-def capture_dot_product_attention(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_dot_product_attention(
+    forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Seen through as the softmax that it is, where the mask is made of parameters (biases of relative positions), and
     where weights are dropped out, which the generic rule could not repeat for one sample; else the generic rule."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     query, key, value, mask, dropout, causal, scale, grouped = bind(args, kwargs, *names)
-    if not dropout and not (isinstance(mask, Tensor) and recorder.is_parameter(mask)):
+    if not dropout and not (isinstance(mask, Tensor) and forward_pass.is_parameter(mask)):
         return NotImplemented
 
     def body() -> Tensor:
@@ -57,7 +64,7 @@ def capture_dot_product_attention(recorder: Recorder, func: Any, args: tuple[Any
         weights = weights.masked_fill(nowhere, 0.0)
         return (F.dropout(weights, dropout) if dropout else weights) @ values
 
-    return recorder.traced(body)
+    return forward_pass.traced(body)
 
 
 # seen through also where no parameter of theirs is trained: their inner dimensions would hide attention from one

@@ -16,7 +16,7 @@ from ..layouts.calls import bind
 from ..layouts.layout import Layout
 from .captured import Captured, Operand, capture
 from .embedding import Lookup
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .links import link_of
 from .rules import by_sample, refuse_by_position, sample_layout, use_rule
 from .use import Lazy, Stored, Use
@@ -87,10 +87,12 @@ _DATA = object()  # a side of an elementwise call that is data: the call's node 
 class _Elementwise(Captured):
     """x (op) w with op one of add, sub, mul, div; either side may be the operand."""
 
-    def __init__(self, recorder: Recorder, name: str, sides: tuple[Any, Any], alpha: Any, layout: Layout) -> None:
-        super().__init__(recorder, name, recorder.path)
+    def __init__(
+        self, forward_pass: ForwardPass, name: str, sides: tuple[Any, Any], alpha: Any, layout: Layout
+    ) -> None:
+        super().__init__(forward_pass, name, forward_pass.path)
         self.sides = tuple(
-            s if not isinstance(s, Tensor) else Operand.of(s) if recorder.is_parameter(s) else _DATA for s in sides
+            s if not isinstance(s, Tensor) else Operand.of(s) if forward_pass.is_parameter(s) else _DATA for s in sides
         )
         self.alpha, self.layout = alpha, layout
         self.kind = next(k for k in ("add", "sub", "mul", "div") if k in name.replace("multiply", "mul"))
@@ -140,7 +142,7 @@ class _Elementwise(Captured):
                     other = values[0] if values else None
                 full = self._gradient(grads[0], side, other, position)
                 use = uses_of_broadcast(side.tensor, by_sample(full, self.layout), self.layout, self.ndim, self.name)
-                self.recorder.record(use)
+                self.forward_pass.record(use)
 
     def _gradient(self, g: Tensor, side: Operand | None, other: Any, position: int) -> Tensor:
         if self.kind == "mul":
@@ -169,14 +171,14 @@ def _kind_name(func: Any) -> str:
 
 
 @use_rule(*_ADD, *_SUB, *_MUL, *_DIV, *_IN_PLACE)
-def capture_elementwise(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_elementwise(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """w + x, x * w, ... with one or two operands; in place, the target becomes the captured result."""
     if "rounding_mode" in kwargs or "out" in kwargs or kwargs.get("other") is not None or len(args) != 2:
         return NotImplemented
     first, second = args
-    data = [s for s in (first, second) if isinstance(s, Tensor) and not recorder.is_parameter(s)]
-    source = next(s for s in data if recorder.is_data(s))
-    layout = sample_layout(recorder, source, func.__name__)
+    data = [s for s in (first, second) if isinstance(s, Tensor) and not forward_pass.is_parameter(s)]
+    source = next(s for s in data if forward_pass.is_data(s))
+    layout = sample_layout(forward_pass, source, func.__name__)
     in_place = func in _IN_PLACE
     ndim = max(s.dim() for s in (first, second) if isinstance(s, Tensor))
     if in_place and first is not source:
@@ -184,8 +186,8 @@ def capture_elementwise(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
     layout = layout._replace(dim=layout.dim + ndim - source.dim()) if layout.batch > 1 else layout
     for side in (first, second):
         if isinstance(side, Tensor) and side is not source:
-            refuse_by_position(recorder, side, layout, ndim, func.__name__)
-    call = _Elementwise(recorder, _kind_name(func), (first, second), kwargs.get("alpha", 1), layout)
+            refuse_by_position(forward_pass, side, layout, ndim, func.__name__)
+    call = _Elementwise(forward_pass, _kind_name(func), (first, second), kwargs.get("alpha", 1), layout)
     if not in_place:
         return capture(call, *data, layout=layout)
     out = capture(call, first.clone(), *data[1:], layout=layout)
@@ -195,9 +197,9 @@ def capture_elementwise(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
 class _Cat(Captured):
     """cat of data and operands: each operand's gradient is its slice of the output gradient."""
 
-    def __init__(self, recorder: Recorder, parts: list[Tensor], dim: int, layout: Layout) -> None:
-        super().__init__(recorder, "cat", recorder.path)
-        self.parts = [Operand.of(p) if recorder.is_parameter(p) else p.size(dim) for p in parts]
+    def __init__(self, forward_pass: ForwardPass, parts: list[Tensor], dim: int, layout: Layout) -> None:
+        super().__init__(forward_pass, "cat", forward_pass.path)
+        self.parts = [Operand.of(p) if forward_pass.is_parameter(p) else p.size(dim) for p in parts]
         self.dim, self.layout = dim, layout
 
     def run(self, *data: Tensor) -> Tensor:
@@ -227,26 +229,26 @@ class _Cat(Captured):
             if isinstance(part, Operand):
                 piece = by_sample(g.narrow(self.dim, start, size), self.layout)
                 use = uses_of_broadcast(part.tensor, piece, self.layout, g.dim(), "cat")
-                self.recorder.record(use)
+                self.forward_pass.record(use)
             start += size
 
 
 @use_rule(torch.cat, torch.concat, torch.concatenate)
-def capture_cat(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_cat(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """cat([class_token.expand(B, -1, -1), x], 1), bias_kv of attention, prompts."""
     parts, dim = bind(args, kwargs, "tensors", "dim")
     parts = list(parts)
-    source = next(p for p in parts if recorder.is_data(p) and not recorder.is_parameter(p))
-    layout = sample_layout(recorder, source, "cat")
+    source = next(p for p in parts if forward_pass.is_data(p) and not forward_pass.is_parameter(p))
+    layout = sample_layout(forward_pass, source, "cat")
     dim = (dim or 0) % source.dim()
-    data = [p for p in parts if not recorder.is_parameter(p)]
+    data = [p for p in parts if not forward_pass.is_parameter(p)]
     for part in data if layout.batch > 1 else ():
-        own = sample_layout(recorder, part, "cat") if recorder.is_data(part) else layout
+        own = sample_layout(forward_pass, part, "cat") if forward_pass.is_data(part) else layout
         if own.dim != layout.dim or not own.same_rows(layout, part.device):
-            place = recorder.place("cat")
+            place = forward_pass.place("cat")
             raise SampleMixingError(f"{place}: joins rows of different samples.", f"{place} joins rows of samples")
     if (layout.batch > 1 and dim == layout.dim) or any(p.dim() != source.dim() for p in parts):
         return NotImplemented
     if len({p.dtype for p in parts}) > 1:
         return NotImplemented
-    return capture(_Cat(recorder, parts, dim, layout), *data, layout=layout)
+    return capture(_Cat(forward_pass, parts, dim, layout), *data, layout=layout)

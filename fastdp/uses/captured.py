@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import StepError
 from ..layouts.layout import Layout, tag
 from ..ops.common import exactly
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .saved import check_same, fingerprints
 
 
@@ -39,15 +39,15 @@ class Captured:
     data: the tensors that carry samples, differentiable or not; what is saved for backward.
     """
 
-    def __init__(self, recorder: Recorder, name: str, path: str) -> None:
-        self.recorder, self.name, self.path = recorder, name, path
+    def __init__(self, forward_pass: ForwardPass, name: str, path: str) -> None:
+        self.forward_pass, self.name, self.path = forward_pass, name, path
         self.inner: tuple[list[Tensor], Any] | None = None
         self.again: _Again | None = None  # the call runs once more in backward, instead of keeping a graph
         self._kept: list[tuple[Tensor, int]] = []
 
     @property
     def batch(self) -> int:
-        return self.recorder.batch
+        return self.forward_pass.batch
 
     def keep(self, *values: Tensor | None) -> None:
         """Note tensors beside the data whose numbers the backward reads: autograd does not watch over these."""
@@ -146,7 +146,7 @@ class CaptureFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call: Captured = ctx.call
-        asked = call.recorder.begin_record(call.path)
+        asked = call.forward_pass.begin_record(call.path)
         call.check_kept()
         kept = ctx.saved_tensors
         check_same(kept, ctx.fingerprints, call.name, call.path)
@@ -163,7 +163,7 @@ class CaptureFunction(torch.autograd.Function):
 
 def capture(call: Captured, *data: Tensor, layout: Layout | None) -> Any:
     """Run a captured call and tag its result."""
-    out = CaptureFunction.apply(call.recorder.token_for(data), call, *data)  # type: ignore[no-untyped-call]
+    out = CaptureFunction.apply(call.forward_pass.token_for(data), call, *data)  # type: ignore[no-untyped-call]
     if layout is not None:
         for tensor in (out,) if isinstance(out, Tensor) else out:
             tag(tensor, layout)

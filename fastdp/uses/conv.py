@@ -16,7 +16,7 @@ from ..ops.common import accumulate
 from ..ops.geometry import Geometry, spatial
 from .captured import Captured, Operand, capture
 from .costs import Shape
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .linear import autocast_dtype, is_short
 from .planner import Planner
 from .rules import by_sample, sample_layout, use_rule
@@ -61,12 +61,12 @@ def shape_of(x: Tensor, g: Tensor, geometry: Geometry) -> Shape:
 
 
 class _Conv(Captured):
-    def __init__(self, recorder: Recorder, name: str, weight: Tensor, bias: Tensor | None, geometry: Geometry,
+    def __init__(self, forward_pass: ForwardPass, name: str, weight: Tensor, bias: Tensor | None, geometry: Geometry,
                  layout: Layout) -> None:  # fmt: skip
-        super().__init__(recorder, name, recorder.path)
+        super().__init__(forward_pass, name, forward_pass.path)
         self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
-        self.learns_weight = recorder.is_parameter(weight)
-        self.learns_bias = bias is not None and recorder.is_parameter(bias)
+        self.learns_weight = forward_pass.is_parameter(weight)
+        self.learns_bias = bias is not None and forward_pass.is_parameter(bias)
         self.geometry, self.layout = geometry, layout
         self.value = self.weight.value
         self.cast: torch.dtype | None = None
@@ -103,17 +103,17 @@ class _Conv(Captured):
 
     def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g = by_sample(grads[0], self.layout)
-        recorder = self.recorder
+        forward_pass = self.forward_pass
         if self.learns_weight:
             x = by_sample(saved[0], self.layout)
-            use: Use = recorder.folded(Conv(self.weight.tensor, x, g, self.geometry, self.name))
+            use: Use = forward_pass.folded(Conv(self.weight.tensor, x, g, self.geometry, self.name))
             assert use.shape is not None
-            if recorder.planner.materialises(use.shape, x.nbytes + g.nbytes, x.device, is_short(x)):
+            if forward_pass.planner.materialises(use.shape, x.nbytes + g.nbytes, x.device, is_short(x)):
                 use = Stored(self.weight.tensor, use.per_sample(0, use.batch), self.name, use.shape)
-            recorder.record(use)
+            forward_pass.record(use)
         if self.bias is not None and self.learns_bias:
             over = [d for d in range(1, g.dim()) if d != 2]
-            recorder.record(Stored(self.bias.tensor, accumulate(g).sum(over), self.name))
+            forward_pass.record(Stored(self.bias.tensor, accumulate(g).sum(over), self.name))
 
 
 _DIMENSIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
@@ -121,7 +121,7 @@ _TRANSPOSED = {F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d:
 
 
 @use_rule(*_DIMENSIONS)
-def capture_conv(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_conv(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.conv1d, conv2d, conv3d: stride, padding (numbers, 'valid', 'same'), dilation, groups."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     x, weight, bias, stride, padding, dilation, groups = bind(args, kwargs, *names)
@@ -134,34 +134,36 @@ def capture_conv(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
         total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         if any(size % 2 for size in total):  # torch pads one more at the end
             pads = [p for size in reversed(total) for p in (size // 2, size - size // 2)]
-            x, padding = recorder.traced(F.pad, x, pads), 0
+            x, padding = forward_pass.traced(F.pad, x, pads), 0
         else:
             padding = [size // 2 for size in total]
     geometry = Geometry(tuple(weight.shape), stride, spatial(padding, n), dilation, _or(groups, 1), False, (0,) * n)
-    return _capture(recorder, func.__name__, x, weight, bias, geometry)
+    return _capture(forward_pass, func.__name__, x, weight, bias, geometry)
 
 
 @use_rule(*_TRANSPOSED)
-def capture_conv_transpose(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_conv_transpose(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.conv_transpose1d, 2d, 3d."""
     names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
     x, weight, bias, stride, padding, output_padding, groups, dilation = bind(args, kwargs, *names)
     n = _TRANSPOSED[func]
     sizes = [spatial(_or(v, d), n) for v, d in ((stride, 1), (padding, 0), (dilation, 1), (output_padding, 0))]
     geometry = Geometry(tuple(weight.shape), sizes[0], sizes[1], sizes[2], _or(groups, 1), True, sizes[3])
-    return _capture(recorder, func.__name__, x, weight, bias, geometry)
+    return _capture(forward_pass, func.__name__, x, weight, bias, geometry)
 
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _capture(recorder: Recorder, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Any:
-    if recorder.is_parameter(x) or not recorder.is_data(x) or math.prod(x.shape[1:]) == 0:
+def _capture(
+    forward_pass: ForwardPass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+) -> Any:
+    if forward_pass.is_parameter(x) or not forward_pass.is_data(x) or math.prod(x.shape[1:]) == 0:
         return NotImplemented
-    if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias) if t is not None):
+    if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in (weight, bias) if t is not None):
         return NotImplemented
-    layout = sample_layout(recorder, x, name)
+    layout = sample_layout(forward_pass, x, name)
     if x.dim() != weight.dim() or (layout.batch > 1 and layout.dim != 0):
         return NotImplemented  # an image without a batch dimension
-    return capture(_Conv(recorder, name, weight, bias, geometry, layout), x, layout=layout)
+    return capture(_Conv(forward_pass, name, weight, bias, geometry, layout), x, layout=layout)

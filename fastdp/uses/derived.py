@@ -18,7 +18,7 @@ from ..errors import SampleMixingError, UncapturedUseError
 from ..layouts.calls import bind, function_name, is_in_place, tensors_in
 from ..layouts.layout import tag_of
 from ..ops.common import accumulate
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .links import Link, leaves_of, link_of, set_link
 
 # functions that only move, drop or cast elements
@@ -33,7 +33,7 @@ _BROADCASTING = frozenset(("expand", "expand_as", "broadcast_to"))
 
 
 def mark_derived(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recorder: Recorder, parents: list[Tensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, forward_pass: ForwardPass, parents: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """Link the results of a function of parameters (and constants) to the parameters; returns these.
 
@@ -42,12 +42,12 @@ def mark_derived(
     name = function_name(func)
     if name in _HOOKING:
         raise UncapturedUseError(
-            f"{recorder.place(name)}: a hook on the gradient of {recorder.names_of(parents)}, or of a tensor made of "
-            "it, would not see the gradients of samples. Remove it; to mask a weight, multiply it by the mask."
+            f"{forward_pass.place(name)}: a hook on the gradient of {forward_pass.names_of(parents)}, or of a tensor "
+            "made of it, would not see the gradients of samples. Remove it; to mask a weight, multiply it by the mask."
         )
     first = next(iter((*args, *kwargs.values())))  # torch.nn.init names its arguments
     results = [first] if is_in_place(name) else list(tensors_in(out))
-    results = [t for t in results if t.requires_grad and not recorder.is_tracked(t)]
+    results = [t for t in results if t.requires_grad and not forward_pass.is_tracked(t)]
     if not results:
         return ()
     leaves: dict[int, Tensor] = {}
@@ -69,17 +69,17 @@ def mark_derived(
             link = link._replace(kind="lookup", ids=_row_index(name, args, kwargs))
     elif func is F.embedding and len(parents) == 1:
         ids, _, padding_idx, max_norm = bind(args, kwargs, "input", "weight", "padding_idx", "max_norm")
-        check_embedding(recorder, args, kwargs)
+        check_embedding(forward_pass, args, kwargs)
         if padding_idx is None and max_norm is None:
             link = link._replace(kind="lookup", ids=ids)
     for result in results:
         set_link(result, link._replace(version=result._version))
-        if is_in_place(name) and result._is_view() and not recorder.compiling:
-            _link_base(result, before, recorder)
+        if is_in_place(name) and result._is_view() and not forward_pass.compiling:
+            _link_base(result, before, forward_pass)
     return link.leaves
 
 
-def _link_base(view: Tensor, before: Link | None, recorder: Recorder) -> None:
+def _link_base(view: Tensor, before: Link | None, forward_pass: ForwardPass) -> None:
     """What was written through a view is in the memory that it views: that tensor is made of these parameters too.
 
     before: the view's link before it was written to. Not followed where the memory holds data, or had been written to
@@ -87,7 +87,7 @@ def _link_base(view: Tensor, before: Link | None, recorder: Recorder) -> None:
     """
     base = view._base
     link = link_of(view)
-    if base is None or link is None or recorder.is_tracked(base) or tag_of(base, recorder.batch) is not None:
+    if base is None or link is None or forward_pass.is_tracked(base) or tag_of(base, forward_pass.batch) is not None:
         return
     above = link_of(base)
     if above is None or before is None or above.version != before.version:
@@ -106,17 +106,17 @@ def _moves_each_once(name: str, parent: Tensor, args: tuple[Any, ...], kwargs: d
     return all(item is None or item is Ellipsis or isinstance(item, int | slice) for item in index)
 
 
-def check_embedding(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_embedding(forward_pass: ForwardPass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse the options of F.embedding that depend on other samples or change the table without noise."""
     options = bind(args, kwargs, "", "", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
     if options[3] is not None:
         raise SampleMixingError(
-            f"{recorder.place('embedding')}: max_norm rescales rows of the table by who is in the batch, without "
+            f"{forward_pass.place('embedding')}: max_norm rescales rows of the table by who is in the batch, without "
             "noise. Set max_norm=None."
         )
     if options[5]:
         raise SampleMixingError(
-            f"{recorder.place('embedding')}: scale_grad_by_freq makes a sample's gradient depend on the others. "
+            f"{forward_pass.place('embedding')}: scale_grad_by_freq makes a sample's gradient depend on the others. "
             "Set scale_grad_by_freq=False."
         )
 

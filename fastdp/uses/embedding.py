@@ -17,7 +17,7 @@ from ..ops.bounds import enlarged, is_small, of_repeats, of_rows
 from .captured import Captured, Operand, capture
 from .derived import check_embedding, mark_derived
 from .experts import note_gathered
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .generic import capture_whole
 from .rules import by_sample, sample_layout, use_rule
 from .use import Use
@@ -66,8 +66,8 @@ class Lookup(Use):
 
 
 class _Embedding(Captured):
-    def __init__(self, recorder: Recorder, table: Operand, padding_idx: int | None, layout: Layout) -> None:
-        super().__init__(recorder, "embedding", recorder.path)
+    def __init__(self, forward_pass: ForwardPass, table: Operand, padding_idx: int | None, layout: Layout) -> None:
+        super().__init__(forward_pass, "embedding", forward_pass.path)
         self.table, self.padding_idx, self.layout = table, padding_idx, layout
 
     def run(self, *data: Tensor) -> Tensor:
@@ -77,44 +77,44 @@ class _Embedding(Captured):
         ids, g = by_sample(saved[0], self.layout), by_sample(grads[0], self.layout)
         if self.padding_idx is not None:
             g = torch.where((ids == self.padding_idx).unsqueeze(-1), torch.zeros((), dtype=g.dtype, device=g.device), g)
-        self.recorder.record(Lookup.rows(self.table.tensor, ids, g, self.name))
+        self.forward_pass.record(Lookup.rows(self.table.tensor, ids, g, self.name))
 
 
 @use_rule(F.embedding)
-def capture_embedding(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_embedding(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.embedding(ids, table); options that couple samples are refused."""
     ids, table, padding_idx = bind(args, kwargs, "input", "weight", "padding_idx")
-    if recorder.is_parameter(ids) or not recorder.is_parameter(table):
+    if forward_pass.is_parameter(ids) or not forward_pass.is_parameter(table):
         return NotImplemented
-    check_embedding(recorder, args, kwargs)
-    layout = sample_layout(recorder, ids, "embedding")
+    check_embedding(forward_pass, args, kwargs)
+    layout = sample_layout(forward_pass, ids, "embedding")
     if padding_idx is not None and padding_idx < 0:
         padding_idx += table.size(0)
-    return capture(_Embedding(recorder, Operand.of(table), padding_idx, layout), ids, layout=layout)
+    return capture(_Embedding(forward_pass, Operand.of(table), padding_idx, layout), ids, layout=layout)
 
 
 @use_rule(torch.Tensor.__getitem__)
-def capture_getitem(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_getitem(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """table[ids] with ids from the data (relative position tables)."""
     table, index = args
-    chosen = _without_choices(recorder, table, index)
+    chosen = _without_choices(forward_pass, table, index)
     if chosen is not None:
         out = func(table, chosen)
-        mark_derived(func, (table, chosen), {}, out, recorder, [table])
+        mark_derived(func, (table, chosen), {}, out, forward_pass, [table])
         return out
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
     if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32):
         return NotImplemented
-    if not recorder.is_parameter(table) or recorder.is_parameter(index):
+    if not forward_pass.is_parameter(table) or forward_pass.is_parameter(index):
         return NotImplemented
-    layout = sample_layout(recorder, index, "__getitem__")
-    out = capture(_RowIndex(recorder, Operand.of(table), layout), index, layout=layout)
+    layout = sample_layout(forward_pass, index, "__getitem__")
+    out = capture(_RowIndex(forward_pass, Operand.of(table), layout), index, layout=layout)
     note_gathered(out, table, index)
     return out
 
 
-def _without_choices(recorder: Recorder, table: Tensor, index: Any) -> Any:
+def _without_choices(forward_pass: ForwardPass, table: Tensor, index: Any) -> Any:
     """An index made of choices that occur in the batch alone (the experts that got any token), as constants.
 
     None if there is anything else among it. The choices say which parts of the table are computed with; what each
@@ -124,7 +124,7 @@ def _without_choices(recorder: Recorder, table: Tensor, index: Any) -> Any:
     found: list[Any] = []
     chosen = False
     for item in items:
-        layout = tag_of(item, recorder.batch) if isinstance(item, Tensor) else None
+        layout = tag_of(item, forward_pass.batch) if isinstance(item, Tensor) else None
         if layout is None:
             found.append(item)
             continue
@@ -132,7 +132,7 @@ def _without_choices(recorder: Recorder, table: Tensor, index: Any) -> Any:
             return None
         found.append(int(item) if item.dim() == 0 else item.detach().clone())
         chosen = True
-    if not chosen or not recorder.is_parameter(table):
+    if not chosen or not forward_pass.is_parameter(table):
         return None
     for item in found:
         if isinstance(item, Tensor):
@@ -141,8 +141,8 @@ def _without_choices(recorder: Recorder, table: Tensor, index: Any) -> Any:
 
 
 class _RowIndex(Captured):
-    def __init__(self, recorder: Recorder, table: Operand, layout: Layout) -> None:
-        super().__init__(recorder, "__getitem__", recorder.path)
+    def __init__(self, forward_pass: ForwardPass, table: Operand, layout: Layout) -> None:
+        super().__init__(forward_pass, "__getitem__", forward_pass.path)
         self.table, self.layout = table, layout
 
     def run(self, *data: Tensor) -> Tensor:
@@ -150,16 +150,16 @@ class _RowIndex(Captured):
 
     def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         ids, g = by_sample(saved[0], self.layout), by_sample(grads[0], self.layout)
-        self.recorder.record(Lookup.rows(self.table.tensor, ids, g, self.name))
+        self.forward_pass.record(Lookup.rows(self.table.tensor, ids, g, self.name))
 
 
 class _Bag(Captured):
     """embedding_bag with sum or mean: every element of a bag has the bag's gradient times its weight."""
 
     def __init__(
-        self, recorder: Recorder, table: Operand, options: dict[str, Any], bags: Layout, weighted: bool
+        self, forward_pass: ForwardPass, table: Operand, options: dict[str, Any], bags: Layout, weighted: bool
     ) -> None:
-        super().__init__(recorder, "embedding_bag", recorder.path)
+        super().__init__(forward_pass, "embedding_bag", forward_pass.path)
         self.table, self.options, self.bags, self.weighted = table, options, bags, weighted
 
     def run(self, *data: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class _Bag(Captured):
         owner = self.bags.owners(g.device)[bag]
         layout = Layout(self.bags.batch, 0, owner=owner)
         use = Lookup.rows(self.table.tensor, by_sample(flat, layout), by_sample(rows, layout), self.name)
-        self.recorder.record(use)
+        self.forward_pass.record(use)
 
     def _bag_of_element(self, ids: Tensor, bags: int) -> Tensor:
         if ids.dim() == 2:
@@ -198,45 +198,45 @@ def _bags_of_elements(ids: Tensor, offsets: Tensor, bags: int) -> Tensor:
     return torch.searchsorted(offsets[:bags].contiguous(), torch.arange(ids.numel(), device=ids.device), right=True) - 1
 
 
-def _check_bags(recorder: Recorder, ids: Tensor, offsets: Tensor, bags: Layout) -> None:
+def _check_bags(forward_pass: ForwardPass, ids: Tensor, offsets: Tensor, bags: Layout) -> None:
     """Where the model itself made ids of samples' rows, each must lie in a bag of its own sample."""
-    layout = tag_of(ids, recorder.batch)
+    layout = tag_of(ids, forward_pass.batch)
     if layout is None or layout.batch <= 1 or (notes.INPUT in ids.__dict__ and layout.owner is None):
         return  # rows of an input are not looked at as samples here: its bags are
     owner = bags.owners(ids.device)[_bags_of_elements(ids, offsets, len(offsets))]
     if layout.mixed or layout.alone >= 0 or not torch.equal(layout.owners(ids.device), owner):
-        place = recorder.place("embedding_bag")
+        place = forward_pass.place("embedding_bag")
         raise SampleMixingError(f"{place}: a bag holds rows of several samples.", f"{place} puts samples into one bag")
 
 
 @use_rule(F.embedding_bag)
-def capture_embedding_bag(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_embedding_bag(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sum and mean bags, 2-D ids or offsets, weights per element; max takes the generic rule."""
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
              "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip
     found = dict(zip(names, bind(args, kwargs, *names), strict=True))
     ids, table, offsets, weights = (found[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
-    if not recorder.is_parameter(table) or (weights is not None and recorder.is_parameter(weights)):
+    if not forward_pass.is_parameter(table) or (weights is not None and forward_pass.is_parameter(weights)):
         return NotImplemented
     check = (ids, table, None, found["max_norm"], None, found["scale_grad_by_freq"])
-    check_embedding(recorder, check, {})
+    check_embedding(forward_pass, check, {})
     mode = found["mode"] or "mean"
     if mode == "max":
-        return capture_whole(recorder, func, args, kwargs)
+        return capture_whole(forward_pass, func, args, kwargs)
     if offsets is None:
-        bags = sample_layout(recorder, ids, "embedding_bag")
+        bags = sample_layout(forward_pass, ids, "embedding_bag")
         if bags.batch > 1 and bags.dim != 0:
             return NotImplemented
     else:
         count = offsets.numel() - bool(found["include_last_offset"])
-        if recorder.batch > 1 and tag_of(ids, recorder.batch) is not None:
-            sample_layout(recorder, ids, "embedding_bag")
-        if count % max(recorder.batch, 1):
+        if forward_pass.batch > 1 and tag_of(ids, forward_pass.batch) is not None:
+            sample_layout(forward_pass, ids, "embedding_bag")
+        if count % max(forward_pass.batch, 1):
             return NotImplemented
-        bags = Layout(recorder.batch, 0, 1, count // max(recorder.batch, 1))
+        bags = Layout(forward_pass.batch, 0, 1, count // max(forward_pass.batch, 1))
     if offsets is not None:
-        _check_bags(recorder, ids, offsets[:count], bags)
+        _check_bags(forward_pass, ids, offsets[:count], bags)
     options = {k: found[k] for k in ("offsets", "padding_idx")}
     options |= {"mode": mode, "include_last_offset": bool(found["include_last_offset"])}
-    call = _Bag(recorder, Operand.of(table), options, bags, weights is not None)
+    call = _Bag(forward_pass, Operand.of(table), options, bags, weights is not None)
     return capture(call, *([ids] if weights is None else [ids, weights]), layout=bags)

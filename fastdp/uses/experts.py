@@ -14,7 +14,7 @@ from ..layouts.index import spread
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.propagate import propagate, spellings
 from .captured import Captured, Operand, capture
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .routed import Routed, record_routed
 from .rules import Rule, sample_layout, use_rule
 
@@ -22,9 +22,9 @@ from .rules import Rule, sample_layout, use_rule
 class _GroupedProduct(Captured):
     """Rows x [S,I] times the matrices of a stack [E,I,O]; group e ends before row ends[e]."""
 
-    def __init__(self, recorder: Recorder, func: Any, stack: Tensor, ends: Tensor, options: dict[str, Any],
+    def __init__(self, forward_pass: ForwardPass, func: Any, stack: Tensor, ends: Tensor, options: dict[str, Any],
                  layout: Layout) -> None:  # fmt: skip
-        super().__init__(recorder, "grouped_mm", recorder.path)
+        super().__init__(forward_pass, "grouped_mm", forward_pass.path)
         self.func, self.stack, self.ends, self.options, self.layout = func, Operand.of(stack), ends, options, layout
 
     def run(self, *data: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class _GroupedProduct(Captured):
         x, g = saved[0], grads[0]
         rows = torch.arange(x.size(0), device=x.device)
         ids = torch.searchsorted(self.ends.long(), rows, right=True)
-        record_routed(self.recorder, self.stack.tensor, x, g, ids, owners_of(self.layout, x), self.name)
+        record_routed(self.forward_pass, self.stack.tensor, x, g, ids, owners_of(self.layout, x), self.name)
 
 
 def owners_of(layout: Layout, rows: Tensor) -> Tensor:
@@ -45,30 +45,30 @@ def owners_of(layout: Layout, rows: Tensor) -> Tensor:
 
 
 @use_rule(*spellings("grouped_mm", "_grouped_mm"))
-def capture_grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_grouped_mm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of data [S,I], in groups, times a stack of operands [E,I,O]."""
     x, stack, ends = bind(args, {**kwargs, "offs": kwargs.get("offs")}, "input", "mat2", "offs")
     options = {name: value for name, value in kwargs.items() if name in ("out_dtype",) and value is not None}
     if x is None or stack is None or ends is None or kwargs.get("bias") is not None or len(args) > 3:
         return NotImplemented
-    if recorder.is_parameter(x) or not recorder.is_parameter(stack) or x.dim() != 2 or stack.dim() != 3:
+    if forward_pass.is_parameter(x) or not forward_pass.is_parameter(stack) or x.dim() != 2 or stack.dim() != 3:
         return NotImplemented
-    layout = sample_layout(recorder, x, "grouped_mm")
+    layout = sample_layout(forward_pass, x, "grouped_mm")
     if layout.batch > 1:
-        _check_groups(recorder, layout, ends)
-    return capture(_GroupedProduct(recorder, func, stack, ends, options, layout), x, layout=layout)
+        _check_groups(forward_pass, layout, ends)
+    return capture(_GroupedProduct(forward_pass, func, stack, ends, options, layout), x, layout=layout)
 
 
-def _check_groups(recorder: Recorder, layout: Layout, ends: Tensor) -> None:
+def _check_groups(forward_pass: ForwardPass, layout: Layout, ends: Tensor) -> None:
     """Rows in dimension 0; ends that depend on the batch must be those of the groups in which the rows came."""
     problem = "sums over the batch" if layout.dim != 0 else ""
-    found = tag_of(ends, recorder.batch)
+    found = tag_of(ends, forward_pass.batch)
     if not problem and found is not None:
         inside = ends[(ends > 0) & (ends < layout.rows)].long()
         if layout.order is None or bool((layout.order[inside] == layout.order[inside - 1]).any()):
             problem = "divides rows into groups by what other samples hold"
     if problem:
-        place = recorder.place("grouped_mm")
+        place = forward_pass.place("grouped_mm")
         raise SampleMixingError(
             f"{place}: {problem}. Sort the rows by the number of their own expert.", f"{place} {problem}"
         )
@@ -111,12 +111,12 @@ class _GatheredProduct(Captured):
     """M @ X or X @ M with M [..., P, Q] gathered: the matrix of token n gets sum_r of its rows' products."""
 
     def __init__(
-        self, recorder: Recorder, func: Any, matrices: Tensor, note: Gathered, flipped: bool, left: bool
+        self, forward_pass: ForwardPass, func: Any, matrices: Tensor, note: Gathered, flipped: bool, left: bool
     ) -> None:
-        super().__init__(recorder, func.__name__, recorder.path)
+        super().__init__(forward_pass, func.__name__, forward_pass.path)
         self.func, self.matrices, self.operand = func, matrices.detach(), Operand.of(note.operand)
         self.flipped, self.left = flipped, left
-        self.layout = Layout(recorder.batch)
+        self.layout = Layout(forward_pass.batch)
 
     def run(self, *data: Tensor) -> Tensor:
         pair = (self.matrices, data[0]) if self.left else (data[0], self.matrices)
@@ -137,10 +137,10 @@ class _GatheredProduct(Captured):
         rows, outs = (t.reshape(-1, t.size(-1)) for t in (rows, outs))
         a, o = (outs, rows) if self.flipped else (rows, outs)
         ids, owner = (t.reshape(-1).repeat_interleave(each) for t in (ids, owner))
-        self.recorder.record(Routed(self.operand.tensor, a, o, ids, owner, self.batch, self.name))
+        self.forward_pass.record(Routed(self.operand.tensor, a, o, ids, owner, self.batch, self.name))
 
 
-def capture_gathered(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_gathered(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A product with gathered matrices: the rows are kept, and no matrix for each token."""
     pair = args[::-1] if func is torch.Tensor.__rmatmul__ else args
     if kwargs or len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
@@ -148,24 +148,26 @@ def capture_gathered(recorder: Recorder, func: Any, args: tuple[Any, ...], kwarg
     notes = [gathered_of(tensor) for tensor in pair]
     side = 0 if notes[0] is not None else 1
     found, x = notes[side], pair[1 - side]
-    if found is None or notes[1 - side] is not None or x.dim() != pair[side].dim() or not recorder.is_data(x):
+    if found is None or notes[1 - side] is not None or x.dim() != pair[side].dim() or not forward_pass.is_data(x):
         return NotImplemented
     note, flipped = found
-    call = _GatheredProduct(recorder, func, pair[side], note, flipped, side == 0)
+    call = _GatheredProduct(forward_pass, func, pair[side], note, flipped, side == 0)
     with torch.no_grad():
         probe = call.run(x)
     probe.requires_grad_()
     shadow = pair[side].detach()
-    tag(shadow, tag_of(pair[side], recorder.batch))
-    propagate(Call(torch.matmul, (shadow, x) if side == 0 else (x, shadow), {}, probe, recorder.batch, recorder.path))
-    layout = sample_layout(recorder, probe, func.__name__)
+    tag(shadow, tag_of(pair[side], forward_pass.batch))
+    propagate(
+        Call(torch.matmul, (shadow, x) if side == 0 else (x, shadow), {}, probe, forward_pass.batch, forward_pass.path)
+    )
+    layout = sample_layout(forward_pass, probe, func.__name__)
     if layout.batch > 1 and layout.dim >= probe.dim() - 2:
         return NotImplemented
     call.layout = layout
     return capture(call, x, note.ids, layout=layout)
 
 
-def capture_gathered_einsum(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_gathered_einsum(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """einsum of gathered matrices [..., P, Q] and one vector for each (or for some: "nd,nkhd->nkh"), as a product."""
     if kwargs or len(args) != 3 or not isinstance(args[0], str):
         return NotImplemented
@@ -191,7 +193,7 @@ def capture_gathered_einsum(recorder: Recorder, func: Any, args: tuple[Any, ...]
             return torch.matmul(matrices, data.unsqueeze(-1)).squeeze(-1)
         return torch.matmul(data.unsqueeze(-2), matrices).squeeze(-2)
 
-    return recorder.traced(product, matrices, data)
+    return forward_pass.traced(product, matrices, data)
 
 
 PRODUCTS: dict[Any, Rule] = {

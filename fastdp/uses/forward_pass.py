@@ -11,7 +11,7 @@ from ..layouts.layout import Layout
 from .planner import Planner
 
 
-class Recorder(Protocol):
+class ForwardPass(Protocol):
     """One forward of the model, as seen by the rules of uses."""
 
     batch: int

@@ -21,7 +21,7 @@ from ..layouts.propagate import propagate
 from ..layouts.trial import CACHE_SIZE
 from .captured import Captured, Operand, capture
 from .derived import mark_derived
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .links import link_of, set_link
 from .results import Nest, result_tensors
 from .rules import by_sample, sample_layout
@@ -55,8 +55,8 @@ def _filled(value: Any, where: dict[str, Sequence[Tensor]]) -> Any:
 
 
 class _Generic(Captured):
-    def __init__(self, recorder: Recorder, func: Any, args: Any, kwargs: Any, in_place: bool) -> None:
-        super().__init__(recorder, function_name(func), recorder.path)
+    def __init__(self, forward_pass: ForwardPass, func: Any, args: Any, kwargs: Any, in_place: bool) -> None:
+        super().__init__(forward_pass, function_name(func), forward_pass.path)
         self.func, self.in_place = func, in_place
         kind = next(t.device.type for t in tensors_in((args, kwargs)))
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -71,8 +71,8 @@ class _Generic(Captured):
 
     def _slot(self, tensor: Tensor) -> _Slot:
         for kind, items, test in (
-            ("operand", self.operands, self.recorder.is_parameter(tensor)),
-            ("data", self.data, self.recorder.is_data(tensor)),
+            ("operand", self.operands, self.forward_pass.is_parameter(tensor)),
+            ("data", self.data, self.forward_pass.is_data(tensor)),
             ("constant", self.constants, True),
         ):
             if test:
@@ -90,10 +90,10 @@ class _Generic(Captured):
 
     def parameters(self) -> str:
         """The names of the parameters, for messages."""
-        return self.recorder.names_of(operand.tensor for operand in self.operands)
+        return self.forward_pass.names_of(operand.tensor for operand in self.operands)
 
     def _layout(self, tensor: Tensor) -> Layout:
-        return sample_layout(self.recorder, tensor, self.name)
+        return sample_layout(self.forward_pass, tensor, self.name)
 
     def filled(
         self, operands: Sequence[Tensor], data: Sequence[Tensor], constants: Sequence[Tensor]
@@ -115,7 +115,7 @@ class _Generic(Captured):
         out = self.apply([o.value for o in self.operands], data, self.constants)
         if isinstance(out, Tensor):
             return out
-        self.nest = Nest(out, self.recorder.place(self.name))
+        self.nest = Nest(out, self.forward_pass.place(self.name))
         return tuple(result_tensors(out))
 
     def result(self, out: Any) -> Any:
@@ -126,7 +126,7 @@ class _Generic(Captured):
         for number, operand in enumerate(self.operands):
             if operand.value.is_floating_point() or operand.value.is_complex():
                 compute = self._gradients(number, saved, grads)
-                self.recorder.record(Lazy(operand.tensor, self.batch, self.name, compute))
+                self.forward_pass.record(Lazy(operand.tensor, self.batch, self.name, compute))
 
     def _gradients(
         self, number: int, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
@@ -248,34 +248,34 @@ def _described(value: Any) -> Any:
     return (type(value), value)
 
 
-def capture_generic(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_generic(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of functions without a rule."""
     name = function_name(func)
     if name in _PATTERNS and args:
         out = func(*args, **kwargs)
-        if recorder.is_parameter(args[0]):
+        if forward_pass.is_parameter(args[0]):
             patterns = map_tensors((args[1:], kwargs), lambda t: t.shape)
-            mark_derived(func, (args[0], *patterns[0]), patterns[1], out, recorder, [args[0]])
+            mark_derived(func, (args[0], *patterns[0]), patterns[1], out, forward_pass, [args[0]])
         else:
-            propagate(Call(func, args, kwargs, out, recorder.batch, recorder.path))
+            propagate(Call(func, args, kwargs, out, forward_pass.batch, forward_pass.path))
         return out
     body = python_body(func)
     if body is not None:  # a composite in Python: see through it
-        return recorder.traced(body, *args, **kwargs)
+        return forward_pass.traced(body, *args, **kwargs)
     in_place = is_in_place(name)
     if in_place:
-        return _capture_in_place(recorder, func, args, kwargs)
-    return capture_whole(recorder, func, args, kwargs)
+        return _capture_in_place(forward_pass, func, args, kwargs)
+    return capture_whole(forward_pass, func, args, kwargs)
 
 
-def _capture_in_place(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _capture_in_place(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     before = target.clone()  # keeps the graph of what the target was
-    link, layout = link_of(target), tag_of(target, recorder.batch)
+    link, layout = link_of(target), tag_of(target, forward_pass.batch)
     if link is not None:
         if target._is_view():
             raise UncapturedUseError(
-                f"{recorder.place(function_name(func))}: writes data into a view of a tensor made of parameters. "
+                f"{forward_pass.place(function_name(func))}: writes data into a view of a tensor made of parameters. "
                 "Write into the tensor itself, or use torch.cat or torch.where."
             )
         set_link(before, link._replace(version=before._version))
@@ -283,30 +283,30 @@ def _capture_in_place(recorder: Recorder, func: Any, args: tuple[Any, ...], kwar
         target.detach_()  # what it was lives on in `before`
     elif layout is not None:
         tag(before, layout)
-    out = capture_whole(recorder, func, (before, *args[1:]), kwargs, in_place=True)
+    out = capture_whole(forward_pass, func, (before, *args[1:]), kwargs, in_place=True)
     target.copy_(out)
-    tag(target, tag_of(out, recorder.batch))
+    tag(target, tag_of(out, forward_pass.batch))
     return target
 
 
 def capture_whole(
-    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
+    forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool = False
 ) -> Any:
     """Capture this very function, without a look into its body."""
-    call = _Generic(recorder, func, args, kwargs, in_place)
+    call = _Generic(forward_pass, func, args, kwargs, in_place)
     out = capture(call, *call.data, layout=None)
     outs = [out] if isinstance(out, Tensor) else list(out)
     _tag_result(call, func, out)
     for tensor in outs:
-        layout = tag_of(tensor, recorder.batch)
+        layout = tag_of(tensor, forward_pass.batch)
         if layout is None:
             raise BatchLayoutError(
-                f"{recorder.place(call.name)}: cannot tell which rows of its result of shape {tuple(tensor.shape)} "
-                f"belong to which of the {recorder.batch} samples. Freeze the parameter {call.parameters()}, use a "
+                f"{forward_pass.place(call.name)}: cannot tell which rows of its result of shape {tuple(tensor.shape)} "
+                f"belong to which of the {forward_pass.batch} samples. Freeze the parameter {call.parameters()}, use a "
                 f"simpler operation, or {REGISTER} (with like=)."
             )
-        call.out_layouts.append(sample_layout(recorder, tensor, call.name))
-    if recorder.batch > 0:
+        call.out_layouts.append(sample_layout(forward_pass, tensor, call.name))
+    if forward_pass.batch > 0:
         call.check(out)
     call.data = []  # backward gets them from autograd, which frees them, or makes them anew under checkpointing
     return call.result(out)
@@ -315,12 +315,12 @@ def capture_whole(
 def _tag_result(call: _Generic, func: Any, out: Any) -> None:
     """Layouts of the result; they do not depend on the operands, which stand in as constants."""
     args, kwargs = call.filled([o.value for o in call.operands], call.data, call.constants)
-    recorder = call.recorder
+    forward_pass = call.forward_pass
     if func is torch.Tensor.__setitem__:
-        propagate(Call(func, args, kwargs, None, recorder.batch, recorder.path))
-        tag(out, tag_of(args[0], recorder.batch))
+        propagate(Call(func, args, kwargs, None, forward_pass.batch, forward_pass.path))
+        tag(out, tag_of(args[0], forward_pass.batch))
     else:
-        propagate(Call(func, args, kwargs, out, recorder.batch, recorder.path))
+        propagate(Call(func, args, kwargs, out, forward_pass.batch, forward_pass.path))
 
 
 _CHECK_NAMES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

@@ -15,7 +15,7 @@ from ..layouts.layout import Layout
 from ..ops.bounds import of_products
 from .captured import Captured, Operand, capture
 from .costs import Shape
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .planner import Planner
 from .routed import row_sum, use_of_rows
 from .rules import by_sample, refuse_contraction, sample_layout, use_rule
@@ -61,11 +61,11 @@ class Matmul(Use):
         return ops.linear_clipped_sum(self.a, self.g, c)
 
 
-def use_of_product(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:
+def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:
     """The use of an operand [O,I] by a [B,T,I] with output gradient g [B,T,O], stored as the planner says."""
-    use: Use = recorder.folded(Matmul(operand, a, g, name))
+    use: Use = forward_pass.folded(Matmul(operand, a, g, name))
     shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
-    if not recorder.planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
+    if not forward_pass.planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
         return use
     return Stored(operand, use.per_sample(0, use.batch), name, shape)
 
@@ -93,11 +93,13 @@ class _Product(Captured):
 
     flipped = False  # whether the operand is stored [I,O]
 
-    def __init__(self, recorder: Recorder, weight: Tensor, bias: Tensor | None, layout: Layout, name: str) -> None:
-        super().__init__(recorder, name, recorder.path)
+    def __init__(
+        self, forward_pass: ForwardPass, weight: Tensor, bias: Tensor | None, layout: Layout, name: str
+    ) -> None:
+        super().__init__(forward_pass, name, forward_pass.path)
         self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
-        self.learns_weight = recorder.is_parameter(weight)
-        self.learns_bias = bias is not None and recorder.is_parameter(bias)
+        self.learns_weight = forward_pass.is_parameter(weight)
+        self.learns_bias = bias is not None and forward_pass.is_parameter(bias)
         self.layout = layout
 
     def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
@@ -114,17 +116,17 @@ class _Product(Captured):
         if self.learns_weight:
             a = steps(by_sample(saved[0], self.layout))
             a, o = (g, a) if self.flipped else (a, g)
-            self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, o, self.name))
+            self.forward_pass.record(use_of_product(self.forward_pass, self.weight.tensor, a, o, self.name))
         if self.bias is not None and self.learns_bias:
-            self.recorder.record(Stored(self.bias.tensor, row_sums(g), self.name))
+            self.forward_pass.record(Stored(self.bias.tensor, row_sums(g), self.name))
 
     def _back_of_rows(self, saved: tuple[Tensor, ...], g: Tensor) -> None:
         """Rows of many samples in any order: no padding to the longest sample."""
         if self.learns_weight:
             a, o = (g, saved[0]) if self.flipped else (saved[0], g)
-            self.recorder.record(use_of_rows(self.recorder, self.weight.tensor, a, o, self.layout, self.name))
+            self.forward_pass.record(use_of_rows(self.forward_pass, self.weight.tensor, a, o, self.layout, self.name))
         if self.bias is not None and self.learns_bias:
-            self.recorder.record(Stored(self.bias.tensor, row_sum(g, self.layout), self.name))
+            self.forward_pass.record(Stored(self.bias.tensor, row_sum(g, self.layout), self.name))
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -171,28 +173,28 @@ def row_sums(g: Tensor) -> Tensor:
     return g.squeeze(1) if g.size(1) == 1 else ops.common.accumulate(g).sum(1)
 
 
-def _linear(recorder: Recorder, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    if recorder.is_parameter(x) or x.dim() == 0 or weight.dim() != 2 or not recorder.is_data(x):
+def _linear(forward_pass: ForwardPass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    if forward_pass.is_parameter(x) or x.dim() == 0 or weight.dim() != 2 or not forward_pass.is_data(x):
         return NotImplemented
-    if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias) if t is not None):
+    if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in (weight, bias) if t is not None):
         return NotImplemented
-    layout = sample_layout(recorder, x, name)
-    refuse_contraction(recorder, layout, x.dim() - 1, name)
-    return capture(_Linear(recorder, weight, bias, layout, name), x, layout=layout)
+    layout = sample_layout(forward_pass, x, name)
+    refuse_contraction(forward_pass, layout, x.dim() - 1, name)
+    return capture(_Linear(forward_pass, weight, bias, layout, name), x, layout=layout)
 
 
 @use_rule(F.linear)
-def capture_linear(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_linear(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.linear(x, W, b), x of any number of dimensions."""
     x, weight, bias = bind(args, kwargs, "input", "weight", "bias")
-    return _linear(recorder, "linear", x, weight, bias)
+    return _linear(forward_pass, "linear", x, weight, bias)
 
 
 class _Left(Captured):
     """W @ x with W [O,I], x [..., I, T]: the gradient is sum_t g_t x_t^T."""
 
-    def __init__(self, recorder: Recorder, weight: Tensor, layout: Layout, name: str) -> None:
-        super().__init__(recorder, name, recorder.path)
+    def __init__(self, forward_pass: ForwardPass, weight: Tensor, layout: Layout, name: str) -> None:
+        super().__init__(forward_pass, name, forward_pass.path)
         self.weight, self.layout = Operand.of(weight), layout
 
     def run(self, *data: Tensor) -> Tensor:
@@ -204,41 +206,41 @@ class _Left(Captured):
             by_sample(saved[0], self.layout).mT,
         )  # [B, ..., T, O] and [..., T, I]
         a, g = steps(a), steps(g)
-        self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, g, self.name))
+        self.forward_pass.record(use_of_product(self.forward_pass, self.weight.tensor, a, g, self.name))
 
 
 @use_rule(
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm, torch.Tensor.mm
 )
-def capture_matmul(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_matmul(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x @ W and W @ x for a matrix W; vectors, stacks of matrices and products of operands are generic."""
     if len(args) != 2 or kwargs:
         return NotImplemented
     first, second = args if func is not torch.Tensor.__rmatmul__ else args[::-1]
-    left, right = recorder.is_parameter(first), recorder.is_parameter(second)
+    left, right = forward_pass.is_parameter(first), forward_pass.is_parameter(second)
     if left and right:
         return NotImplemented
     if right and second.dim() == 2 and first.dim() >= 1:
-        layout = sample_layout(recorder, first, "matmul")
-        refuse_contraction(recorder, layout, first.dim() - 1, "matmul")
-        return capture(_Right(recorder, second, None, layout, "matmul"), first, layout=layout)
+        layout = sample_layout(forward_pass, first, "matmul")
+        refuse_contraction(forward_pass, layout, first.dim() - 1, "matmul")
+        return capture(_Right(forward_pass, second, None, layout, "matmul"), first, layout=layout)
     if left and first.dim() == 2 and second.dim() >= 2:
-        layout = sample_layout(recorder, second, "matmul")
-        refuse_contraction(recorder, layout, second.dim() - 2, "matmul")
-        return capture(_Left(recorder, first, layout, "matmul"), second, layout=layout)
+        layout = sample_layout(forward_pass, second, "matmul")
+        refuse_contraction(forward_pass, layout, second.dim() - 2, "matmul")
+        return capture(_Left(forward_pass, first, layout, "matmul"), second, layout=layout)
     return NotImplemented
 
 
 @use_rule(torch.addmm, torch.Tensor.addmm)
-def capture_addmm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_addmm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """addmm(b, x, W) with a vector b: transformers' Conv1D."""
     bias, x, weight = bind(args, kwargs, "input", "mat1", "mat2")
     if kwargs.get("beta", 1) != 1 or kwargs.get("alpha", 1) != 1 or len(args) > 3:
         return NotImplemented
-    if recorder.is_parameter(x) or not recorder.is_data(x) or bias.dim() != 1 or bias.numel() != weight.size(1):
+    if forward_pass.is_parameter(x) or not forward_pass.is_data(x) or bias.dim() != 1 or bias.numel() != weight.size(1):
         return NotImplemented
-    if any(recorder.is_data(t) and not recorder.is_parameter(t) for t in (weight, bias)):
+    if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in (weight, bias)):
         return NotImplemented
-    layout = sample_layout(recorder, x, "addmm")
-    refuse_contraction(recorder, layout, 1, "addmm")
-    return capture(_Right(recorder, weight, bias, layout, "addmm"), x, layout=layout)
+    layout = sample_layout(forward_pass, x, "addmm")
+    refuse_contraction(forward_pass, layout, 1, "addmm")
+    return capture(_Right(forward_pass, weight, bias, layout, "addmm"), x, layout=layout)

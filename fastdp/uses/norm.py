@@ -18,19 +18,19 @@ from ..layouts.propagate import propagate
 from ..ops.common import accumulate
 from .broadcast import uses_of_broadcast
 from .captured import Captured, Operand, capture
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .rules import by_sample, sample_layout, use_rule
 
 
 class _Norm(Captured):
     """out = xhat * weight + bias: `normalise(x, weight, bias)` with either None gives xhat."""
 
-    def __init__(self, recorder: Recorder, name: str, weight: Tensor | None, bias: Tensor | None, view: tuple[int, ...],
-                 normalise: Callable[..., Tensor], layout: Layout) -> None:  # fmt: skip
-        super().__init__(recorder, name, recorder.path)
+    def __init__(self, forward_pass: ForwardPass, name: str, weight: Tensor | None, bias: Tensor | None,
+                 view: tuple[int, ...], normalise: Callable[..., Tensor], layout: Layout) -> None:  # fmt: skip
+        super().__init__(forward_pass, name, forward_pass.path)
         self.weight = None if weight is None else Operand.of(weight)
         self.bias = None if bias is None else Operand.of(bias)
-        self.learns = [t is not None and recorder.is_parameter(t) for t in (weight, bias)]
+        self.learns = [t is not None and forward_pass.is_parameter(t) for t in (weight, bias)]
         self.view, self.normalise, self.layout = view, normalise, layout
 
     def run(self, *data: Tensor) -> Tensor:
@@ -56,18 +56,18 @@ class _Norm(Captured):
         else:  # channels in dimension 1: sum over the rest
             over = tuple(d for d in range(1, rows.dim()) if d != 2)
             use = uses_of_broadcast(operand.tensor, rows.sum(over).unsqueeze(1), Layout(self.batch), 2, self.name)
-        self.recorder.record(use)
+        self.forward_pass.record(use)
 
 
 class _Native(Captured):
     """Layer and group norm by torch's own kernels, whose statistics give the affine gradients in one pass."""
 
-    def __init__(self, recorder: Recorder, name: str, weight: Tensor | None, bias: Tensor | None,
+    def __init__(self, forward_pass: ForwardPass, name: str, weight: Tensor | None, bias: Tensor | None,
                  layout: Layout) -> None:  # fmt: skip
-        super().__init__(recorder, name, recorder.path)
+        super().__init__(forward_pass, name, forward_pass.path)
         self.weight = None if weight is None else Operand.of(weight)
         self.bias = None if bias is None else Operand.of(bias)
-        self.learns = [t is not None and recorder.is_parameter(t) for t in (weight, bias)]
+        self.learns = [t is not None and forward_pass.is_parameter(t) for t in (weight, bias)]
         self.layout, self.wants_input = layout, False
         self.statistics: tuple[Tensor, Tensor]
 
@@ -83,13 +83,13 @@ class _Native(Captured):
             if operand is not None and learns and grads is not None:
                 shaped = grads.view(grads.size(0), 1, *operand.value.shape)
                 ndim = 1 + operand.value.dim()
-                self.recorder.record(uses_of_broadcast(operand.tensor, shaped, Layout(self.batch), ndim, self.name))
+                self.forward_pass.record(uses_of_broadcast(operand.tensor, shaped, Layout(self.batch), ndim, self.name))
 
 
 class _LayerNorm(_Native):
-    def __init__(self, recorder: Recorder, name: str, weight: Tensor | None, bias: Tensor | None, layout: Layout,
+    def __init__(self, forward_pass: ForwardPass, name: str, weight: Tensor | None, bias: Tensor | None, layout: Layout,
                  shape: Sequence[int], eps: float) -> None:  # fmt: skip
-        super().__init__(recorder, name, weight, bias, layout)
+        super().__init__(forward_pass, name, weight, bias, layout)
         self.shape, self.eps = list(shape), eps
 
     def forward(self, *data: Tensor) -> Tensor:
@@ -114,9 +114,9 @@ class _LayerNorm(_Native):
 
 
 class _GroupNorm(_Native):
-    def __init__(self, recorder: Recorder, name: str, weight: Tensor | None, bias: Tensor | None, layout: Layout,
+    def __init__(self, forward_pass: ForwardPass, name: str, weight: Tensor | None, bias: Tensor | None, layout: Layout,
                  groups: int, eps: float) -> None:  # fmt: skip
-        super().__init__(recorder, name, weight, bias, layout)
+        super().__init__(forward_pass, name, weight, bias, layout)
         self.groups, self.eps = groups, eps
         self.input_grad: Tensor | None = None
 
@@ -172,78 +172,78 @@ class _GroupNorm(_Native):
         self._record([t if t is None else t.sum(1) if t.size(1) > 1 else t.squeeze(1) for t in each])
 
 
-def _native_takes(recorder: Recorder, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+def _native_takes(forward_pass: ForwardPass, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """One type throughout, and no autocast, which treats the composed functions in ways of its own."""
     tensors = [t for t in (weight, bias) if t is not None]
     plain = x.is_contiguous() and x.numel() > 0 and not torch.is_autocast_enabled(x.device.type)
-    learned = any(recorder.is_parameter(t) for t in tensors)
-    if _made_of_data(recorder, *tensors):
+    learned = any(forward_pass.is_parameter(t) for t in tensors)
+    if _made_of_data(forward_pass, *tensors):
         return False
     return plain and learned and all(t.dtype == x.dtype and t.device == x.device for t in tensors)
 
 
-def _made_of_data(recorder: Recorder, *tensors: Tensor | None) -> bool:
+def _made_of_data(forward_pass: ForwardPass, *tensors: Tensor | None) -> bool:
     """Whether the affine map is itself computed from samples: then these rules, which detach it, do not apply."""
-    return any(t is not None and recorder.is_data(t) and not recorder.is_parameter(t) for t in tensors)
+    return any(t is not None and forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in tensors)
 
 
-def _capture(recorder: Recorder, func: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+def _capture(forward_pass: ForwardPass, func: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
              view: tuple[int, ...], normalise: Callable[..., Tensor]) -> Any:  # fmt: skip
-    if recorder.is_parameter(x) or not recorder.is_data(x) or _made_of_data(recorder, weight, bias):
+    if forward_pass.is_parameter(x) or not forward_pass.is_data(x) or _made_of_data(forward_pass, weight, bias):
         return NotImplemented
-    layout = sample_layout(recorder, x, func.__name__)
+    layout = sample_layout(forward_pass, x, func.__name__)
     if view and layout.batch > 1 and layout.dim != 0:
         raise SampleMixingError(
-            f"{recorder.place(func.__name__)}: takes the batch, in dimension {layout.dim}, for channels"
+            f"{forward_pass.place(func.__name__)}: takes the batch, in dimension {layout.dim}, for channels"
         )
-    return capture(_Norm(recorder, func.__name__, weight, bias, view, normalise, layout), x, layout=layout)
+    return capture(_Norm(forward_pass, func.__name__, weight, bias, view, normalise, layout), x, layout=layout)
 
 
 @use_rule(F.layer_norm)
-def capture_layer_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_layer_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With and without weight or bias."""
     x, shape, weight, bias, eps = bind(args, kwargs, "input", "normalized_shape", "weight", "bias", "eps")
     eps = 1e-5 if eps is None else eps
-    _refuse_mixing(recorder, func, x, shape)
-    if not recorder.is_parameter(x) and recorder.is_data(x) and _native_takes(recorder, x, weight, bias):
-        layout = sample_layout(recorder, x, func.__name__)
-        return capture(_LayerNorm(recorder, func.__name__, weight, bias, layout, shape, eps), x, layout=layout)
-    return _capture(recorder, func, x, weight, bias, (), lambda x, w, b: F.layer_norm(x, shape, w, b, eps))
+    _refuse_mixing(forward_pass, func, x, shape)
+    if not forward_pass.is_parameter(x) and forward_pass.is_data(x) and _native_takes(forward_pass, x, weight, bias):
+        layout = sample_layout(forward_pass, x, func.__name__)
+        return capture(_LayerNorm(forward_pass, func.__name__, weight, bias, layout, shape, eps), x, layout=layout)
+    return _capture(forward_pass, func, x, weight, bias, (), lambda x, w, b: F.layer_norm(x, shape, w, b, eps))
 
 
 @use_rule(F.rms_norm)
-def capture_rms_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_rms_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch's own RMS norm; hand-written ones are products."""
     x, shape, weight, eps = bind(args, kwargs, "input", "normalized_shape", "weight", "eps")
     if eps is None:
         eps = torch.finfo(x.dtype).eps
-    _refuse_mixing(recorder, func, x, shape)
-    return _capture(recorder, func, x, weight, None, (), lambda x, w, b: F.rms_norm(x, shape, w, eps))
+    _refuse_mixing(forward_pass, func, x, shape)
+    return _capture(forward_pass, func, x, weight, None, (), lambda x, w, b: F.rms_norm(x, shape, w, eps))
 
 
-def _refuse_mixing(recorder: Recorder, func: Any, x: Tensor, shape: Any) -> None:
+def _refuse_mixing(forward_pass: ForwardPass, func: Any, x: Tensor, shape: Any) -> None:
     """Normalising over the batch dimension: let propagation say so."""
-    if recorder.is_data(x) and not recorder.is_parameter(x):
+    if forward_pass.is_data(x) and not forward_pass.is_parameter(x):
         probe = x.detach()
-        propagate(Call(func, (x, shape), {}, probe, recorder.batch, recorder.path))
-        if recorder.batch > 1:
-            sample_layout(recorder, probe, func.__name__)
+        propagate(Call(func, (x, shape), {}, probe, forward_pass.batch, forward_pass.path))
+        if forward_pass.batch > 1:
+            sample_layout(forward_pass, probe, func.__name__)
 
 
 @use_rule(F.group_norm)
-def capture_group_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_group_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Channels in dimension 1."""
     x, groups, weight, bias, eps = bind(args, kwargs, "input", "num_groups", "weight", "bias", "eps")
     eps = 1e-5 if eps is None else eps
-    if not recorder.is_parameter(x) and recorder.is_data(x) and _native_takes(recorder, x, weight, bias):
-        layout = sample_layout(recorder, x, func.__name__)
+    if not forward_pass.is_parameter(x) and forward_pass.is_data(x) and _native_takes(forward_pass, x, weight, bias):
+        layout = sample_layout(forward_pass, x, func.__name__)
         if layout.batch <= 1 or layout.dim == 0:
-            return capture(_GroupNorm(recorder, func.__name__, weight, bias, layout, groups, eps), x, layout=layout)
-    return _capture(recorder, func, x, weight, bias, (1, -1), lambda x, w, b: F.group_norm(x, groups, w, b, eps))
+            return capture(_GroupNorm(forward_pass, func.__name__, weight, bias, layout, groups, eps), x, layout=layout)
+    return _capture(forward_pass, func, x, weight, bias, (1, -1), lambda x, w, b: F.group_norm(x, groups, w, b, eps))
 
 
 @use_rule(F.instance_norm, F.batch_norm)
-def capture_channel_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_channel_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Instance norm without running statistics, and batch norm with fixed ones; else refused."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "flag", "momentum", "eps")
     x, mean, var, weight, bias, flag, _, eps = bind(args, kwargs, *names)
@@ -251,16 +251,16 @@ def capture_channel_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], k
     if flag is None:
         flag = kwargs.get("use_input_stats" if instance else "training", instance)
     eps = 1e-5 if eps is None else eps
-    if _made_of_data(recorder, mean, var) and recorder.batch <= 1:
+    if _made_of_data(forward_pass, mean, var) and forward_pass.batch <= 1:
         return NotImplemented
     probe = x.detach()
-    propagate(Call(func, (x, mean, var, None, None, flag), {}, probe, recorder.batch, recorder.path))
-    if recorder.batch > 1 and recorder.is_data(x):
-        sample_layout(recorder, probe, func.__name__)
+    propagate(Call(func, (x, mean, var, None, None, flag), {}, probe, forward_pass.batch, forward_pass.path))
+    if forward_pass.batch > 1 and forward_pass.is_data(x):
+        sample_layout(forward_pass, probe, func.__name__)
     if instance and flag:
         return _capture(
-            recorder, func, x, weight, bias, (1, -1), lambda x, w, b: F.instance_norm(x, None, None, w, b, eps=eps)
+            forward_pass, func, x, weight, bias, (1, -1), lambda x, w, b: F.instance_norm(x, None, None, w, b, eps=eps)
         )
     return _capture(
-        recorder, func, x, weight, bias, (1, -1), lambda x, w, b: F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
+        forward_pass, func, x, weight, bias, (1, -1), lambda x, w, b: F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
     )

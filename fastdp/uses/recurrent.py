@@ -18,7 +18,7 @@ from ..errors import BatchLayoutError
 from ..layouts.layout import Layout, tag, tag_of
 from ..ops import recurrent as steps_of
 from .captured import Captured, Operand, capture
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .linear import autocast_dtype, row_sums, steps, use_of_product
 from .rules import by_sample, sample_layout, use_rule
 from .use import Stored
@@ -63,14 +63,14 @@ class _AllSteps(Captured):
     The state's matrix has one use, by the states before the steps and the gradients of its products.
     """
 
-    def __init__(self, recorder: Recorder, kind: str, weight: Tensor, bias: Tensor | None, active: Tensor | None,
+    def __init__(self, forward_pass: ForwardPass, kind: str, weight: Tensor, bias: Tensor | None, active: Tensor | None,
                  reverse: bool) -> None:  # fmt: skip
-        super().__init__(recorder, kind, recorder.path)
+        super().__init__(forward_pass, kind, forward_pass.path)
         self.kind, self.active, self.reverse = kind, active, reverse
         self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
-        self.learns_weight = recorder.is_parameter(weight)
-        self.learns_bias = bias is not None and recorder.is_parameter(bias)
-        self.layout = Layout(recorder.batch, 1)
+        self.learns_weight = forward_pass.is_parameter(weight)
+        self.learns_bias = bias is not None and forward_pass.is_parameter(bias)
+        self.layout = Layout(forward_pass.batch, 1)
         self.found: tuple[Tensor, Tensor, State] | None = None
 
     def forward(self, *data: Tensor) -> tuple[Tensor, ...]:
@@ -101,9 +101,9 @@ class _AllSteps(Captured):
         g = steps(by_sample(self.found[1], self.layout))
         if self.learns_weight:
             a = steps(by_sample(saved[0][:-1], self.layout))
-            self.recorder.record(use_of_product(self.recorder, self.weight.tensor, a, g, self.name))
+            self.forward_pass.record(use_of_product(self.forward_pass, self.weight.tensor, a, g, self.name))
         if self.bias is not None and self.learns_bias:
-            self.recorder.record(Stored(self.bias.tensor, row_sums(g), self.name))
+            self.forward_pass.record(Stored(self.bias.tensor, row_sums(g), self.name))
 
     def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         x, _, state = self.found or self._gradients(saved, grads)
@@ -111,28 +111,28 @@ class _AllSteps(Captured):
         return [x.flip(0) if self.reverse else x, *state]
 
 
-def _at_once(recorder: Recorder, gates: Tensor, state: State, weights: list[Tensor]) -> bool:
+def _at_once(forward_pass: ForwardPass, gates: Tensor, state: State, weights: list[Tensor]) -> bool:
     """Whether all steps of a direction can be one captured call: samples along dimension 1 of the gates and 0 of the
     states, and nothing of the states a parameter."""
-    layout = tag_of(gates, recorder.batch)
-    if recorder.compiling or autocast_dtype(gates) is not None or any(recorder.is_parameter(h) for h in state):
+    layout = tag_of(gates, forward_pass.batch)
+    if forward_pass.compiling or autocast_dtype(gates) is not None or any(forward_pass.is_parameter(h) for h in state):
         return False
     if layout is None or not layout.plain or layout.dim != 1 or layout.order is not None or gates.size(0) == 0:
         return False
-    if any(recorder.is_data(w) and not recorder.is_parameter(w) for w in weights):
+    if any(forward_pass.is_data(w) and not forward_pass.is_parameter(w) for w in weights):
         return False
     for h in state:
-        of_h = tag_of(h, recorder.batch)
+        of_h = tag_of(h, forward_pass.batch)
         if h.shape[:1] != gates.shape[1:2] or h.dtype != gates.dtype:
             return False
         if of_h is not None and not (of_h.plain and of_h.dim == 0 and of_h.order is None):
             return False
-        if of_h is None and recorder.is_data(h):
+        if of_h is None and forward_pass.is_data(h):
             return False
     return True
 
 
-def _direction(recorder: Recorder, kind: str, x: Tensor, state: State, weights: list[Tensor], biased: bool,
+def _direction(forward_pass: ForwardPass, kind: str, x: Tensor, state: State, weights: list[Tensor], biased: bool,
                active: Tensor | None, reverse: bool) -> tuple[Tensor, State]:  # fmt: skip
     """One direction of one layer: x [T,B,I] -> outputs [T,B,H] and the last state."""
     step = _STEPS[kind]
@@ -141,12 +141,12 @@ def _direction(recorder: Recorder, kind: str, x: Tensor, state: State, weights: 
     projection = rest[-1] if len(rest) == 3 or (not biased and rest) else None  # LSTM with proj_size
     gates = F.linear(x, w_in, b_in)
     with torch._C.DisableTorchFunction():
-        if projection is None and _at_once(recorder, gates, state, [w_state, *rest[1:2]]):
-            call = _AllSteps(recorder, kind, w_state, b_state, active, reverse)
+        if projection is None and _at_once(forward_pass, gates, state, [w_state, *rest[1:2]]):
+            call = _AllSteps(forward_pass, kind, w_state, b_state, active, reverse)
             out, *last = capture(call, gates, *state, layout=None)
-            tag(out, Layout(recorder.batch, 1))
+            tag(out, Layout(forward_pass.batch, 1))
             for h in last:
-                tag(h, Layout(recorder.batch, 0))
+                tag(h, Layout(forward_pass.batch, 0))
             return out, tuple(last)
     outputs: list[Tensor] = []
     times = range(x.size(0))
@@ -161,8 +161,8 @@ def _direction(recorder: Recorder, kind: str, x: Tensor, state: State, weights: 
     return torch.stack(outputs[::-1] if reverse else outputs), state
 
 
-def recurrent(recorder: Recorder, kind: str, x: Tensor, hx: State, weights: list[Tensor], biased: bool, layers: int,
-              dropout: float, train: bool, bidirectional: bool,
+def recurrent(forward_pass: ForwardPass, kind: str, x: Tensor, hx: State, weights: list[Tensor], biased: bool,
+              layers: int, dropout: float, train: bool, bidirectional: bool,
               active: Tensor | None = None) -> tuple[Tensor, State]:  # fmt: skip
     """A stack of recurrent layers: x [T,B,I], states [layers * directions, B, H]."""
     directions = 1 + bidirectional
@@ -174,7 +174,7 @@ def recurrent(recorder: Recorder, kind: str, x: Tensor, hx: State, weights: list
             k = layer * directions + direction
             state = tuple(h[k] for h in hx)
             own = weights[k * each : (k + 1) * each]
-            y, state = _direction(recorder, kind, x, state, own, biased, active, direction == 1)
+            y, state = _direction(forward_pass, kind, x, state, own, biased, active, direction == 1)
             outputs.append(y)
             last.append(state)
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
@@ -184,36 +184,37 @@ def recurrent(recorder: Recorder, kind: str, x: Tensor, hx: State, weights: list
 
 
 @use_rule(*[getattr(torch._VF, name) for name in _STEPS])  # type: ignore[attr-defined]
-def capture_recurrent(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_recurrent(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch._VF.lstm, gru, rnn_tanh, rnn_relu: padded (x, hx, weights, ...) or packed (data, sizes, hx, ...)."""
     name = func.__name__
     if isinstance(args[1], Tensor) and isinstance(args[3], list | tuple):
-        return recorder.traced(_packed, recorder, name, *args)
-    return recorder.traced(_padded, recorder, name, *args)
+        return forward_pass.traced(_packed, forward_pass, name, *args)
+    return forward_pass.traced(_padded, forward_pass, name, *args)
 
 
 def _results(name: str, out: Tensor, last: State) -> tuple[Tensor, ...]:
     return (out, *last) if name == "lstm" else (out, last[0])
 
 
-def _padded(recorder: Recorder, name: str, x: Tensor, hx: Any, weights: list[Tensor], biased: bool, layers: int,
+def _padded(forward_pass: ForwardPass, name: str, x: Tensor, hx: Any, weights: list[Tensor], biased: bool, layers: int,
             dropout: float, train: bool, bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
     x = x.transpose(0, 1) if batch_first else x
     states = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
-    out, last = recurrent(recorder, name, x, states, list(weights), biased, layers, dropout, train, bidirectional)
+    out, last = recurrent(forward_pass, name, x, states, list(weights), biased, layers, dropout, train, bidirectional)
     return _results(name, out.transpose(0, 1) if batch_first else out, last)
 
 
-def _packed(recorder: Recorder, name: str, data: Tensor, sizes: Tensor, hx: Any, weights: list[Tensor], biased: bool,
-            layers: int, dropout: float, train: bool, bidirectional: bool) -> tuple[Tensor, ...]:  # fmt: skip
+def _packed(forward_pass: ForwardPass, name: str, data: Tensor, sizes: Tensor, hx: Any, weights: list[Tensor],
+            biased: bool, layers: int, dropout: float, train: bool,
+            bidirectional: bool) -> tuple[Tensor, ...]:  # fmt: skip
     """Packed rows are laid out by time and sample, run with a mask, and packed again."""
-    layout = sample_layout(recorder, data, name)
-    batch, counts = recorder.batch, [int(size) for size in sizes]  # a CPU tensor, by torch's own contract
+    layout = sample_layout(forward_pass, data, name)
+    batch, counts = forward_pass.batch, [int(size) for size in sizes]  # a CPU tensor, by torch's own contract
     device = data.device
     owner = layout.owners(device) if batch > 1 else torch.zeros(data.size(0), dtype=torch.long, device=device)
     order = owner[: counts[0]]  # sorted position -> sample
     if counts[0] != batch:
-        raise BatchLayoutError(f"{recorder.place(name)}: {counts[0]} packed sequences in a batch of {batch}")
+        raise BatchLayoutError(f"{forward_pass.place(name)}: {counts[0]} packed sequences in a batch of {batch}")
     by_sample = torch.argsort(order)
     states = tuple(h.index_select(1, by_sample) for h in (hx if isinstance(hx, tuple | list) else (hx,)))
     with torch._C.DisableTorchFunction():
@@ -223,7 +224,7 @@ def _packed(recorder: Recorder, name: str, data: Tensor, sizes: Tensor, hx: Any,
         x = data.new_zeros(len(counts), batch, data.size(1)).index_put((time, owner), data)
         tag(x, Layout(batch, 1))
         tag(active, Layout(batch, 1))
-    out, last = recurrent(recorder, name, x, states, list(weights), biased, layers, dropout, train, bidirectional,
+    out, last = recurrent(forward_pass, name, x, states, list(weights), biased, layers, dropout, train, bidirectional,
                           active)  # fmt: skip
     with torch._C.DisableTorchFunction():
         rows = out[time, owner]
@@ -238,9 +239,9 @@ _CELLS = {"lstm_cell": "lstm", "gru_cell": "gru", "rnn_tanh_cell": "rnn_tanh", "
 
 
 @use_rule(*[getattr(torch._VF, name) for name in _CELLS])  # type: ignore[attr-defined]
-def capture_cell(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def capture_cell(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """nn.LSTMCell, GRUCell, RNNCell: (x, state, w_in, w_state, b_in, b_state)."""
-    return recorder.traced(_cell, _CELLS[func.__name__], *args)
+    return forward_pass.traced(_cell, _CELLS[func.__name__], *args)
 
 
 def _cell(name: str, x: Tensor, hx: Any, w_in: Tensor, w_state: Tensor, b_in: Tensor | None = None,

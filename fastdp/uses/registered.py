@@ -15,7 +15,7 @@ from ..layouts.layout import tag_of
 from ..layouts.trial import CACHE_SIZE
 from ..ops.common import accumulate
 from .captured import capture
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .generic import _Generic, _tag_result, capture_generic
 from .results import result_tensors
 from .rules import by_sample, sample_layout
@@ -53,23 +53,23 @@ Rule = Callable[[RuleCall], dict[Tensor, Tensor]]
 
 
 def capture_registered(
-    rule: Rule | None, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    rule: Rule | None, forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The call by its rule; with None by the generic one."""
     if rule is None:
-        return capture_generic(recorder, func, args, kwargs)
-    call = _Registered(rule, recorder, func, args, kwargs)
+        return capture_generic(forward_pass, func, args, kwargs)
+    call = _Registered(rule, forward_pass, func, args, kwargs)
     out = capture(call, *call.data, layout=None)
     _tag_result(call, func, out)
     for tensor in tensors_in(out):
-        if tag_of(tensor, recorder.batch) is None:
+        if tag_of(tensor, forward_pass.batch) is None:
             raise BatchLayoutError(
-                f"{recorder.place(call.name)}: cannot tell which rows of its result of shape {tuple(tensor.shape)} "
-                f"belong to which of the {recorder.batch} samples. If they lie as those of one of its arguments, say "
-                "so with register_rule(..., like=position)."
+                f"{forward_pass.place(call.name)}: cannot tell which rows of its result of shape {tuple(tensor.shape)} "
+                f"belong to which of the {forward_pass.batch} samples. If they lie as those of one of its arguments, "
+                "say so with register_rule(..., like=position)."
             )
-        call.out_layouts.append(sample_layout(recorder, tensor, call.name))
-    if recorder.batch > 0:
+        call.out_layouts.append(sample_layout(forward_pass, tensor, call.name))
+    if forward_pass.batch > 0:
         call.check(out)
     call.data = []  # as of the generic rule: the node must not hold them
     return call.result(out)
@@ -78,12 +78,14 @@ def capture_registered(
 class _Registered(_Generic):
     """A call whose per-sample gradients a registered rule gives."""
 
-    def __init__(self, rule: Rule, recorder: Recorder, func: Any, args: Any, kwargs: Any) -> None:
-        super().__init__(recorder, func, args, kwargs, in_place=False)
+    def __init__(self, rule: Rule, forward_pass: ForwardPass, func: Any, args: Any, kwargs: Any) -> None:
+        super().__init__(forward_pass, func, args, kwargs, in_place=False)
         self.rule = rule
         code = getattr(rule, "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-        self.wrong = f"the rule '{getattr(rule, '__name__', rule)}'{where} registered for {recorder.place(self.name)}"
+        self.wrong = (
+            f"the rule '{getattr(rule, '__name__', rule)}'{where} registered for {forward_pass.place(self.name)}"
+        )
 
     def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         trained = [n for n, operand in enumerate(self.operands) if operand.value.is_floating_point()]
@@ -91,11 +93,11 @@ class _Registered(_Generic):
         if 4 * self.batch * sum(self.operands[n].value.numel() for n in trained) <= KEPT_BYTES:
             found = self._apply_rule(data, gs)
             for n in trained:
-                self.recorder.record(Stored(self.operands[n].tensor, found[n], self.name))
+                self.forward_pass.record(Stored(self.operands[n].tensor, found[n], self.name))
             return
         for n in trained:
             compute = functools.partial(self._part, n, data, gs)
-            self.recorder.record(Lazy(self.operands[n].tensor, self.batch, self.name, compute))
+            self.forward_pass.record(Lazy(self.operands[n].tensor, self.batch, self.name, compute))
 
     def _cut(self, data: tuple[Tensor, ...], grads: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | None]]:
         return (
@@ -134,7 +136,7 @@ class _Registered(_Generic):
         gradients = {id(parameter): gradient for parameter, gradient in found.items()}
         result = []
         for operand, value in zip(self.operands, values, strict=True):
-            name, want = self.recorder.names_of([operand.tensor]), (batch, *value.shape)
+            name, want = self.forward_pass.names_of([operand.tensor]), (batch, *value.shape)
             gradient = gradients.get(id(value))
             if gradient is None:
                 raise UncapturedUseError(f"{self.wrong} gives no gradient for {name}, which is trained")
@@ -175,8 +177,8 @@ class _Registered(_Generic):
                 tolerance = 3e-2 if truth.dtype in (torch.bfloat16, torch.float16) else 1e-4
                 if size < float("inf") and not off <= tolerance * size:
                     raise UncapturedUseError(
-                        f"{self.wrong} is wrong: for {self.recorder.names_of([self.operands[n].tensor])} and sample "
-                        f"{b} its gradient differs from autograd's by {off:.2g}, of {size:.2g}"
+                        f"{self.wrong} is wrong: for {self.forward_pass.names_of([self.operands[n].tensor])} and "
+                        f"sample {b} its gradient differs from autograd's by {off:.2g}, of {size:.2g}"
                     )
         self._check_sum(grads, found)
         self._check_isolation(grads, found)
@@ -196,9 +198,9 @@ class _Registered(_Generic):
             tolerance = 3e-2 if truth.dtype in (torch.bfloat16, torch.float16) else 1e-4
             if size < float("inf") and bool(torch.isfinite(truth).all()) and not off <= tolerance * size:
                 raise UncapturedUseError(
-                    f"{self.wrong} is wrong: for {self.recorder.names_of([self.operands[n].tensor])} the gradients of "
-                    f"all samples together differ from autograd's by {off:.2g}, of {size:.2g}; the first and the last "
-                    "sample's are right"
+                    f"{self.wrong} is wrong: for {self.forward_pass.names_of([self.operands[n].tensor])} the gradients "
+                    f"of all samples together differ from autograd's by {off:.2g}, of {size:.2g}; the first and the "
+                    "last sample's are right"
                 )
 
     def _by_autograd(self, grads: list[Tensor | None], c: Tensor) -> list[Tensor]:
@@ -235,7 +237,7 @@ class _Registered(_Generic):
             if not torch.allclose(before[1:], after[1:], rtol=1e-4, atol=1e-6, equal_nan=True):
                 raise UncapturedUseError(
                     f"{self.wrong} lets one sample's gradient reach another's: a NaN in sample 0 changes other rows of "
-                    f"{self.recorder.names_of([self.operands[n].tensor])}. Keep dimension 0, the samples, apart."
+                    f"{self.forward_pass.names_of([self.operands[n].tensor])}. Keep dimension 0, the samples, apart."
                 )
 
 

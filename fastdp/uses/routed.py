@@ -17,7 +17,7 @@ from ..layouts.layout import Layout
 from ..ops.bounds import enlarged
 from ..ops.common import accumulate
 from .costs import Segments, Shape
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .links import link_of
 from .rules import by_sample
 from .use import Stored, Use
@@ -84,7 +84,7 @@ class Routed(Use):
         return ops.routed_clipped_sum(*rows, self.experts).view(self.operand.shape)
 
 
-def record_routed(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, ids: Tensor, owner: Tensor,
+def record_routed(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, ids: Tensor, owner: Tensor,
                   name: str) -> None:  # fmt: skip
     """Record a use of the stack `operand` [E,I,O] by rows a [S,I] with output gradients g [S,O]."""
     link = link_of(operand)
@@ -93,9 +93,9 @@ def record_routed(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, ids
         swapped = operand.mT
         same = leaf.data_ptr() == operand.data_ptr() and leaf.dtype == operand.dtype and leaf.shape == swapped.shape
         if same and leaf.stride() == swapped.stride():
-            recorder.record(Routed(leaf, a, g, ids, owner, recorder.batch, name))
+            forward_pass.record(Routed(leaf, a, g, ids, owner, forward_pass.batch, name))
             return
-    recorder.record(Routed(operand, g, a, ids, owner, recorder.batch, name))
+    forward_pass.record(Routed(operand, g, a, ids, owner, forward_pass.batch, name))
 
 
 def owners_below(layout: Layout, data: Tensor) -> Tensor:
@@ -109,16 +109,16 @@ def rows_of(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor.movedim(layout.dim, 0).reshape(-1, tensor.size(-1))
 
 
-def use_of_rows(recorder: Recorder, operand: Tensor, a: Tensor, g: Tensor, layout: Layout, name: str) -> Use:
+def use_of_rows(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, layout: Layout, name: str) -> Use:
     """The use of an operand [O,I] by data a [..., I] with output gradients g [..., O], rows in any order.
 
     Stored, where the planner says so for samples of an average number of rows.
     """
     owner = owners_below(layout, g)
     a, g = rows_of(a, layout), rows_of(g, layout)
-    use: Use = recorder.folded(Routed(operand, a, g, torch.zeros_like(owner), owner, recorder.batch, name))
+    use: Use = forward_pass.folded(Routed(operand, a, g, torch.zeros_like(owner), owner, forward_pass.batch, name))
     shape = Shape("linear", use.batch, -(-a.size(0) // use.batch), a.size(1), g.size(1))
-    if not recorder.planner.materialises(shape, a.nbytes + g.nbytes, a.device, use.short):
+    if not forward_pass.planner.materialises(shape, a.nbytes + g.nbytes, a.device, use.short):
         return use
     return Stored(operand, use.per_sample(0, use.batch), name, shape)
 

@@ -12,15 +12,15 @@ from ..errors import BatchLayoutError, SampleMixingError
 from ..layouts.layout import Layout, tag_of
 from ..layouts.positions import WHY, by_place, is_random, rows_alike
 from ..layouts.rearranged import samplewise
-from .forward_pass import Recorder
+from .forward_pass import ForwardPass
 from .links import link_of
 
-Rule = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[["ForwardPass", Any, tuple[Any, ...], dict[str, Any]], Any]
 USE_RULES: dict[Any, Rule] = {}
 
 
 def use_rule(*functions: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for torch functions: rule(recorder, function, args, kwargs) -> result, or NotImplemented."""
+    """Register a rule for torch functions: rule(forward_pass, function, args, kwargs) -> result, or NotImplemented."""
 
     def register(function: Rule) -> Rule:
         for torch_function in functions:
@@ -30,14 +30,14 @@ def use_rule(*functions: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-def sample_layout(recorder: Recorder, tensor: Tensor, name: str) -> Layout:
+def sample_layout(forward_pass: ForwardPass, tensor: Tensor, name: str) -> Layout:
     """The layout of data that meets a parameter; refuses what cannot be attributed to samples."""
-    layout = tag_of(tensor, recorder.batch) or recorder.guess_layout(tensor)
-    place = recorder.place(name)
+    layout = tag_of(tensor, forward_pass.batch) or forward_pass.guess_layout(tensor)
+    place = forward_pass.place(name)
     if layout is None:
         raise BatchLayoutError(
             f"{place}: cannot tell which rows of an input of shape {tuple(tensor.shape)} belong to which of the "
-            f"{recorder.batch} samples: its origin was not seen (a custom autograd function, perhaps). Call the "
+            f"{forward_pass.batch} samples: its origin was not seen (a custom autograd function, perhaps). Call the "
             "model with the samples along the first dimension, or give batch_size= and batch_first=."
         )
     if layout.batch > 1 and not layout.mixed and tensor.shape[layout.dim : layout.dim + 1] != (layout.rows,):
@@ -60,28 +60,28 @@ def sample_layout(recorder: Recorder, tensor: Tensor, name: str) -> Layout:
     return layout
 
 
-def refuse_contraction(recorder: Recorder, layout: Layout, dim: int, name: str) -> None:
+def refuse_contraction(forward_pass: ForwardPass, layout: Layout, dim: int, name: str) -> None:
     """A product that sums over the dimension in which the samples lie."""
     if layout.batch > 1 and layout.dim == dim:
         raise SampleMixingError(
-            f"{recorder.place(name)}: sums over dimension {dim}, along which the samples lie: each output depends on "
-            "all samples. If the model takes samples along another dimension, transpose its input, or give "
+            f"{forward_pass.place(name)}: sums over dimension {dim}, along which the samples lie: each output depends "
+            "on all samples. If the model takes samples along another dimension, transpose its input, or give "
             "batch_first=False."
         )
 
 
-def refuse_by_position(recorder: Recorder, operand: Tensor, layout: Layout, ndim: int, name: str) -> None:
+def refuse_by_position(forward_pass: ForwardPass, operand: Tensor, layout: Layout, ndim: int, name: str) -> None:
     """A parameter with numbers for each row, beside rows whose order other samples decide."""
     dim = layout.dim - ndim + operand.dim()
     if layout.batch <= 1 or not 0 <= dim < operand.dim() or operand.size(dim) == 1:
         return
-    place = recorder.place(name)
+    place = forward_pass.place(name)
     if layout.order is None and by_place(operand, dim, layout):
-        what = "a parameter" if recorder.is_parameter(operand) else "a constant"
+        what = "a parameter" if forward_pass.is_parameter(operand) else "a constant"
         raise SampleMixingError(f"{place}: {what} {WHY}.", f"{place}: {what} {WHY}")
     if (
         layout.order is None
-        and recorder.is_parameter(operand)
+        and forward_pass.is_parameter(operand)
         and layout.alone < 0
         and not is_random(operand)
         and not _alike(operand, dim, layout)
