@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SampleMixingError, StepError
-from ..layouts.calls import tensors_in
 from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.nests import tensors_in
 from .hook_scales import NOT_LINEAR
 from .hook_watch import Owner, Watch
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import Call, function_name, is_in_place, tensors_in
+from ..layouts.calls import Call, function_name, is_in_place
 from ..layouts.exposed import GIVING, Exposed
 from ..layouts.groups import People
 from ..layouts.held import was_filled
@@ -26,6 +26,7 @@ from ..layouts.inputs import refuse_ragged
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.memory import keep_apart, versions_of, write_unaccounted
 from ..layouts.moments import Moment
+from ..layouts.nests import tensors_in
 from ..layouts.notes import UNTRACKED
 from ..layouts.pieces import NOTED, stamp
 from ..layouts.positions import note_made

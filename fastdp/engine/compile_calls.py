@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layouts.calls import tensors_in
 from ..layouts.layout import Layout
+from ..layouts.nests import map_leaves, tensors_in
 from ..ops.common import exactly
 from ..uses.broadcast import _Cat, _Elementwise
 from ..uses.captured import Captured, Operand
@@ -28,10 +28,11 @@ _PLAIN: tuple[type[Captured], ...] = (_Linear, _Right, _Left, _Conv, _Embedding,
 _OF_ONE_STEP = frozenset(("forward_pass", "inner", "value", "statistics"))
 
 
-class _Slot(NamedTuple):
+class _Slot:
     """Stands for an operand in a template."""
 
-    number: int
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class _Data:
@@ -93,16 +94,13 @@ def template_of(call: Captured, operands: Sequence[Tensor]) -> Captured:
 
 
 def _filled(value: Any, operands: Sequence[Operand], data: Tensor) -> Any:
-    if isinstance(value, _Slot):
-        return operands[value.number]
-    if isinstance(value, _Data):
-        return data
-    if isinstance(value, Layout):
+    if isinstance(value, Layout):  # a tuple, but whole
         return value
-    if isinstance(value, tuple | list) and value:
-        items = [_filled(item, operands, data) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+
+    def leaf(item: Any) -> Any:
+        return operands[item.number] if isinstance(item, _Slot) else data if isinstance(item, _Data) else item
+
+    return map_leaves(value, leaf)
 
 
 class Repeated(NamedTuple):

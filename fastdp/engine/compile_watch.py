@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from ..layouts.calls import Call, tensors_in
+from ..layouts.calls import Call
 from ..layouts.layout import Layout, tag_of
+from ..layouts.nests import tensors_in
 from ..layouts.propagate import spellings
 from ..layouts.trial import UNCHECKED, VIEWS
 from .capture import Pass

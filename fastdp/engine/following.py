@@ -20,12 +20,13 @@ from torch.overrides import TorchFunctionMode
 from ..errors import SampleMixingError
 from ..layouts import ctc as _ctc  # noqa: F401  (registers its rule)
 from ..layouts import in_hand, notes
-from ..layouts.calls import Call, map_tensors, tensors_in
+from ..layouts.calls import Call
 from ..layouts.held import is_of_model, note_parameter
 from ..layouts.inputs import nested_tensors, tag_inputs
 from ..layouts.layout import Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
 from ..layouts.marks import mark_of
 from ..layouts.moments import LOADERS, Moment, set_moment
+from ..layouts.nests import map_tensors, tensors_in
 from ..layouts.pieces import NOTED, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import propagate

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts.calls import is_in_place, map_tensors, tensors_in
+from ..layouts.calls import is_in_place
+from ..layouts.nests import map_tensors, tensors_in
 from ..layouts.positions import DRAWING
 
 NOT_LINEAR = (

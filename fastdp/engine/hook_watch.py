@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import SampleMixingError
-from ..layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from ..layouts.calls import Call, function_name, is_in_place
 from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.nests import map_tensors, tensors_in
 from ..layouts.pieces import BY_POSITION, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import propagate

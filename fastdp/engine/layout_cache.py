@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts.calls import function_name, is_in_place, tensors_in
+from ..layouts.calls import function_name, is_in_place
 from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import is_apart, look, shares
+from ..layouts.nests import tensors_in
 from ..layouts.positions import NUMBERING_OR_DRAWING, made_in_sight, may_matter
 from ..layouts.propagate import BY_VALUE, REFUSING
 from ..layouts.trial import UNCHECKED, VIEWS

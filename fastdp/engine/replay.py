@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import StepError
-from ..layouts.calls import map_tensors
 from ..layouts.inputs import nested_tensors
+from ..layouts.nests import map_tensors
 from ..uses.links import leaves_of, link_of, span_of
 from ..uses.use import Use
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import function_name, map_tensors, tensors_in
+from ..layouts.calls import function_name
 from ..layouts.exposed import Exposed
 from ..layouts.held import was_filled
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.memory import look, shares
+from ..layouts.nests import map_tensors, tensors_in
 from ..layouts.reads import Reads
 from ..uses.links import link_of
 

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .calls import Call, is_in_place, tensors_in
+from .calls import Call, is_in_place
 from .layout import Layout, tag
+from .nests import tensors_in
 from .trial import UNCHECKED, Tags
 
 _NAMES = ("masked_scatter", "index_put", "index_add", "index_copy", "masked_fill", "where", "add", "sub", "mul", "div")

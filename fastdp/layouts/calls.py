@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from .layout import Layout, tag_of
+from .nests import tensors_in
 
 _IN_PLACE_DUNDERS = frozenset(
     f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor matmul".split()
@@ -91,35 +91,6 @@ def function_name(func: Any) -> str:
     return str(name)
 
 
-def tensors_in(value: Any) -> Sequence[Tensor]:
-    """Tensors in nested tuples, lists and dicts. (Asked for many times in every call: no generators.)"""
-    if isinstance(value, Tensor):
-        return (value,)
-    if not isinstance(value, tuple | list | dict):
-        return ()
-    found: list[Tensor] = []
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, tuple | list | dict):
-            found += tensors_in(item)
-    return found
-
-
 def bind(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[Any]:
     """Arguments by position or name; missing ones are None."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """The same nest with every tensor replaced."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [map_tensors(item, function) for item in value]
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    return value

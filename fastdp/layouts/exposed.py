@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SampleMixingError
-from .calls import Call, function_name, tensors_in
+from .calls import Call, function_name
 from .held import is_new_foreign, storage_of
 from .layout import Layout, tag, tag_of
+from .nests import tensors_in
 
 T = torch.Tensor
 _MEMORY: set[Any] = {T.numpy, T.__array__, T.__dlpack__, T.untyped_storage, T.storage}

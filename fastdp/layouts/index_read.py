@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Call, tensors_in
+from .calls import Call
 from .coordinates import is_position_within
 from .index import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
 from .layout import Layout, is_one
+from .nests import tensors_in
 from .one_sample import JOINING, REACHING
 from .pieces import cut
 from .positions import WHY, is_constant, rows_alike

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from . import notes
-from .calls import Call, tensors_in
+from .calls import Call
 from .layout import Layout
+from .nests import tensors_in
 from .one_sample import JOINING
 from .pieces import cut, joined_rows
 from .propagate import ask, combined, layout_rule, one_row, spellings

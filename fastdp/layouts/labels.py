@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from . import notes
-from .calls import function_name, tensors_in
+from .calls import function_name
 from .held import is_of_model, release
 from .index import permutes
 from .layout import Layout, tag, tag_of
 from .losses import LOSSES, class_weights
+from .nests import tensors_in
 from .positions import made_in_sight
 from .shapes import ELEMENTWISE_NAMES
 

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .calls import Call, tensors_in
+from .calls import Call
 from .held import LABELS, Held, foreign, is_over, storage_of, written
 from .layout import Layout, layout_of_owners, layout_on, owner_map, stale_layout, tag
 from .moments import is_forgotten, is_past
+from .nests import tensors_in
 from .notes import APART, HELD, INPUT
 
 _SHARED = (

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 from ..errors import SampleMixingError
 from . import notes
-from .calls import Call, tensors_in
+from .calls import Call
 from .layout import Layout, tag
 from .masks import masks_others
+from .nests import tensors_in
 from .propagate import ask, combined, has_data_beside_first, layout_rule
 from .trial import Tags
 

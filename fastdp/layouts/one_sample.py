@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Call, is_in_place, tensors_in
+from .calls import Call, is_in_place
 from .layout import Layout, is_one, tag, tag_of
+from .nests import tensors_in
 from .trial import Tags
 
 _SHAPED = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like".split())  # constants: no values in

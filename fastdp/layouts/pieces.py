@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from . import notes
-from .calls import function_name, is_in_place, tensors_in
+from .calls import function_name, is_in_place
 from .code import place_of, users
 from .layout import Layout, layout_on, tag, tag_of
+from .nests import tensors_in
 from .positions import is_random
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import function_name, is_in_place, tensors_in
+from .calls import function_name, is_in_place
 from .layout import Layout, layout_on
 from .moments import now
+from .nests import tensors_in
 from .notes import ALIKE, MADE
 
 _CONSTANT, _RANDOM = "constant", "random"

@@ -19,11 +19,12 @@ from torch import Tensor
 from ..errors import FastDPError
 from . import notes, positions, totals
 from .assumed import with_guesses
-from .calls import Call, tensors_in
+from .calls import Call
 from .counted import counted
 from .held import written
 from .layout import Layout, layout_on, tag, tag_of
 from .memory import written_through
+from .nests import tensors_in
 from .one_sample import of_no_numbers, of_one_sample
 from .pieces import cut
 from .positions import by_place, was_by_place

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import notes
-from .calls import Call, tensors_in
+from .calls import Call
 from .layout import Layout
+from .nests import tensors_in
 from .pieces import NOTED
 from .positions import by_place
 from .propagate import Rule, ask, combined, layout_rule, spellings

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .calls import Call, tensors_in
+from .calls import Call
 from .coordinates import keep_coordinates
 from .counted import note_groups, repeated
 from .layout import Layout
+from .nests import tensors_in
 from .one_sample import numbers_in
 from .positions import by_place, was_by_place
 from .propagate import ask, by_place_layout, combined, has_data_beside_first, layout_rule, spellings

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .calls import Call, tensors_in
+from .calls import Call
 from .layout import Layout, tag
+from .nests import tensors_in
 from .trial import Tags
 
 _NUMBERS = itertools.count(1)

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import notes
-from .calls import Call, tensors_in
+from .calls import Call
 from .coordinates import mark_coordinates
 from .index import found_in
 from .layout import Layout, tag
+from .nests import tensors_in
 from .propagate import LAYOUT_RULES, ask, combined, layout_rule, spellings
 from .reduce import along
 from .shapes import elementwise

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from . import notes
-from .calls import Call, tensors_in
+from .calls import Call
 from .layout import Layout, tag
+from .nests import tensors_in
 from .pieces import joined, joined_rows, settled, stamped
 from .trial import Tags
 

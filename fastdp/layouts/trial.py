@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from .calls import Call, function_name, is_in_place
 from .draws import DRAWS, Draw, is_close
 from .layout import Layout, tag_of
+from .nests import map_tensors, signature, tensors_in
 
 Tags = list[tuple[Tensor, Layout | None]]
 UNCHECKED: set[Any] = set()  # functions that draw random numbers, or whose rules have checked them
@@ -40,7 +41,7 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
     varying = any(not rows.isdisjoint(t.shape) for t in others)
     if not varying and all(t.is_floating_point() and layout.owner is None for t, layout in data):
         try:
-            key = (call.func, call.batch, _key(call.args, call.batch), _key(call.kwargs, call.batch))
+            key = (call.func, call.batch, _key(call))
             if key in _INDEPENDENT:
                 return True
         except TypeError:
@@ -74,7 +75,7 @@ _SCALED: set[Any] = set()  # kinds of calls that were asked with numbers of ever
 def _kind(call: Call) -> Any:
     """A call but for the values of its tensors; None where there is no telling."""
     try:
-        kind = (call.func, call.batch, _key(call.args, call.batch), _key(call.kwargs, call.batch))
+        kind = (call.func, call.batch, _key(call))
         hash(kind)
     except TypeError:
         return None
@@ -239,7 +240,7 @@ _CACHE: dict[Any, Answer] = {}
 def cached_trial(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Answer:
     """What grew in each result, and whether constants of the batch's size had to grow along."""
     try:
-        key = (call.func, call.batch, _key(call.args, call.batch), _key(call.kwargs, call.batch))
+        key = (call.func, call.batch, _key(call))
         if key in _CACHE:
             return _CACHE[key]
     except TypeError:  # an argument without a hash
@@ -256,19 +257,20 @@ def cached_trial(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Answer:
     return answer
 
 
-def _key(value: Any, batch: int) -> Any:
-    if isinstance(value, Tensor):
-        layout = tag_of(value, batch)
-        where = layout and (layout.dim, layout.outer, layout.inner, layout.owner is None, bool(layout.mixed))
-        return (tuple(value.shape), value.dtype, where)
-    if isinstance(value, tuple | list):
-        return (type(value), *(_key(item, batch) for item in value))
-    if isinstance(value, dict):
-        return tuple((name, _key(item, batch)) for name, item in value.items())
-    if isinstance(value, slice):
-        return (slice, value.start, value.stop, value.step)
-    hash(value)
-    return (type(value), value)
+def _key(call: Call) -> Any:
+    """Of a call's arguments: shapes, types and layouts of tensors, values of others."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            layout = tag_of(value, call.batch)
+            where = layout and (layout.dim, layout.outer, layout.inner, layout.owner is None, bool(layout.mixed))
+            return (tuple(value.shape), value.dtype, where)
+        if isinstance(value, slice):
+            return (slice, value.start, value.stop, value.step)
+        hash(value)
+        return (type(value), value)
+
+    return signature((call.args, call.kwargs), leaf)
 
 
 VIEWS = frozenset(

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError
-from ..layouts.calls import function_name, is_in_place, tensors_in
+from ..layouts.calls import function_name, is_in_place
 from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.nests import tensors_in
 from ..layouts.one_sample import owner_of
 from ..ops.bounds import added, roundings, unit
 from ..ops.common import accumulate

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import bind, function_name, is_in_place, tensors_in
+from ..layouts.calls import bind, function_name, is_in_place
 from ..layouts.layout import tag_of
+from ..layouts.nests import tensors_in
 from ..ops.common import accumulate
 from .forward_pass import ForwardPass
 from .links import Link, leaves_of, link_of, set_link

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import BatchLayoutError, UncapturedUseError
-from ..layouts.calls import Call, function_name, is_in_place, map_tensors, tensors_in
+from ..layouts.calls import Call, function_name, is_in_place
 from ..layouts.layout import Layout, tag, tag_of
+from ..layouts.nests import map_leaves, map_tensors, signature, tensors_in
 from ..layouts.propagate import propagate
 from ..layouts.trial import CACHE_SIZE
 from .captured import Captured, Operand, capture
@@ -41,17 +42,8 @@ class _Slot:
 
 
 def _filled(value: Any, where: dict[str, Sequence[Tensor]]) -> Any:
-    """A call's argument with tensors in the slots. (A closure that calls itself would hold them until gc runs.)"""
-    if isinstance(value, _Slot):
-        return where[value.kind][value.number]
-    if isinstance(value, tuple):
-        items = [_filled(item, where) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_filled(item, where) for item in value]
-    if isinstance(value, dict):
-        return {key: _filled(item, where) for key, item in value.items()}
-    return value
+    """A call's argument with tensors in the slots."""
+    return map_leaves(value, lambda leaf: where[leaf.kind][leaf.number] if isinstance(leaf, _Slot) else leaf)
 
 
 class _Generic(Captured):
@@ -86,7 +78,7 @@ class _Generic(Captured):
         Lists compare by their items; an argument that cannot be hashed is told by its text.
         """
         operands = [(o.value.shape, o.value.dtype, o.value.is_contiguous()) for o in self.operands]
-        return (tuple(operands), self.autocast, _described((self.args, self.kwargs)))
+        return (tuple(operands), self.autocast, signature((self.args, self.kwargs), _described))
 
     def parameters(self) -> str:
         """The names of the parameters, for messages."""
@@ -235,12 +227,9 @@ class _Generic(Captured):
 
 
 def _described(value: Any) -> Any:
+    """Of a leaf among a call's arguments, for the signature of the call."""
     if isinstance(value, _Slot):
         return (value.kind, value.number)
-    if isinstance(value, tuple | list):
-        return (type(value), *map(_described, value))
-    if isinstance(value, dict):
-        return tuple((name, _described(item)) for name, item in value.items())
     try:
         hash(value)
     except TypeError:

@@ -14,7 +14,8 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import BatchLayoutError
-from ..layouts.calls import Call, function_name, is_in_place, tensors_in
+from ..layouts.calls import Call, function_name, is_in_place
+from ..layouts.nests import tensors_in
 from ..layouts.propagate import LAYOUT_RULES, ask, combined
 from ..layouts.trial import Tags, is_independent
 from . import rules

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import BatchLayoutError, FastDPError, UncapturedUseError
-from ..layouts.calls import tensors_in
 from ..layouts.layout import tag_of
+from ..layouts.nests import tensors_in
 from ..layouts.trial import CACHE_SIZE
 from ..ops.common import accumulate
 from .captured import capture

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..layouts.calls import tensors_in
+from ..layouts.nests import tensors_in
 from ..ops.bounds import enlarged
 from ..ops.common import accumulate, chunks
 from ..ops.rows import square_sum, weighted_sum
