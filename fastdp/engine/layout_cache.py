@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layouts.answers import Answers
 from ..layouts.calls import function_name, is_in_place
 from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import is_apart, look, shares
@@ -23,7 +24,6 @@ from ..uses.attention import COMPOSITES
 from ..uses.experts import PRODUCTS, gathered_of
 from ..uses.links import link_of
 
-SIZE = 20_000
 CONSTANT = Layout(-1)  # stands for "carries no sample"
 _ASKING = frozenset(
     "__len__ size dim numel nelement stride is_contiguous element_size data_ptr ndimension storage_offset "
@@ -33,7 +33,7 @@ _ASKING_PROPERTIES = frozenset(
     "shape dtype device ndim requires_grad is_leaf layout is_cuda is_nested names itemsize".split()
 )
 _BY_LENGTHS = frozenset("lstm gru rnn_tanh rnn_relu _pad_packed_sequence _pack_padded_sequence".split())
-_KINDS: dict[Any, str] = {}
+_KINDS = Answers()
 
 
 def inquires(func: Any) -> bool:
@@ -67,7 +67,7 @@ class Memo:
     """What was found for calls, by signature."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Layout, ...]] = {}
+        self._known = Answers()
 
     def signature(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, tracked: dict[int, str]
@@ -116,8 +116,6 @@ class Memo:
             if (layout is None and had_data) or made_in_sight(tensor):
                 return  # of unknown rows: looked at every time
             found.append(CONSTANT if layout is None else layout)
-        if len(self._known) >= SIZE:
-            self._known.clear()
         try:
             self._known[signature] = tuple(found)
         except TypeError:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .answers import Answers
 from .calls import Call, function_name, is_in_place
 from .draws import DRAWS, Draw, is_close
 from .layout import Layout, tag_of
@@ -21,8 +22,7 @@ UNCHECKED: set[Any] = set()  # functions that draw random numbers, or whose rule
 
 # --------------------------------------------------------------------------- the check by value
 
-CACHE_SIZE = 20_000  # answers kept; then all are asked again
-_INDEPENDENT: set[Any] = set()
+_INDEPENDENT = Answers()
 
 
 def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) -> bool:
@@ -58,18 +58,14 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
     if not asked and not _apart(call, data, tags, [t for t, _ in data], [t for t, _ in tags]):
         return False
     if kind is not None:
-        if len(_SCALED) >= CACHE_SIZE:
-            _SCALED.clear()
-        _SCALED.add(kind)
+        _SCALED[kind] = True
     if key is not None:
-        if len(_INDEPENDENT) >= CACHE_SIZE:
-            _INDEPENDENT.clear()
-        _INDEPENDENT.add(key)
+        _INDEPENDENT[key] = True
     return True
 
 
 Data = list[tuple[Tensor, Layout]]
-_SCALED: set[Any] = set()  # kinds of calls that were asked with numbers of every size
+_SCALED = Answers()  # kinds of calls that were asked with numbers of every size
 
 
 def _kind(call: Call) -> Any:
@@ -234,7 +230,7 @@ def target_as_it_is(func: Any, args: tuple[Any, ...]) -> Tensor | None:
 # --------------------------------------------------------------------------- the trial
 
 Answer = tuple[list[list[tuple[int, int]]] | None, bool]
-_CACHE: dict[Any, Answer] = {}
+_CACHE = Answers()
 
 
 def cached_trial(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Answer:
@@ -251,8 +247,6 @@ def cached_trial(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Answer:
         if answer[0] is not None:
             break
     if key is not None:
-        if len(_CACHE) >= CACHE_SIZE:
-            _CACHE.clear()
         _CACHE[key] = answer
     return answer
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import BatchLayoutError, UncapturedUseError
+from ..layouts.answers import Answers
 from ..layouts.calls import Call, function_name, is_in_place
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.nests import map_leaves, map_tensors, signature, tensors_in
 from ..layouts.propagate import propagate
-from ..layouts.trial import CACHE_SIZE
 from .captured import Captured, Operand, capture
 from .derived import mark_derived
 from .forward_pass import ForwardPass
@@ -30,7 +30,7 @@ from .use import Lazy
 
 # functions that take the parameter as a pattern of shape, type or device only
 _PATTERNS = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())
-_CHECKED: set[Any] = set()
+_CHECKED = Answers()
 REGISTER = "register a rule for it: see help(fastdp.register_rule)"
 
 
@@ -221,9 +221,7 @@ class _Generic(Captured):
                             f"{self.parameters()} cannot be trained so; freeze it, change the operation, or, where it "
                             f"is only random, {REGISTER}."
                         )
-        if len(_CHECKED) >= CACHE_SIZE:
-            _CHECKED.clear()
-        _CHECKED.add(key)
+        _CHECKED[key] = True
 
 
 def _described(value: Any) -> Any:
@@ -313,7 +311,7 @@ def _tag_result(call: _Generic, func: Any, out: Any) -> None:
 
 
 _CHECK_NAMES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_BODIES: dict[Any, Any] = {}
+_BODIES = Answers()
 
 
 def python_body(func: Any) -> Callable[..., Any] | None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import BatchLayoutError, FastDPError, UncapturedUseError
+from ..layouts.answers import Answers
 from ..layouts.layout import tag_of
 from ..layouts.nests import tensors_in
-from ..layouts.trial import CACHE_SIZE
 from ..ops.common import accumulate
 from .captured import capture
 from .forward_pass import ForwardPass
@@ -22,7 +22,7 @@ from .rules import by_sample, sample_layout
 from .use import Lazy, Stored
 
 KEPT_BYTES = 2**24  # per-sample gradients up to this size are kept; larger ones are computed again when asked for
-_CHECKED: set[Any] = set()
+_CHECKED = Answers()
 
 
 class RuleCall:
@@ -183,9 +183,7 @@ class _Registered(_Generic):
         self._check_sum(grads, found)
         self._check_isolation(grads, found)
         if conclusive:
-            if len(_CHECKED) >= CACHE_SIZE:
-                _CHECKED.clear()
-            _CHECKED.add(key)
+            _CHECKED[key] = True
 
     def _check_sum(self, grads: list[Tensor | None], found: list[Tensor]) -> None:
         """The samples between the first and the last: their rows, weighed and added, equal autograd's."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fastdp import PerSampleGradients
 from fastdp.engine.layout_cache import Memo, inquires
 from fastdp.errors import FastDPError
+from fastdp.layouts import answers
 
 B, T, D = 4, 4, 6  # the batch and the sequence of one size, on purpose
 
@@ -127,3 +128,11 @@ def test_what_is_not_remembered() -> None:
     )
     assert inquires(torch.Tensor.size) and inquires(torch.Tensor.shape.__get__) and not inquires(torch.Tensor.view)
     assert not inquires(torch.Tensor.data.__get__) and not inquires(torch.Tensor.grad.__get__)
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "SIZE", 3)
+    kept = answers.Answers()
+    for number in range(8):
+        kept[number] = -number
+        assert len(kept) <= 3 and kept[number] == -number
