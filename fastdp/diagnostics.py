@@ -266,7 +266,7 @@ def _cosine(ab: float, aa: float, bb: float) -> float:
 
 
 def compare(engine: PerSampleGradients, factors: Tensor) -> Report:
-    """The report of an engine's last backward under clipping factors [B] of one's own; without layers and logits.
+    """The report of an engine's last backward under custom clipping factors [B]; without layers and logits.
 
     `clipped` is the share of samples whose factor is below 1. Raises StepError before a backward, ValueError on another
     shape.

@@ -367,7 +367,7 @@ class Backward:
             if any(id(leaf) not in current for leaf in leaves_of(use.operand)):
                 raise UncapturedUseError(
                     f"{use.name}() used a tensor of shape {tuple(use.operand.shape)} that stood in the place of a "
-                    "parameter only for the forward (torch.func.functional_call with tensors of one's own, perhaps): "
+                    "parameter only for the forward (torch.func.functional_call with other tensors, perhaps): "
                     "its gradient would be lost. Call the model with its own parameters, or call functional_call "
                     "within the forward of a module that owns them."
                 )

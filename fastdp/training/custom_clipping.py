@@ -1,4 +1,4 @@
-"""A clipping function of one's own, held to what makes clipping private: a factor depends on its sample's norm only.
+"""A custom clipping function is held to what makes clipping private: a factor depends on its sample's norm only.
 
 Whatever else it looks at (the median of the batch, a rank, the batch's length, a sample's place, norms of batches
 before) couples samples: leaving one out changes the factors of others, and the sum moves by more than max_grad_norm.
@@ -49,7 +49,7 @@ class OwnFunction:
             whole = [self._whole(n) for n in norms]
             changed = self._other(parts[0], known, again)
             coupled = [self._other(n, a, c) for n, a, c in zip(norms, found, whole, strict=True)]
-            if bool(torch.cat([changed, *coupled]).any()):  # looks at values: the price of a function of one's own
+            if bool(torch.cat([changed, *coupled]).any()):  # looks at values: the price of a custom function
                 self._refuse(parts[0], known, again, changed)
                 self._refuse_coupled(torch.cat(parts[1:]), torch.cat(whole), torch.cat(found), torch.cat(coupled))
             self._remember(norms, found)

@@ -1,4 +1,4 @@
-"""What loops of one's own or of a framework do that would silently change the guarantee, and how it is refused."""
+"""What custom loops, or those of a framework, do that would silently change the guarantee, and how it is refused."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ class Privacy:
         if self._has_pending or self._has_sums:
             raise StepError("parameters cannot be added between backward and step")
         if not isinstance(self.clipping.style, str):
-            raise StepError("with groups of one's own, make a new optimizer whose groups hold the new parameters")
+            raise StepError("with custom groups, make a new optimizer whose groups hold the new parameters")
         self.engine.track(params)
         self._regroup(self.engine.named_parameters())
 
@@ -363,7 +363,7 @@ class Privacy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """All or nothing; functions and groups of one's own stay those of this optimizer."""
+        """All or nothing; custom functions and groups stay those of this optimizer."""
         try:
             history, lost = (
                 [(float(s), None if q is None else float(q), int(n)) for s, q, n in runs]

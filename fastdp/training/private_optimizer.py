@@ -136,7 +136,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """The clipping norm of the whole gradient: R, or sqrt(sum R^2) of groups of one's own."""
+        """The clipping norm of the whole gradient: R, or sqrt(sum R^2) of custom groups."""
         clipping = self._attached().clipping
         return clipping.max_grad_norm if isinstance(clipping.style, str) else clipping.sensitivity
 

@@ -1,4 +1,4 @@
-"""Rules of one's own: the per-sample gradient of a function that fastdp does not know, or knows only slowly.
+"""Custom rules: the per-sample gradient of a function that fastdp does not know, or knows only slowly.
 
 A registered rule is checked against autograd the first time it meets a kind of call, and its shapes every time.
 """

@@ -1,4 +1,4 @@
-"""Rules of one's own: exact where they are right, loud where they are wrong, and the document's examples, run."""
+"""Custom rules: exact where they are right, loud where they are wrong, and the document's examples, run."""
 
 from __future__ import annotations
 
