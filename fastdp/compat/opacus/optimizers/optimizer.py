@@ -335,11 +335,15 @@ class DPOptimizer(Copied, Optimizer):
         for owner in samples.owners_of(self.params):
             owner.note_grads()
 
+    def _take_gradients(self) -> None:
+        """Of the physical batch in hand, into the sums of the step."""
+        self.clip_and_accumulate()
+
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool | None:
         """All but the step of the optimizer inside; False where that must not follow (a part of a batch)."""
         if not self.params:
             return True
-        self.clip_and_accumulate()
+        self._take_gradients()
         if self._check_skip_next_step():
             self._is_last_step_skipped = True
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -92,19 +91,8 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self.original_optimizer.zero_grad(set_to_none)
         self._note_grads()
 
-    def pre_step(self, closure: Callable[[], Any] | None = None) -> bool | None:
-        if not self.params:
-            return True
+    def _take_gradients(self) -> None:
         self.accumulate()
-        if self._check_skip_next_step():
-            self._is_last_step_skipped = True
-            return False
-        self.add_noise()
-        self.scale_grad()
-        if self.step_hook:
-            self.step_hook(self)
-        self._is_last_step_skipped = False
-        return True
 
     def add_noise(self) -> None:
         """As DPOptimizer's; `_adjusted_noise_multiplier` takes the place of the accounted one where it is set."""

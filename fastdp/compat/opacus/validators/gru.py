@@ -8,6 +8,7 @@ from torch import nn
 
 from ..layers import DPGRU
 from .errors import ShouldReplaceModuleError, UnsupportedModuleError
+from .recurrent import replacement
 from .utils import advice, register_module_fixer, register_module_validator
 
 
@@ -22,17 +23,4 @@ def validate(module: nn.GRU) -> list[UnsupportedModuleError]:
 @advice
 def fix(module: nn.GRU, **kwargs: Any) -> DPGRU:
     """A DPGRU of the same options and weights."""
-    new = DPGRU(
-        input_size=module.input_size,
-        hidden_size=module.hidden_size,
-        num_layers=module.num_layers,
-        bias=module.bias,
-        batch_first=module.batch_first,
-        dropout=module.dropout,
-        bidirectional=module.bidirectional,
-        proj_size=module.proj_size,
-    )
-    new.load_state_dict(module.state_dict())
-    for name, parameter in new.named_parameters():
-        parameter.requires_grad_(module.get_parameter(name).requires_grad)
-    return new
+    return replacement(module, DPGRU)  # type: ignore[return-value]

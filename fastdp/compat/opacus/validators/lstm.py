@@ -8,6 +8,7 @@ from torch import nn
 
 from ..layers import DPLSTM
 from .errors import ShouldReplaceModuleError, UnsupportedModuleError
+from .recurrent import replacement
 from .utils import advice, register_module_fixer, register_module_validator
 
 
@@ -22,17 +23,4 @@ def validate(module: nn.LSTM) -> list[UnsupportedModuleError]:
 @advice
 def fix(module: nn.LSTM, **kwargs: Any) -> DPLSTM:
     """A DPLSTM of the same options and weights."""
-    new = DPLSTM(
-        input_size=module.input_size,
-        hidden_size=module.hidden_size,
-        num_layers=module.num_layers,
-        bias=module.bias,
-        batch_first=module.batch_first,
-        dropout=module.dropout,
-        bidirectional=module.bidirectional,
-        proj_size=module.proj_size,
-    )
-    new.load_state_dict(module.state_dict())
-    for name, parameter in new.named_parameters():
-        parameter.requires_grad_(module.get_parameter(name).requires_grad)
-    return new
+    return replacement(module, DPLSTM)  # type: ignore[return-value]
