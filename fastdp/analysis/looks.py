@@ -300,6 +300,12 @@ def _problem(runs: Runs, base: Records, report: VerifyReport) -> str:
         )
         if runs.draws is not None and runs.draws.constants:
             problem += f" What is drawn after one seed in every call is such a constant: {_some(runs.draws.constants)}."
+    elif parameters[worst] <= report.tolerance:
+        problem = (
+            f"wrong norms (off by {report.norm_error:.1e}) or clipped sums (by {report.sum_error:.1e}) of per-sample "
+            "gradients that are right: one of the routes is at fault, which `explain()` of the optimizer tells. Please "
+            "report the model: this is a bug of fastdp."
+        )
     else:
         problem = (
             f"wrong per-sample gradients, most at parameter '{worst}' ({parameters[worst]:.1e}). If the loss is not "
