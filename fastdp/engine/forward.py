@@ -23,7 +23,7 @@ from ..layouts.sizes import Sizes
 from ..uses.planner import Planner
 from . import following
 from .attachable import hook_of, refuse_hooks
-from .backward import Arrival, Backward, joined_error, mixing_error
+from .backward import Arrival, Backward, joined_error
 from .capture import Pass
 from .checkpointing import watch_region
 from .compile_stance import PLAINLY
@@ -51,7 +51,6 @@ class Forward:
         self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
         self._running_here, self._turn = Running(), Turn()
         self._batch = 0
-        self._unequal: SampleMixingError | None = None  # what a forward wrote to some samples' rows and not to others'
         self._people: People | None = None
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
@@ -67,7 +66,7 @@ class Forward:
         self, problem: SampleMixingError | Warning | None, roots: list[torch.Tensor], size: int
     ) -> None:
         """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
-        self.backward.expect(problem or self._unequal)
+        self.backward.expect(problem)
         if self.backward.open_forwards():
             self.backward.others.loss(roots, size, parameters)
 
@@ -199,7 +198,6 @@ class Forward:
         self.sizes.begin()
         OWN_READS.clear()
         WRITTEN.clear()
-        self._unequal = None
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
@@ -319,11 +317,9 @@ class Forward:
         return apart
 
     def judge_writes(self) -> None:
-        """Warn if rows of some samples were written to, and not those of all alike; refuse that of constants."""
-        why, place, certain = unequally_written(self._batch)
-        if certain:
-            self._unequal = mixing_error(Layout(self._batch, mixed=f"{why} ({place})"))
-        elif why:
+        """Warn if rows of some samples were written to, and not those of all alike."""
+        why, place = unequally_written(self._batch)
+        if why:
             self.reads.note(why, None, place)
 
     def backward_ended(self) -> None:

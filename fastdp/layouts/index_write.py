@@ -11,7 +11,7 @@ from .calls import Call
 from .index import Entry, expanded, index_tuple, permutes, spread
 from .layout import Layout
 from .one_sample import JOINING
-from .pieces import BY_POSITION, note_constant
+from .pieces import BY_POSITION
 from .propagate import PICKING, ask, combined, layout_rule, spellings
 from .targets import of_constant, shape_of
 from .trial import Tags
@@ -27,7 +27,7 @@ def _setitem(call: Call) -> Tags:
     layout, source = call.layout(target), call.layout(value)
     items, entries = expanded(call, index_tuple(index, target.device))
     found = next((entry.layout for entry in entries.values() if entry.layout is not None), None)
-    if found is None and layout is not None and _by_place(layout, source, target, items, value):
+    if found is None and layout is not None and _by_place(layout, source, target, items):
         return [(target, Layout(call.batch, mixed=call.mixed(BY_POSITION)))]
     if source is None and found is None and (layout is None or layout.order is None):
         return [(target, layout)]
@@ -55,26 +55,15 @@ def _index_put(call: Call) -> Tags:
     return [(call.out, layout) for _, layout in _setitem(same)]
 
 
-def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tuple[Any, ...], value: Any) -> bool:
+def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tuple[Any, ...]) -> bool:
     """Whether constants, or a part of the batch, are written to some samples and not to others, by their place."""
     if layout.mixed or layout.alone >= 0 or layout.owner is not None or target.shape[layout.dim] != layout.rows:
         return False
     if source is not None and (source.piece is None or source.alone >= 0):
         return False  # a sample's own (in a loop over them), or all samples'
-    if source is None and (sample := _one_row(layout, target, items)) >= 0:
-        note_constant(target, sample, (items[: layout.dim], items[layout.dim + 1 :], value))
-        return False  # to one sample, and to the others later on, perhaps: judged at the end of the forward
     owners = spread(layout.owners(target.device), layout.dim, target.shape)[items]
     times = torch.bincount(owners.flatten(), minlength=layout.batch)
     return bool((times != times[0]).any())
-
-
-def _one_row(layout: Layout, target: Tensor, items: tuple[Any, ...]) -> int:
-    """The sample to whose one row an index by numbers writes, or -1."""
-    if layout.outer * layout.inner != 1 or len(items) <= layout.dim or any(i is None or i is Ellipsis for i in items):
-        return -1
-    row = items[layout.dim]
-    return row % target.size(layout.dim) if type(row) is int else -1
 
 
 def _ordered_rows_may_go(

@@ -24,7 +24,7 @@ from .nests import tensors_in
 from .positions import is_random
 
 NOTED: list[str] = []  # what single samples of a loop went through, where it differs: to be warned of
-WRITTEN: dict[int, Written] = {}  # memory that single samples' rows were written to, in this forward or loss
+WRITTEN: dict[Any, Written] = {}  # memory that single samples' rows were written to, in this forward or loss
 OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
@@ -56,7 +56,6 @@ class Written(NamedTuple):
     memory: weakref.ref[Tensor]
     samples: dict[int, list[Any]]
     place: str
-    constants: list[bool]  # filled if some of what was written was no data: then it is certain
 
 
 def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
@@ -91,7 +90,8 @@ def stamped(pieces: Sequence[Piece], func: Any, args: Any, kwargs: Any) -> Piece
     first = pieces[0]
     name = function_name(func)
     what: list[Any] = [name]
-    _describe((args, kwargs), what, name.strip("_") in _ARITHMETIC)
+    # (numbers of an index may be each sample's own length, which nothing shows: docs/limits.md)
+    _describe((args, kwargs), what, name == "roll" or name.strip("_") in _ARITHMETIC)
     past = hash((tuple(sorted(piece.past for piece in pieces)), tuple(what)))
     return first._replace(past=past)
 
@@ -142,25 +142,16 @@ def _note_write(name: str, func: Any, args: Any, kwargs: Any, batch: int) -> Non
     sample, whole = _owner(layout), tag_of(base, batch)
     if sample < 0 or (whole is not None and _owner(whole) >= 0):
         return
-    past = () if layout.piece is None else (stamped([layout.piece], func, args, kwargs).past,)
-    _written_to(base).samples.setdefault(sample, []).append(past)
-
-
-def note_constant(target: Tensor, sample: int, what: Any) -> None:
-    """Constants are written to one sample's row of a tensor: so they must be to those of all."""
-    described: list[Any] = []
-    _describe(what, described, True)
-    base = target if target._base is None else target._base
-    known = _written_to(base)
-    known.samples.setdefault(sample, []).append(tuple(described))
-    known.constants.append(True)
-
-
-def _written_to(base: Tensor) -> Written:
+    piece = layout.piece
+    if piece is not None and name != "__setitem__":  # (an index holds the sample's own number)
+        piece = stamped([piece], func, args, kwargs)
+    past = () if piece is None else (piece.past,)
     known = WRITTEN.get(id(base))
     if known is None or known.memory() is not base:
-        known = WRITTEN[id(base)] = Written(weakref.ref(base), {}, place_of(users(sys._getframe(1))), [])
-    return known
+        if known is not None:  # that memory is gone, and what was read of it is not
+            WRITTEN[next(_CUTS), "gone"] = known
+        known = WRITTEN[id(base)] = Written(weakref.ref(base), {}, place_of(users(sys._getframe(1))))
+    known.samples.setdefault(sample, []).append(past)
 
 
 def _owner(layout: Layout) -> int:
@@ -171,15 +162,13 @@ def _owner(layout: Layout) -> int:
     return first if bool((layout.owner == first).all()) else -1
 
 
-def unequally_written(batch: int) -> tuple[str, str, bool]:
-    """What is wrong, and where, if some samples' rows were written to, and not all of them alike; and whether that is
-    certain, as constants were written."""
-    found = "", "", False
+def unequally_written(batch: int) -> tuple[str, str]:
+    """What is to be warned of, and where, if some samples' rows were written to, and not all of them alike."""
+    found = "", ""
     for written in WRITTEN.values():
         ways = list(written.samples.values())
         if not OWN_READS and (len(ways) < batch or any(way != ways[0] for way in ways)):
-            certain = bool(written.constants) or found[2]
-            found = f"a write to a single sample's rows {BY_POSITION}", written.place, certain
+            found = f"a write to a single sample's rows {BY_POSITION}", written.place
     WRITTEN.clear()
     return found
 
@@ -201,15 +190,16 @@ def _write(view: Tensor, batch: int) -> None:
 
 
 def _describe(value: Any, into: list[Any], numbers: bool) -> None:
-    """What tells one call from another, whatever the data: parameters, small constants, numbers (but sizes)."""
+    """What tells one call from another, whatever the data: parameters, constants, numbers (but sizes)."""
     if isinstance(value, Tensor):
         if layout_on(value) is not None:
             return  # (a part cut without gradients is a leaf, too)
         if value.is_leaf and value.requires_grad:
             whole = value if value._base is None else value._base  # a part of a parameter may be cut anew for each
             into.append((id(whole), value.storage_offset(), value.shape, value.stride()))
-        elif not is_random(value) and _is_small(value):
-            into.append(tuple(value.detach().flatten().tolist()))
+        elif not is_random(value) and value.device.type == "cpu" and value.layout == torch.strided:
+            flat = value.detach().resolve_conj().contiguous().flatten()
+            into.append((value.dtype, value.shape, hash(flat.view(torch.uint8).numpy().tobytes())))
     elif isinstance(value, tuple | list):
         for item in value:
             _describe(item, into, numbers)
@@ -218,10 +208,6 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
             _describe(item, into, numbers)
     elif isinstance(value, float | bool | str) or (numbers and isinstance(value, int)):
         into.append(value)
-
-
-def _is_small(value: Tensor) -> bool:
-    return value.numel() <= 16 and value.device.type == "cpu"
 
 
 def is_joining(func: Any) -> bool:

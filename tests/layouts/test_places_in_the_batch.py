@@ -143,8 +143,20 @@ def test_rows_of_single_samples_written_by_place_are_warned_of(name: str, size: 
         run(writing(ONE_ROW[name]), sizes=(size,))
 
 
+def by_tensors(z, h):
+    for i in range(len(h)):
+        z[torch.tensor([i])] = h[i : i + 1] * 2
+
+
+def test_rows_written_by_tensors_of_their_numbers_are_right() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = run(writing(by_tensors))
+    torch.testing.assert_close(found.double(), truth(writing(by_tensors)), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("change", [lambda i, row: row.tanh() * 3, lambda i, row: row, lambda i, row: 0.25])
+@pytest.mark.parametrize("change", [lambda i, row: row.tanh() * 3, lambda i, row: row])
 def test_rows_of_all_samples_written_alike_are_right(change, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -170,18 +182,64 @@ def test_one_of_two_samples_scaled_by_place_is_warned_of(factor: float) -> None:
         run(lambda m, h: torch.cat([h[:1] * factor, h[1:]]), sizes=(2,))
 
 
-def test_constants_that_only_some_rows_are_given_are_refused() -> None:
-    def some(z, h):
-        for i in range(len(h) - 1):
-            z[i, 0] = 0.25
+def constants(write):
+    """The forward in which `write(z, i)` writes constants to each sample's row, or to one."""
 
-    def different(z, h):
+    def forward(m, h):
+        z = h.clone()
+        (h[:, 0] > 0).long().tolist()  # after Python has read each sample's own, too
         for i in range(len(h)):
-            z[i, 0] = 0.5 + i
+            write(z, i)
+        return z * 1.0
 
-    for write in (some, different):
-        with pytest.raises(SampleMixingError, match="by their place"):
-            run(writing(write))
+    return forward
+
+
+CONSTANTS = {
+    "to the first": lambda z, i: z.__setitem__(0, 3.0),
+    "by slices of the place": lambda z, i: z.__setitem__((i, slice(i % C, None)), 0.0),
+    "rows of a table": lambda z, i: z.__setitem__(i, torch.linspace(0, 1, C * 8).view(8, C)[i]),
+    "by indices of the place": lambda z, i: z.__setitem__((i, torch.tensor([i % C])), 0.0),
+}
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_written_to_single_rows_are_refused(name: str, size: int) -> None:
+    with pytest.raises(SampleMixingError, match="by their place"):
+        run(constants(CONSTANTS[name]), sizes=(size,))
+
+
+BY_NUMBER = {
+    "roll": lambda i, row: row.roll(i),
+    "rows of a large table": lambda i, row: (row.repeat(9) * torch.linspace(0, 1, 9 * 9 * C).view(9, -1)[i])[:C],
+}
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_loops_that_take_their_number_are_warned_of(name: str, size: int) -> None:
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(lambda m, h: torch.stack([BY_NUMBER[name](i, row) for i, row in enumerate(h)]), sizes=(size,))
+
+
+def test_a_write_is_judged_though_its_memory_is_gone() -> None:
+    """Other tensors take its place (and its id) before the forward ends."""
+
+    def forward(m, h):
+        z = h.clone()
+        z[0] = h[0] * 3
+        out = z * 1.0
+        del z
+        for _ in range(20):
+            other = h.clone()
+            for i in range(len(h)):
+                other[i] = h[i] * 1.0
+            del other
+        return out
+
+    with pytest.warns(BatchReadWarning, match="by their place"):
+        run(forward)
 
 
 def test_masks_of_constants_hold_infinities() -> None:

@@ -41,13 +41,23 @@ class Program:
 
     @property
     def label(self) -> str:
-        labels = {piece.label for piece in self.pieces}
+        labels = {ESCAPES if self._is_out_of_sight(name) else piece_of(name).label for name in self.names}
         loops = (" in h", "len(h)", "split(")
         if any(
             name.startswith("reentrant>") and any(word in piece_of(name).lines for word in loops) for name in self.names
         ):
             labels.add(EITHER)  # refused, as docs/limits.md says: a module per sample under reentrant checkpointing
         return next(label for label in (COUPLED, ESCAPES, EITHER, RIGHT) if label in labels)
+
+    def _is_out_of_sight(self, name: str) -> bool:
+        """Of a scripted function, over data that needs no gradient: nothing of torch's sees it (docs/limits.md)."""
+        wrapper, _, last = f">{name}".rpartition(">")
+        if last != "scripted function":
+            return False
+        before = self.names[: self.names.index(name)]
+        inits = [piece_of(other).init for other in before]
+        trained = any("nn." in init and "requires_grad_(False)" not in init for init in inits)
+        return wrapper.strip(">") in ("no_grad", "detached") or not trained
 
     def of(self, place: str) -> list[str]:
         return [name for name in self.names if piece_of(name).place == place]

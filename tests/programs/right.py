@@ -303,7 +303,7 @@ either("data in place", "y_ = torch.tanh(h)\nwith torch.no_grad():\n    y_.data.
 either("numpy of a sample's own", "h = h + torch.from_numpy(h.detach().double().numpy() ** 2).to(h)")
 # (what is drawn fills memory in its order: the others' numbers stay if the last sample goes and memory is in rows)
 either("noise by seed", "torch.manual_seed(3)\nh = F.dropout(h.contiguous(), 0.4)", last_only=True)
-either("drawn noise", "torch.manual_seed(4)\nh = h + torch.rand(h.shape)", last_only=True)
+either("drawn noise", "torch.manual_seed(4)\nh = h + torch.rand_like(h.contiguous())", last_only=True)
 either(
     "dropout module", "torch.manual_seed(5)\nh = self.UU(h.contiguous())", "self.UU = nn.Dropout(0.3)", last_only=True
 )

@@ -123,7 +123,7 @@ wrong(
     "    def forward(ctx, v):\n        return v - v.mean(0)\n"
     "    @staticmethod\n    def backward(ctx, g):\n        return g - g.mean(0)\nh = Mix.apply(h)",
 )
-escapes("scripted function", "h = mixing_script(h)")
+wrong("scripted function", "h = mixing_script(h)")
 wrong("sparse", "h = h - torch.sparse.sum(h.detach().to_sparse(), 0).to_dense()")
 wrong(
     "nested tensor", "z = torch.nested.nested_tensor([v for v in h.detach()]).to_padded_tensor(0.0)\nh = h - z.mean(0)"
