@@ -19,8 +19,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from . import report_data as data
-from .report import figure_names, label, measured, stamp, where
-from .report_data import OK, OURS, Case, Cases
+from .report_data import OK, OURS, Case, Cases, figure_names, label, measured, stamp, where
 
 SHOWN = {  # colour, hatch, marker
     OURS: ("#0072B2", "", "o"),

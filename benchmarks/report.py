@@ -8,7 +8,6 @@ README.md is left as it is while there are no rows of the suites cpu and gpu. Fi
 from __future__ import annotations
 
 import argparse
-import hashlib
 import re
 import statistics
 import textwrap
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from . import report_data as data
-from .report_data import OK, OURS, Case, Cases, Row
+from .report_data import OK, OURS, Case, Cases, Row, figure_names, label, measured, stamp, where
 
 ROOT = Path(__file__).parent.parent
 DATA, README, PAGE, FIGURES = ROOT / "benchmarks/data", ROOT / "README.md", ROOT / "benchmarks/README.md", ROOT / "docs"
@@ -67,10 +66,6 @@ def best(group: dict[str, Row], column: str) -> str:
     return f"{found.value:.2f} {found.mode}" + f" {LOST}" * data.beaten(group, column)
 
 
-def label(case: Case) -> str:
-    return case.workload + ("" if case.dtype == "float32" else f", {case.dtype}")
-
-
 def size(case: Case) -> str:
     return case.batch_size + ("" if case.length in data.EMPTY else f" x {case.length}")
 
@@ -99,16 +94,6 @@ def note(groups: Iterable[dict[str, Row]], commits: bool = True) -> str:
     dates = sorted({row["date"] for row in rows})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"torch {all_of(row['torch'] for row in rows)}, Opacus {peers}, {when}{made}"
-
-
-def where(suite: str, place: Sequence[str]) -> str:
-    return place[0] if suite == "gpu" else f"{place[0]}, {place[1]} thread{'s' * (place[1] != '1')}"
-
-
-def measured(cases: Cases, suite: str, place: tuple[str, str], sweep: str = "-") -> Cases:
-    """Of one suite on one device, in order; sweep: "-" for none of them."""
-    mine = [c for c in data.ordered(cases) if (c.suite, c.device, c.threads) == (suite, *place) and c.sweep == sweep]
-    return {case: cases[case] for case in mine}
 
 
 # ---------------------------------------------------------------------- README.md
@@ -162,24 +147,6 @@ def pictures(cases: Cases, folder: str, suites: Iterable[str]) -> str:
     names = [name for name in figure_names(cases) if name.split("_")[1].removesuffix(".png") in suites]
     words = {False: "Time and memory by model", True: "Time against batch and sequence length"}
     return " ".join(f"![{words['sweep' in name]}]({folder}{name})" for name in names)
-
-
-def figure_names(cases: Cases) -> list[str]:
-    """Files of the figures: training_SUITE.png, training_SUITE_sweep.png."""
-    found = []
-    for suite in ("cpu", "gpu"):
-        for place in data.places(cases, suite)[:1]:
-            if measured(cases, suite, place):
-                found.append(f"training_{suite}.png")
-            if any(measured(cases, suite, place, sweep) for sweep in ("batch", "length")):
-                found.append(f"training_{suite}_sweep.png")
-    return found
-
-
-def stamp(cases: Cases) -> str:
-    """Of the rows: every figure carries it, so that one of other rows can be told."""
-    text = repr(sorted((case, sorted(row.items())) for case, group in cases.items() for row in group.values()))
-    return "rows " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def stale(cases: Cases, folder: Path) -> list[str]:

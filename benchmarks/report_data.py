@@ -6,6 +6,7 @@ Knows only CSV files and the standard library, so that a report needs neither to
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -274,3 +275,38 @@ def _why(row: Row | None) -> str:
 
 def _text(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.2f}"
+
+
+# ---------------------------------------------------------------------- what tables and figures are made of
+
+
+def label(case: Case) -> str:
+    return case.workload + ("" if case.dtype == "float32" else f", {case.dtype}")
+
+
+def where(suite: str, place: tuple[str, str]) -> str:
+    return place[0] if suite == "gpu" else f"{place[0]}, {place[1]} thread{'s' * (place[1] != '1')}"
+
+
+def measured(cases: Cases, suite: str, place: tuple[str, str], sweep: str = "-") -> Cases:
+    """Of one suite on one device, in order; sweep: "-" for none of them."""
+    mine = [c for c in ordered(cases) if (c.suite, c.device, c.threads) == (suite, *place) and c.sweep == sweep]
+    return {case: cases[case] for case in mine}
+
+
+def figure_names(cases: Cases) -> list[str]:
+    """Files of the figures: training_SUITE.png, training_SUITE_sweep.png."""
+    found = []
+    for suite in ("cpu", "gpu"):
+        for place in places(cases, suite)[:1]:
+            if measured(cases, suite, place):
+                found.append(f"training_{suite}.png")
+            if any(measured(cases, suite, place, sweep) for sweep in ("batch", "length")):
+                found.append(f"training_{suite}_sweep.png")
+    return found
+
+
+def stamp(cases: Cases) -> str:
+    """Of the rows: every figure carries it, so that one of other rows can be told."""
+    text = repr(sorted((case, sorted(row.items())) for case, group in cases.items() for row in group.values()))
+    return "rows " + hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,26 +1,13 @@
 // The Python module fastdp._CUDA: the functions of fastdp_cuda.h on raw device pointers passed as integers.
 // Shapes, types and devices are checked by the caller, fastdp/ops/cuda.py.
+#include "bind.h"
 #include "fastdp_cuda.h"
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <array>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-namespace py = pybind11;
-
 namespace {
-
-using Address = std::uintptr_t;
-using Key = std::array<std::uint32_t, 8>;
-
-template <typename T>
-T *at(Address address) {
-    return reinterpret_cast<T *>(address);
-}
 
 // Raises RuntimeError where a kernel could not be launched.
 void check(const fastdp_cuda_status &status) {
@@ -43,78 +30,38 @@ std::vector<fastdp_cuda_entry> entries_of(const py::buffer &buffer) {
     return entries;
 }
 
-fastdp_cuda_draw draw_of(const Key &key, std::uint64_t step, double std, double scale, bool keep_sums,
-                         Address counter) {
-    fastdp_cuda_draw draw = {{}, step, std, scale, keep_sums ? 1 : 0, at<const std::int64_t>(counter)};
-    for (std::size_t k = 0; k < key.size(); ++k) draw.key[k] = key[k];
-    return draw;
-}
-
 void noise(Address data, int type, std::int64_t count, std::int64_t offset, const Key &key, std::uint64_t step,
            double std, double scale, bool keep, int device, Address stream) {
     const py::gil_scoped_release release;
-    check(fastdp_cuda_noise(at<void>(data), type, count, offset, key.data(), step, std, scale, keep ? 1 : 0, device,
-                            at<void>(stream)));
+    check(fastdp_cuda_noise(pointer<void>(data), type, count, offset, key.data(), step, std, scale, keep ? 1 : 0,
+                            device, pointer<void>(stream)));
 }
 
-void noisy_sgd(const py::buffer &buffer, Address workspace, int param_type, int state_type, const Key &key,
-               std::uint64_t step, double std, double scale, bool keep_sums, Address counter, double lr,
-               double momentum, double dampening, double weight_decay, bool nesterov, bool maximize, bool first,
-               int device, Address stream) {
+template <typename Update, auto STEP>
+void step(const py::buffer &buffer, Address workspace, int param_type, int state_type, const Draw &draw,
+          Address counter, const Fields<Update> &fields, int device, Address stream) {
     std::vector<fastdp_cuda_entry> entries = entries_of(buffer);
-    const fastdp_cuda_draw draw = draw_of(key, step, std, scale, keep_sums, counter);
-    const fastdp_cuda_sgd rule = {lr, momentum, dampening, weight_decay, nesterov, maximize, first};
+    const auto &[key, number, std, scale, keep] = draw;
+    fastdp_cuda_draw drawn = {{}, number, std, scale, keep, pointer<const std::int64_t>(counter)};
+    for (std::size_t k = 0; k < key.size(); ++k) drawn.key[k] = key[k];
+    const Update update = update_of<Update>(fields);
     const py::gil_scoped_release release;
-    check(fastdp_cuda_noisy_sgd(entries.data(), static_cast<std::int64_t>(entries.size()), at<void>(workspace),
-                                param_type, state_type, &draw, &rule, device, at<void>(stream)));
+    check(STEP(entries.data(), static_cast<std::int64_t>(entries.size()), pointer<void>(workspace), param_type,
+               state_type, &drawn, &update, device, pointer<void>(stream)));
 }
 
-void noisy_adamw(const py::buffer &buffer, Address workspace, int param_type, int state_type, const Key &key,
-                 std::uint64_t step, double std, double scale, bool keep_sums, Address counter, double lr,
-                 double beta1, double beta2, double eps, double weight_decay, std::int64_t t, bool decoupled,
-                 bool maximize, int device, Address stream) {
-    std::vector<fastdp_cuda_entry> entries = entries_of(buffer);
-    const fastdp_cuda_draw draw = draw_of(key, step, std, scale, keep_sums, counter);
-    const fastdp_cuda_adamw rule = {lr, beta1, beta2, eps, weight_decay, t, decoupled, maximize};
-    const py::gil_scoped_release release;
-    check(fastdp_cuda_noisy_adamw(entries.data(), static_cast<std::int64_t>(entries.size()), at<void>(workspace),
-                                  param_type, state_type, &draw, &rule, device, at<void>(stream)));
-}
+// Bound, for functions that tell whether their kernels were launched.
+template <auto FUNCTION>
+struct Checked;
 
-void clip_factors(Address norm_sq, int type, std::int64_t uses, std::int64_t batch, double max_grad_norm, int kind,
-                  double gamma, double margin, Address factors, int device, Address stream) {
-    const py::gil_scoped_release release;
-    check(fastdp_cuda_clip_factors(at<void>(norm_sq), type, uses, batch, max_grad_norm, kind, gamma, margin,
-                                   at<float>(factors), device, at<void>(stream)));
-}
+template <typename... Arguments, fastdp_cuda_status (*FUNCTION)(Arguments...)>
+struct Checked<FUNCTION> {
+    static void call(typename Argument<Arguments>::Python... arguments) { check(Bound<FUNCTION>::call(arguments...)); }
+};
 
-void embedding_norm_sq(Address ids, Address order, Address g, int type, std::int64_t batch, std::int64_t k,
-                       std::int64_t d, std::int64_t stride_batch, std::int64_t stride_k, std::int64_t padding,
-                       Address partial, Address norm_sq, int device, Address stream) {
-    const py::gil_scoped_release release;
-    check(fastdp_cuda_embedding_norm_sq(at<const std::int64_t>(ids), at<const std::int64_t>(order), at<void>(g), type,
-                                        batch, k, d, stride_batch, stride_k, padding, at<double>(partial),
-                                        at<double>(norm_sq), device, at<void>(stream)));
-}
-
-void embedding_clipped_sum(Address ids, Address order, Address g, int type, Address factors, std::int64_t batch,
-                           std::int64_t k, std::int64_t d, std::int64_t stride_batch, std::int64_t stride_k,
-                           std::int64_t rows, std::int64_t padding, Address out, Address heads, int device,
-                           Address stream) {
-    const py::gil_scoped_release release;
-    check(fastdp_cuda_embedding_clipped_sum(at<const std::int64_t>(ids), at<const std::int64_t>(order), at<void>(g),
-                                            type, at<const float>(factors), batch, k, d, stride_batch, stride_k, rows,
-                                            padding, at<void>(out), at<void>(heads), device, at<void>(stream)));
-}
-
-void chacha20(Address states, Address words, std::int64_t count, int device, Address stream) {
-    check(fastdp_cuda_chacha20(at<const std::uint32_t>(states), at<std::uint32_t>(words), count, device,
-                               at<void>(stream)));
-}
-
-void box_muller(Address words, Address normals, int type, std::int64_t count, int device, Address stream) {
-    check(fastdp_cuda_box_muller(at<const std::uint32_t>(words), at<void>(normals), type, count, device,
-                                 at<void>(stream)));
+template <auto FUNCTION>
+void checked(py::module_ &module, const char *name, const char *doc) {
+    module.def(name, &Checked<FUNCTION>::call, doc);
 }
 
 }  // namespace
@@ -122,14 +69,14 @@ void box_muller(Address words, Address normals, int type, std::int64_t count, in
 PYBIND11_MODULE(_CUDA, module) {
     module.doc() = "CUDA kernels of fastdp on raw pointers; arguments in the order of csrc/fastdp_cuda.h";
     module.def("noise", &noise, "data = ((keep ? data : 0) + std * N(0, 1)) * scale, in place");
-    module.def("noisy_sgd", &noisy_sgd, "noise and SGD for a table of parameters");
-    module.def("noisy_adamw", &noisy_adamw, "noise and AdamW or Adam for a table of parameters");
+    module.def("noisy_sgd", &step<fastdp_sgd, fastdp_cuda_noisy_sgd>, "noise and SGD for a table of parameters");
+    module.def("noisy_adamw", &step<fastdp_adam, fastdp_cuda_noisy_adamw>, "noise and Adam or AdamW for such a table");
     module.def("workspace", &fastdp_cuda_workspace, "bytes of device memory for a step over so many parameters");
-    module.def("clip_factors", &clip_factors, "squared norms [uses][batch] -> float32 [batch]");
-    module.def("embedding_norm_sq", &embedding_norm_sq, "sorted ids and g -> float64 [batch]");
+    checked<fastdp_cuda_clip_factors>(module, "clip_factors", "squared norms [uses][batch] -> float32 [batch]");
+    checked<fastdp_cuda_embedding_norm_sq>(module, "embedding_norm_sq", "sorted ids and g -> float64 [batch]");
     module.def("embedding_partials", &fastdp_cuda_embedding_partials, "float64 a sample that norms need");
-    module.def("embedding_clipped_sum", &embedding_clipped_sum, "out[id] += factor * g, by sorted ids");
+    checked<fastdp_cuda_embedding_clipped_sum>(module, "embedding_clipped_sum", "out[id] += factor * g, by sorted ids");
     module.def("embedding_chunks", &fastdp_cuda_embedding_chunks, "rows of heads that the clipped sum needs");
-    module.def("chacha20", &chacha20, "uint32 [16][count] -> [16][count]");
-    module.def("box_muller", &box_muller, "uint32 [16][count] -> [8][count] float32 or float64");
+    checked<fastdp_cuda_chacha20>(module, "chacha20", "uint32 [16][count] -> [16][count]");
+    checked<fastdp_cuda_box_muller>(module, "box_muller", "uint32 [16][count] -> [8][count] float32 or float64");
 }

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "dtypes.h"
+#include "updates.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -76,16 +77,6 @@ typedef struct {
     int64_t count, offset; /* elements; global index of the first one */
     int32_t param_type, sum_type, first_type, second_type;
 } fastdp_tensor;
-
-typedef struct {
-    double lr, momentum, dampening, weight_decay;
-    int32_t nesterov, maximize, first; /* first: momentum is written, not read */
-} fastdp_sgd;
-
-typedef struct {
-    double lr, beta1, beta2, eps, weight_decay, t; /* t: steps including this one */
-    int32_t decoupled, maximize;                   /* decoupled: weight decay as in AdamW */
-} fastdp_adam;
 
 /* torch.optim.SGD's and Adam's (AdamW's) update of all tensors with gradients n. tiles: scratch, [count + 1]. */
 void fastdp_sgd_step(const fastdp_tensor *tensors, int64_t count, int64_t *tiles, const fastdp_noise *noise,

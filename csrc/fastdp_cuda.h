@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "dtypes.h"
+#include "updates.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -64,26 +65,15 @@ typedef struct {
     const int64_t *counter; /* NULL, or one number in device memory that is added to step (and to t) */
 } fastdp_cuda_draw;
 
-typedef struct {
-    double lr, momentum, dampening, weight_decay;
-    int nesterov, maximize, first; /* first: the momentum buffer is written, not read */
-} fastdp_cuda_sgd;
-
-typedef struct {
-    double lr, beta1, beta2, eps, weight_decay;
-    int64_t t; /* torch's step count after this step */
-    int decoupled, maximize;
-} fastdp_cuda_adamw;
-
 /* Bytes of device memory that a step over this many entries needs as workspace. */
 int64_t fastdp_cuda_workspace(int64_t entries);
 
 fastdp_cuda_status fastdp_cuda_noisy_sgd(fastdp_cuda_entry *entries, int64_t count, void *workspace, int param_type,
-                                         int state_type, const fastdp_cuda_draw *draw, const fastdp_cuda_sgd *rule,
+                                         int state_type, const fastdp_cuda_draw *draw, const fastdp_sgd *rule,
                                          int device, void *stream);
 fastdp_cuda_status fastdp_cuda_noisy_adamw(fastdp_cuda_entry *entries, int64_t count, void *workspace, int param_type,
-                                           int state_type, const fastdp_cuda_draw *draw,
-                                           const fastdp_cuda_adamw *rule, int device, void *stream);
+                                           int state_type, const fastdp_cuda_draw *draw, const fastdp_adam *rule,
+                                           int device, void *stream);
 
 /* ---------------------------------------------------------------- clip factors (clip.cu)
  *

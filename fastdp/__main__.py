@@ -16,19 +16,20 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train on scikit-learn's digits with privacy; downloads nothing")
     demo.add_argument(
-        "--out", type=Path, default=Path("fastdp-demo"), help="folder of the plots (default: %(default)s)"
+        "--out", type=Path, default=Path("fastdp-demo"), help="the folder for the plots (default: %(default)s)"
     )
-    commands.add_parser("info", help="versions, backends and devices")
+    commands.add_parser("info", help="show versions, backends and devices")
     finetune_options.add_options(
         commands.add_parser("finetune", help="fine-tune a model on a file of texts, privately")
     )
     add_audit_options(commands.add_parser("audit", help="test a training step, of any framework, for private bugs"))
     ntk = commands.add_parser(
-        "ntk", help="what clipping does to convergence, on small random networks (Table 1 of Bu et al. 2023)"
+        "ntk",
+        help="measure the effect of clipping on convergence, on small random networks (Table 1 of Bu et al. 2023)",
     )
-    ntk.add_argument("--networks", type=int, default=20, help="random networks, each with data (default: %(default)s)")
-    ntk.add_argument("--steps", type=int, default=4000, help="of gradient descent, at most (default: %(default)s)")
-    ntk.add_argument("--seed", type=int, default=0, help="of networks and data (default: %(default)s)")
+    ntk.add_argument("--networks", type=int, default=20, help="the number of random networks (default: %(default)s)")
+    ntk.add_argument("--steps", type=int, default=4000, help="the largest number of steps (default: %(default)s)")
+    ntk.add_argument("--seed", type=int, default=0, help="the seed of networks and data (default: %(default)s)")
     ntk.add_argument("--out", type=Path, metavar="FILE", help="write the counts to this CSV file")
     return made
 

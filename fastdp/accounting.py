@@ -1,6 +1,6 @@
-"""Privacy spent, by the accountants of Opacus: PRV, RDP and GDP.
+"""The privacy spent, computed by the accountants of Opacus: PRV, RDP and GDP.
 
-Neighbouring relation: one sample added or removed; Poisson sampling at the stated rate.
+The neighbouring relation is the addition or removal of one sample, with Poisson sampling at the stated rate.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ History = list[tuple[float, float | None, int]]  # runs of (noise multiplier, sa
 
 
 def check_accountant(name: str) -> str:
+    """Return the name of an accountant. Raises AccountingError if there is no such accountant."""
     if name not in ACCOUNTANTS:
         raise AccountingError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {name!r}")
     return name
 
 
 def delta_problem(delta: float, samples: float, unit: str = "record") -> str:
-    """What is wrong with a delta of this many samples (records, or persons), or "".
+    """Return what is wrong with this delta for this many samples (records or persons), or "".
 
-    At delta = 1 / n a mechanism that publishes one of them, drawn at random, in full counts as private.
+    At delta = 1 / n, a mechanism that publishes one random sample in full counts as private.
     """
     if not samples or delta * samples < 1 - 1e-9:
         return ""
@@ -34,19 +35,37 @@ def delta_problem(delta: float, samples: float, unit: str = "record") -> str:
 
 
 def warn_of_delta(delta: float, samples: float | None, stacklevel: int = 3) -> None:
-    """Warns of an epsilon at a delta that means nothing; samples: None where their number is not known."""
+    """Warn of an epsilon at a delta that means nothing.
+
+    Args:
+        delta: the delta of the guarantee.
+        samples: the number of samples, or None if it is not known.
+        stacklevel: as of warnings.warn.
+    """
     known = samples is not None
     samples = 10 if samples is None else samples  # fewer than that nobody trains on
     if delta < 1 and (problem := delta_problem(delta, samples, "sample")):
         if not known:
             problem = (
-                f"delta={delta:g} is of no use: publishing one sample of {math.ceil(1 / delta)} in full satisfies it"
+                f"delta={delta:g} is too large: publishing one sample of {math.ceil(1 / delta)} in full satisfies it"
             )
         warnings.warn(f"{problem}. Ask for epsilon at {1 / (2 * samples):.1g} or less", stacklevel=stacklevel)
 
 
 def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float:
-    """epsilon at delta of runs of (noise multiplier, sample rate, steps)."""
+    """Compute the epsilon at delta of runs of (noise multiplier, sample rate, steps).
+
+    Args:
+        history: the runs. Without runs, epsilon is 0; a run without noise makes it infinite.
+        delta: in (0, 1).
+        accountant: "prv" (exact to 0.01), "rdp" (an upper bound) or "gdp" (an approximation that can be too small).
+
+    Raises:
+        AccountingError: if delta, the accountant or a sample rate is missing or invalid, or GDP has no epsilon.
+
+    Source: PRV, Gopi et al. 2021 (arXiv 2106.02848); RDP, Mironov 2017 (arXiv 1702.07476); GDP, Bu et al. 2020 (arXiv
+    1911.11607).
+    """
     check_accountant(accountant)
     if not 0 < delta < 1:
         raise AccountingError(f"delta must lie in (0, 1), not {delta!r}")
@@ -66,7 +85,7 @@ def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float
 
 
 def _epsilon_by(accountant: str, runs: list[tuple[float, float, int]], delta: float) -> float:
-    """What the accountant says of runs that have noise."""
+    """The accountant's epsilon of runs that all have noise."""
     if accountant == "gdp":
         return _gdp(runs, delta)
     if accountant == "rdp":
@@ -94,7 +113,7 @@ def _by_opacus(name: str, runs: list[tuple[float, float, int]], delta: float) ->
 
 
 def _gdp(runs: list[tuple[float, float, int]], delta: float) -> float:
-    """mu = q sqrt(T (exp(1 / sigma^2) - 1)) (Bu et al. 2020, central limit theorem), runs composed by squares."""
+    """mu = q sqrt(T (exp(1 / sigma^2) - 1)) (Bu et al. 2020, central limit theorem); runs are composed by squares."""
     from opacus.accountants.analysis import gdp
 
     mus = [gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate) for sigma, rate, steps in runs]
@@ -102,7 +121,7 @@ def _gdp(runs: list[tuple[float, float, int]], delta: float) -> float:
 
 
 def _epsilon_of_mu(mu: float, delta: float) -> float:
-    """epsilon at delta of mu-GDP."""
+    """The epsilon at delta of mu-GDP."""
     from opacus.accountants.analysis import gdp
 
     if float(gdp.delta_eps_mu(eps=0.0, mu=mu)) <= delta:
@@ -116,7 +135,10 @@ def _epsilon_of_mu(mu: float, delta: float) -> float:
 
 
 def steps_per_epoch(sample_rate: float) -> int:
-    """Steps that sample each record once in expectation: ceil(1 / rate), exact where 1 / rate is whole."""
+    """Return the number of steps that sample each record once in expectation: ceil(1 / sample_rate).
+
+    It is exact if 1 / sample_rate is whole. Raises AccountingError if the rate is not in (0, 1].
+    """
     if not 0 < sample_rate <= 1:
         raise AccountingError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
     inverse = 1 / sample_rate
@@ -125,8 +147,10 @@ def steps_per_epoch(sample_rate: float) -> int:
 
 
 class Setting(NamedTuple):
-    """A training run as papers state it. Poisson sampling at rate batch / records; epochs x records / batch steps,
-    rounded down."""
+    """A training run as papers state it.
+
+    It has Poisson sampling at rate batch / records, and epochs x records / batch steps, rounded down.
+    """
 
     name: str
     noise_multiplier: float
@@ -137,12 +161,16 @@ class Setting(NamedTuple):
 
     @property
     def steps(self) -> int:
+        """The number of steps."""
         return int(self.epochs * self.records / self.batch + 1e-9)
 
 
 class Spent(NamedTuple):
-    """epsilon of a setting by each accountant, and by GDP for batches of a fixed size drawn without replacement
-    (uniform), which is of another neighbouring relation: one record replaced."""
+    """The epsilon of a setting by each accountant.
+
+    `gdp_uniform` is GDP for batches of a fixed size drawn without replacement, which has another neighbouring relation:
+    one record is replaced.
+    """
 
     setting: Setting
     gdp: float
@@ -159,8 +187,11 @@ PAPERS = (
 
 
 def table(settings: Iterable[Setting]) -> list[Spent]:
-    """What each setting spends, by all accountants. GDP is the central limit theorem's approximation, which can be
-    below the truth; PRV is exact to 0.01, RDP an upper bound. Raises AccountingError as `epsilon_of`."""
+    """Compute what each setting spends, by all accountants.
+
+    GDP is the approximation by the central limit theorem, which can be below the truth. PRV is exact to 0.01, and RDP
+    is an upper bound. Raises AccountingError if a setting has no step, and as `epsilon_of` does.
+    """
     from opacus.accountants.analysis import gdp
 
     found = []
@@ -188,11 +219,23 @@ def noise_multiplier_for(
     accountant: str = "prv",
     tolerance: float = 0.01,
 ) -> float:
-    """The smallest noise multiplier whose epsilon is at most target_epsilon, and above target - tolerance.
+    """Find the smallest noise multiplier that spends at most target_epsilon, up to the tolerance.
 
-    Args: delta; sample_rate of Poisson sampling; steps, or epochs of ceil(1 / sample_rate) steps each;
-    accountant "prv", "rdp" or "gdp". Raises AccountingError where no multiplier below 1e4 suffices, and warns of a
-    delta that is 1 / records or more whatever the records are: a batch of one has the rate 1 / records.
+    Args:
+        target_epsilon: positive and finite; for "prv" at least 0.05.
+        delta: in (0, 1). A warning says so if delta is at least 1 / records whatever the number of records is: a batch
+            of one record has the rate 1 / records.
+        sample_rate: the rate of Poisson sampling, in (0, 1].
+        steps: the number of steps. Give either steps or epochs.
+        epochs: the number of epochs of ceil(1 / sample_rate) steps each.
+        accountant: "prv", "rdp" or "gdp".
+        tolerance: how far epsilon may stay below target_epsilon.
+
+    Returns:
+        The noise multiplier sigma, in units of the sensitivity.
+
+    Raises:
+        AccountingError: if an argument is invalid, or no multiplier below 1e4 suffices.
     """
     check_accountant(accountant)
     if 0 < sample_rate <= delta < 1:
@@ -252,7 +295,7 @@ def noise_multiplier_for(
 def _between(low: float, high: float, below: float, above: float, wanted: float) -> float:
     """Where epsilon may be as wanted: on the line through the ends, in logarithms, but well within them.
 
-    Args: epsilon is `below` at the noise multiplier `low` and `above` at `high`; infinite where unknown.
+    Args: epsilon is `below` at the noise multiplier `low` and `above` at `high`; infinite if unknown.
     """
     if not (above > 0 and wanted > 0):
         return (low + high) / 2

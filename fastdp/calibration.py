@@ -1,7 +1,7 @@
 """How far predicted probabilities can be trusted: NLL, ECE, MCE, confidence histograms, reliability diagrams.
 
-Source: Guo et al., On calibration of modern neural networks, 2017; used for private models by Bu et al., Convergence
-and calibration of deep learning with differential privacy, 2023.
+Source: Guo et al., On calibration of modern neural networks, 2017 (arXiv 1706.04599); used for private models by Bu et
+al., On the convergence and calibration of deep learning with differential privacy, 2023 (arXiv 2106.07830).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .analysis.drawing import bars
 
 
 class Calibration(NamedTuple):
-    """NLL in nats; accuracy, ECE and MCE as shares; per bin: mean confidence, accuracy, count."""
+    """NLL in nats; accuracy, ECE and MCE as shares in [0, 1]; and, per bin, mean confidence, accuracy and count."""
 
     nll: float
     accuracy: float
@@ -31,7 +31,7 @@ class Calibration(NamedTuple):
 
 
 class ConfidenceHistogram(NamedTuple):
-    """How many predictions [bins] have a confidence in (k / bins, (k + 1) / bins], and what lines are drawn in it."""
+    """The number of predictions [bins] with a confidence in (k / bins, (k + 1) / bins], and their means."""
 
     edges: Tensor
     counts: Tensor
@@ -44,17 +44,24 @@ class ConfidenceHistogram(NamedTuple):
 
 
 def calibration(logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False) -> Calibration:
-    """Bins of equal width over the confidence of the predicted class.
+    """Compute calibration errors in bins of equal width over the confidence of the predicted class.
 
-    ECE = sum_m |B_m| / N |acc(B_m) - conf(B_m)|; MCE the largest of these gaps. A confidence on an edge belongs
-    to the bin below (an edge k / bins in the type of given probabilities; of logits everything is float64).
+    ECE = sum_m |B_m| / N |acc(B_m) - conf(B_m)|, and MCE is the largest of these gaps. A confidence on an edge belongs
+    to the bin below. For given probabilities, the edge k / bins has their type; for logits, everything is float64.
 
-    Args: logits [N, C] of two or more classes, or [N] of two (of class 1 against class 0); labels [N], whole numbers
-    from 0 to C - 1; bins >= 1; probabilities: what is given are probabilities, not logits: rows that sum to 1 to 1e-3,
-    or the probability of class 1. The NLL of a label of probability 0 is infinite.
+    Args:
+        logits: [N, C] for two or more classes, or [N] for two classes (class 1 against class 0), floats.
+        labels: [N], whole numbers from 0 to C - 1.
+        bins: the number of bins, at least 1.
+        probabilities: whether `logits` are probabilities: rows that sum to 1 within 1e-3, or the probabilities of class
+            1. A label with probability 0 makes the NLL infinite.
 
-    Raises ValueError on other shapes or labels, without data, on NaN, and on infinite logits that leave no
-    probabilities.
+    Returns:
+        A Calibration.
+
+    Raises:
+        ValueError: if a shape or label is wrong, there is no data, a number is NaN, or infinite logits leave no
+            probabilities.
 
     >>> round(calibration(torch.tensor([0.9, 0.9, 0.4]), torch.tensor([1, 0, 0]), probabilities=True).ece, 4)
     0.4
@@ -73,24 +80,27 @@ def calibration(logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities
 
 
 def nll(logits: Tensor, labels: Tensor, *, probabilities: bool = False) -> float:
-    """Mean negative log-likelihood in nats, of arguments as of `calibration`."""
+    """Mean negative log-likelihood in nats. The arguments are those of `calibration`."""
     return float(_predictions(logits, labels, probabilities).losses.mean())
 
 
 def ece(logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False) -> float:
-    """Expected calibration error, a share, of arguments as of `calibration`."""
+    """Expected calibration error, as a share. The arguments are those of `calibration`."""
     return calibration(logits, labels, bins, probabilities=probabilities).ece
 
 
 def mce(logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False) -> float:
-    """Maximum calibration error, a share, of arguments as of `calibration`."""
+    """Maximum calibration error, as a share. The arguments are those of `calibration`."""
     return calibration(logits, labels, bins, probabilities=probabilities).mce
 
 
 def confidence_histogram(
     logits: Tensor, labels: Tensor, bins: int = 15, *, probabilities: bool = False
 ) -> ConfidenceHistogram:
-    """Counts of the predicted classes' confidences by bin, of arguments as of `calibration`; printed, a drawing."""
+    """Count the confidences of the predicted classes by bin. The arguments are those of `calibration`.
+
+    `print` draws the result.
+    """
     found = _predictions(logits, labels, probabilities)
     count = torch.bincount(_bin_of(found.confidence, bins), minlength=bins)
     edges = torch.arange(bins + 1, dtype=torch.float64) / bins
@@ -98,7 +108,7 @@ def confidence_histogram(
 
 
 class _Predictions(NamedTuple):
-    """Of each sample: confidence of the predicted class, whether it is right (float64), the label's -log p."""
+    """For each sample: the confidence of the predicted class, whether it is right (float64), the label's -log p."""
 
     confidence: Tensor
     right: Tensor
@@ -144,7 +154,7 @@ def _predictions(logits: Tensor, labels: Tensor, probabilities: bool) -> _Predic
 
 
 def _bin_of(confidence: Tensor, bins: int) -> Tensor:
-    """Number of the bin (k / bins, (k + 1) / bins] of each confidence."""
+    """The number of the bin (k / bins, (k + 1) / bins] of each confidence."""
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise ValueError(f"bins must be a whole number of at least 1, not {bins!r}")
     edges = (torch.arange(bins + 1, dtype=torch.float64) / bins).to(confidence.device, confidence.dtype)
@@ -155,10 +165,20 @@ def _bin_of(confidence: Tensor, bins: int) -> Tensor:
 
 
 def reliability_diagram(results: Mapping[str, Calibration], path: str | Path | None = None) -> str:
-    """Accuracy against confidence of each model: a drawing in characters, and a PNG at `path` by matplotlib.
+    """Draw accuracy against confidence for each model, in characters, and as a PNG at `path` by matplotlib.
 
-    Where matplotlib (of the extra `demo`) is missing, the drawing goes into `path` with the ending .txt instead, with a
-    warning. Returns the drawing. Raises ValueError without results.
+    If matplotlib (of the extra `demo`) is missing, the characters are written to `path` with the suffix .txt instead,
+    with a warning.
+
+    Args:
+        results: a Calibration for each model, by name.
+        path: the file to write. None: no file.
+
+    Returns:
+        The drawing in characters.
+
+    Raises:
+        ValueError: if there are no results.
     """
     if not results:
         raise ValueError("no results to draw")

@@ -1,7 +1,9 @@
-"""What clipping does to a gradient, looked at while a model trains: norms, a histogram, and the angle it turns.
+"""The effect of clipping on a gradient while a model trains: norms, a histogram, and the angle by which it turns.
 
-Source: the figures that Shamsabadi and Papernot (Losing less, PoPETs 2023) judge losses by. Nothing here is private:
-the numbers are of the raw gradients and are not covered by the guarantee of what the optimizer releases.
+Nothing here is private: the numbers come from the raw gradients, and the guarantee of the optimizer does not cover
+them.
+
+Source: the figures by which Shamsabadi and Papernot (Losing less, PoPETs 2023) judge losses.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from .training.preactivations import ACTIVATIONS, Hook, chosen_layers, runs_agai
 
 
 class NormHistogram(NamedTuple):
-    """Counts [bins] of per-sample norms between edges [bins + 1]; the last bin has its upper edge, too."""
+    """Counts [bins] of per-sample norms between edges [bins + 1]. The last bin includes its upper edge."""
 
     edges: Tensor
     counts: Tensor
@@ -39,15 +41,22 @@ class NormHistogram(NamedTuple):
 
 @dataclass
 class Report:
-    """Of one logical batch. Norms are Euclidean; those of gradients are in units of one sample's own loss.
+    """The diagnostics of one logical batch.
 
-    norms: per-sample gradient norms [samples], float32, in the order of the backwards (all parameters together).
-    clipped: share of the finite norms above the clipping norm R, by groups where clipping is.
-    nonfinite: samples whose gradient is NaN or infinite; they are in no sum.
-    clipped_norm, unclipped_norm, cosine: of the sums over the samples with and without clipping, before noise; NaN
-        where a sum is 0. cosine_of: the same by parameter.
-    weights: norm by parameter. pre_activations, logits: root of the mean over samples of the squared norm, by layer;
-        0 of a layer that did not run.
+    Norms are Euclidean. Those of gradients are in units of the gradient of one sample's own loss.
+
+    Attributes:
+        samples: the number of samples.
+        norms: per-sample gradient norms [samples], float32, over all parameters, in the order of the backwards.
+        clipped: the share of the finite norms above the clipping norm R; by groups, if clipping is.
+        nonfinite: the number of samples with a NaN or infinite gradient, which are in no sum.
+        clipped_norm: the norm of the sum with clipping, before noise.
+        unclipped_norm: the norm of the sum without clipping.
+        cosine: the cosine of the angle between these two sums; NaN if a sum is 0.
+        cosine_of: the same, by parameter.
+        weights: the norm of each parameter.
+        pre_activations: the root of the mean over samples of the squared norm, by layer; 0 if a layer did not run.
+        logits: the same, for the model's output.
     """
 
     samples: int
@@ -63,9 +72,14 @@ class Report:
     logits: float = math.nan
 
     def histogram(self, bins: int = 20, log: bool = True) -> NormHistogram:
-        """Of the finite norms, between the least and the largest (positive) one; log: edges at equal ratios.
+        """Count the finite norms in bins between the smallest and the largest (positive) norm.
 
-        Raises ValueError for bins < 1. Norms of 0 are left out where log.
+        Args:
+            bins: the number of bins, at least 1.
+            log: whether the edges have equal ratios. Norms of 0 are then left out.
+
+        Raises:
+            ValueError: if bins is less than 1.
         """
         if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
             raise ValueError(f"bins must be a whole number of at least 1, not {bins!r}")
@@ -99,15 +113,20 @@ class Report:
 
 
 class GradientDiagnostics:
-    """Watches a private optimizer and leaves its training as it is, to the last bit.
+    """Watches a private optimizer, without changing its training by a single bit.
+
+    Call `report()` after a backward, or after the step, for the logical batch so far. Call `remove()` at the end.
 
     Args:
         optimizer: a fastdp optimizer that is not detached.
-        layers: names of modules whose pre-activations are measured (inputs of activation functions, outputs of
-            others); None: the inputs of all activation functions of `torch.nn` that are modules; []: none.
+        layers: the names of modules with pre-activations to measure: the inputs of activation functions, and the
+            outputs of other modules. None: the inputs of all activation functions of `torch.nn` that are modules. []:
+            none.
+        every: examine each n-th logical batch only. Each examination costs about as much as another clipped sum.
 
-    After a backward, also after the step: `report()` of the logical batch so far. `every`: look at each n-th logical
-    batch only (each look costs about another clipped sum). `remove()` when done. Raises StepError, ValueError.
+    Raises:
+        StepError: if the optimizer is detached or already watched.
+        ValueError: if an argument is invalid.
 
     >>> from fastdp import DPSGD
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -149,7 +168,7 @@ class GradientDiagnostics:
         self._backward.on_end = self._observe
 
     def remove(self) -> None:
-        """Stop watching; the last report stays."""
+        """Stop watching. The last report stays available."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -157,7 +176,10 @@ class GradientDiagnostics:
             self._backward.on_end = self._inner
 
     def report(self) -> Report:
-        """Of the last logical batch that was looked at, as far as its backwards have gone. Raises StepError before."""
+        """Return the Report of the last logical batch that was examined, over the backwards so far.
+
+        Raises StepError before the first backward.
+        """
         if not self._parts:
             raise StepError("no backward was watched yet: call loss.backward() first")
         return _report(self._parts, self._engine.named_parameters(), self._squares, self._layers)
@@ -204,7 +226,7 @@ _LOGITS = " logits"  # no module's name
 
 
 class _Part(NamedTuple):
-    """Of one backward."""
+    """The diagnostics of one backward."""
 
     records: int
     norms: Tensor  # [B] on the CPU
@@ -266,10 +288,17 @@ def _cosine(ab: float, aa: float, bb: float) -> float:
 
 
 def compare(engine: PerSampleGradients, factors: Tensor) -> Report:
-    """The report of an engine's last backward under custom clipping factors [B]; without layers and logits.
+    """Return the Report of an engine's last backward under custom clipping factors, without layers and logits.
 
-    `clipped` is the share of samples whose factor is below 1. Raises StepError before a backward, ValueError on another
-    shape.
+    `clipped` is the share of samples with a factor below 1.
+
+    Args:
+        engine: a PerSampleGradients after a backward.
+        factors: [B], the factor of each sample.
+
+    Raises:
+        StepError: before the first backward.
+        ValueError: if factors have another shape.
     """
     norms = engine.norms()
     ids = {name: id(p) for name, p in engine.named_parameters().items()}

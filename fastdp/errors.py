@@ -1,10 +1,10 @@
-"""Errors. Every one of them says what happened, to what, and what to do about it."""
+"""Errors and warnings. Each says what happened, to what, and what to do about it."""
 
 from __future__ import annotations
 
 
 class FastDPError(RuntimeError):
-    """Base class of everything that fastdp raises on purpose."""
+    """The base class of everything that fastdp raises on purpose."""
 
 
 class UncapturedUseError(FastDPError):
@@ -20,11 +20,11 @@ class SampleMixingError(FastDPError):
 
 
 class BatchLayoutError(FastDPError):
-    """The rows of a tensor could not be attributed to samples."""
+    """The rows of a tensor could not be assigned to samples."""
 
 
 class ParameterError(FastDPError):
-    """The optimizer's parameters and the model's do not fit."""
+    """The optimizer's parameters do not fit the model's."""
 
 
 class StepError(FastDPError):
@@ -36,7 +36,7 @@ class ClippingError(FastDPError):
 
 
 class AccountingError(FastDPError):
-    """The privacy spent cannot be stated."""
+    """The privacy spent cannot be computed."""
 
 
 class VerificationError(FastDPError):
@@ -44,16 +44,19 @@ class VerificationError(FastDPError):
 
 
 class BatchReadWarning(UserWarning):
-    """The model's Python read a number made of several samples. `warnings.simplefilter("error", ...)` refuses it."""
+    """The model's Python read a number that depends on several samples.
+
+    `warnings.simplefilter("error", BatchReadWarning)` turns the warning into an error.
+    """
 
 
 class LossReductionWarning(UserWarning):
-    """The loss is a sum over the samples where a mean was said, or the other way round."""
+    """The loss is a sum over the samples although loss_reduction is "mean", or the reverse."""
 
 
 class LossNotFollowedWarning(UserWarning):
-    """The loss was made where fastdp could not follow it, so whether it couples samples is not known."""
+    """fastdp could not follow how the loss was computed, so it does not know whether it couples samples."""
 
 
 class NotVerifiedWarning(UserWarning):
-    """An epsilon was asked for of a model that `fastdp.verify` has never looked at."""
+    """An epsilon was requested for a model that `fastdp.verify` has never examined."""

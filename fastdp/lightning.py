@@ -1,10 +1,9 @@
-"""Lightning: physical batches, epsilon in the log, a budget. Without these the plain optimizer needs nothing of this.
+"""Lightning: physical batches, epsilon in the log, and a budget. The optimizer alone needs nothing from this module.
 
-    loader = poisson_loader(data, expected_batch_size=256, max_physical_batch_size=32)
-    trainer = Trainer(callbacks=[DPCallback(delta=1e-5, target_epsilon=3.0)])
-    trainer.fit(module, stream(loader))
+    loader = poisson_loader(data, expected_batch_size=256, max_physical_batch_size=32) trainer =
+        Trainer(callbacks=[DPCallback(delta=1e-5, target_epsilon=3.0)]) trainer.fit(module, stream(loader))
 
-`lightning` and `pytorch_lightning` both do; of both installed, the one imported first.
+Both `lightning` and `pytorch_lightning` work; if both are installed, the one that was imported first is used.
 """
 
 from __future__ import annotations
@@ -60,10 +59,13 @@ class _Stream:
 
 
 def stream(loader: PoissonLoader) -> _Stream:
-    """A Poisson loader with physical batches, for `Trainer.fit`; needs `DPCallback`.
+    """Prepare a Poisson loader with physical batches for `Trainer.fit`. It needs `DPCallback`.
 
-    How many physical batches an epoch has is not known, so this has no length; Lightning then fetches one batch ahead,
-    and the callback says which is trained on. Its state is in the trainer's checkpoints.
+    The number of physical batches in an epoch is not known, so the stream has no length. Lightning then fetches one
+    batch ahead, and the callback says which batch is being trained on. The trainer's checkpoints contain the state of
+    the stream.
+
+    Raises StepError if the loader is not a `fastdp.poisson_loader`.
     """
     if not isinstance(loader, PoissonLoader):
         raise StepError(f"stream takes a fastdp.poisson_loader, not {type(loader).__name__}")
@@ -71,15 +73,18 @@ def stream(loader: PoissonLoader) -> _Stream:
 
 
 class DPCallback(_callback_class()):  # type: ignore[misc]
-    """Logs "epsilon" and "noised_steps" at the end of each epoch, stops before a budget is exceeded, refuses what
-    Lightning would do to private gradients.
+    """Logs "epsilon" and "noised_steps" at the end of each epoch, and stops before a budget is exceeded.
+
+    It also refuses what Lightning would do to private gradients.
 
     Args:
-        delta: of the epsilon that is logged; None: none is.
-        target_epsilon: training stops where one more step would spend more than this at delta.
+        delta: the delta of the logged epsilon. None: epsilon is not logged.
+        target_epsilon: training stops if one more step would spend more than this at delta.
 
-    Raises StepError at the begin of training where no optimizer is private, gradients would be clipped or accumulated
-    by Lightning, or physical batches come without `stream`.
+    Raises:
+        ValueError: if target_epsilon is given without delta.
+        StepError: at the begin of training, if no optimizer is private, Lightning would clip or accumulate gradients,
+            or physical batches come without `stream`.
     """
 
     def __init__(self, delta: float | None = None, target_epsilon: float | None = None) -> None:
@@ -162,7 +167,7 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
         return all(self._may_step(optimizer, trainer.train_dataloader) for optimizer in _private(trainer))
 
     def _may_step(self, optimizer: PrivateOptimizer, loader: Any) -> bool:
-        """The accountant is asked how many steps the budget allows once for each noise and rate, not at each step."""
+        """The accountant computes how many steps the budget allows once per noise and rate, not at each step."""
         privacy = optimizer._attached()
         history = privacy.ledger.spent
         source = loader.loader if isinstance(loader, _Stream) else loader
@@ -185,7 +190,16 @@ def _private(trainer: Any) -> list[PrivateOptimizer]:
 
 
 def most_steps(history: list[Any], sigma: float, rate: float, target: float, delta: float, accountant: str) -> int:
-    """How many steps of this noise multiplier and sample rate may follow the history, within the epsilon at delta."""
+    """Return how many steps of this noise multiplier and sample rate may follow the history, within the target epsilon.
+
+    Args:
+        history: the runs of (noise multiplier, sample rate, steps) so far.
+        sigma: the noise multiplier.
+        rate: the sample rate.
+        target: the largest epsilon.
+        delta: the delta of the guarantee.
+        accountant: "prv", "rdp" or "gdp".
+    """
 
     def fits(steps: int) -> bool:
         return epsilon_of([*history, (sigma, rate, steps)], delta, accountant) <= target

@@ -1,9 +1,9 @@
 """Losses in which no sample changes another's: means over samples of their own losses.
 
-A mean over all tokens of a batch gives a sample a weight that depends on the lengths of the others, so its gradient
-has no bound of its own. Here each sample's tokens are averaged first. For the same reason samples or labels that are
-left out (ignore_index, mask) count as 0 in a mean over all samples: to divide by how many are left would let one sample
-change the weight of the others.
+A mean over all tokens of a batch gives each sample a weight that depends on the lengths of the others, so a sample's
+gradient has no bound. These losses average the tokens of each sample first. For the same reason, samples or labels that
+are left out (ignore_index, mask) count as 0 in a mean over all samples: dividing by the number of remaining samples
+would let one sample change the weight of the others.
 """
 
 from __future__ import annotations
@@ -24,11 +24,20 @@ def token_loss(
     logits: Tensor, labels: Tensor, ignore_index: int = IGNORE, reduction: str = "mean", label_smoothing: float = 0.0,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of tokens (tagging, masked words): each sample's mean over its labelled tokens.
+    """Cross-entropy of tokens (tagging, masked words), as the mean over each sample's labelled tokens.
 
-    Args: logits [B, T, V], labels [B, T], entries of ignore_index left out; reduction "mean" over samples, "sum", or
-    "none" for [B]; mask [B, T] of 0 and 1 (or bool): labels where it is 0 are left out, too. A sample without labels
-    has the loss 0. Computed in float32 or better. Raises ValueError.
+    It is computed in float32 or better. A sample without labels has the loss 0.
+
+    Args:
+        logits: [B, T, V], floats.
+        labels: [B, T], whole numbers. Entries equal to ignore_index are left out.
+        ignore_index: the label that is left out.
+        reduction: "mean" over samples, "sum", or "none" for [B].
+        label_smoothing: in [0, 1], as for torch's cross_entropy.
+        mask: [B, T] of 0 and 1 (or bool). Labels are also left out where it is 0.
+
+    Raises:
+        ValueError: if a shape, a type or the reduction is wrong.
 
     >>> logits, labels = torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [1, -100, -100]])
     >>> token_loss(logits, labels, reduction="none")
@@ -59,9 +68,17 @@ def causal_lm_loss(
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of the next token: `token_loss` of logits[:, :-1] against labels[:, 1:].
 
-    Args: logits [B, T, V]; labels [B, T] not shifted, as transformers' models take them (the input's ids, with
-    ignore_index where there is padding or a prompt); mask [B, T], not shifted either: which of the labels count (the
-    attention mask, or the answer's tokens); the rest as of `token_loss`.
+    Args:
+        logits: [B, T, V], floats.
+        labels: [B, T], not shifted, as for transformers' models: the ids of the input, with ignore_index in place of
+            padding or of a prompt.
+        ignore_index: the label that is left out.
+        reduction: "mean" over samples, "sum", or "none" for [B].
+        label_smoothing: in [0, 1], as for torch's cross_entropy.
+        mask: [B, T], not shifted either. It selects the labels that count (the attention mask, or the answer's tokens).
+
+    Raises:
+        ValueError: if a shape, a type or the reduction is wrong.
     """
     if logits.dim() != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(f"logits [B, T, V] and labels [B, T], not {tuple(logits.shape)} and {tuple(labels.shape)}")
@@ -74,12 +91,23 @@ def classification_loss(
     logits: Tensor, labels: Tensor, reduction: str = "mean", label_smoothing: float = 0.0, ignore_index: int = IGNORE,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Loss of one answer a sample, by the labels' type.
+    """The loss of one answer per sample, which depends on the type of the labels.
 
-    Args: logits [B, C]; labels whole numbers [B] (cross-entropy; a sample labelled ignore_index has the loss 0), or
-    floats [B, C]: squared error where C is 1, else several labels a sample (binary cross-entropy), averaged over C;
-    mask, shaped like the labels, of 0 and 1 (or bool): which of them are known; of several labels a sample the mean is
-    over its known ones, and a sample without any has the loss 0; reduction as of `token_loss`. Raises ValueError.
+    Whole-number labels [B] give cross-entropy; a sample with the label ignore_index has the loss 0. Float labels give
+    the squared error if C is 1. If C is larger, each sample has several labels, and the loss is the binary
+    cross-entropy, averaged over C.
+
+    Args:
+        logits: [B, C], floats.
+        labels: [B] whole numbers, or [B, C] floats.
+        reduction: "mean" over samples, "sum", or "none" for [B].
+        label_smoothing: in [0, 1], for whole-number labels only.
+        ignore_index: the label that is left out.
+        mask: of 0 and 1 (or bool), shaped like the labels. It says which labels are known. If a sample has several
+            labels, the mean is over its known labels; a sample without known labels has the loss 0.
+
+    Raises:
+        ValueError: if a shape, a type or the reduction is wrong.
 
     >>> float(classification_loss(torch.zeros(3, 2), torch.tensor([0, 1, 0])))
     0.6931...
@@ -119,12 +147,18 @@ def classification_loss(
 def sequence_classification_loss(
     logits: Tensor, labels: Tensor, mask: Tensor | None = None, pool: str = "last", **options: Any
 ) -> Tensor:
-    """`classification_loss` of sequences, whose logits are of each token: pooled over a sample's own tokens first.
+    """`classification_loss` of sequences with logits for each token, which are first pooled over a sample's own tokens.
 
-    Args: logits [B, T, C], or [B, C] that are pooled already; labels as of `classification_loss`; mask [B, T] of 0 and
-    1 (or bool): the tokens that are no padding (default: all), at either side; pool "last" (the last of them, as
-    decoders' classifiers do) or "mean" (over them); options: reduction, label_smoothing, ignore_index of
-    `classification_loss`. Raises ValueError, also where a sequence has no token.
+    Args:
+        logits: [B, T, C], or [B, C] if they are already pooled.
+        labels: as for `classification_loss`.
+        mask: [B, T] of 0 and 1 (or bool). It is 1 for tokens that are not padding, which may be on either side
+            (default: all).
+        pool: "last" takes the last token, as decoders' classifiers do; "mean" averages the tokens.
+        options: reduction, label_smoothing and ignore_index of `classification_loss`.
+
+    Raises:
+        ValueError: if a shape, a type or the reduction is wrong, or a sequence has no token.
 
     >>> logits = torch.tensor([[[0.0, 0.0], [0.0, 3.0], [9.0, 0.0]]])
     >>> float(sequence_classification_loss(logits, torch.tensor([1]), torch.tensor([[1, 1, 0]])))
@@ -152,7 +186,7 @@ def sequence_classification_loss(
 
 
 def _as_bool(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask of the shape of `like`, as bool; its device. Raises ValueError."""
+    """Return a mask of the shape of `like` as bool, on its device. Raises ValueError."""
     if mask.shape != like.shape:
         raise ValueError(f"a mask of the shape {tuple(like.shape)}, not {tuple(mask.shape)}")
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):

@@ -1,17 +1,19 @@
-"""The empirical neural tangent kernel of a model under per-sample clipping: what clipping does to convergence.
+"""The empirical neural tangent kernel of a model under per-sample clipping: the effect of clipping on convergence.
 
-Outputs f in R^(B C) of B samples with C outputs each; J_r = df/dw_r of the parameters w_r of layer r; H_r = J_r J_r^T,
-H = sum_r H_r; g = dl/df of the samples' losses l. Gradient descent on clipped per-sample gradients, in the limit of
-small learning rates, is dw_r/dt = -sum_i c_(r,i) dl_i/dw_r, so that
+The outputs f in R^(B C) are those of B samples with C outputs each; J_r = df/dw_r for the parameters w_r of layer r;
+H_r = J_r J_r^T, H = sum_r H_r; g = dl/df for the samples' losses l. Gradient descent on clipped per-sample gradients,
+in the limit of small learning rates, is dw_r/dt = -sum_i c_(r,i) dl_i/dw_r, so that
 
     df/dt = -K g   and   dL/dt = -g^T K g   for L = sum_i l_i,
 
 with K = H without clipping, K = H diag(c) under flat clipping and K = sum_r H_r diag(c_r) under layerwise clipping.
-H is symmetric and has no negative eigenvalue; H diag(c) is not symmetric, and its quadratic form can be negative (the
-loss then rises), but its eigenvalues, those of diag(c)^(1/2) H diag(c)^(1/2), can not; those of the sum can.
+
+H is symmetric and has no negative eigenvalue. H diag(c) is not symmetric, and its quadratic form can be negative (the
+loss then rises). Its eigenvalues, which are those of diag(c)^(1/2) H diag(c)^(1/2), cannot be negative; those of the
+sum can. Noise does not appear, because its mean is zero.
 
 Source: Bu, Wang, Dai, Long: On the convergence and calibration of deep learning with differential privacy, TMLR 2023
-(arXiv 2106.07830), whose Table 1 `python -m fastdp ntk` measures. Noise is not in it: its mean is zero.
+(arXiv 2106.07830). `python -m fastdp ntk` measures its Table 1.
 """
 
 from __future__ import annotations
@@ -33,9 +35,19 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 
 class Positivity(NamedTuple):
-    """What `positivity` found. least_quadratic: the least eigenvalue of (A + A^T) / 2; least_eigenvalue: the least
-    real part of an eigenvalue of A; asymmetry: ||A - A^T|| / ||A|| (Frobenius). The answers allow for `tolerance`
-    of ||A||_2: what is not negative by more counts as not negative."""
+    """The result of `positivity`.
+
+    The answers allow for `tolerance` of ||A||_2: a number that is not negative by more counts as not negative.
+
+    Attributes:
+        symmetric: whether A is symmetric.
+        quadratic: whether x^T A x >= 0 for every x.
+        eigenvalues: whether no eigenvalue has a negative real part.
+        asymmetry: ||A - A^T|| / ||A|| (Frobenius).
+        least_quadratic: the smallest eigenvalue of (A + A^T) / 2.
+        least_eigenvalue: the smallest real part of an eigenvalue of A.
+        tolerance: the share of ||A||_2 that is allowed.
+    """
 
     symmetric: bool
     quadratic: bool
@@ -47,9 +59,14 @@ class Positivity(NamedTuple):
 
 
 def positivity(matrix: Tensor, tolerance: float = 1e-9) -> Positivity:
-    """Is a matrix [N, N] symmetric, x^T A x >= 0 for every x, and no real part of an eigenvalue negative?
+    """Test whether A is symmetric, x^T A x >= 0 for every x, and no eigenvalue of A has a negative real part.
 
-    tolerance: share of the largest singular value. Raises ValueError on another shape, NaN or infinity.
+    Args:
+        matrix: A, [N, N].
+        tolerance: the allowance, as a share of the largest singular value.
+
+    Raises:
+        ValueError: if the matrix is not square, or contains NaN or infinity.
     """
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         raise ValueError(f"a square matrix [N, N], not {tuple(matrix.shape)}")
@@ -68,10 +85,13 @@ def positivity(matrix: Tensor, tolerance: float = 1e-9) -> Positivity:
 
 
 class NTK:
-    """The empirical NTK of a model on a batch, in float64; made by `ntk`.
+    """The empirical NTK of a model on a batch, in float64; `ntk` makes it. Rows are ordered by sample, then by output.
 
-    Fields: outputs [B, C]; losses [B]; gradients g [B, C]; kernels {parameter: [B C, B C]}, the parts of H by
-    parameter. Rows are ordered by sample, then output.
+    Attributes:
+        outputs: [B, C].
+        losses: [B].
+        gradients: g [B, C].
+        kernels: {parameter: [B C, B C]}, the parts of H by parameter.
     """
 
     def __init__(
@@ -83,17 +103,17 @@ class NTK:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(B, C)"""
+        """(B, C), the numbers of samples and outputs."""
         return self.outputs.shape[0], self.outputs.shape[1]
 
     @property
     def matrix(self) -> Tensor:
-        """H [B C, B C]: without clipping."""
+        """H [B C, B C], the kernel without clipping."""
         return self._sum(self.kernels)
 
     @property
     def layers(self) -> dict[str, Tensor]:
-        """{layer: H_r}: the layers of layerwise clipping, by owning module."""
+        """{layer: H_r} for the layers of layerwise clipping, by owning module."""
         return {group.name: self._sum(group.parameters) for group in Clipping(self._named, style="layerwise").groups}
 
     def clipping(
@@ -103,15 +123,15 @@ class NTK:
         style: str | Sequence[Any] = "flat",
         gamma: float = GAMMA,
     ) -> Clipping:
-        """The clipping that an optimizer with these arguments has; see `fastdp.training.clipping.Clipping`."""
+        """The clipping of an optimizer with these arguments; see `fastdp.training.clipping.Clipping`."""
         return Clipping(self._named, clipping, max_grad_norm, style, gamma)
 
     def norms(self, clipping: Clipping) -> list[Tensor]:
-        """Norms [B] of the per-sample gradients of each group: sqrt(g_i^T H_(r,ii) g_i)."""
+        """The norms [B] of the per-sample gradients of each group: sqrt(g_i^T H_(r,ii) g_i)."""
         return [squares.sqrt() for squares in self._norm_sq(clipping)]
 
     def factors(self, clipping: Clipping) -> dict[str, Tensor]:
-        """{group: c_r [B]}: the factors of training (float32 with its margin), as float64."""
+        """{group: c_r [B]}, the factors of training (float32 with a margin for rounding), as float64."""
         found = clipping.factors(self._norm_sq(clipping))
         return {group.name: c.double() for group, c in zip(clipping.groups, found, strict=True)}
 
@@ -122,7 +142,10 @@ class NTK:
         style: str | Sequence[Any] = "flat",
         gamma: float = GAMMA,
     ) -> Tensor:
-        """K [B C, B C]: H diag(c) where flat, sum_r H_r diag(c_r) in groups. Arguments as of `fastdp.privatize`."""
+        """K [B C, B C]: H diag(c) if the style is flat, else sum_r H_r diag(c_r) over the groups.
+
+        The arguments are those of `fastdp.privatize`.
+        """
         rule = self.clipping(clipping, max_grad_norm, style, gamma)
         outputs = self.size[1]
         total = torch.zeros_like(self.matrix)
@@ -131,16 +154,21 @@ class NTK:
         return total
 
     def batch_clipped(self, max_grad_norm: float) -> Tensor:
-        """min(1, R / ||sum_i dl_i/dw||) H: the sum clipped as a whole, which is no private training."""
+        """min(1, R / ||sum_i dl_i/dw||) H: the sum is clipped as a whole, which is not private training."""
         g = self.gradients.flatten()
         norm = math.sqrt(max(float(g @ self.matrix @ g), 0.0))
         return self.matrix * min(1.0, max_grad_norm / norm if norm else 1.0)
 
     def derivative(self, kernel: Tensor, reduction: str = "mean") -> float:
-        """dL/dt of gradient flow under the kernel K [B C, B C], per unit of learning rate.
+        """Compute dL/dt of gradient flow under the kernel K [B C, B C], per unit of learning rate.
 
-        reduction: "sum": -g^T K g, of the sum of the losses under the clipped sum; "mean": over B^2, of the mean loss
-        under the clipped sum over B, as optimizers divide it where expected_batch_size is B.
+        Args:
+            kernel: K [B C, B C].
+            reduction: "sum" gives -g^T K g, for the sum of the losses under the clipped sum. "mean" divides by B^2, for
+                the mean loss under the clipped sum over B, as optimizers divide it if expected_batch_size is B.
+
+        Raises:
+            ValueError: if the reduction is unknown.
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be mean or sum, not {reduction!r}")
@@ -168,18 +196,21 @@ def ntk(
     params: Iterable[Tensor] | None = None,
     memory_limit: int = 2 * 2**30,
 ) -> NTK:
-    """The empirical NTK of a model on one batch.
+    """Compute the empirical NTK of a model on one batch.
 
     Args:
-        model: inputs -> [B, C] or [B]; a copy in float64 is used. Not one that an optimizer of fastdp is attached to.
-        inputs: the model's one argument; a tensor of floats is cast to float64, and so are such targets.
+        model: inputs -> [B, C] or [B]. A copy in float64 is used. No fastdp optimizer may be attached to it.
+        inputs: the model's only argument. Tensors of floats are cast to float64, as are such targets.
         targets: passed on to the loss.
-        loss: (outputs as the model gives them, targets) -> the samples' losses [B], each of its own outputs alone.
+        loss: (outputs as the model returns them, targets) -> the samples' losses [B], each computed from its own
+            outputs alone.
         params: the trained parameters (default: all that require grad).
-        memory_limit: bytes that Jacobian and kernels may take.
+        memory_limit: the bytes that the Jacobian and the kernels may take.
 
-    Raises ValueError on shapes, on outputs that change from one forward to the next (dropout), and where the memory
-    would not do; SampleMixingError where a model or loss couples samples.
+    Raises:
+        ValueError: if a shape is wrong, the outputs change from one forward to the next (dropout), or the memory is not
+            enough.
+        SampleMixingError: if the model or the loss couples samples.
     """
     chosen = None if params is None else {id(p) for p in params}
     named: dict[str, Tensor] = {
@@ -213,7 +244,7 @@ def _double(value: Any) -> Any:
 
 
 def _output_gradients(outputs: Tensor, targets: Any, loss: Loss, flat: bool) -> tuple[Tensor, Tensor]:
-    """Losses [B] and g [B, C]; each loss must be of its own outputs alone."""
+    """Losses [B] and g [B, C]; each loss must be computed from its own outputs alone."""
     each = loss(outputs[:, 0] if flat else outputs, targets)
     b = len(outputs)
     if not isinstance(each, Tensor) or each.shape != (b,):
@@ -234,7 +265,7 @@ def _output_gradients(outputs: Tensor, targets: Any, loss: Loss, flat: bool) -> 
 def _jacobian(
     model: nn.Module, named: dict[str, Tensor], inputs: Any, outputs: Tensor, flat: bool
 ) -> dict[str, Tensor]:
-    """{parameter: df/dw [B C, P]}: a backward of sum_b f_(b,c) for each output c gives its rows of all samples."""
+    """{parameter: df/dw [B C, P]}: a backward of sum_b f_(b,c) for each output c gives its rows for all samples."""
     twin = copy.deepcopy(model).double()
     copies = dict(twin.named_parameters())
     for name, parameter in copies.items():

@@ -1,6 +1,6 @@
 """Poisson sampling: every record (or person) joins a batch independently, with the accounted probability.
 
-`poisson_loader` makes the loader. `current` tells a loop which physical batch it has in hand. A framework that fetches
+`poisson_loader` makes the loader. `current` tells a loop which physical batch is in hand. A framework that fetches
 batches ahead of the steps (as `fastdp.lightning` and `fastdp.hf` do) counts its passes with `new_pass`, `wait`,
 `finish` and `leave`.
 """

@@ -1,16 +1,18 @@
-"""Schedules: clipping function, clipping norm and noise by step; "mix-up" training of the convergence paper.
+"""Schedules: clipping function, clipping norm and noise by step, as in the "mix-up" training of the convergence paper.
 
 >>> mixed = Schedule([(0, {"clipping": "local", "max_grad_norm": 1.0}), (500, {"clipping": "global"})])
 >>> mixed.at(499)["clipping"], mixed.at(500)["clipping"], mixed.at(500)["max_grad_norm"]
 ('local', 'global', 1.0)
 
-In the loop, before the forward: `mixed.apply(optimizer)`. Everything goes through the optimizer's own `set_clipping`
-and `noise_multiplier`, so that the noise follows the sensitivity and the accountant counts what was drawn. The schedule
-must not depend on the data. Global clipping leaves out every sample whose gradient is longer than R, so R belongs above
-nearly all norms (`optimizer.norms`): MEASURED on SNLI, after a switch that dropped 44 % of the samples accuracy fell to
-chance.
+In the loop, call `mixed.apply(optimizer)` before the forward. Everything goes through the optimizer's `set_clipping`
+and `noise_multiplier`, so the noise follows the sensitivity, and the accountant counts the noise that was drawn. The
+schedule must not depend on the data.
 
-Source: Bu, Wang, Dai, Long (TMLR 2023, arXiv 2106.07830), who train with one clipping first and then with another.
+Global clipping leaves out every sample with a gradient longer than R, so R must be above nearly all norms
+(`optimizer.norms`). MEASURED on SNLI: after a switch that dropped 44 % of the samples, accuracy fell to chance.
+
+Source: Bu, Wang, Dai, Long (TMLR 2023, arXiv 2106.07830), who train first with one clipping function and then with
+another.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ KEYS = ("clipping", "max_grad_norm", "style", "gamma", "noise_multiplier")
 
 
 class Schedule:
-    """Settings that hold from a step on, until a later entry says otherwise.
+    """Settings that hold from a step on, until a later entry changes them.
+
+    Steps are logical steps: if a batch is handed out in parts, all parts belong to one step.
 
     Args:
-        entries: (step, settings) in the order of the steps, from 0 on; settings of "clipping", "max_grad_norm",
-            "style", "gamma" (as of `fastdp.privatize`) and "noise_multiplier". What no entry says stays as it is.
-        steps_per_epoch: where given, the entries' positions are epochs (0.5 is the middle of the first) of so many
-            logical steps, such as `fastdp.poisson_loader(...).steps_per_epoch`.
+        entries: (step, settings) in the order of the steps, from 0 on. The settings are "clipping", "max_grad_norm",
+            "style" and "gamma" (as for `fastdp.privatize`) and "noise_multiplier". A setting that no entry changes
+            stays as it is.
+        steps_per_epoch: the number of logical steps per epoch, such as `fastdp.poisson_loader(...).steps_per_epoch`. If
+            it is given, the positions of the entries are epochs (0.5 is the middle of the first).
 
-    Steps are logical ones: of a batch that is handed out in parts, all parts are of one step. Raises ValueError on
-    steps that do not rise, on unknown keys and values that no optimizer would take.
+    Raises:
+        ValueError: if the steps do not rise, a key is unknown, or no optimizer would accept a value.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Schedule:
         return step, _checked(step, settings)
 
     def at(self, step: int) -> dict[str, Any]:
-        """What the entries say of this step, a number from 0 on: those of all entries up to it, the later first."""
+        """Return the settings at this step, a number from 0 on. Of the entries up to it, later ones take precedence."""
         if not _whole(step) or step < 0:
             raise ValueError(f"a step is a whole number from 0 on, not {step!r}")
         found: dict[str, Any] = {}
@@ -81,12 +86,23 @@ class Schedule:
         return found
 
     def apply(self, optimizer: PrivateOptimizer, step: int | None = None) -> bool:
-        """Give the optimizer the settings of the step that comes; True where something changed.
+        """Set the optimizer's settings for the coming step.
 
-        step: logical steps made before it (default: those that the optimizer's accountant has counted, also those of
-        a state that it loaded, so that a run that is taken up goes on where it was). Call it before every forward, or
-        every logical batch. Raises StepError where a change would fall in the midst of a logical batch, or the steps
-        go back: settings of later entries may hold already.
+        Call this method before every forward, or before every logical batch.
+
+        Args:
+            optimizer: a private optimizer of fastdp.
+            step: the number of logical steps before the coming one. By default, it is the number of steps that the
+                optimizer's accountant has counted, including those of a loaded state, so a resumed run continues where
+                it was.
+
+        Returns:
+            Whether a setting changed.
+
+        Raises:
+            StepError: if a change falls in the middle of a logical batch, or the steps go back, because settings of
+                later entries may already hold.
+            TypeError: if the optimizer is not private.
         """
         if not isinstance(optimizer, PrivateOptimizer):
             raise TypeError(f"a private optimizer of fastdp, not {type(optimizer).__name__}")
@@ -118,9 +134,18 @@ class Schedule:
     def history(
         self, steps: int, sample_rate: float, noise_multiplier: float | None = None
     ) -> list[tuple[float, float | None, int]]:
-        """The accountant's runs of so many steps under this schedule, before training: for `accounting.epsilon_of`.
+        """Return the accountant's runs of this schedule's first steps, before training, for `accounting.epsilon_of`.
 
-        noise_multiplier: the optimizer's, for steps of which no entry says it. Raises ValueError where it is needed.
+        Args:
+            steps: the number of logical steps.
+            sample_rate: the rate of Poisson sampling.
+            noise_multiplier: the optimizer's noise multiplier, for steps at which no entry sets it.
+
+        Returns:
+            Runs of (noise multiplier, sample rate, steps).
+
+        Raises:
+            ValueError: if steps is less than 1, or a noise multiplier is missing.
         """
         if not _whole(steps) or steps < 1:
             raise ValueError(f"steps must be a whole number of at least 1, not {steps!r}")

@@ -69,7 +69,7 @@ class Block(nn.Module):
 class Language(nn.Module):
     """A small GPT with a tied head."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(V, D), nn.Parameter(torch.randn(T, D))
         self.blocks = nn.ModuleList([Block() for _ in range(layers)])
@@ -172,7 +172,7 @@ def parts(backend: str) -> Way:
     """Some submodules as compiled modules, others in place."""
 
     def way(model: nn.Module) -> nn.Module:
-        if isinstance(model, Language):
+        if isinstance(model, Language):  # of two layers
             model.blocks[0] = torch.compile(model.blocks[0], backend=backend)
             model.blocks[1].compile(backend=backend)
         else:
@@ -189,10 +189,10 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
     return (out * torch.linspace(0.5, 1.5, out.size(1), dtype=out.dtype)).square().mean(1)
 
 
-def build(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+def build(name: str, **options: Any) -> tuple[nn.Module, Callable[..., Tensor]]:
     torch.manual_seed(3)
     kind, batch = MODELS[name]
-    return kind(), batch
+    return kind(**options), batch
 
 
 def assert_exact(

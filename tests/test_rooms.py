@@ -12,22 +12,19 @@ import fastdp
 PACKAGE = Path(fastdp.__file__).parent
 # from below to above; those of one line never import each other
 ORDER = (
-    ("errors",),
-    ("accounting",),
-    ("ops",),
-    ("layouts",),
+    ("errors", "ops"),
+    ("accounting", "layouts"),
     ("uses",),
     ("engine",),
     ("training",),
     ("distributed",),
-    ("analysis",),
-    ("calibration", "diagnostics", "losses", "ntk", "sampling", "schedule"),
+    ("analysis", "losses", "ntk", "sampling", "schedule"),
+    ("calibration", "diagnostics"),
     ("audit", "commands", "compat", "finetune", "hf", "lightning"),
-    ("__init__",),
-    ("__main__",),
+    ("__init__", "__main__"),
 )
 FLOOR = {name: number for number, names in enumerate(ORDER) for name in names}
-GUESTS = ORDER[10]  # they use fastdp as a user would: `import fastdp` is theirs, too
+GUESTS = ORDER[8]  # they use fastdp as a user would: `import fastdp` is theirs, too
 LONGEST = 400  # lines
 WITHIN = {"kernels"}  # Triton's, which ops import when a device asks for them
 
@@ -41,6 +38,19 @@ def files() -> Iterator[Path]:
 def room_of(path: Path) -> str:
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
+
+
+def named(path: Path) -> Iterator[tuple[str, ...]]:
+    """What a file imports of the package, wherever it says so: modules, and names within them."""
+    package = ("fastdp", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base = (*base, *(node.module.split(".") if node.module else ()))
+            yield base
+            yield from ((*base, alias.name) for alias in node.names)
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
@@ -76,6 +86,23 @@ def test_rooms_import_only_what_lies_below() -> None:
             if FLOOR[other] >= FLOOR[room]:
                 wrong.append(f"{path.relative_to(PACKAGE)}, line {line}: {room} imports {other}, which is not below it")
     assert not wrong, "\n".join([*wrong, "docs/architecture.md says which rooms there are"])
+
+
+def test_no_files_import_each_other() -> None:
+    """No circle of files, imports for type checkers and within functions counted."""
+    modules = {path.relative_to(PACKAGE.parent).with_suffix("").parts: path for path in files()}
+    modules = {parts[:-1] if parts[-1] == "__init__" else parts: path for parts, path in modules.items()}
+    below = {
+        parts: {found for found in named(path) if found in modules and found != parts and found != parts[: len(found)]}
+        for parts, path in modules.items()
+    }
+    while free := {
+        p for p in below if not below[p] & below.keys() or not any(p in others for others in below.values())
+    }:
+        below = {parts: others for parts, others in below.items() if parts not in free}  # at the bottom, or at the top
+    assert not below, "\n".join(
+        f"{'.'.join(p)} imports {sorted('.'.join(o) for o in below[p] & below.keys())}" for p in below
+    )
 
 
 def test_the_root_holds_public_modules_alone() -> None:

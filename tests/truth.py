@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fastdp
+from fastdp.uses.use import Use
 
 Loss = Callable[[nn.Module, Any], Tensor]  # -> one loss a sample, [B]
 
@@ -20,10 +21,12 @@ class Comparison(NamedTuple):
     norms: float
     clipped_sum: float
     per_sample: float
+    too_small: float  # how far norms lie below the truth; above it they may lie by what rounding may add to the sums
+    uses: list[Use]  # by whose routes
 
     @property
     def worst(self) -> float:
-        return max(self)
+        return max(self.norms, self.clipped_sum, self.per_sample)
 
 
 def take(batch: Any, rows: list[int] | slice) -> Any:
@@ -72,13 +75,18 @@ def norms_of(rows: dict[str, Tensor]) -> Tensor:
 
 def compare(model: nn.Module, batch: Any, losses: Loss, double: bool = True) -> Comparison:
     """fastdp on the batch against the truth; the model comes back without an engine."""
-    exact = truth(model, batch, losses, double)
+    return against(truth(model, batch, losses, double), model, batch, losses)
+
+
+def against(exact: dict[str, Tensor], model: nn.Module, batch: Any, losses: Loss, **options: Any) -> Comparison:
+    """The same with the truth at hand; options: of the engine."""
     norms = norms_of(exact)
     assert bool((norms > 0).all()), "a case whose gradient is zero shows nothing"
     factors = (norms.median() / norms).clamp(max=1)
-    engine = fastdp.PerSampleGradients(model)
+    engine = fastdp.PerSampleGradients(model, **options)
     try:
         losses(model, batch).mean().backward()
+        uses = engine._last().uses
         found, summed, rows = engine.norms().double(), engine.clipped_sum(factors.float()), engine.materialize()
     finally:
         engine.detach()
@@ -91,4 +99,6 @@ def compare(model: nn.Module, batch: Any, losses: Loss, double: bool = True) -> 
         float(((found - norms).abs() / norms).max()),
         wrong / sum(float(t.square().sum()) for t in want.values()) ** 0.5,
         each / float(norms.mean()),
+        float(((norms - found) / norms).max()),
+        uses,
     )

@@ -69,8 +69,8 @@ void sgd(const fastdp::Work &work, const fastdp_sgd *o, int threads) {
 template <class T, bool PLAIN>
 void adam(const fastdp::Work &work, const fastdp_adam *o, int threads) {
     Adam<T, PLAIN> update;
-    update.step_size = (T)(o->lr / (1 - std::pow(o->beta1, o->t)));
-    update.root_scale = (T)(1 / std::sqrt(1 - std::pow(o->beta2, o->t)));
+    update.step_size = (T)(o->lr / (1 - std::pow(o->beta1, (double)o->t)));
+    update.root_scale = (T)(1 / std::sqrt(1 - std::pow(o->beta2, (double)o->t)));
     update.new_share = (T)(1 - o->beta1), update.new_square_share = (T)(1 - o->beta2), update.eps = (T)o->eps;
     update.decay = o->decoupled ? (T)(o->lr * o->weight_decay) : (T)0;
     update.l2 = o->decoupled ? (T)0 : (T)o->weight_decay, update.sign = o->maximize ? (T)-1 : (T)1;

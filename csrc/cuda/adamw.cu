@@ -72,7 +72,7 @@ extern "C" int64_t fastdp_cuda_workspace(int64_t entries) {
 
 extern "C" fastdp_cuda_status fastdp_cuda_noisy_adamw(fastdp_cuda_entry *entries, int64_t count, void *workspace,
                                                       int param_type, int state_type, const fastdp_cuda_draw *draw,
-                                                      const fastdp_cuda_adamw *rule, int device, void *stream) {
+                                                      const fastdp_adam *rule, int device, void *stream) {
     const DeviceGuard guard(device);
     if (guard.error != cudaSuccess) return status_of("noisy_adamw", guard.error);
     const Powers powers = {rule->lr, rule->beta1, rule->beta2, rule->t};

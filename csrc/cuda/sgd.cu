@@ -64,7 +64,7 @@ using namespace fastdp;
 
 extern "C" fastdp_cuda_status fastdp_cuda_noisy_sgd(fastdp_cuda_entry *entries, int64_t count, void *workspace,
                                                     int param_type, int state_type, const fastdp_cuda_draw *draw,
-                                                    const fastdp_cuda_sgd *rule, int device, void *stream) {
+                                                    const fastdp_sgd *rule, int device, void *stream) {
     const DeviceGuard guard(device);
     if (guard.error != cudaSuccess) return status_of("noisy_sgd", guard.error);
     const Powers powers = {0, 0, 0, 1};

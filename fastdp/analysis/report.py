@@ -1,4 +1,4 @@
-"""What `verify` found, and on what it looked."""
+"""What `verify` found, and what it examined."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class VerifyReport:
-    """What `verify` found. Errors are relative; `parameters` gives each one's largest over the samples."""
+    """The findings of `verify`. `print` shows them; `ok` says whether there is no problem. Errors are relative.
+
+    Attributes:
+        samples: the number of samples that were compared with one-sample backwards.
+        norm_error: the largest error of a per-sample norm.
+        sum_error: the largest error of a clipped sum.
+        coupling: the largest dependence of a sample's gradient on other samples.
+        tolerance: the largest error that passes.
+        parameters: the largest error over the samples, by parameter.
+        problem: what is wrong, or "".
+    """
 
     samples: int
     norm_error: float
@@ -24,14 +34,15 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether no problem was found."""
         return not self.problem
 
     def worst(self) -> float:
-        """The largest of all errors; infinite if one is no number."""
+        """The largest of all errors; it is infinite if an error is not a number."""
         return largest((self.coupling, self.norm_error, self.sum_error))
 
     def join(self, other: VerifyReport) -> None:
-        """Add what another look at the same samples found."""
+        """Add the findings of another examination of the same samples."""
         self.norm_error = largest((self.norm_error, other.norm_error))
         self.sum_error = largest((self.sum_error, other.sum_error))
         self.coupling = largest((self.coupling, other.coupling))
@@ -71,5 +82,5 @@ class VerifyReport:
 
 
 def largest(errors: Iterable[float]) -> float:
-    """The largest error, where one that is no number counts as infinite (Python's max would pass over it)."""
+    """The largest error. An error that is not a number counts as infinite (Python's max would skip it)."""
     return max((error if error == error else float("inf") for error in errors), default=0.0)

@@ -132,7 +132,7 @@ class Runs:
         try:
             with contextlib.suppress(Drew), self.run(None):
                 self.loss_fn(self.model, records.batch)
-            return engine._forward._batch
+            return engine._forward.batch
         finally:
             engine.detach()
 

@@ -1,6 +1,6 @@
-"""Check a model, a loss and records: does fastdp's result equal that of one sample at a time?
+"""Check a model, a loss and records: is fastdp's result equal to that of one sample at a time?
 
-And does a sample's gradient depend on the other samples, which no clipping can make private?
+The check also finds gradients of a sample that depend on other samples, which no clipping can make private.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REFUSED = (SampleMixingError, UncapturedUseError, BatchLayoutError, StepError) 
 
 
 class MixingFound(VerificationError, SampleMixingError):
-    """The engine refused the program while it was verified: samples are combined."""
+    """The engine refused the program during verification, because it combines samples."""
 
 
 def verify(
@@ -55,32 +55,41 @@ def verify(
 ) -> VerifyReport:
     """Compare norms and clipped sums with one-sample backwards, in batches of several sizes and with other samples.
 
-    Args:
-        model: as it will be trained, in training mode if it will be; without a fastdp optimizer attached. It comes
-            back unchanged.
-        loss_fn: loss_fn(model, batch) -> the loss that will be trained, a scalar or one loss a sample [B].
-        batch: tensors, samples first, in any nest of tuples, lists and dicts, best more than `samples`; or a Dataset
-            or DataLoader, of which records are drawn; or, with collate_fn, any sequence of records.
-        params: parameters to check (default: all that require grad).
-        loss_reduction: "mean" or "sum", as of the optimizer.
-        tolerance: largest relative error (default 1e-4; 5e-2 for 16-bit models). Where a float32 model fails the
-            default, it is computed in float64 as well (parameters and buffers are swapped meanwhile): it passes if
-            float64 does, and float32 is at most 4 times as far off as plain torch's own float32 is.
-        samples: so many samples are compared with one-sample backwards: all that there are, or drawn ones, of
-            different labels and lengths.
-        group_by: a key for each record, where all records of one key are one sample (a person).
-        batch_sizes: of the batches, made of these samples, in which they are looked at besides (default: 1, 2, one
-            sample less, more than twice as many, and all that are in the batch up to 8 times `samples`).
-        collate_fn: makes a batch of a list of records. It is run for every batch that is looked at, those of one record
-            too, so that padding which counts is found; once for all, where it draws random numbers.
-        seed: of what is drawn here, and of the program's own random numbers.
-        options: batch_first, batch_size, rows_per_sample, memory_budget of PerSampleGradients.
+    A model with dropout is examined with dropout off and on. Random numbers (dropout, drop path, noise) are drawn
+    sample by sample while the model runs, so that a sample draws the same numbers alone and among others. If that is
+    impossible, the report says what was not judged.
 
-    A model with dropout is looked at with dropout off and on. Random numbers (dropout, drop path, noise) are drawn
-    sample by sample while it runs, so that a sample draws the same alone and among others; where that is impossible,
-    the report says what was not judged. Returns a report; raises VerificationError naming the module or the loss where
-    one can be named (or returns the report with `problem`, if not raise_on_failure), and the engine's own errors where
-    it refuses the model.
+    Args:
+        model: the model as it will be trained, in training mode if it will be, and without a fastdp optimizer. It is
+            returned to its previous state.
+        loss_fn: loss_fn(model, batch) -> the loss that will be trained, a scalar or one loss per sample [B].
+        batch: tensors with samples along the first dimension, in any nest of tuples, lists and dicts, best with more
+            samples than `samples`; or a Dataset or DataLoader, from which records are drawn; or, with collate_fn, any
+            sequence of records.
+        params: the parameters to check (default: all that require grad).
+        loss_reduction: "mean" or "sum", as for the optimizer.
+        tolerance: the largest relative error (default: 1e-4, or 5e-2 for 16-bit models). If a float32 model fails the
+            default, verify also computes it in float64, with parameters and buffers swapped in the meantime. The model
+            passes if float64 does, and if float32 is at most 4 times as far off as plain torch's float32 is.
+        samples: the number of samples to compare with one-sample backwards. If there are more, verify draws samples
+            with different labels and lengths.
+        group_by: a key for each record; all records with the same key are one sample (a person).
+        raise_on_failure: False returns the report with its `problem` instead of raising an error.
+        batch_sizes: the sizes of further batches of these samples to examine (default: 1, 2, one sample less, more than
+            twice as many, and all samples in the batch up to 8 times `samples`).
+        collate_fn: makes a batch of a list of records. It runs for every batch that is examined, including batches of
+            one record, so that verify finds padding that counts. If it draws random numbers, it runs once for all.
+        seed: the seed of what verify draws, and of the program's random numbers.
+        options: batch_first, batch_size, rows_per_sample and memory_budget of PerSampleGradients.
+
+    Returns:
+        A VerifyReport.
+
+    Raises:
+        VerificationError: if a norm, a sum or a dependence between samples is wrong. The error names the module or the
+            loss if it can.
+        FastDPError: the engine's own errors, if it refuses the model.
+        ValueError: if there are fewer than two samples.
     """
     pool, total, once = _pool(model, batch, group_by, collate_fn, samples, seed, options)
     if pool.samples < 2:
@@ -125,7 +134,7 @@ def verify(
 
 
 def _looks(work: Examination, model: nn.Module) -> VerifyReport:
-    """With the modules of dropout off, and as they are."""
+    """Examine the model with its dropout modules off, and then as they are."""
     dropout = [module for module in model.modules() if isinstance(module, _DROPOUT) and module.training]
     for module in dropout:
         module.training = False
@@ -150,7 +159,7 @@ def _looks(work: Examination, model: nn.Module) -> VerifyReport:
 
 def _pool(model: nn.Module, batch: Any, group_by: Any, collate_fn: Callable[[list[Any]], Any] | None, samples: int,
           seed: int, options: dict[str, Any]) -> tuple[Records, int, str]:  # fmt: skip
-    """The records to choose from, how many there were to draw them from, and why collate_fn is run only once, if so."""
+    """The records to choose from, the number that they were drawn from, and, if collate_fn runs only once, why."""
     numbers = None if group_by is None else numbers_of(group_by)[0]
     if isinstance(batch, PoissonLoader):
         if batch.sampler.grouping is not None and group_by is None:

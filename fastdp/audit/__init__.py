@@ -1,4 +1,4 @@
-"""Tests for any implementation of DP-SGD, seen from outside: is it clipped, per example, with the right noise?
+"""Tests for any implementation of DP-SGD, from outside: does it clip each sample, with the right noise?
 
 >>> from fastdp.audit import TESTS
 >>> "no_clipping" in TESTS

@@ -15,7 +15,7 @@ from .trainable import AuditError, check_outcome, optional, pick
 
 
 def accountant(trainable: Any, *, seed: int = 0, steps: int = 21) -> Finding:
-    """The accountant's history after so many steps: their number, noise multipliers and sample rate.
+    """Examines the accountant's history after a number of steps: its steps, noise multipliers and sample rate.
 
     statistic: steps counted over steps made. Needs history(model) of the trainable.
     """
@@ -59,9 +59,9 @@ WHEN = (
 
 
 def empty_batch(trainable: Any, *, seed: int = 0) -> Finding:
-    """A Poisson sample may be empty: that step is noise alone, and is counted.
+    """Tests that a step on an empty Poisson sample is noise alone, and is counted.
 
-    statistic: size of the noise of an empty batch over that of a batch of one sample.
+    statistic: the size of the noise on an empty batch over that on a batch of one sample.
     """
     name = "empty_batch"
     probe = Probe.of(trainable, seed)

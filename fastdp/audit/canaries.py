@@ -77,12 +77,12 @@ def epsilon_bound(
     abstain: float = 0.5,
     significance: float = 1e-3,
 ) -> Finding:
-    """Attack one step whose noise is for (epsilon, delta), and compare the refuted epsilon with that.
+    """Attacks a step with noise for (epsilon, delta), and compares the refuted epsilon with the claimed one.
 
-    Each of `runs` steps has its own coins; a coin takes part in one run only, so all of them together are as private
-    as one run is. The attacker knows what each canary contributes without noise, and solves for who was there by least
-    squares; it abstains on the given share of canaries, those it is least sure of. It sees gross faults (no noise, or
-    ten times too little); exact constants are what noise_distribution and sensitivity measure.
+    Each of `runs` steps has separate coins; a coin takes part in one run only, so all runs together are as private as
+    one run. The attacker knows what each canary contributes without noise, and solves by least squares for the canaries
+    that were there; it abstains on the given share of canaries, those of which it is least sure. The attack sees gross
+    faults (no noise, or ten times too little); noise_distribution and sensitivity measure exact constants.
 
     statistic: the lower bound at confidence 1 - significance; bound: the claimed epsilon; data["lower_95"]: the lower
     bound at 95 %.

@@ -21,11 +21,13 @@ FLAT = 0.01  # of the largest change, left at the smallest C: below, the step we
 def no_clipping(
     trainable: Any, *, seed: int = 0, norms: Sequence[float] | None = None, significance: float = 0.01
 ) -> Finding:
-    """One step on one sample for clipping norms from far below its gradient to far above, without noise.
+    """Takes one step on one sample, without noise, at clipping norms from far below its gradient's norm to far above.
 
-    A clipped step shrinks with C and stops growing where C reaches the gradient's norm; one that is not clipped is the
-    same at every C. statistic: the change of the parameters at the smallest C over the largest change; p_value: of
-    "the change does not depend on C" (regression of its logarithm on that of C).
+    A clipped step shrinks with C, and stops growing when C reaches the gradient's norm. A step that is not clipped is
+    the same at every C.
+
+    statistic: the change of the parameters at the smallest C over the largest change; p_value: of "the change does not
+    depend on C" (regression of its logarithm on that of C).
     """
     probe = Probe.of(trainable, seed)
     chosen = list(norms) if norms is not None else None

@@ -23,14 +23,14 @@ SHARES = (0.6, 1000.0)  # C over the norm of an ordinary gradient: among those o
 
 
 def per_sample_independence(trainable: Any, *, seed: int = 0) -> Finding:
-    """The sum of a batch against the sum of its samples' steps, each taken alone, without noise; C below all gradients'
-    norms, among them and above them; companies of ordinary samples, of huge, small and no gradients, and of 131.
+    """Compares the sum of a batch with the sum of its samples' separate steps, without noise.
 
-    Then two steps (SGD): what it makes in the second to take another sample must be what it makes in the first,
-    whatever sample the first had. Then every one of 48 steps, some of them on no sample, against what its samples
-    contribute alone.
+    C is below the norms of all gradients, among them, and above them. The batches have ordinary samples, samples with
+    huge, small and no gradients, and 131 samples. Then come two steps (SGD): the effect of another sample in the second
+    must be its effect in the first, whatever sample the first had. Then every one of 48 steps, some of them on no
+    sample, is compared with what its samples contribute alone.
 
-    statistic: norm of the difference over the largest contribution of a sample.
+    statistic: the norm of the difference over the largest contribution of a sample.
     """
     probe = Probe.of(trainable, seed)
     pool = _pool(probe)

@@ -31,11 +31,13 @@ def visible(probe: Probe, norm: float, sigma: float, size: int = 8) -> float:
 
 
 def noise_distribution(trainable: Any, *, seed: int = 0, seeds: int = 4, significance: float = 1e-3) -> Finding:
-    """The noise on every coordinate, alike; learning_rate * C * sigma / B large, whatever C, sigma and the gradients
-    are; and normal: its distribution function, moments, tails and single values, in 130,000 draws of many steps (fewer
-    of a small model). No coarse values, as of a generator of 16 bits.
+    """Tests that the noise on every coordinate is normal and has the standard deviation learning_rate * C * sigma / B.
 
-    statistic: measured standard deviation over the expected one; p_value: of normality (Kolmogorov and Smirnov).
+    The size must hold whatever C, sigma and the gradients are. The test examines the distribution function, moments,
+    tails and single values in 130,000 draws of many steps (fewer for a small model), and looks for coarse values, as of
+    a generator of 16 bits.
+
+    statistic: the measured standard deviation over the expected one; p_value: of normality (Kolmogorov and Smirnov).
     """
     name = "noise_distribution"
     probe = Probe.of(trainable, seed)
@@ -168,7 +170,9 @@ def _coarse(probe: Probe, noise: Array, std: float) -> float | None:
 
 
 def noise_scale(trainable: Any, *, seed: int = 0, seeds: int = 4) -> Finding:
-    """The standard deviation of the noise over the largest contribution of a sample: sigma, whatever the learning rate.
+    """Compares the standard deviation of the noise over the largest contribution of a sample with sigma.
+
+    The ratio must be sigma whatever the learning rate is.
 
     statistic: that ratio over sigma.
     """

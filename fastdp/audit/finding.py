@@ -1,4 +1,4 @@
-"""What a test says."""
+"""The result of a test."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ OK, BUG, NOT_TESTED = "ok", "bug", "not tested"
 class Finding:
     """The result of one test.
 
-    name: of the test. verdict: "ok", "bug" or "not tested". statistic: the number that was looked at; p_value: of the
-    hypothesis that `null` puts in words, where the test has one; bound: what the statistic was held against. sentence:
-    what was found, and where to look if it is wrong. data: everything measured, as numbers and lists, for plots.
+    Attributes:
+        name: the name of the test.
+        verdict: "ok", "bug" or "not tested".
+        statistic: the number that was measured.
+        p_value: the p-value of the hypothesis that `null` describes, if the test has one.
+        bound: the number with which the statistic was compared.
+        sentence: what was found, and where to look if it is wrong.
+        data: everything that was measured, as numbers and lists, for plots.
     """
 
     name: str
@@ -30,11 +35,11 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether no bug was found; a test that was not run finds none."""
+        """Whether no bug was found. A test that did not run finds none."""
         return self.verdict != BUG
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the finding as a dict for JSON."""
         return dataclasses.asdict(self)
 
 

@@ -24,15 +24,16 @@ LONGEST = 1 << 18  # coordinates that are looked at for repetitions
 def noise_independence(
     trainable: Any, *, seed: int = 0, steps: int = 4, seeds: int = 8, significance: float = 1e-3
 ) -> Finding:
-    """Noise over four steps, over hundreds of steps and within a step: fresh at each, of one size, on every parameter.
+    """Tests that the noise is fresh at each of many steps, of one size, and on every parameter.
 
-    Over k steps independent noise grows as sqrt(k), reused noise as k; a momentum changes both, so the growth is held
-    against what one sample's contribution to one of the steps does in the end: noise that does not go through what
-    contributions go through (a momentum over sums without noise) is too small. Then every step's noise by itself, pairs
-    of steps and of coordinates, and the correlation of a step's noise with itself at every distance between
-    coordinates, so that parameters that got the same numbers are found wherever they are.
+    It looks at four steps and at hundreds. Over k steps, independent noise grows as sqrt(k) and reused noise as k. A
+    momentum changes both, so the growth is compared with the final effect of one sample's contribution to one of the
+    steps: noise that does not pass through what contributions pass through (a momentum over sums without noise) is too
+    small. Then the test examines every step's noise by itself, pairs of steps and of coordinates, and the correlation
+    of a step's noise with itself at every distance between coordinates, which finds parameters with the same numbers
+    wherever they are.
 
-    statistic: growth of the noise over that of a constant gradient; p_value: of "no two stretches are alike".
+    statistic: the growth of the noise over that of a constant gradient; p_value: of "no two stretches are alike".
     """
     probe = Probe.of(trainable, seed)
     norm, sigma = settings(probe)

@@ -28,7 +28,7 @@ def confident(probe: Probe, number: int = 0) -> list[Batch]:
     """Samples that the model is sure of, with the label that it predicts: small gradients without soft labels."""
     x, y = probe.data(16, number)
     if getattr(probe.trainable, "loss_kind", None) != "cross_entropy":
-        raise Lacking("a label cannot be right")
+        raise Lacking("needs classes, so that a label can be right")
     if not isinstance(x, np.ndarray) or x.dtype.kind != "f" or np.asarray(y).dtype.kind not in "iu":
         raise Lacking("inputs are no numbers, or labels no classes")
     found: list[tuple[float, Batch]] = []

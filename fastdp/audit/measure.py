@@ -224,7 +224,7 @@ class Probe:
     def by_wrong_label(self) -> Batch:
         x, y = self.data(1)
         if self.trainable.loss_kind != "cross_entropy":  # type: ignore[attr-defined]
-            raise Lacking("a label cannot be wrong")
+            raise Lacking("needs classes, so that a label can be wrong")
         return x, self.outputs(x).argmin(1).astype(np.asarray(y).dtype)
 
     def _by_inputs(self) -> Batch:

@@ -1,10 +1,12 @@
-"""Membership inference: can someone who sees only a model's outputs tell what it was trained on?
+"""Membership inference: can an attacker who sees only a model's outputs tell what it was trained on?
 
-The attacker of Bu et al., On the convergence and calibration of deep learning with differential privacy (2023): a
-logistic regression on (logits, label) that tells members from non-members, trained on half of both, tested on the
-other half; area under the ROC curve (AUC), overall and for each class. 0.5 is a coin, 1 knows everyone.
+The attack is a logistic regression on (logits, label) that tells members from non-members. It is trained on half of
+both and tested on the other half. The result is the area under the ROC curve (AUC), overall and for each class: 0.5 is
+a coin toss, and 1 identifies every member. A low AUC does not prove privacy, because this attacker is weak and asks
+about average records. A high AUC is evidence against privacy.
 
-A low AUC is no proof of privacy: this attacker is weak and asks about average records. A high one is evidence against.
+Source: Bu et al., On the convergence and calibration of deep learning with differential privacy, 2023 (arXiv
+2106.07830).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ LEAST = 8  # members, and non-members, of a class: fewer leave under four to tes
 
 
 class AUC(NamedTuple):
-    """Area under the ROC curve on the tested half, its bootstrap interval, members and non-members tested on."""
+    """The area under the ROC curve on the tested half, its bootstrap interval, and the numbers of records tested."""
 
     value: float
     low: float
@@ -34,7 +36,7 @@ class AUC(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """What the attacker found: overall, by class, and the classes with too few records, with why."""
+    """The attacker's results: overall, by class, and the classes with too few records, with the reason."""
 
     overall: AUC
     by_class: dict[int, AUC]
@@ -56,7 +58,7 @@ class LogisticRegression(NamedTuple):
     scale: Floats  # [D]
 
     def score(self, x: Floats) -> Floats:
-        """Log-odds [N] of the second class for x [N,D]."""
+        """Return the log-odds [N] of the second class for x [N,D]."""
         return ((x - self.centre) / self.scale) @ self.weights + self.intercept
 
 
@@ -64,21 +66,27 @@ def membership_inference(
     member_logits: Any, member_labels: Any, nonmember_logits: Any, nonmember_labels: Any, *, with_loss: bool = False,
     seed: int = 0, bootstrap: int = 1000, confidence: float = 0.95,
 ) -> Membership:  # fmt: skip
-    """Attack by logits and labels.
+    """Attack by logits and labels. The attacker of a class is trained on that class alone.
 
     Args:
-        member_logits: [N,C] of records trained on; member_labels [N] in 0..C-1. Arrays or tensors.
-        nonmember_logits: [M,C] of records of the same population, never trained on; nonmember_labels [M].
-        with_loss: the attacker also sees each record's cross-entropy. On logits and labels a linear attacker cannot
-            tell over all classes at once how well the right class was hit, for that is a product of the two; this one
-            can. (Within one class the label is known, so there both can.)
-        seed: of the halves and of the bootstrap.
-        bootstrap: resamples of the tested half, members and non-members each, for the interval. The interval is of
-            that attacker: it has no share for which half taught it.
-        confidence: of the interval, which lies between equal tails.
+        member_logits: [N,C] of records that were trained on, as arrays or tensors.
+        member_labels: [N], whole numbers in 0..C-1.
+        nonmember_logits: [M,C] of records of the same population that were never trained on.
+        nonmember_labels: [M], whole numbers in 0..C-1.
+        with_loss: whether the attacker also sees each record's cross-entropy. On logits and labels, a linear attacker
+            cannot tell over all classes together how well the model predicts the right class, because that is a product
+            of the two. With the loss it can. (Within one class the label is known, so both can.)
+        seed: the seed of the halves and of the bootstrap.
+        bootstrap: the number of resamples of the tested half, for members and non-members each. The interval is that of
+            this attacker; it does not include the choice of the half that trained it.
+        confidence: the confidence of the interval, which has equal tails.
 
-    The attacker of a class is trained on that class alone. Raises ValueError on shapes, labels out of range, outputs
-    that are not finite, or fewer than 8 members or non-members.
+    Returns:
+        A Membership.
+
+    Raises:
+        ValueError: if a shape is wrong, a label is out of range, an output is not finite, or there are fewer than 8
+            members or non-members.
 
     >>> rng = np.random.default_rng(0)
     >>> logits, labels = rng.normal(size=(400, 3)), rng.integers(0, 3, 400)
@@ -119,12 +127,14 @@ def attack_model(
     predict: Callable[[Any], Any], members: tuple[Any, Any], nonmembers: tuple[Any, Any], *, batch_size: int = 256,
     **options: Any,
 ) -> Membership:  # fmt: skip
-    """Attack by asking: predict(x) gives logits [B,C] for a slice of at most batch_size records.
+    """Attack by queries: predict(x) returns logits [B,C] for a slice of at most batch_size records.
 
     Args:
-        predict: the model as an outsider meets it; put it into evaluation mode first. torch needs no `no_grad`.
-        members, nonmembers: (x, labels), each can be sliced.
-        options: those of `membership_inference`.
+        predict: the model as an outsider meets it. Put it into evaluation mode first; torch needs no `no_grad`.
+        members: (x, labels) of records that were trained on; each can be sliced.
+        nonmembers: (x, labels) of records that were never trained on.
+        batch_size: the largest number of records per call.
+        options: the options of `membership_inference`.
     """
 
     def ask(x: Any) -> Floats:

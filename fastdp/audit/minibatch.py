@@ -23,15 +23,16 @@ WHERE = (
 def minibatch_clipping(
     trainable: Any, *, seed: int = 0, sizes: Sequence[int] = SIZES, norm: float | None = None
 ) -> Finding:
-    """The change of one step without noise against the batch size B.
+    """Measures the change of one step without noise against the batch size B.
 
-    Where the sum is divided by the size of the batch, and outputs can be predicted: B - 1 samples of zero gradient and
-    one of a huge one; the change falls as 1/B if samples are clipped, and stays if their mean is. Where the divisor is
-    fixed: B copies of the huge one; the change grows as B, or stays. Otherwise (and for Adam, whose smallest gradients
-    count as much as large ones): batches of ordinary samples against the sum of their steps alone.
+    If the sum is divided by the size of the batch, and outputs can be predicted, a batch has B - 1 samples with zero
+    gradient and one with a huge gradient. The change falls as 1/B if samples are clipped, and stays if their mean is.
+    If the divisor is fixed, a batch has B copies of the huge sample; the change grows as B, or stays. Otherwise (and
+    for Adam, for which the smallest gradients count as much as large ones), batches of ordinary samples are compared
+    with the sum of their separate steps.
 
-    statistic: the slope of log(change) against log(B) (of the last kind: against the logarithm of what single samples
-    add up to), -1 or 1 if samples are clipped and 0 if batches are; p_value: of slope 0.
+    statistic: the slope of log(change) against log(B) (in the last case, against the logarithm of the sum of single
+    samples), which is -1 or 1 if samples are clipped and 0 if batches are; p_value: of slope 0.
     """
     probe = Probe.of(trainable, seed)
     try:

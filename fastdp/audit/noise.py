@@ -53,14 +53,14 @@ def uncalibrated_noise(
     steps: int = 1,
     significance: float = 0.01,
 ) -> Finding:
-    """Mean distance between models of one start and several seeds of the noise, against C and against sigma.
+    """Measures the mean distance between models of one start and several noise seeds, against C and against sigma.
 
-    Calibrated noise has standard deviation proportional to C sigma: the distance grows linearly with both. Without
-    noise (sigma = 0) the seeds must make no difference.
+    Calibrated noise has a standard deviation proportional to C sigma, so the distance grows linearly with both. Without
+    noise (sigma = 0), the seeds must make no difference.
 
-    norms: clipping norms (default: six, a factor 32 apart); steps: batches of `size` samples each.
-    statistic: slope of log(distance) against log(C), 1 where calibrated; p_value: of "the distance does not depend on
-    C" (regression of the distance on C).
+    norms: clipping norms (default: six, over a factor of 32); steps: batches of `size` samples each. statistic: the
+    slope of log(distance) against log(C), which is 1 if the noise is calibrated; p_value: of "the distance does not
+    depend on C" (regression of the distance on C).
     """
     probe = Probe.of(trainable, seed)
     try:

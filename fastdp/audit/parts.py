@@ -17,11 +17,13 @@ PARTS = (slice(0, 6), slice(6, 10), slice(10, 12))
 
 
 def noise_once(trainable: Any, *, seed: int = 0, seeds: int = 4, significance: float = 1e-3) -> Finding:
-    """The step on 12 samples at once against that on 6, 4 and 2 of them in one logical batch.
+    """Compares the step on 12 samples at once with the step on parts of 6, 4 and 2 of them in one logical batch.
 
-    Without noise both must be equal: a difference is a part that was dropped, counted twice, or clipped as a whole.
-    With noise both must have the same: more is noise added for each part. statistic: standard deviation of the noise in
-    parts over that at once; p_value: of "they are equal" (F-test). Needs run_parts.
+    Without noise, both must be equal: a difference means that a part was dropped, counted twice, or clipped as a whole.
+    With noise, both must have the same noise: more means that noise is added for each part.
+
+    statistic: the standard deviation of the noise in parts over that at once; p_value: of "they are equal" (F-test).
+    Needs run_parts.
     """
     probe = Probe.of(trainable, seed)
     run_parts = optional(probe.trainable, "run_parts", "to give a logical batch in parts")

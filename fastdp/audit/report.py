@@ -1,4 +1,4 @@
-"""The findings of an audit as a table and sentences, and what a CI makes of them."""
+"""The findings of an audit as a table and sentences, and as an exit status for CI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ p of the others: that it is as it should be (small is wrong)"""
 
 @dataclass
 class Report:
-    """What an audit found, in the order of the tests."""
+    """The findings of an audit, in the order of the tests."""
 
     findings: list[Finding] = field(default_factory=list)
     subject: str = ""
@@ -26,20 +26,22 @@ class Report:
 
     @property
     def bugs(self) -> list[Finding]:
+        """The findings with the verdict "bug"."""
         return [f for f in self.findings if f.verdict == BUG]
 
     @property
     def untested(self) -> list[Finding]:
+        """The findings with the verdict "not tested"."""
         return [f for f in self.findings if f.verdict == NOT_TESTED]
 
     @property
     def ok(self) -> bool:
-        """No bug was found, and something was tested."""
+        """Whether no bug was found and something was tested."""
         return not self.bugs and any(f.verdict == OK for f in self.findings)
 
     @property
     def exit_status(self) -> int:
-        """0: no bug found; 1: a bug, or nothing could be tested."""
+        """0 if no bug was found; 1 if there is a bug, or nothing could be tested."""
         return 0 if self.ok else 1
 
     def __getitem__(self, name: str) -> Finding:
@@ -50,10 +52,11 @@ class Report:
         raise KeyError(name)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the report as a dict for JSON."""
         return {"subject": self.subject, "seed": self.seed, "findings": [_plain(f.as_dict()) for f in self.findings]}
 
     def to_json(self) -> str:
-        """Everything that was measured."""
+        """Return everything that was measured, as JSON."""
         return json.dumps(self.as_dict(), indent=1)
 
     def __str__(self) -> str:
@@ -71,7 +74,7 @@ class Report:
         return "\n".join([*text, self.conclusion()])
 
     def conclusion(self) -> str:
-        """One line."""
+        """The verdict in one line."""
         tested = len(self.findings) - len(self.untested)
         if self.bugs:
             names = ", ".join(f.name for f in self.bugs)

@@ -50,16 +50,22 @@ def audit(
 ) -> Report:
     """Run tests on a training step.
 
-    Args:
-        trainable: see `fastdp.audit.Trainable`.
-        tests: names of `TESTS` (default: all); skip: names to leave out.
-        seed: of the weights and the data.
-        options: arguments of single tests by name, e.g. {"epsilon_bound": {"runs": 8}}.
-        progress: called with the test's name, its number and how many there are, before each.
+    If the script raises an error in one test only, that test is "not tested".
 
-    Returns a Report. Raises AuditError where nothing can be measured: weights that differ for equal seeds, run() that
-    returns the wrong things, a step that changes nothing. An error of the script in one test only is that test's
-    "not tested".
+    Args:
+        trainable: a `fastdp.audit.Trainable`.
+        tests: names from `TESTS` (default: all).
+        skip: names to leave out.
+        seed: the seed of the weights and the data.
+        options: arguments of single tests by name, such as {"epsilon_bound": {"runs": 8}}.
+        progress: a function that is called before each test with its name, its number and the number of tests.
+
+    Returns:
+        A Report.
+
+    Raises:
+        AuditError: if nothing can be measured: weights differ for equal seeds, run() returns something wrong, or a step
+            changes nothing.
     """
     chosen = list(tests) if tests is not None else list(TESTS)
     for name in (*chosen, *skip, *(options or {})):
@@ -136,7 +142,7 @@ def _works_on_many(probe: Probe) -> bool:
 
 
 def one(name: str, probe: Probe, **options: Any) -> Finding:
-    """Run one test; what it lacks, or an error of the script, is said in its finding."""
+    """Run one test. Its finding says what it lacks, or which error the script raised."""
     begun = time.perf_counter()
     try:
         finding = TESTS[name](probe, **options)
@@ -149,10 +155,10 @@ def one(name: str, probe: Probe, **options: Any) -> Finding:
 
 
 def assert_private(trainable: Trainable, tests: Iterable[str] | None = None, **options: Any) -> Report:
-    """For a test suite: audit, and raise AssertionError with the report where a bug is found.
+    """Audit a training step in a test suite, and raise AssertionError with the report if a bug is found.
 
-    With `tests` named, each of them must have been run; without, those that lack something are passed over. Other
-    arguments are of `audit`.
+    If `tests` is given, each of them must have run; otherwise, tests that lack something are skipped. The other
+    arguments are those of `audit`.
     """
     named = None if tests is None else list(tests)
     report = audit(trainable, named, **options)

@@ -17,10 +17,9 @@ def _norm(probe: Probe) -> float:
 
 
 def batch_statistics(trainable: Any, *, seed: int = 0) -> Finding:
-    """Do outputs depend on the other samples of the batch, and do data reach the released state without noise?
+    """Tests whether outputs depend on other samples, and whether data reach the released state without noise.
 
-    statistic: the largest change of a sample's outputs, relative to them, when its company changes. Needs predict or
-    state.
+    statistic: the largest relative change of a sample's outputs when the other samples change. Needs predict or state.
     """
     name = "batch_statistics"
     probe = Probe.of(trainable, seed)
@@ -78,9 +77,9 @@ def _state_difference(probe: Probe) -> float | None:
 
 
 def nan_sample(trainable: Any, *, seed: int = 0) -> Finding:
-    """A sample whose gradient is NaN or infinite must contribute nothing, or at most C; the model must stay finite.
+    """Tests that a sample with a NaN or infinite gradient contributes at most C, and that the model stays finite.
 
-    statistic: what it changes, over the contribution of a sample.
+    statistic: the change that it makes, over the contribution of a sample.
     """
     name = "nan_sample"
     probe = Probe.of(trainable, seed)

@@ -20,16 +20,16 @@ NULL = "every record joins every batch independently, with the accounted probabi
 def poisson_sampling(
     trainable: Any, *, seed: int = 0, records: int = 240, steps: int = 240, significance: float = 1e-3
 ) -> Finding:
-    """The batches that the script's loader draws from so many records, over so many steps.
+    """Examines the batches that the script's loader draws from a number of records, over a number of steps.
 
-    Looked at: how many records are drawn in all (the rate); how the sizes of batches vary (not at all, where their
-    size is fixed), and the largest and the smallest (cut, filled up); how often each record is drawn (equally often,
-    where an epoch shuffles; never, where the last is forgotten); whether a record's being drawn tells of other steps
-    (the next one's, and any up to half the run later), of other records, at any distance, and of other records in
-    later steps; whether sizes follow each other; batches without a record, of few records; records that are twice in a
-    batch, batches that recur, and whether another seed draws otherwise.
+    The test looks at the number of records drawn in all (the rate); the variation of the sizes of batches (none, if the
+    size is fixed), and the largest and the smallest (cut, filled up); how often each record is drawn (equally often, if
+    an epoch shuffles; never, if the last is forgotten); whether the draw of a record tells of other steps (the next
+    one, and any up to half the run later), of other records at any distance, and of other records in later steps;
+    whether sizes follow each other; batches without a record, and of few records; records that are twice in a batch;
+    batches that recur; and whether another seed draws other batches.
 
-    statistic: the rate over the accounted one; p_value: the smallest of the tests', times their number. Needs sample
+    statistic: the rate over the accounted rate; p_value: the smallest of the tests', times their number. Needs sample
     and sample_rate of the trainable.
     """
     trainable = Probe.of(trainable, seed).trainable

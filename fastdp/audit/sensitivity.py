@@ -28,13 +28,13 @@ LATER = {"sgd": 0.03, "adam": 0.15}  # relative; the weights move, and Adam's st
 
 
 def sensitivity(trainable: Any, *, seed: int = 0, tolerance: float = TOLERANCE) -> Finding:
-    """The largest contribution of one sample to the sum over C, over samples that try to exceed it.
+    """Measures the largest contribution of one sample to the sum, over C, for samples that try to exceed it.
 
-    Samples: ordinary ones, large labels, wrong labels, inputs scaled by 10 to 1000 and down to 0. Each is measured as a
-    batch of its own, as the difference that it makes to a batch of seven others, and (SGD) in a second step.
-    Several clipping norms, as far as the rounding of the parameters lets a contribution be seen to `tolerance`. Then
-    samples of small gradients, each at a C somewhat below its own norm; samples of every label; and every step of runs
-    of 48 on those, at a small C and at one of the gradients' size.
+    The samples are ordinary ones, and ones with large labels, wrong labels, and inputs scaled by 10 to 1000 and down to
+    0. Each is measured as a separate batch, as the difference that it makes to a batch of seven others, and (SGD) in a
+    second step, at several clipping norms, as far as the rounding of the parameters shows a contribution to
+    `tolerance`. Then come samples of small gradients, each at a C somewhat below its own norm; samples of every label;
+    and every step of runs of 48 on those, at a small C and at one of the size of the gradients.
 
     statistic: the largest contribution over C; bound: 1 and the tolerance. Needs learning_rate.
     """

@@ -20,24 +20,25 @@ _DROPOUT = {nn.modules.dropout._DropoutNd: "p", nn.RNNBase: "dropout", nn.Multih
 class TorchTrainable:
     """A Trainable of ordinary PyTorch: `zero_grad`, `loss(model(x), y).backward()`, `step` for each batch.
 
+    Each model keeps one optimizer, which is made in its first run, and its state lasts over several runs. A model that
+    hooks make private is made for the clipping norm and noise of its first run.
+
     Args:
         make_model: () -> nn.Module; called after torch.manual_seed(seed).
         make_optimizer: (model, *, clipping_norm, noise_multiplier, expected_batch_size, seed) -> the private optimizer
-            (anything with step and zero_grad), or a pair (model to call, optimizer) where the model is wrapped.
-        loss: (outputs, labels) -> scalar, as the script has it.
+            (anything with step and zero_grad), or a pair (model to call, optimizer) if the model is wrapped.
+        loss: (outputs, labels) -> scalar, as in the script.
         make_batch: (seed, size) -> (x, y), arrays or tensors of ordinary data.
-        train: instead of make_optimizer, the script's own loop:
-            (model, batches of tensors, *, clipping_norm, noise_multiplier, seed) -> anything; it trains in place.
-        train_parts: the same, each batch a list of physical batches; `run_parts` is there only with it, or with an
-            optimizer and `accumulate`.
+        train: in place of make_optimizer, the script's loop: (model, batches of tensors, *, clipping_norm,
+            noise_multiplier, seed) -> anything; it trains the model in place.
+        train_parts: the same, with a list of physical batches for each batch. `run_parts` exists only with it, or with
+            an optimizer and `accumulate`.
         accumulate: (optimizer, loss_value, last: bool) -> None: what the script does with each physical batch.
-        loss_kind, optimizer, learning_rate, adam_eps, expected_batch_size, sample_rate: see `Trainable`.
-        history, sample: see `Trainable`; history gets what make_optimizer returned, or the model with train=.
-        dropout: leave dropout on (default: off, since it is no noise of the mechanism).
-        seeded: call torch.manual_seed(seed) (and numpy's, random's) before a run, for noise from the global generators.
-
-    Each model keeps one optimizer, made in its first run: its state lasts over several runs. A model made private by
-    hooks is made for the clipping norm and noise of its first run.
+            loss_kind, optimizer, learning_rate, adam_eps, expected_batch_size, sample_rate: see `Trainable`.
+        history, sample: see `Trainable`. history receives what make_optimizer returned, or the model with train=.
+        dropout: whether to leave dropout on (default: off, because it is not noise of the mechanism).
+        seeded: whether to call torch.manual_seed(seed) (and numpy's and random's) before a run, for noise from the
+            global generators.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class TorchTrainable:
     # ------------------------------------------------------------------ the protocol
 
     def build(self, seed: int) -> Job:
-        """The model of a seed, not yet private."""
+        """Return the model for a seed, not yet private."""
         torch.manual_seed(seed)
         model = self.make_model()
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -106,7 +107,7 @@ class TorchTrainable:
     def trajectory(
         self, model: Job, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
     ) -> Array | None:
-        """The parameters [steps, P] after every step of a run; None where a loop does not take batches in turn."""
+        """Return the parameters [steps, P] after every step, or None if a loop does not take batches in turn."""
         ready = Watched([model.tensors(batch) for batch in batches], model)
         with self._running(seed):
             self._train(model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed)
@@ -140,12 +141,12 @@ class TorchTrainable:
         return self._outcome(model, [part for parts in ready for part in parts])
 
     def make_batch(self, seed: int, size: int) -> Batch:
-        """Ordinary data as arrays."""
+        """Return ordinary data as arrays."""
         x, y = self.made_batch(seed, size)
         return _arrays(x), _arrays(y)
 
     def predict(self, model: Job, x: Any) -> Array:
-        """Outputs in the model's training mode, as its loss sees them; running statistics are put back."""
+        """Return outputs in the model's training mode, as its loss sees them. Running statistics are restored."""
         kept = [buffer.clone() for buffer in model.model.buffers()]
         with torch.no_grad():
             found = model.model(model.tensor(x))
@@ -156,7 +157,7 @@ class TorchTrainable:
         return found.double().numpy(force=True)
 
     def state(self, model: Job) -> Array:
-        """Buffers: they are released with the weights, and no noise is on them."""
+        """Return the buffers, which are released with the weights and have no noise."""
         buffers = [b for b in model.model.buffers() if b.is_floating_point()]
         return np.concatenate([b.double().numpy(force=True).ravel() for b in buffers] or [np.zeros(0)])
 

@@ -1,7 +1,8 @@
-"""What is audited: a training step, whatever made it, behind one small protocol.
+"""What is audited: a training step of any framework, behind one small protocol.
 
-Nothing here imports torch: a step of JAX or of a remote service is audited as one of PyTorch is. Batches are pairs
-(inputs, labels) of numpy arrays with the samples first; `fastdp.audit.torch_step` turns them into tensors.
+Nothing here imports torch, so a step of JAX or of a remote service is audited in the same way as a step of PyTorch.
+Batches are pairs (inputs, labels) of numpy arrays with samples along the first dimension; `fastdp.audit.torch_step`
+turns them into tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Batch = tuple[Any, Any]
 
 
 class AuditError(FastDPError):
-    """The audit cannot be run: the step is missing, returns the wrong things, or is not deterministic."""
+    """The audit cannot run: the step is missing, returns something wrong, or is not deterministic."""
 
 
 class Lacking(AuditError):
@@ -26,7 +27,7 @@ class Lacking(AuditError):
 
 
 class Outcome(NamedTuple):
-    """What a run gives back."""
+    """The result of a run."""
 
     loss: float  # mean loss of the last batch after training; nan where no batch was given
     parameters: Array  # float64 [P]: all trained parameters, flat, always in the same order
@@ -34,39 +35,42 @@ class Outcome(NamedTuple):
 
 @runtime_checkable
 class Trainable(Protocol):
-    """A training step under audit. These two methods are all that must be there.
+    """A training step under audit. The two methods below are all that it must have.
 
-    Optional attributes and methods, each with what it is needed for (a test that lacks one says so):
+    The optional attributes and methods follow, each with its purpose. A test that lacks one says so.
 
-    make_batch(seed, size) -> (x, y)   ordinary data, numpy arrays [size, ...]; needed by every test
-    predict(model, x) -> [size, K]     outputs of the model as its loss sees them: for samples of zero gradient
-    loss_kind                          "cross_entropy" (predict gives logits; labels int [B], or soft [B, K]) or "mse"
+    make_batch(seed, size) -> (x, y)   ordinary data, numpy arrays [size, ...]; every test needs it
+    predict(model, x) -> [size, K]     outputs of the model as its loss sees them, for samples of zero gradient
+    loss_kind                          "cross_entropy" (predict returns logits; labels int [B], or soft [B, K]) or "mse"
     optimizer                          "sgd" (default) or "adam"
-    learning_rate                      for everything that is compared with C itself, not only with other runs
-    adam_eps                           of Adam, default 1e-8: far below it a step of Adam is linear in the gradient
-    expected_batch_size                what the sum is divided by; None (default): the size of the batch that is given
-                                       (in one run all have one size, but for empty ones)
-                                       (batches of one run have one size, but for empty ones); 1: a sum
+    learning_rate                      for comparisons with C itself, and not only with other runs
+    adam_eps                           Adam's eps, default 1e-8: far below it, a step of Adam is linear in the gradient
+    expected_batch_size                the divisor of the sum; 1: a sum; None (default): the size of the given batch
+                                       (all batches of a run have one size, except empty ones)
     parameter_names                    [(name, number of elements)] in the order of Outcome.parameters, for sentences
     run_parts(model, batches, *, clipping_norm, noise_multiplier, seed) -> Outcome
-                                       as run, but each logical batch is a list of physical ones (micro-batches that are
-                                       accumulated, or the shares of workers)
+                                       like run, but each logical batch is a list of physical batches (accumulated
+                                       micro-batches, or the shares of workers)
     trajectory(model, batches, *, clipping_norm, noise_multiplier, seed) -> [steps, P], or None
-                                       as run, with the parameters after every step; else one run a step, on one model
+                                       like run, with the parameters after every step; without it, the audit makes one
+                                       run per step, on one model
     state(model) -> [S]                whatever else is released with the parameters: running statistics of BatchNorm
     sample(records, steps, seed) -> [indices of step 1, indices of step 2, ...]
-                                       the batches that the script's loader draws; with sample_rate, the accounted one
+                                       the batches that the script's loader draws; with sample_rate, the accounted rate
     history(model) -> [(noise multiplier, sample rate, steps)]
                                        what the accountant has counted on a model after run()
     """
 
     def build(self, seed: int) -> Any:
-        """A fresh model with its optimizer's state; equal seeds give equal weights."""
+        """Return a fresh model with its optimizer's state; equal seeds give equal weights."""
 
     def run(
         self, model: Any, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
     ) -> Outcome:
-        """Train the model, one step a batch (none: only read the parameters); seed is that of the noise."""
+        """Train the model, with one step per batch. Without batches, only read the parameters.
+
+        seed is the seed of the noise.
+        """
 
 
 OPTIMIZERS, LOSSES = ("sgd", "adam"), ("cross_entropy", "mse")
@@ -81,7 +85,7 @@ def optional(trainable: Any, name: str, purpose: str) -> Any:
 
 
 def check_trainable(trainable: Any) -> Trainable:
-    """Raises AuditError where it is no Trainable or an attribute makes no sense."""
+    """Raise AuditError if this is not a Trainable, or the value of an attribute is invalid."""
     for name in ("build", "run"):
         if not callable(getattr(trainable, name, None)):
             raise AuditError(
@@ -102,7 +106,7 @@ def check_trainable(trainable: Any) -> Trainable:
 
 
 def check_outcome(found: Any) -> Outcome:
-    """The outcome with float64 parameters. Raises AuditError where run() returned something else."""
+    """Return the outcome with float64 parameters. Raises AuditError if run() returned something else."""
     try:
         loss, parameters = found
         flat = np.array(parameters, dtype=np.float64)  # a copy: the script may go on with its own

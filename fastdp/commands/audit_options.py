@@ -7,13 +7,13 @@ from pathlib import Path
 
 DESCRIPTION = """\
 Test a training step for bugs that void differential privacy, from outside: clipping, noise, sampling, accounting.
-STEP names what is tested: my_script.py:make_step, a function without arguments that returns a fastdp.audit.Trainable
-(fastdp.audit.TorchTrainable wraps a PyTorch script), or such an object itself. examples/audit/ has three to begin
-from; docs/audit.md says what each test does and needs."""
+STEP names what is tested: my_script.py:make_step, which is a function without arguments that returns a
+fastdp.audit.Trainable (fastdp.audit.TorchTrainable wraps a PyTorch script), or such an object itself. examples/audit/
+has three examples to start from; docs/audit.md says what each test does and needs."""
 
 EPILOG = """\
-exit codes: 0 no bug was found; 1 a bug was found, or no test could be run (with --strict: or one could not); 2 wrong
-usage, or nothing could be measured (the script fails, or returns the wrong things).
+exit codes: 0 no bug was found; 1 a bug was found, or no test could run (with --strict, also if one test could not
+run); 2 the usage was wrong, or nothing could be measured (the script fails, or returns something wrong).
 
 example: python -m fastdp audit examples/audit/by_hand.py:make_step --plots audit-plots"""
 
@@ -24,9 +24,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("step", metavar="STEP", nargs="?", help="FILE.py:NAME or package.module:NAME")
     parser.add_argument("--tests", metavar="A,B", help="only these tests (default: all; --list names them)")
-    parser.add_argument("--skip", metavar="A,B", default="", help="leave these out")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the data (default: %(default)s)")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the curves as PNG there; needs matplotlib")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
-    parser.add_argument("--strict", action="store_true", help="fail where a test could not be run, too")
-    parser.add_argument("--list", action="store_true", help="say what tests there are, and stop")
+    parser.add_argument("--skip", metavar="A,B", default="", help="tests to leave out")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the seed of the weights and the data (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="draw the curves as PNG files in this folder; needs matplotlib"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to this file")
+    parser.add_argument("--strict", action="store_true", help="also fail if a test could not run")
+    parser.add_argument("--list", action="store_true", help="list the tests, and stop")

@@ -1,7 +1,7 @@
-"""The main job on real input: scikit-learn's digits, trained privately to a stated epsilon.
+"""The demo: scikit-learn's digits, trained privately to a stated epsilon.
 
-Downloads nothing. Prints one table (accuracy, epsilon, calibration, step time of ordinary, fastdp's and
-Opacus's training) and writes a reliability diagram and the loss curves as PNG.
+It downloads nothing. It prints one table (accuracy, epsilon, calibration, and the step time of ordinary training,
+fastdp and Opacus) and writes a reliability diagram and the loss curves as PNG.
 """
 
 from __future__ import annotations

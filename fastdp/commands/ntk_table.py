@@ -1,11 +1,11 @@
-"""Table 1 of the convergence paper, measured: what each way of clipping does to the NTK and to the loss.
+"""Table 1 of the convergence paper, measured: the effect of each way of clipping on the NTK and on the loss.
 
-Random small networks (tanh, three layers, one output) learn random data by gradient descent with a small step, all of
-it in float64. A property that the paper guarantees must hold in every network; one that it does not guarantee should
-be seen to fail in some. Columns: is K (see `fastdp.ntk`) symmetric, positive in quadratic form, positive in
-eigenvalues, at every moment looked at; does the loss never rise; does it go to zero.
+Random small networks (tanh, three layers, one output) learn random data by gradient descent with a small step, in
+float64. A property that the paper guarantees must hold in every network; a property that it does not guarantee should
+fail in some. The columns say whether K (see `fastdp.ntk`) is symmetric, positive in quadratic form, and positive in
+eigenvalues at every moment examined; whether the loss never rises; and whether it goes to zero.
 
-Source: Bu, Wang, Dai, Long (TMLR 2023), Table 1.
+Source: Bu, Wang, Dai, Long (TMLR 2023, arXiv 2106.07830), Table 1.
 """
 
 from __future__ import annotations

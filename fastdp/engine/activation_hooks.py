@@ -33,9 +33,9 @@ _MODES = frozenset(
 _TORCHS_OWN = frozenset(("torch.utils.hooks", "torch.nn.modules.module"))  # what they hook is followed by module
 
 UNGUARDED = (
-    "the forward took nodes of the graph (grad_fn), on which there may be hooks that change gradients, and fastdp did "
-    "not see the backward begin, so it could not look. Call loss.backward() in the thread of the forward, or leave out "
-    "the hooks on nodes (Tensor.register_hook is followed)."
+    "the forward took nodes of the graph (grad_fn), which may have hooks that change gradients, and fastdp did not see "
+    "the backward begin, so it could not check these hooks. Call loss.backward() in the thread of the forward, or "
+    "leave out the hooks on nodes (Tensor.register_hook is followed)."
 )
 
 
@@ -237,7 +237,7 @@ class NodeHook(_Hook):
         changed = any(t._version != version for t, version in before)
         if changed or (out is not None and [id(t) for t in replaced] != [id(t) for t in first]):
             shape = tuple(first[0].shape) if first else ()
-            why = "changes a gradient of which it is not known where the samples lie (use Tensor.register_hook)"
+            why = "changes a gradient in which fastdp cannot find the samples (use Tensor.register_hook)"
             raise SampleMixingError(self.refusal(shape, why), why)
         return out
 

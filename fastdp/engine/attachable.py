@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..errors import ParameterError
-from .module_hooks import ModuleHook
+from .module_hooks import hook_of
 
 
 def refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
@@ -35,14 +33,8 @@ def check_unattached(model: nn.Module) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")
-        if any(hook_of(hook) for hook in module._forward_pre_hooks.values()):
+        if hook_of(module):
             raise ParameterError(
                 "the model already has a fastdp engine (an optimizer or PerSampleGradients); call its "
                 "detach() first, two would clip the same gradients twice"
             )
-
-
-def hook_of(hook: Any, forward: Any = None) -> bool:
-    """Whether a module's hook is an engine's: of this one, if one is given."""
-    owner = getattr(hook, "__self__", None)
-    return isinstance(owner, ModuleHook) and owner.forward is not None and forward in (None, owner.forward)

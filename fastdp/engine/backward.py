@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +22,17 @@ from ..layouts.batch import Whose
 from ..layouts.doubts import take as take_doubts
 from ..layouts.groups import People
 from ..layouts.layout import Layout
+from ..layouts.moments import Moment
 from ..ops.common import exactly
 from ..uses.links import leaves_of
 from ..uses.planner import Planner
 from ..uses.streams import Streams
 from ..uses.use import Use
 from .activation_hooks import UNGUARDED
-from .capture import Pass
 from .gradients import Gradients, check_unwritten
 from .hook_watch import Owner
 from .others import Others
-from .replay import Block, Replays
+from .replay import Replays, Rerun
 from .taken import Known
 from .taken import of as batch_taken
 from .threads import two_backwards
@@ -43,9 +44,9 @@ def mixing_error(layout: Layout) -> SampleMixingError:
     remedy = "remove the operation, or use one that works on each sample alone."
     if layout.guessed:
         remedy += (
-            " Or is it a table (numbers of positions, say)? An input was taken, on sight, for several rows of "
-            f"each of the {layout.batch} samples: fastdp.mark_rows(tensor, None) says that it is of no sample, "
-            "mark_rows(tensor, sample_of_row) whose its rows are."
+            f" Or is it a table (of positions, say)? fastdp assumed that an input has several rows for each of the "
+            f"{layout.batch} samples. Call fastdp.mark_rows(tensor, None) if it is of no sample, or "
+            "mark_rows(tensor, sample_of_row) to assign its rows to samples."
         )
     return SampleMixingError(
         f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
@@ -57,11 +58,24 @@ def mixing_error(layout: Layout) -> SampleMixingError:
 def joined_error(why: str) -> SampleMixingError:
     """What to say where a backward goes through a forward, and another one of what was made, beside it, of samples."""
     return SampleMixingError(
-        "one backward goes through two forwards, and what the second one was given was made, between them, of several "
-        f"samples of the first one's batch: {why}. Clipping does not bound what a sample then does to others. Make "
-        "what the model is given of each sample alone.",
+        "one backward goes through two forwards, and an input of the second one was computed from several samples of "
+        f"the first one's batch: {why}. Clipping does not bound what a sample then does to others. Compute each "
+        "sample's input from that sample alone.",
         why,
     )
+
+
+class PassRecord:
+    """What a backward knows of a forward that it goes through.
+
+    count: its uses count (not again, where a forward is recomputed); token_node: where autograd would add up the
+    gradient of what every captured call hangs on.
+    """
+
+    def __init__(self, batch: int, people: People | None, count: bool, moment: Moment, token_node: Any) -> None:
+        self.batch, self.people, self.count, self.moment, self.token_node = batch, people, count, moment, token_node
+        self.thread = threading.get_ident()
+        self.backward_id = 0  # of the backward that went through it
 
 
 class Arrival:
@@ -89,6 +103,14 @@ class _Expected:
 
     def __init__(self, problem: SampleMixingError | Warning | None) -> None:
         self.problem, self.reached = problem, False
+
+
+_BEGUN = [0]  # backwards so far, of all engines, those that are gone too
+
+
+def backwards() -> int:
+    """How many backwards through a model with an engine there were in this process."""
+    return _BEGUN[0]
 
 
 class _Tape:
@@ -124,14 +146,12 @@ class Backward:
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
-        self.replays = Replays(self)
-        self.collect: Callable[[Use], None] | None = None  # takes the uses of a block that runs again
-        self.running: Block | None = None  # that block
+        self.rerun = Rerun()
+        self.replays = Replays(self.rerun)
         # which elements captured calls used of each parameter since the last backward
         self.uses_of: dict[int, list[tuple[int, int]]] = {}
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._tape: _Tape | None = None
-        self._count = 0  # of backwards so far
         self._lock = threading.Lock()  # backwards may begin in the threads of several devices
         self._open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
@@ -190,11 +210,6 @@ class Backward:
                 "by batch_size= if consecutive rows are of one sample."
             )
 
-    @property
-    def count(self) -> int:
-        """Backwards so far."""
-        return self._count
-
     def expect(self, problem: SampleMixingError | Warning | None) -> None:
         """A backward is called, in this thread, on something with this problem, of this engine or of none."""
         self._expected[threading.get_ident()] = _Expected(problem)
@@ -228,8 +243,8 @@ class Backward:
             with self._lock:
                 tape = self._tape
                 if tape is None:
-                    self._count += 1
-                    tape = _Tape(self._count)
+                    _BEGUN[0] += 1
+                    tape = _Tape(_BEGUN[0])
                     tape.judged = expected is not None
                     self.gradients = None  # of the backward before, should this one be refused
                     self.planner.begin()
@@ -237,9 +252,9 @@ class Backward:
                     self._tape = tape
         return tape
 
-    def begin_record(self, forward_pass: Pass, path: str) -> bool:
+    def begin_record(self, forward_pass: PassRecord, path: str) -> bool:
         """A captured call's backward begins: check that it means what it should. Returns whether its uses count."""
-        if self.collect is not None:
+        if self.rerun.collect is not None:
             return True  # a block runs again
         self._recording = path
         tape = self._begin()
@@ -283,7 +298,7 @@ class Backward:
         forward_pass.moment.reached = True
         return True
 
-    def _repeats(self, forward_pass: Pass, tape: _Tape) -> bool:
+    def _repeats(self, forward_pass: PassRecord, tape: _Tape) -> bool:
         """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
         first = not forward_pass.count and not tape.recomputed
         tape.recomputed = tape.recomputed or first
@@ -291,9 +306,9 @@ class Backward:
 
     def record(self, use: Use) -> None:
         """Keep a use until the end of backward."""
-        if self.collect is not None:
+        if self.rerun.collect is not None:
             with torch.no_grad():
-                self.collect(use)
+                self.rerun.collect(use)
             return
         if self._unasked:  # torch.autograd.grad(loss, inputs), say, which leaves parameters' .grad alone
             return
@@ -311,7 +326,7 @@ class Backward:
 
     def _end(self) -> None:
         tape, self._tape = self._tape, None
-        self.replays, self.uses_of = Replays(self), {}
+        self.replays, self.uses_of = Replays(self.rerun), {}
         self._open_forwards = max(0, self._open_forwards - 1)
         doubts = take_doubts()
         if self.owner is not None:

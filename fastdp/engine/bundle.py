@@ -43,10 +43,10 @@ class Bundle:
         """[B] float64, all members together."""
         return square_sum(self.grads)
 
-    def clipped_sum(self, c: Tensor) -> dict[int, Tensor]:
-        """{id(parameter): sum_b c_b gradient_b}, each in memory of its own: they become `.grad`, which users may
+    def clipped_sum(self, factors: Tensor) -> dict[int, Tensor]:
+        """{id(parameter): sum_b factors_b gradient_b}, each in memory of its own: they become `.grad`, which users may
         save (with all of its storage) or resize."""
-        total = weighted_sum(self.grads, c.to(self.grads.device))
+        total = weighted_sum(self.grads, factors.to(self.grads.device))
         sizes = [p.numel() for p in self.members.values()]
         parts: tuple[Tensor, ...] = torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment, func-returns-value]
         return {

@@ -7,7 +7,6 @@ that combine the two go to a rule (`fastdp.uses`). A call without a rule takes t
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,11 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from .. import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import Call, function_name, is_in_place
+from ..layouts.calls import Call
 from ..layouts.exposed import GIVING, Exposed
 from ..layouts.groups import People
-from ..layouts.held import was_filled
-from ..layouts.inputs import refuse_ragged
+from ..layouts.kinds import COMPUTING, TELLING_SIZES
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.memory import keep_apart, versions_of, write_unaccounted
 from ..layouts.moments import Moment
@@ -31,14 +29,12 @@ from ..layouts.notes import UNTRACKED
 from ..layouts.pieces import NOTED, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import format_of, propagate
-from ..layouts.sizes import COMPUTING, TELLING
 from ..layouts.totals import by_size
-from ..layouts.trial import target_as_it_is
+from ..layouts.trial import keep_target
 from ..uses.alone import one_sample_of
 from ..uses.attention import COMPOSITES
 from ..uses.derived import mark_derived
 from ..uses.experts import PRODUCTS, gathered_of
-from ..uses.folded import folded
 from ..uses.formats import capture_in_format
 from ..uses.forward_pass import ForwardPass
 from ..uses.generic import capture_generic
@@ -46,43 +42,49 @@ from ..uses.links import Unwritten, leaves_of, link_of, span_of
 from ..uses.rules import USE_RULES
 from ..uses.use import Use
 from .activation_hooks import HOOKING, hooked
+from .backward import PassRecord
 from .checkpointing import custom_function, watch_region
-from .layout_cache import CONSTANT, inquires
-from .parties import Forward, Watcher
+from .engine import Engine
+from .layout_cache import inquires
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
-from .sight import look_at, look_beneath, poisoned, refuse_numbers_of_data, unmoved
+from .sight import look_beneath, poisoned, refuse_numbers_of_data, roles_of, unmoved
 
 
-class Pass:
+class Watcher:
+    """Sees what the calls of a pass are, where a compiled graph is interpreted (`fastdp.engine.compile_watch`)."""
+
+    def captured(self, data: tuple[Tensor, ...]) -> None:
+        """A call of data and parameters is captured."""
+
+    def asked(self, call: Call) -> None:
+        """A call whose layouts may depend on more than on those of its arguments."""
+
+
+class Pass(PassRecord):
     """One outermost forward of the model (or of one of its modules)."""
 
     def __init__(
         self,
-        forward: Forward,
+        engine: Engine,
         batch: int,
         tracked: dict[int, str],
         count: bool = True,
         people: People | None = None,
         moment: Moment | None = None,
     ) -> None:
-        self.thread = threading.get_ident()
-        self.count = count  # uses of parameters: not again where a forward is recomputed
-        self.people = people  # whose the samples are, where a person has several
-        self.backward, self.batch, self.tracked = forward.backward, batch, tracked
-        self.memo, self.planner, self.token = forward.memo, forward.planner, forward.token
-        self.forward, self.token_node = forward, forward.token_node
-        self.root = type(forward.model).__name__
+        super().__init__(batch, people, count, moment or Moment(engine.owner), engine.token_node)
+        self.engine, self.backward, self.tracked = engine, engine.backward, tracked
+        self.memo, self.planner, self.token = engine.memo, engine.planner, engine.token
+        self.root = type(engine.model).__name__
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
-        self.backward_id = 0  # of the backward that went through this pass
         self.unseen = ""  # what took data out of sight, if something did
         self.mode = _CaptureMode(self)
-        self.moment = moment or Moment(forward.owner)
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.watcher: Watcher | None = None
-        self.exposed = Exposed(batch, forward.model)
+        self.exposed = Exposed(batch, engine.model)
         self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
-        self.reads = forward.reads
+        self.reads = engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
     @property
@@ -110,11 +112,12 @@ class Pass:
     def begin_record(self, path: str) -> bool:
         return self.backward.begin_record(self, path)
 
-    def folded(self, use: Use) -> Use:
-        return use if self.people is None else folded(use, self.people)
+    def regrouped(self, use: Use) -> Use:
+        people = self.people  # a use of theirs already, or of a record each
+        return use if people is None or use.batch == people.count else use.regroup(people)
 
     def record(self, use: Use) -> None:
-        self.backward.record(self.folded(use))
+        self.backward.record(self.regrouped(use))
 
     def is_tracked(self, tensor: Tensor) -> bool:
         return id(tensor) in self.tracked
@@ -135,14 +138,6 @@ class Pass:
             stacklevel=2,
         )
         return Layout(self.batch, dims[0])
-
-    def _settle(self, tensor: Tensor) -> None:
-        """Give data of unseen origin the layout that its shape tells, or the note that none is known."""
-        layout = self.guess_layout(tensor)
-        if layout is None and self.unseen:
-            layout = Layout(self.batch, mixed=self.unseen)
-        if layout is not None:
-            tag(tensor, layout)
 
     def note_use(self, parameter: Tensor, where: str) -> None:
         for leaf in leaves_of(parameter):
@@ -175,11 +170,11 @@ class Pass:
         """One torch function call."""
         if inquires(func):
             out = func(*args, **kwargs)
-            if func in TELLING:
-                self.forward.sizes.asked(args[0], out, self.batch)
+            if func in TELLING_SIZES:
+                self.engine.sizes.asked(args[0], out, self.batch)
             return out
         if func in HOOKING and not self.is_parameter(args[0]):
-            return hooked(self.forward.owner, self.batch, self.path, func, args, kwargs)
+            return hooked(self.engine.owner, self.batch, self.path, func, args, kwargs)
         if func in FOLLOWED and self.watcher is None:
             return self._follow(func, args, kwargs)
         return self._dispatch(func, args, kwargs)
@@ -205,125 +200,151 @@ class Pass:
         if known is not None:
             out = func(*args, **kwargs)
             for tensor, layout in zip((out,) if isinstance(out, Tensor) else tensors_in(out), known, strict=True):
-                if layout is not CONSTANT:
+                if layout is not None:
                     tag(tensor, layout)
                 elif tensor.requires_grad and not tensor.is_leaf:
                     tensor.__dict__[UNTRACKED] = True
             return out
         self.unaccounted = False
-        out = self._ask(func, args, kwargs)
-        stamp(func, args, kwargs, out, self.batch)
+        call = Call(func, args, kwargs, self.batch, self.path)
+        out = self._ask(call)
+        call.forget()
+        stamp(call)
         if NOTED:
             self.reads.note(NOTED.pop(), None)
             NOTED.clear()
         if signature is not None and not self.unaccounted:
             self.memo.learn(signature, out, self.batch)
         elif self.watcher is not None:
-            self.watcher.asked(func, args, kwargs, out)
+            self.watcher.asked(call)
         return out
 
-    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _ask(self, call: Call) -> Any:
         """A call of a kind not seen before, or with a parameter among its arguments."""
-        parameters, has_data = [], False
-        tensors = tensors_in((args, kwargs))
-        self.exposed.check((args, kwargs))
-        for tensor in tensors:
-            if id(tensor) in self.tracked and tensor.requires_grad and not was_filled():
-                parameters.append(tensor)
-            elif tensor.is_nested:
-                refuse_ragged(tensor, f"an argument of {self.place(function_name(func))}")
-            elif self.batch > 1 and look_at(self, tensor, func) is not None:
-                has_data = True
-            elif self.is_parameter(tensor):
-                parameters.append(tensor)
-            elif self.is_data(tensor):
-                has_data = True
-                if tag_of(tensor, self.batch) is None:
-                    self._settle(tensor)
+        self.exposed.check(call.tensors)
+        parameters, has_data = roles_of(self, call)
         if parameters and not torch.is_grad_enabled():
             # what a module makes of parameters alone (position embeddings) meets data out of it, in the region
             calls = 0 if has_data else len(self.stack)
-            watch_region(self.forward, self.path, self.batch, self.moment, calls)
+            watch_region(self.engine, self.path, self.batch, self.moment, calls)
             self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
             for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
                 if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once
                     where = custom_function()
                     if where:
-                        self.note_use(leaf, f"{self.place(function_name(func))}, {where}")
+                        self.note_use(leaf, f"{self.place(call.name)}, {where}")
         elif parameters:
-            watch_region(self.forward, self.path, self.batch, self.moment)
-            if has_data:
-                refuse_numbers_of_data(self, func, parameters)
-                target = args[0] if args and is_in_place(function_name(func)) else None
-                for parameter in parameters:
-                    if link_of(parameter) is not None and parameter is not target:
-                        self.used.add(parameter)
-                out = self._combine(func, args, kwargs)
-                if not (isinstance(out, Tensor) and link_of(out) is not None):  # w[e], e found in the data: a slice
-                    self.count_uses(parameters)
-                note_parts(out, func, args, kwargs, self.is_parameter)
-                return out
-            out = func(*args, **kwargs)
-            note_made(func, args, kwargs, out, self.batch, self._is_owned)
-            if function_name(func) in COMPUTING:
-                self._judge_sizes(Call(func, args, kwargs, out, self.batch, self.path), of_parameters=True)
-            for leaf in mark_derived(func, args, kwargs, out, self, parameters):
-                self.backward.last_use_of[id(leaf)] = self.place(function_name(func))
-            return out
-        if has_data and func in COMPOSITES:
-            return COMPOSITES[func](self, func, args, kwargs)
-        if has_data and func in PRODUCTS and torch.is_grad_enabled():
-            one = one_sample_of(self, func, args, kwargs)
-            out = PRODUCTS[func](self if one is None else one, func, args, kwargs)
+            watch_region(self.engine, self.path, self.batch, self.moment)
+            return self._combined(call, parameters) if has_data else self._derived(call, parameters)
+        if has_data and call.func in COMPOSITES:
+            return call.returned(COMPOSITES[call.func](self, call.func, *call.given))
+        if has_data and call.func in PRODUCTS and torch.is_grad_enabled():
+            one = one_sample_of(self, call)
+            out = PRODUCTS[call.func](self if one is None else one, call.func, *call.given)
             if out is not NotImplemented:
-                out = out if one is None else one.tagged(out, func, args)
-                self.count_uses([found[0].operand for t in args if (found := gathered_of(t)) is not None])
+                call.returned(out)
+                if one is not None:
+                    one.tag_results(call)
+                self.count_uses([found[0].operand for t in call.tensors if (found := gathered_of(t)) is not None])
                 return out
-        before = unmoved(func, args)
-        overwritten = target_as_it_is(func, args) if has_data and before is None else None
-        versions = versions_of(tensors_in((args, kwargs))) if has_data else []
-        out = func(*args, **kwargs)
-        if func in GIVING or self.exposed:
-            giving = self.exposed.after(Call(func, args, kwargs, out, self.batch, self.path))
-            if giving:
-                self.reads.note(giving, None)
-        if has_data and before is not None:
-            propagate(Call(before[0], (before[1], *args[1:]), kwargs, out, self.batch, self.path))
-        elif has_data:
-            call = Call(func, args, kwargs, out, self.batch, self.path, overwritten)
-            read = propagate(call)
-            if read:
-                self.reads.note(read, out)
-            self._judge_sizes(call)
-            self.forward.sizes.note_number(func, args, kwargs, out)
-            note_made(func, args, kwargs, out, self.batch, self._is_owned)
-            self.unaccounted = write_unaccounted(call, versions)
-        else:
-            self.forward.sizes.note_number(func, args, kwargs, out)
-            note_made(func, args, kwargs, out, self.batch, self._is_owned)
-            for tensor in tensors_in(out):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.__dict__[UNTRACKED] = True
-            keep_apart(tensors_in(out), tensors_in((args, kwargs)))
-            self.exposed.made(func, out)
+        return self._carry(call) if has_data else self._made(call)
+
+    def _combined(self, call: Call, parameters: list[Tensor]) -> Any:
+        """A call that combines parameters with data: captured."""
+        refuse_numbers_of_data(self, call, parameters)
+        target = call.args[0] if call.in_place and call.args else None
+        for parameter in parameters:
+            if link_of(parameter) is not None and parameter is not target:
+                self.used.add(parameter)
+        try:
+            one = one_sample_of(self, call)
+            out = call.returned(self._by_rule(self if one is None else one, call))
+            if one is not None:
+                one.tag_results(call)
+        except SampleMixingError as problem:
+            if not problem.mixed or call.in_place:
+                raise
+            out = call.returned(poisoned(self, call, problem))
+        if not (isinstance(out, Tensor) and link_of(out) is not None):  # w[e], e found in the data: a slice
+            self.count_uses(parameters)
+        note_parts(call, self.is_parameter)
         return out
+
+    def _by_rule(self, forward_pass: ForwardPass, call: Call) -> Any:
+        func, (args, kwargs) = call.func, call.given
+        if kept := next((found for tensor in call.tensors if (found := format_of(tensor))), ""):
+            return capture_in_format(forward_pass, func, args, kwargs, kept)
+        registered = USE_RULES.get(func)
+        if registered is not None and not any(tensor.is_complex() for tensor in call.tensors):
+            out = registered(forward_pass, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return capture_generic(forward_pass, func, args, kwargs)
+
+    def _derived(self, call: Call, parameters: list[Tensor]) -> Any:
+        """A call on parameters, and constants perhaps: autograd's own."""
+        out = call.run()
+        note_made(call, self._is_owned)
+        if call.name in COMPUTING:
+            self._judge_sizes(call, of_parameters=True)
+        for leaf in mark_derived(call, self, parameters):
+            self.backward.last_use_of[id(leaf)] = self.place(call.name)
+        return out
+
+    def _carry(self, call: Call) -> Any:
+        """A call on data alone: its results carry layouts on."""
+        moved = unmoved(call)
+        if moved is None:
+            keep_target(call)
+        versions = versions_of(call.tensors)
+        out = call.run()
+        self._expose(call)
+        if moved is not None:
+            moved.returned(out)
+            propagate(moved)
+            return out
+        read = propagate(call)
+        if read:
+            self.reads.note(read, out)
+        self._judge_sizes(call)
+        self.engine.sizes.note_number(call)
+        note_made(call, self._is_owned)
+        self.unaccounted = write_unaccounted(call, versions)
+        return out
+
+    def _made(self, call: Call) -> Any:
+        """A call on constants alone, or with gradients switched off."""
+        out = call.run()
+        self._expose(call)
+        self.engine.sizes.note_number(call)
+        note_made(call, self._is_owned)
+        for tensor in call.results():
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.__dict__[UNTRACKED] = True
+        keep_apart(call.results(), call.tensors)
+        self.exposed.made(call)
+        return out
+
+    def _expose(self, call: Call) -> None:
+        if (call.func in GIVING or self.exposed) and (giving := self.exposed.after(call)):
+            self.reads.note(giving, None)
 
     def _judge_sizes(self, call: Call, of_parameters: bool = False) -> None:
         """Numbers that sizes told must not be computed with: warned of at first, refused once that is certain."""
-        by_size(call, self.forward.sizes.has_told)
-        why, certain = self.forward.sizes.problem(call)
+        by_size(call, self.engine.sizes.has_told)
+        why, certain = self.engine.sizes.problem(call)
         if why and not certain:
             self.reads.note(why, None)
         elif why and of_parameters:
             raise SampleMixingError(f"{why}, which changes from batch to batch: use a constant", why)
         elif why:
-            for tensor in tensors_in(call.out):
+            for tensor in call.results():
                 tag(tensor, Layout(self.batch, mixed=f"{why}, which changes from batch to batch"))
 
     def _is_owned(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer of the model."""
         if self._owned is None:
-            model = self.forward.model
+            model = self.engine.model
             self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._owned
 
@@ -346,28 +367,6 @@ class Pass:
         for parameter in parameters if self.count else ():
             for leaf in leaves_of(parameter):
                 self.backward.uses_of.setdefault(id(leaf), []).append(span_of(parameter, leaf))
-
-    def _combine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            one = one_sample_of(self, func, args, kwargs)
-            if one is None:
-                return self._by_rule(self, func, args, kwargs)
-            return one.tagged(self._by_rule(one, func, args, kwargs), func, args)
-        except SampleMixingError as problem:
-            if not problem.mixed or is_in_place(function_name(func)):
-                raise
-            return poisoned(self, func, args, kwargs, problem)
-
-    def _by_rule(self, forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_in((args, kwargs))
-        if kept := next((found for tensor in tensors if (found := format_of(tensor))), ""):
-            return capture_in_format(forward_pass, func, args, kwargs, kept)
-        registered = USE_RULES.get(func)
-        if registered is not None and not any(tensor.is_complex() for tensor in tensors):
-            out = registered(forward_pass, func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        return capture_generic(forward_pass, func, args, kwargs)
 
 
 class _CaptureMode(TorchFunctionMode):

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import checkpoint
 
 from ..layouts.inputs import nested_tensors
-from ..layouts.layout import Layout, tag_of
+from ..layouts.layout import tag_of
 from ..layouts.moments import Moment
+from .engine import Engine
+from .module_hooks import hook_of
 
 _CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
 _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
@@ -28,20 +29,7 @@ _CALL = nn.Module._call_impl.__code__
 _WRAPPED = "_fastdp_seen"
 
 
-class Enters(Protocol):
-    """Enters a pass where a region is computed again (`fastdp.engine.forward.Forward`)."""
-
-    def again(
-        self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Moment
-    ) -> AbstractContextManager[None]:
-        """A pass around a region's second forward; values: its arguments, with the layouts of the first ones, of the
-        first forward's moment."""
-
-    def sees(self, module: nn.Module) -> bool:
-        """Whether the module enters a pass itself."""
-
-
-def watch_region(forward: Enters, path: str, batch: int, moment: Moment, calls: int = 0) -> None:
+def watch_region(engine: Engine, path: str, batch: int, moment: Moment, calls: int = 0) -> None:
     """The caller takes a parameter: see to it that a region around it, if there is one, is seen the second time.
 
     calls: of modules, that the region may lie around.
@@ -51,13 +39,13 @@ def watch_region(forward: Enters, path: str, batch: int, moment: Moment, calls: 
         if hooks is None:
             return
         region, code, name = _frame_of(hooks[0]), _CHECKPOINT, "recompute_fn"
-        found = None if region is None else _arguments(forward, code, calls)
+        found = None if region is None else _arguments(engine, code, calls)
     else:
-        found = _arguments(forward, _REENTRANT, calls)
+        found = _arguments(engine, _REENTRANT, calls)
         region, name = None if found is None else found.get("ctx"), "run_function"
     if region is None or found is None or getattr(getattr(region, name), _WRAPPED, False):
         return
-    setattr(region, name, _seen(forward, path, batch, moment, found["args"], getattr(region, name)))
+    setattr(region, name, _seen(engine, path, batch, moment, found["args"], getattr(region, name)))
 
 
 def _frame_of(pack: Any) -> Any:
@@ -66,12 +54,12 @@ def _frame_of(pack: Any) -> Any:
     return next((cell for cell in cells if isinstance(cell, checkpoint._CheckpointFrame)), None)
 
 
-def _arguments(forward: Enters, code: Any, calls: int) -> dict[str, Any] | None:
+def _arguments(engine: Engine, code: Any, calls: int) -> dict[str, Any] | None:
     """The variables of the innermost call of `code` around the caller; None if more modules stand in between."""
     for frame in _frames():
         if frame.f_code is code:
             return frame.f_locals
-        if frame.f_code is _CALL and forward.sees(frame.f_locals["self"]):
+        if frame.f_code is _CALL and hook_of(frame.f_locals["self"], engine):
             if not calls:
                 return None
             calls -= 1
@@ -86,13 +74,13 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _seen(
-    forward: Enters, path: str, batch: int, moment: Moment, args: Any, function: Callable[..., Any]
+    engine: Engine, path: str, batch: int, moment: Moment, args: Any, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     layouts = [tag_of(tensor, batch) for tensor in nested_tensors(args)]
     count = len(args)
 
     def again(*inputs: Any, **kwargs: Any) -> Any:
-        with forward.again(path, batch, inputs[len(inputs) - count :], layouts, moment):
+        with engine.again(path, batch, inputs[len(inputs) - count :], layouts, moment):
             return function(*inputs, **kwargs)
 
     setattr(again, _WRAPPED, True)

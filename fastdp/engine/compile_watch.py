@@ -1,8 +1,9 @@
 """A graph of torch.compile, interpreted under the engine: exact, and it tells what each node was.
 
 The nodes of Dynamo's graph are the torch function calls that the engine sees in eager mode. Run one by one under the
-capture mode they give what the plain model gives. What was seen says whether the graph may be compiled (`fastdp.
-compiled_plan`): only if all layouts follow from shapes, and every use of a parameter is a call that can be repeated.
+capture mode they give what the plain model gives. What was seen says whether the graph may be compiled
+(`engine.compile_plan`): only if all layouts follow from shapes, and every use of a parameter is a call that can be
+repeated.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..layouts.calls import Call
+from ..layouts.kinds import TAKING_A_PATTERN, UNCHECKED, VIEWS, spellings
 from ..layouts.layout import Layout, tag_of
 from ..layouts.nests import tensors_in
-from ..layouts.propagate import spellings
-from ..layouts.trial import UNCHECKED, VIEWS
+from ..uses.captured import Captured, Context
 from .capture import Pass
-from .compile_calls import NotRepeatable, Repeated, template_of
 
 # where the samples lie in the result follows from where they lie in the arguments, whatever numbers these hold
 _BY_ROWS = frozenset(
@@ -45,17 +45,21 @@ _IN_PLACE_OPERATORS = frozenset(
     for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul setitem ilshift irshift".split()
 )
 _OPERATORS = frozenset(("and_", "or_", "not_", "is_"))  # of the operator module, no writes
-_TAKES_SHAPE_OR_TYPE = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())
+
+
+class NotRepeatable(Exception):
+    """A captured call holds something that may differ from step to step."""
 
 
 class CapturedNode(NamedTuple):
-    """A node that combines parameters with data."""
+    """A node that combines parameters with data: the captured call that every step repeats."""
 
-    repeated: Repeated
-    operands: tuple[Node, ...]
-    data: tuple[Node, ...]
-    saved: tuple[tuple[int, torch.dtype | None], ...]  # which of the data, cast to which type
-    grad_of_data: bool
+    call: Captured
+    operands: tuple[Node | None, ...]
+    saved: tuple[tuple[Node, torch.dtype | None], ...]  # which of the data, cast to which type
+    shape: torch.Size  # of the result
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Seen:
@@ -107,22 +111,22 @@ class Interpretation(torch.fx.Interpreter):
     def captured(self, data: tuple[Tensor, ...]) -> None:
         self._captures.append(data)
 
-    def asked(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def asked(self, call: Call) -> None:
         """A call that the memo does not keep: is its layout known all the same?"""
-        forward_pass = self.forward_pass
-        tensors = list(tensors_in((args, kwargs)))
+        forward_pass, func, tensors = self.forward_pass, call.func, call.tensors
         if forward_pass.batch <= 1 or (torch.is_grad_enabled() and any(forward_pass.is_parameter(t) for t in tensors)):
             return
-        layouts = [tag_of(t, forward_pass.batch) for t in tensors]
+        layouts = [call.layout(t) for t in tensors]
         known = [layout for layout in layouts if layout is not None]
         if not known and not any(forward_pass.is_data(t) for t in tensors):
             return
-        results = [tag_of(t, forward_pass.batch) for t in tensors_in(out)]
+        results = [tag_of(t, forward_pass.batch) for t in call.results()]
         mixed = any(layout.mixed for layout in known) and all(layout is None or layout.mixed for layout in results)
         ordered = all(layout is None or _by_shapes(layout) for layout in (*known, *results))
-        unseen = any(forward_pass.is_data(t) and tag_of(t, forward_pass.batch) is None for t in tensors)
-        by_rows = func in UNCHECKED or func in _BY_ROWS or self._takes_fixed_rows(func, args)
-        by_rows = by_rows or _keeps_rows(Call(func, args, kwargs, out, forward_pass.batch))
+        unseen = any(forward_pass.is_data(t) and call.layout(t) is None for t in tensors)
+        by_rows = (
+            func in UNCHECKED or func in _BY_ROWS or self._takes_fixed_rows(func, call.given[0]) or _keeps_rows(call)
+        )
         packed = func is F.scaled_dot_product_attention and _packed(tensors[0], layouts[0])
         if packed or any(layout.mixed for layout in known):
             by_rows = False  # unless the results are mixed, a value said that they are not
@@ -174,7 +178,7 @@ class Interpretation(torch.fx.Interpreter):
 
     def _note(self, n: Node, value: Any) -> None:
         forward_pass, seen = self.forward_pass, self.seen
-        if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in tensors_in(_listed(value))):
+        if any(forward_pass.is_data(t) and not forward_pass.is_parameter(t) for t in tensors_in(value)):
             seen.data.add(n)
         if n.op == "placeholder":
             return
@@ -187,7 +191,7 @@ class Interpretation(torch.fx.Interpreter):
             except NotRepeatable as problem:
                 self.refuse(str(problem))
             return
-        results = list(tensors_in(_listed(value)))
+        results = tensors_in(value)
         if any(forward_pass.is_parameter(t) for t in results):
             seen.derived.add(n)
             seen.data.discard(n)
@@ -195,47 +199,40 @@ class Interpretation(torch.fx.Interpreter):
                 self.refuse(f"{n.target}: derived in part")
         elif torch.is_grad_enabled() and any(t.requires_grad for t in results):
             named = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
-            if named not in _TAKES_SHAPE_OR_TYPE and any(
-                forward_pass.is_parameter(t) for _, held in inputs for t in tensors_in(_listed(held))
+            if named not in TAKING_A_PATTERN and any(
+                forward_pass.is_parameter(t) for _, held in inputs for t in tensors_in(held)
             ):
                 self.refuse(f"{n.target}: a use of a parameter that was not captured")
 
     def _captured_node(self, inputs: list[tuple[Node, Any]], value: Any) -> CapturedNode:
         if len(self._captures) != 1 or not isinstance(value, Tensor):
             raise NotRepeatable("several captured calls in one")
-        made = value.grad_fn
-        self._made.append((made, value))
-        call = getattr(made, "call", None)
-        if call is None:
+        made: Any = value.grad_fn
+        if not hasattr(made, "call"):  # x += w is written back into x
             raise NotRepeatable("a captured call whose result was changed")
-        if call.forward_pass is not self.forward_pass:
+        self._made.append((made, value))
+        call: Captured = made.call
+        ctx: Context = made.context
+        if ctx.forward_pass is not self.forward_pass:
             raise NotRepeatable(f"{call.name}: a call on one sample of the batch")
-        data = tuple(self._node_of(tensor, inputs) for tensor in self._captures[0])
-        operands = [(m, v) for m, v in inputs if isinstance(v, Tensor) and m not in data]
-        template = template_of(call, [v for _, v in operands])
-        learned = tuple(self.forward_pass.is_parameter(v) for _, v in operands)
-        if any(self.forward_pass.is_parameter(v) for m, v in inputs if m in data) or any(
-            self.forward_pass.is_parameter(t) for _, v in inputs if not isinstance(v, Tensor) for t in tensors_in(v)
-        ):
-            raise NotRepeatable(f"{call.name}: parameters in lists or among the data")
-        saved = made.saved_tensors  # type: ignore[union-attr]
+        _refuse_unrepeatable(call)
+        data = [_node_of(tensor, inputs, "data made within the call") for tensor in self._captures[0]]
+        why = f"{call.name}: an operand that is no argument"
+        operands = tuple(None if t is None else _node_of(t, inputs, why) for t in ctx.operands)
+        for node, held in inputs:
+            loose = node in data or node not in operands
+            if loose and any(self.forward_pass.is_parameter(t) for t in tensors_in(held)):
+                raise NotRepeatable(f"{call.name}: parameters in lists or among the data")
+        saved = made.saved_tensors if call.with_made is None else made.saved_tensors[:-2]
         if len(saved) > len(data) or any(s.shape != d.shape for s, d in zip(saved, self._captures[0], strict=False)):
             raise NotRepeatable(f"{call.name}: saves more than its data")
         casts = tuple(
-            (k, s.dtype if s.dtype != d.dtype else None)
-            for k, (s, d) in enumerate(zip(saved, self._captures[0], strict=False))
+            (node, s.dtype if s.dtype != d.dtype else None)
+            for node, s, d in zip(data, saved, self._captures[0], strict=False)
         )
         if not value.dtype.is_floating_point:
             raise NotRepeatable(f"{call.name}: a result of {value.dtype}")
-        repeated = Repeated(template, call.path, value.shape, value.dtype, value.device, learned)
-        needs = any(t.requires_grad for t in self._captures[0])
-        return CapturedNode(repeated, tuple(m for m, _ in operands), data, casts, needs)
-
-    def _node_of(self, tensor: Tensor, inputs: list[tuple[Node, Any]]) -> Node:
-        for node, value in inputs:
-            if value is tensor:
-                return node
-        raise NotRepeatable("data made within the call")
+        return CapturedNode(call, operands, casts, value.shape, value.dtype, value.device)
 
     def _note_output(self, n: Node) -> None:
         if self.forward_pass.unseen:
@@ -248,8 +245,27 @@ class Interpretation(torch.fx.Interpreter):
         for node in n.all_input_nodes:
             value = self.env.get(node)
             self.seen.layouts[node] = tag_of(value, self.forward_pass.batch) if isinstance(value, Tensor) else None
-            if not isinstance(value, Tensor) and any(True for _ in tensors_in(_listed(value))):
+            if not isinstance(value, Tensor) and tensors_in(value):
                 self.refuse("the graph returns nested results")
+
+
+def _node_of(tensor: Tensor, inputs: list[tuple[Node, Any]], missing: str) -> Node:
+    for node, value in inputs:
+        if value is tensor:
+            return node
+    raise NotRepeatable(missing)
+
+
+def _refuse_unrepeatable(call: Captured) -> None:
+    """Raises NotRepeatable unless all that the call holds follows from the kind of its arguments."""
+    if not call.repeatable:
+        raise NotRepeatable(f"{call.name}: no compiled form of this rule")
+    if call.layout.owner is not None or call.layout.mixed:
+        raise NotRepeatable(f"{call.name}: rows whose order depends on the data")
+    for value in vars(call).values():
+        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        if tensors_in((value, cells)):
+            raise NotRepeatable(f"{call.name}: a function that holds tensors")
 
 
 def _keeps_rows(call: Call) -> bool:
@@ -276,18 +292,13 @@ def _keeps_rows(call: Call) -> bool:
 
 def _by_shapes(layout: Layout) -> bool:
     """Whether no value had a part in where the samples lie."""
-    told = layout.places or layout.guessed or layout.shifted is not None
+    told = layout.is_row_index or layout.guessed or layout.shifted is not None
     return layout.owner is layout.order is None and layout.alone < 0 and not told
 
 
 def _packed(query: Tensor, layout: Layout | None) -> bool:
     """Whether attention is along rows of several samples, which a mask must keep apart."""
     return layout is not None and layout.dim >= query.dim() - 2
-
-
-def _listed(value: Any) -> Any:
-    """Named tuples of torch (of max, sort, ...) are tuples too."""
-    return tuple(value) if isinstance(value, tuple) else value
 
 
 def _is_plain(n: Node) -> bool:

@@ -23,6 +23,7 @@ from ..layouts import in_hand, notes
 from ..layouts.calls import Call
 from ..layouts.held import is_of_model, note_parameter
 from ..layouts.inputs import nested_tensors, tag_inputs
+from ..layouts.kinds import TELLING_SIZES
 from ..layouts.layout import Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
 from ..layouts.marks import mark_of
 from ..layouts.moments import LOADERS, Moment, set_moment
@@ -30,16 +31,16 @@ from ..layouts.nests import map_tensors, tensors_in
 from ..layouts.pieces import NOTED, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import propagate
-from ..layouts.sizes import TELLING
 from ..layouts.totals import by_size
-from ..layouts.trial import target_as_it_is
+from ..layouts.trial import keep_target
 from .activation_hooks import HOOKING, guard_graph, hooked
-from .backward import Arrival
+from .backward import Arrival, backwards
 from .compile_stance import PLAINLY
-from .followed import ENGINES, Engine, Evaluation, Followed
+from .engine import ENGINES, Engine
+from .followed import Evaluation, Followed
 from .judging import problem_of
-from .layout_cache import CONSTANT, inquires
-from .mode_stack import insert, remove_over
+from .layout_cache import inquires
+from .mode_stack import insert, moving, remove_over
 
 _HERE = threading.local()
 _GRADIENTS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__))  # type: ignore[union-attr]
@@ -57,7 +58,7 @@ class Following(TorchFunctionMode):
         PLAINLY.begin()
 
     def _turn_to(self, what: Followed) -> None:
-        self.what, what.mode = what, weakref.ref(self)
+        self.what, what.gone = what, weakref.WeakMethod(self._is_gone)
         self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
         self.labels = what.labels
         self.numbers: dict[float, str] = {}  # that Python read of several samples, and what had combined these
@@ -73,7 +74,7 @@ class Following(TorchFunctionMode):
             note_parameter(args[0])
         if inquires(func):
             out = func(*args, **kwargs)
-            if func in TELLING:
+            if func in TELLING_SIZES:
                 self.sizes.asked(args[0], out, self.batch)
             return out
         if func is Tensor.backward or func is torch.autograd.backward:
@@ -93,7 +94,7 @@ class Following(TorchFunctionMode):
             engine.judge_writes()
             weighted = self._weighted(roots, given)
             problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
-        engines: list[Engine] = list(ENGINES)
+        engines = list(ENGINES)
         for engine in engines:
             guard_graph(engine.owner, roots, self.batch)
             engine.backward_begins(problem, list(tensors_in(roots)), self.batch)
@@ -103,7 +104,7 @@ class Following(TorchFunctionMode):
             failed = False
             return out
         finally:
-            if any([engine.backward_was_reached() for engine in engines]):  # else it was of something else
+            if any([engine.backward.was_reached() for engine in engines]):  # else it was of something else
                 if failed or self.moment.owner is LOADERS or not self.what.waits():
                     self.turn()
 
@@ -133,6 +134,14 @@ class Following(TorchFunctionMode):
         else:
             self._turn_to(self.waiting.pop())
 
+    def _is_gone(self, what: Followed) -> None:
+        """The graph of a batch is gone: follow no longer, unless another one waits."""
+        if self.what is not what or what.waits() or any(w.waits() for w in self.waiting):
+            return
+        self.finish()
+        if self.thread == threading.get_ident() and not moving():
+            remove_over()
+
     def finish(self) -> None:
         """Follow no longer, though the mode may still be on the stack: torch puts it back after a call that it saw."""
         if not self.over:
@@ -146,21 +155,23 @@ class Following(TorchFunctionMode):
         given = tensors_in((args, kwargs))
         if self.waiting:
             self._choose(given)
-        self.labels.presume(func, args, kwargs, given)
-        origin = self.labels.before(func, args, given)
-        out = self._followed(func, args, kwargs, given)
+        call = Call(func, args, kwargs, self.batch)
+        self.labels.presume(call)
+        origin = self.labels.before(call)
+        out = self._followed(call)
         if origin is not None:
-            self.labels.after(origin, func, args, out)
+            self.labels.after(origin, call)
         return out
 
-    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
+    def _followed(self, call: Call) -> Any:
+        given = call.tensors
         if not any(tag_of(tensor, self.batch) is not None for tensor in given):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
-            out = func(*args, **kwargs)
+            out = call.run()
             if of_model:
-                for tensor in tensors_in(out):
+                for tensor in call.results():
                     note_parameter(tensor)
-            note_made(func, args, kwargs, out, self.batch, _is_parameter, of_loss=True)
+            note_made(call, _is_parameter, of_loss=True)
             return out
         moment = self.moment
         of = moment_of_output(given, moment)
@@ -171,33 +182,33 @@ class Following(TorchFunctionMode):
         else:
             set_moment(of or moment.beside())  # another engine's that is over; inputs and labels alone
         try:
-            return self._carry(func, args, kwargs)
+            return self._carry(call)
         finally:
             set_moment(moment)
             moment.token = None
 
-    def _carry(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _carry(self, call: Call) -> Any:
         if self.numbers:
-            self._compare((*args, *kwargs.values()))
-        signature = self.memo.signature(func, args, kwargs, self.batch, {})
+            self._compare((*call.args, *call.kwargs.values()))
+        signature = self.memo.signature(call.func, *call.given, self.batch, {})
         known = self.memo.layouts(signature)
-        overwritten = target_as_it_is(func, args) if known is None else None
-        out = func(*args, **kwargs)
         if known is not None:
-            for tensor, layout in zip(tensors_in(out), known, strict=True):
-                tag(tensor, None if layout is CONSTANT else layout)
+            out = call.run()
+            for tensor, layout in zip(call.results(), known, strict=True):
+                tag(tensor, layout)
             return out
-        if type(out) is float and (read := tag_of(args[0], self.batch)) is not None and read.mixed:
+        keep_target(call)
+        out = call.run()
+        if type(out) is float and (read := tag_of(call.args[0], self.batch)) is not None and read.mixed:
             self.numbers[out] = read.mixed
-        call = Call(func, args, kwargs, out, self.batch, "", overwritten)
         try:
             propagate(call)
             by_size(call, self.sizes.has_told)
         except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
             why = problem.mixed or str(problem)
             map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
-        note_made(func, args, kwargs, out, self.batch, _is_parameter, of_loss=True)
-        stamp(func, args, kwargs, out, self.batch)
+        note_made(call, _is_parameter, of_loss=True)
+        stamp(call)
         if NOTED:
             if (engine := self.what.engine()) is not None:
                 engine.reads.note(NOTED.pop(), None)
@@ -270,10 +281,10 @@ _TRAINED = [0]  # backwards of all engines, when the last one was
 def handed_out(batch: Any, size: int) -> None:
     """A loader hands out a batch: what is made of it before the model sees it is followed, too."""
     pause()
-    if _LAST and sum(engine.backwards() for engine in ENGINES) != _TRAINED[0]:
+    if _LAST and backwards() != _TRAINED[0]:
         _LAST.pop(0).alive = False  # the batch before, or, if they are fetched ahead, the one trained on since
-    _TRAINED[0] = sum(engine.backwards() for engine in ENGINES)
-    engines: list[Engine] = list(ENGINES)
+    _TRAINED[0] = backwards()
+    engines = list(ENGINES)
     if not engines or not all(engine.takes_rows for engine in engines) or size <= 1:
         return
     moment = Moment(LOADERS)

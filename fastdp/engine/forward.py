@@ -10,99 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FastDPError, SampleMixingError
-from ..layouts.groups import People
+from ..errors import FastDPError
 from ..layouts.held import note_parameter
 from ..layouts.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import look
 from ..layouts.moments import Moment, Token, set_moment
-from ..layouts.pieces import OWN_READS, WRITTEN, unequally_written
-from ..layouts.reads import Reads
-from ..layouts.sizes import Sizes
-from ..uses.planner import Planner
+from ..layouts.pieces import OWN_READS, WRITTEN
 from . import following
-from .attachable import hook_of, refuse_hooks
+from .attachable import refuse_hooks
 from .backward import Arrival, Backward, joined_error
 from .capture import Pass
 from .checkpointing import watch_region
-from .compile_stance import PLAINLY
-from .compile_switches import Switches
-from .followed import ENGINES, Evaluation, parameters
-from .hook_watch import Owner
-from .layout_cache import Memo
+from .compile_stance import PLAINLY, Switches
+from .engine import ENGINES, Engine
+from .followed import Evaluation
 from .module_hooks import ModuleHook, numbered
 from .replay import Block
-from .threads import Running, Turn
+from .threads import Turn
 
 
-class Forward:
+class Forward(Engine):
     """Enters a pass where the model (or a module of it, called alone) begins, and leaves it where that ends."""
 
     def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
-        self.model, self.backward, self.batching = model, backward, batching
-        self.token = torch.zeros((), requires_grad=True)
-        self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self.memo = Memo()
+        super().__init__(model, backward, batching)
         self._moments: list[Moment] = []  # of forwards that no backward has gone through
         self._ended: list[Moment] = []  # that of the forward before
-        self.reads = Reads(model)
-        self.sizes = Sizes()
-        self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
-        self._running_here, self._turn = Running(), Turn()
-        self._batch = 0
-        self._people: People | None = None
+        self._turn = Turn()
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
         self._switches: Switches | None = None
         backward.ended = self.backward_ended
-
-    @property
-    def grouped(self) -> bool:
-        """Whether a sample is a group of records."""
-        return self._people is not None
-
-    def backward_begins(
-        self, problem: SampleMixingError | Warning | None, roots: list[torch.Tensor], size: int
-    ) -> None:
-        """Backward is called on these, with this problem: to be raised, or warned of, if they are of the engine."""
-        self.backward.expect(problem)
-        if self.backward.open_forwards():
-            self.backward.others.loss(roots, size, parameters)
-
-    def backward_was_reached(self) -> bool:
-        """Whether the backward that has just ended was of the engine."""
-        return self.backward.was_reached()
-
-    def backwards(self) -> int:
-        """How many there were."""
-        return self.backward.count
-
-    @property
-    def takes_rows(self) -> bool:
-        """Whether inputs have one row for each sample, along their first dimension."""
-        return self.batching.dim == 0 and not self.batching.folded
-
-    @property
-    def mean(self) -> bool:
-        """Whether the loss is to be a mean over the samples, else a sum."""
-        return self.backward.mean
-
-    @property
-    def planner(self) -> Planner:
-        return self.backward.planner
-
-    @property
-    def _entered(self) -> list[Pass | Block | Evaluation | None]:
-        return self._running_here.entered
-
-    @property
-    def _active(self) -> Pass | None:
-        return self._running_here.active
-
-    @_active.setter
-    def _active(self, active: Pass | None) -> None:
-        self._running_here.active = active
 
     # ------------------------------------------------------------------ on the model and off it
 
@@ -136,10 +75,9 @@ class Forward:
     # ------------------------------------------------------------------ a module's forward
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module's forward begins."""
         if not path:
             self._drop_interrupted()
-        here = self._running_here
+        here = self.running
         here.entered.append(None)
         if here.active is not None:
             self._enter_inner(here.active, path, module, args, kwargs)
@@ -161,9 +99,9 @@ class Forward:
             return  # no checkpointing around this call: nothing will be computed again
         block = self.backward.replays.entered(path, module) if self._begins_block(active) else None
         with torch._C.DisableTorchFunction():  # the mode is on
-            self._remember_layouts(active, path, [tag_of(t, self._batch) for t in nested_tensors((args, kwargs))])
+            self._remember_layouts(active, path, [tag_of(t, self.batch) for t in nested_tensors((args, kwargs))])
         if block is not None:
-            self._entered[-1] = block
+            self.running.entered[-1] = block
             block.inner.given = [weakref.ref(t) for t in nested_tensors((args, kwargs))]
             block.inner.__enter__()
 
@@ -176,8 +114,8 @@ class Forward:
             following.pause()  # before all else: what is done here is not the user's
             self._turn.take(backward.thread())
         if not recomputing or not path:
-            self._batch = self.batching.samples(args, kwargs)
-            self._people = backward.whose.of_batch(self._batch)
+            self.batch = self.batching.samples(args, kwargs)
+            self.people = backward.whose.of_batch(self.batch)
         if not recomputing:
             if not path:
                 backward.tracked.check_complete()
@@ -186,12 +124,12 @@ class Forward:
         named = backward.tracked.named()
         refuse_hooks(named)
         tracked = {id(p): name for name, p in named.items()}
-        if recomputing and backward.collect is None and path in backward.replays.blocks:
+        if recomputing and backward.rerun.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)
         moment = self._last_moment() if recomputing else None
-        active = Pass(self, self._batch, tracked, not recomputing or not path, self._people, moment)
+        active = Pass(self, self.batch, tracked, not recomputing or not path, self.people, moment)
         if not recomputing:
-            active.moment.before = following.handed_out_in(followed, self._batch)
+            active.moment.before = following.handed_out_in(followed, self.batch)
             self._moments.append(active.moment)
             active.moment.token = Token()
         set_moment(active.moment)
@@ -200,8 +138,8 @@ class Forward:
         WRITTEN.clear()
         active.stack.append(path)
         known = self._argument_layouts.get(path) if recomputing and path else None
-        tag_inputs((args, kwargs), self._batch, self.batching.dim, known, self.batching.folded)
-        tag_packed((args, kwargs), self._batch)
+        tag_inputs((args, kwargs), self.batch, self.batching.dim, known, self.batching.folded)
+        tag_packed((args, kwargs), self.batch)
         active.mode.__enter__()
         PLAINLY.begin()
         if (block := self._running(path)) is not None:
@@ -210,7 +148,7 @@ class Forward:
 
     def _running(self, path: str) -> Block | None:
         """The block that runs a second time, if this is its module."""
-        block = self.backward.running
+        block = self.backward.rerun.block
         return block if block is not None and block.path == path else None
 
     def _last_moment(self) -> Moment | None:
@@ -220,44 +158,31 @@ class Forward:
 
     def runs_again(self) -> bool:
         """Whether a forward is computed again, by checkpointing or for a second backward of a block."""
-        return torch._C._current_graph_task_id() != -1 or self.backward.collect is not None
+        return torch._C._current_graph_task_id() != -1 or self.backward.rerun.collect is not None
 
     @contextlib.contextmanager
     def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Moment) -> Iterator[None]:
-        """A pass around the second forward of a checkpointed region that takes parameters itself."""
-        if self._active is not None or not torch.is_grad_enabled():
+        if self.running.active is not None or not torch.is_grad_enabled():
             yield
             return
-        self._batch = batch
+        self.batch = batch
         tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
         set_moment(moment)
-        active = self._active = Pass(self, batch, tracked, False, self._people, moment)
+        active = self.running.active = Pass(self, batch, tracked, False, self.people, moment)
         active.stack.append(path)
         tag_inputs(values, batch, self.batching.dim, layouts, self.batching.folded)
         try:
             with active.mode:
                 yield
         finally:
-            self._active = None
+            self.running.active = None
         active.check_unwritten()
-
-    def sees(self, module: nn.Module) -> bool:
-        """Whether a module's forward enters a pass of this engine, or is part of one."""
-        return any(hook_of(hook, self) for hook in module._forward_pre_hooks.values())
-
-    def active(self) -> Pass | None:
-        """The pass that is on."""
-        return self._active
-
-    def depth(self) -> int:
-        """How many modules' forwards are on."""
-        return len(self._entered)
 
     def _begins_block(self, active: Pass) -> bool:
         """Whether a checkpointed region begins that a budget may want to run again."""
         if self.planner.memory_budget is None or not active.count:
             return False
-        return torch.is_grad_enabled() and not any(isinstance(e, Block) for e in self._entered)
+        return torch.is_grad_enabled() and not any(isinstance(e, Block) for e in self.running.entered)
 
     def _remember_layouts(self, active: Pass, path: str, layouts: list[Layout | None]) -> None:
         """For recomputation under checkpointing, which calls inner modules on tensors without layouts."""
@@ -269,16 +194,15 @@ class Forward:
                 layout is not None and layout.alone >= 0 for layout in (*before, *layouts)
             )
             why = f"module '{path}' is called for each sample under reentrant checkpointing (use_reentrant=False)"
-            watch_region(self, active.path, self._batch, active.moment, calls=1)
+            watch_region(self, active.path, self.batch, active.moment, calls=1)
             # called in two ways: which is recomputed cannot be told; a sample's rows must not pass for samples
             # (without reentrance the first forward's records stand, and layouts do not matter)
-            layouts = [Layout(self._batch, mixed=why) if alone else None] * len(layouts)
+            layouts = [Layout(self.batch, mixed=why) if alone else None] * len(layouts)
         active.called.add(path)
         self._argument_layouts[path] = layouts
 
     def leave(self, path: str, module: nn.Module, out: Any) -> Any:
-        """A module's forward ends, also by an exception. Returns what to put in place of its result, or None."""
-        here = self._running_here
+        here = self.running
         if not here.entered:
             return None
         started = here.entered.pop()
@@ -295,32 +219,26 @@ class Forward:
             block.inner.__exit__(None, None, None)
         PLAINLY.end()
         started.mode.__exit__(None, None, None)
-        self._active = None
+        self.running.active = None
         self._turn.give()
         if out is not None:
             started.check_unwritten()
             self.judge_writes()
-        if self.backward.collect is not None:
+        if self.backward.rerun.collect is not None:
             return None
         apart = outputs_apart(out, self._is_guess)
-        unseen = Layout(self._batch, mixed=started.unseen) if started.unseen else None
+        unseen = Layout(self.batch, mixed=started.unseen) if started.unseen else None
         layouts: list[Layout] = []
         arrivals: list[Arrival] = []
         for tensor in nested_tensors(out if apart is None else apart):
             if tensor.requires_grad:
-                layout = look(tensor, tag_of(tensor, self._batch), self._batch) or unseen
+                layout = look(tensor, tag_of(tensor, self.batch), self.batch) or unseen
                 arrivals.append(Arrival(self.backward, layout))
                 tensor.register_hook(arrivals[-1])
                 layouts += [] if layout is None else [layout]
         if out is not None and not self.runs_again():
-            following.start(self._batch, started.moment, self, layouts, arrivals)
+            following.start(self.batch, started.moment, self, layouts, arrivals)
         return apart
-
-    def judge_writes(self) -> None:
-        """Warn if rows of some samples were written to, and not those of all alike."""
-        why, place = unequally_written(self._batch)
-        if why:
-            self.reads.note(why, None, place)
 
     def backward_ended(self) -> None:
         """A backward went through forwards: what is kept of their batches belongs to the past."""
@@ -336,20 +254,20 @@ class Forward:
 
     def _is_guess(self, tensor: Tensor) -> bool:
         """Whether it matters if the loss takes this output itself, or only what the model goes on to make of it."""
-        layout = tag_of(tensor, self._batch)
+        layout = tag_of(tensor, self.batch)
         return tensor.requires_grad and layout is not None and bool(layout.guessed)
 
     def _drop_interrupted(self) -> None:
         """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before, or one that a
         backward computed again."""
-        if self._active is None or ("" not in self._active.stack and self.runs_again()):
+        if self.running.active is None or ("" not in self.running.active.stack and self.runs_again()):
             return
-        while self._active.mode in torch.overrides._get_current_function_mode_stack():
+        while self.running.active.mode in torch.overrides._get_current_function_mode_stack():
             torch.overrides._pop_mode()
         PLAINLY.end()
         self._turn.give()
-        self._active = None
-        self._entered.clear()
+        self.running.active = None
+        self.running.entered.clear()
 
 
 def _is_constant(module: nn.Module, args: Any, kwargs: Any) -> bool:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..errors import StepError
 from ..layouts.groups import People
-from ..ops.common import accumulate
-from ..uses.alone import whole_batch
-from ..uses.conv import Conv
 from ..uses.derived import pull_back_sum
 from ..uses.embedding import Lookup
 from ..uses.joint import disjoint, isometric, joint_norm_sq, materialised, same_memory
@@ -26,7 +23,7 @@ from ..uses.links import leaves_of, link_of
 from ..uses.planner import Planner
 from ..uses.routed import Routed
 from ..uses.timing import Clock
-from ..uses.use import Stored, Use
+from ..uses.use import Regrouped, Use
 from .buffers import Buffers
 from .bundle import Bundle, is_small
 
@@ -53,7 +50,8 @@ class Gradients:
         self.doubts: list[tuple[Tensor, str]] = []  # whether the loss mixed samples, where a device knows
         self.batch = batch if people is None else people.count
         self.scale, self.device = scale, device
-        self.uses = _joined(_padded([_settled(use) for use in whole_batch(uses)]))
+        # first what single samples used, as uses by the batch; then all, by their parameters
+        self.uses = _joined(_padded([_settled(use) for use in _joined(uses)]))
         self._of: dict[int, list[Use]] = {}
         for use in self.uses:
             use.plan(planner)
@@ -103,13 +101,13 @@ class Gradients:
         """
         wanted = {id(p) for p in parameters}
         total: dict[int, Tensor] = {}
-        c = factors * self.scale
+        scaled = factors * self.scale
         if not self.batch:
             return total
         bundle = self._bundle(parameters)
         if bundle is not None:
             with bundle.clock or contextlib.nullcontext():
-                total.update(bundle.clipped_sum(c))
+                total.update(bundle.clipped_sum(scaled))
         apart = {id(p) for p in parameters if _in_slices(p, self.uses_of(p))}
         for use in self.uses:
             leaves = leaves_of(use.operand)
@@ -122,7 +120,7 @@ class Gradients:
                         kept = buffers.take(leaves[0]) if buffers is not None else None
                         total[id(leaves[0])] = _memory(leaves[0], self.uses_of(leaves[0]), kept)
                     into = _place(use.operand, leaves[0], total[id(leaves[0])])
-                    part = use.clipped_sum(c.to(into.device), into)
+                    part = use.clipped_sum(scaled.to(into.device), into)
                     if part.data_ptr() != into.data_ptr():
                         into.copy_(part)
                     continue
@@ -133,7 +131,7 @@ class Gradients:
                     and use.operand.dtype != torch.float64
                 ):
                     into = buffers.take(use.operand)
-                part = use.clipped_sum(c.to(use.operand.device), into)
+                part = use.clipped_sum(scaled.to(use.operand.device), into)
                 if use.operand is not leaves[0] and _is_slice(use.operand, leaves):
                     _add_slice(total, use.operand, leaves[0], part)
                     continue
@@ -187,63 +185,33 @@ def _settled(use: Use) -> Use:
     if operand.shape == leaf.shape and operand.stride() == leaf.stride():
         use.operand = leaf
     elif operand.dim() == 2 and operand.shape == leaf.shape[::-1] and operand.stride() == leaf.stride()[::-1]:
-        if isinstance(use, Matmul | Routed):
-            return use.transposed(leaf)
-        if isinstance(use, Stored):
-            return Stored(leaf, use.grads.mT, use.name)
+        return use.transposed(leaf) or use
     return use
 
 
 def _padded(uses: list[Use]) -> list[Use]:
-    """Rows of a matrix in any order as rows by sample, where other uses of the matrix lie by sample: a tied table that
-    is the head of packed rows, a layer that meets all tokens and routed ones."""
+    """Rows of a matrix in any order as rows by sample, if other uses of the matrix lie by sample: a tied table that is
+    the head of packed rows, a layer that meets all tokens and routed ones."""
     by_sample = {id(use.operand) for use in uses if isinstance(use, Matmul | Lookup)}
     return [
-        _by_sample(use) if isinstance(use, Routed) and use.operand.dim() == 2 and id(use.operand) in by_sample else use
+        Matmul.of_rows(use)
+        if isinstance(use, Routed) and use.operand.dim() == 2 and id(use.operand) in by_sample
+        else use
         for use in uses
     ]
 
 
-def _by_sample(use: Routed) -> Use:
-    counts = torch.bincount(use.owner, minlength=use.batch)
-    a, g = (ops.routed.padded(t, counts) for t in (use.a, use.g))
-    return Matmul(use.operand, a, g, use.name)
-
-
-def _joined(uses: list[Use]) -> list[Use]:
-    """Uses of one operand and kind made one: matrix products along T, look-ups along K, kept gradients added."""
-    groups: dict[tuple[int, type], list[Use]] = {}
+def _joined(uses: Iterable[Use]) -> list[Use]:
+    """Uses of one operand and kind made one, if there is such a form."""
+    groups: dict[tuple[int, Any], list[Use]] = {}
     for use in uses:
-        groups.setdefault((id(use.operand), type(use)), []).append(use)
+        groups.setdefault((id(use.operand), use.kind), []).append(use)
     joined: list[Use] = []
-    for group in groups.values():
-        joined += _join(group) if len(group) > 1 else group
+    for first, *others in groups.values():
+        name = f"{first.name} x{1 + len(others)}" if others else first.name
+        one = first.concat(others, name) if others or isinstance(first, Regrouped) else None
+        joined += [first, *others] if one is None else [one]
     return joined
-
-
-def _join(group: list[Use]) -> list[Use]:
-    first = group[0]
-    name = f"{first.name} x{len(group)}"
-    if isinstance(first, Matmul):
-        a = torch.cat([accumulate(u.a) for u in group if isinstance(u, Matmul)], 1)
-        g = torch.cat([accumulate(u.g) for u in group if isinstance(u, Matmul)], 1)
-        return [Matmul(first.operand, a, g, name)]
-    if isinstance(first, Lookup):
-        ids = torch.cat([u.ids for u in group if isinstance(u, Lookup)], 1)
-        g = torch.cat([accumulate(u.g) for u in group if isinstance(u, Lookup)], 1)
-        return [Lookup(first.operand, ids, g, name)]
-    if isinstance(first, Routed):
-        return [Routed.joined([u for u in group if isinstance(u, Routed)], name)]
-    if isinstance(first, Stored):
-        total = sum((u.grads for u in group[1:] if isinstance(u, Stored)), first.grads)
-        return [Stored(first.operand, total, name)]
-    if isinstance(first, Conv):
-        convs = [u for u in group if isinstance(u, Conv)]
-        alike = {(u.x.shape[2:], u.g.shape[2:], u.geometry) for u in convs}
-        if len(alike) == 1:
-            x, g = torch.cat([u.x for u in convs], 1), torch.cat([u.g for u in convs], 1)
-            return [Conv(first.operand, x, g, first.geometry, name)]
-    return group
 
 
 def _is_slice(operand: Tensor, leaves: Sequence[Tensor]) -> bool:
@@ -271,7 +239,7 @@ def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
     """Whether the sums can be written each into its own part of the parameter's: many slices that share nothing."""
     if len(uses) < 2 or parameter.device.type != "cpu" or parameter.dtype == torch.float64:
         return False
-    each = all(isinstance(use, Matmul | Routed) and use.operand is not parameter for use in uses)
+    each = all(use.overwrites and use.operand is not parameter for use in uses)
     return each and all(_is_slice(u.operand, leaves_of(u.operand)) for u in uses) and disjoint(parameter, uses)
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts.calls import is_in_place
+from ..layouts.kinds import DRAWING, is_in_place
 from ..layouts.nests import map_tensors, tensors_in
-from ..layouts.positions import DRAWING
 
 NOT_LINEAR = (
     "is not linear in the scale of the gradient, which under loss_reduction='mean' carries 1 / the number of samples: "

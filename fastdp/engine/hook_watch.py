@@ -13,20 +13,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..errors import SampleMixingError
-from ..layouts.calls import Call, function_name, is_in_place
+from ..layouts import kinds
+from ..layouts.calls import Call
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.nests import map_tensors, tensors_in
 from ..layouts.pieces import BY_POSITION, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import propagate
 from ..layouts.reads import Reads
-from ..layouts.sizes import TELLING, Sizes
-from ..layouts.trial import target_as_it_is
+from ..layouts.sizes import Sizes
+from ..layouts.trial import keep_target
 from .hook_scales import NOT_LINEAR, Replayed
-from .layout_cache import CONSTANT, Memo, inquires
-
-_SHARING = frozenset("numpy __array__ __dlpack__ storage untyped_storage _typed_storage".split())
-_ELSEWHERE = frozenset("set_ swap_ resize_ resize_as_".split())
+from .layout_cache import Memo, inquires
 
 
 class Owner:
@@ -67,51 +65,52 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = tensors_in((args, kwargs))
         if inquires(func):
             return self._tell(func, args, kwargs)
-        known = any(tag_of(tensor, self.batch) is not None for tensor in given)
-        if not known:
+        call = Call(func, args, kwargs, self.batch)
+        given, name = call.tensors, call.name
+        if not call.inputs():
             replayed = self.replayed if self.replayed is not None and self.replayed.knows(given) else None
-            state = None if replayed is None else replayed.begin(function_name(func), args, kwargs)
-            out = func(*args, **kwargs)
+            state = None if replayed is None else replayed.begin(name, args, kwargs)
+            out = call.run()
             if replayed is not None:
                 replayed.note(state, func, args, kwargs, out, True)
-            note_made(func, args, kwargs, out, self.batch, lambda tensor: tensor.requires_grad)
+            note_made(call, lambda tensor: tensor.requires_grad)
             return out
-        name = function_name(func)
-        if name in _SHARING:
+        if name in kinds.SHARING_MEMORY:
             self.told = self.told or f"{name}()"
             return func(given[0].clone(), *args[1:], **kwargs)  # what is written there is not the gradient's
-        if name in _ELSEWHERE or (name == "data" and len(args) > 1):
+        if name in kinds.CHANGING_MEMORY or (name == "data" and len(args) > 1):
             self.unseen = self.unseen or f"{name} writes in a way that cannot be followed"
-        return self._follow(name, func, args, kwargs)
+        return self._follow(call)
 
     def _tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        if func in TELLING:
+        if func in kinds.TELLING_SIZES:
             self.owner.sizes.asked(args[0], out, self.batch)
         return out
 
-    def _follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _follow(self, call: Call) -> Any:
+        func, (args, kwargs), name = call.func, call.given, call.name
         signature = self.owner.memo.signature(func, args, kwargs, self.batch, {})
         layouts = self.owner.memo.layouts(signature)
-        before = target_as_it_is(func, args) if layouts is None else None
+        if layouts is None:
+            keep_target(call)
         state = self.replayed.begin(name, args, kwargs) if self.replayed is not None else None
-        out = func(*args, **kwargs)
+        out = call.run()
         if layouts is not None:
-            for tensor, layout in zip(tensors_in(out), layouts, strict=True):
-                tag(tensor, None if layout is CONSTANT else layout)
+            for tensor, layout in zip(call.results(), layouts, strict=True):
+                tag(tensor, layout)
         else:
-            self._ask(Call(func, args, kwargs, out, self.batch, "", before))
+            self._ask(call)
             if signature is not None:
                 self.owner.memo.learn(signature, out, self.batch)
         if self.replayed is not None:
-            of_data = any(tag_of(tensor, self.batch) is not None for tensor in tensors_in(out))
+            of_data = any(tag_of(tensor, self.batch) is not None for tensor in call.results())
             self.replayed.note(state, func, args, kwargs, out, of_data)
-        if is_in_place(name) or kwargs.get("out") is not None:
-            self._note_written(tensors_in((args[:1] if is_in_place(name) else (), kwargs.get("out"))))
-        elif not tensors_in(out) and name != "data":
+        if call.in_place or kwargs.get("out") is not None:
+            self._note_written(tensors_in((args[:1] if call.in_place else (), kwargs.get("out"))))
+        elif not call.results() and name != "data":
             self.told = self.told or f"{name}()"
         if name == "data" and isinstance(out, Tensor):
             self.aliases.append((out, out._version))
@@ -127,8 +126,8 @@ class Watch(TorchFunctionMode):
         except SampleMixingError as problem:
             why = problem.mixed or str(problem)
             map_tensors(call.out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
-        note_made(call.func, call.args, call.kwargs, call.out, self.batch, lambda tensor: tensor.requires_grad)
-        stamp(call.func, call.args, call.kwargs, call.out, self.batch)
+        note_made(call, lambda tensor: tensor.requires_grad)
+        stamp(call)
 
     def _note_written(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -145,13 +144,13 @@ class Watch(TorchFunctionMode):
         if self.told:
             return f"changes it after Python was told of it by {self.told}, which cannot be followed: use torch.where"
         if layout is None:
-            return "changes a gradient of which it is not known where the samples lie"
+            return "changes a gradient in which fastdp cannot find the samples"
         found = tag_of(result, self.batch)
         if layout.total and (found is None or result is given):  # one number for all, made of constants
             scaled = layout.total == "sum" and self.replayed is not None  # the loss is that over their number
             return NOT_LINEAR if scaled and not self.replayed.is_linear(result, -1) else ""  # type: ignore[union-attr]
         if found is None:
-            return "puts numbers in its place of which it is not known whose they are"
+            return "replaces it by values that fastdp cannot assign to samples"
         if found.mixed:
             return found.mixed
         if layout.mixed or layout.total:
@@ -159,7 +158,7 @@ class Watch(TorchFunctionMode):
         if found.piece is not None and found.piece != layout.piece:
             return BY_POSITION
         same = found.alone == layout.alone and (layout.alone >= 0 or self._lies_alike(found, layout, result))
-        if not same or found.places or found.guessed:
+        if not same or found.is_row_index or found.guessed:
             return "moves rows of one sample to another's"
         dim = -1 if found.alone >= 0 else found.dim
         return NOT_LINEAR if self.replayed is not None and not self.replayed.is_linear(result, dim) else ""

@@ -63,8 +63,8 @@ _REDUCTION = {
         "loss_reduction='mean', or take the loss's sum over the samples."
     ),
     "other": (
-        "the loss is divided or multiplied by the number of samples once too often: how much a sample counts depends "
-        "on how many others there are. Take the mean over the samples, or their sum, as loss_reduction says."
+        "the loss has an extra factor of the number of samples, or of its inverse: how much a sample counts depends on "
+        "how many others there are. Take the mean over the samples, or their sum, as loss_reduction says."
     ),
     "both": (
         "the loss adds a sum over the samples to a mean over them: how much each part counts depends on how many "

@@ -12,27 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layouts import kinds
 from ..layouts.answers import Answers
-from ..layouts.calls import function_name, is_in_place
+from ..layouts.kinds import function_name, is_in_place
 from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import is_apart, look, shares
 from ..layouts.nests import tensors_in
-from ..layouts.positions import NUMBERING_OR_DRAWING, made_in_sight, may_matter
-from ..layouts.propagate import BY_VALUE, REFUSING
-from ..layouts.trial import UNCHECKED, VIEWS
+from ..layouts.positions import made_in_sight, may_matter
+from ..layouts.rules import rule_of
 from ..uses.attention import COMPOSITES
 from ..uses.experts import PRODUCTS, gathered_of
 from ..uses.links import link_of
 
-CONSTANT = Layout(-1)  # stands for "carries no sample"
-_ASKING = frozenset(
-    "__len__ size dim numel nelement stride is_contiguous element_size data_ptr ndimension storage_offset "
-    "is_floating_point is_complex get_device".split()
-)
-_ASKING_PROPERTIES = frozenset(
-    "shape dtype device ndim requires_grad is_leaf layout is_cuda is_nested names itemsize".split()
-)
-_BY_LENGTHS = frozenset("lstm gru rnn_tanh rnn_relu _pad_packed_sequence _pack_padded_sequence".split())
 _KINDS = Answers()
 
 
@@ -52,15 +43,16 @@ def _kind(func: Any) -> str:
 def _classify(func: Any) -> str:
     name = function_name(func)
     getter = getattr(func, "__name__", "") == "__get__"
-    if name in (_ASKING_PROPERTIES if getter else _ASKING):
+    if name in (kinds.ASKING_PROPERTIES if getter else kinds.ASKING):
         return "asks"
-    if func in BY_VALUE or is_in_place(name) or func in COMPOSITES or func in REFUSING or name in _BY_LENGTHS:
+    rule = rule_of(func)
+    if rule.by_value or rule.refuses or is_in_place(name) or func in COMPOSITES or name in kinds.BY_LENGTHS:
         return "depends"
-    if name in NUMBERING_OR_DRAWING:
+    if name in kinds.NUMBERING or name in kinds.DRAWING or name in kinds.FILLING:
         return "depends"
     if name == "where":
         return "where"
-    return "repeats" if func in UNCHECKED or name in VIEWS else "checked"
+    return "repeats" if func in kinds.UNCHECKED or name in kinds.VIEWS else "checked"
 
 
 class Memo:
@@ -76,6 +68,8 @@ class Memo:
         kind = _kind(func)
         if kind == "depends" or batch <= 1 or "out" in kwargs or (kind == "where" and len(args) == 1):
             return None
+        if any(id(value) in tracked for value in args):
+            return None  # a parameter: captured anew in every forward
         if func in PRODUCTS and any(gathered_of(tensor) is not None for tensor in args):
             return None
         by_index = func is torch.Tensor.__getitem__
@@ -97,7 +91,7 @@ class Memo:
             return None
         return tuple(known.parts)
 
-    def layouts(self, signature: Any) -> tuple[Layout, ...] | None:
+    def layouts(self, signature: Any) -> tuple[Layout | None, ...] | None:
         if signature is None:
             return None
         try:
@@ -107,7 +101,7 @@ class Memo:
 
     def learn(self, signature: Any, out: Any, batch: int) -> None:
         """Keep the layouts of the results, if they are plain."""
-        found = []
+        found: list[Layout | None] = []
         had_data = any(isinstance(part, Layout) for part in signature)
         for tensor in tensors_in(out):
             layout = tag_of(tensor, batch)
@@ -115,7 +109,7 @@ class Memo:
                 return
             if (layout is None and had_data) or made_in_sight(tensor):
                 return  # of unknown rows: looked at every time
-            found.append(CONSTANT if layout is None else layout)
+            found.append(layout)
         try:
             self._known[signature] = tuple(found)
         except TypeError:
@@ -161,7 +155,7 @@ class _Described:
                         raise _Depends
                     if self.rows is not None:
                         # of ids a slice is known by its bounds; what other functions do depends on the ids
-                        if not value.is_floating_point() and (layout.places or not self.view):
+                        if not value.is_floating_point() and (layout.is_row_index or not self.view):
                             raise _Depends
                         self.rows.add(layout.rows)
                 parts += (shape, value.dtype, needs_grad, layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +12,7 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import StepError
 from .activation_hooks import Around, around_module
-
-if TYPE_CHECKING:
-    from .capture import Pass
-    from .parties import Forward
+from .engine import Engine
 
 _EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 
@@ -23,8 +20,8 @@ _EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_mod
 class ModuleHook:
     """Enters and leaves a pass around a module's forward. Copies and pickles of a model do not carry it."""
 
-    def __init__(self, forward: Forward | None, path: str) -> None:
-        self.forward, self.path = forward, path
+    def __init__(self, engine: Engine | None, path: str) -> None:
+        self.engine, self.path = engine, path
         self.around: list[Around] = []  # of the module's calls that run, where it has backward hooks
 
     def __deepcopy__(self, memo: Any) -> ModuleHook:
@@ -35,29 +32,42 @@ class ModuleHook:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
-            if not REGION.entered and self.forward is not None and torch.is_grad_enabled():
+            if not REGION.entered and self.engine is not None and torch.is_grad_enabled():
                 _refuse_compilation()
             return
-        if self.forward is None:
+        if self.engine is None:
             return
-        self.forward.enter(self.path, module, args, kwargs)
+        self.engine.enter(self.path, module, args, kwargs)
         if module._backward_hooks or module._backward_pre_hooks or _EVERYWHERE or _EVERYWHERE_BEFORE:
-            active = self.forward.active()
+            active = self.engine.running.active
             if active is not None and torch.is_grad_enabled():
-                depth = (threading.get_ident(), self.forward.depth())
-                around = around_module(self.forward.owner, active.batch, active.path, sys._getframe(1), depth)
+                around = around_module(self.engine.owner, active.batch, active.path, sys._getframe(1), self._depth())
                 self.around.append(around)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        if torch.compiler.is_compiling() or self.forward is None:
+        if torch.compiler.is_compiling() or self.engine is None:
             return None
-        if self.around and self.around[-1].depth == (threading.get_ident(), self.forward.depth()):
+        if self.around and self.around[-1].depth == self._depth():
             self.around.pop().returned(args, out)
-        return self.forward.leave(self.path, module, out)
+        return self.engine.leave(self.path, module, out)
+
+    def _depth(self) -> tuple[int, int]:
+        """The thread, and how many modules' forwards are on in it."""
+        assert self.engine is not None
+        return threading.get_ident(), len(self.engine.running.entered)
+
+
+def hook_of(module: nn.Module, engine: Engine | None = None) -> ModuleHook | None:
+    """An engine's hook on a module, if it has one: of this engine, if one is given."""
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, ModuleHook) and owner.engine is not None and engine in (None, owner.engine):
+            return owner
+    return None
 
 
 class _Region:
-    """Whether compiled code runs that `engine.compile_switches` knows of, and the pass that it runs in, by thread.
+    """Whether compiled code runs that `engine.compile_stance` knows of, and the pass that it runs in, by thread.
 
     Dynamo reads `entered` where it traces a hook: a plain truth, for all threads.
     """
@@ -67,18 +77,17 @@ class _Region:
         self._lock, self._count, self._here = threading.Lock(), 0, threading.local()
 
     @property
-    def forward_pass(self) -> Pass | None:
+    def forward_pass(self) -> Any:
         """The pass that this thread's compiled code runs in."""
-        found: Pass | None = getattr(self._here, "forward_pass", None)
-        return found
+        return getattr(self._here, "forward_pass", None)
 
-    def enter(self, forward_pass: Pass | None) -> Pass | None:
+    def enter(self, forward_pass: Any) -> Any:
         """Compiled code begins in this thread. Returns the pass before."""
         before, self._here.forward_pass = self.forward_pass, forward_pass
         self._change(1)
         return before
 
-    def leave(self, before: Pass | None) -> None:
+    def leave(self, before: Any) -> None:
         """It has ended."""
         self._here.forward_pass = before
         self._change(-1)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layouts import notes
-from ..layouts.calls import bind
+from ..layouts.calls import Call, bind
+from ..layouts.kinds import CONCATENATIONS
 
 _ITEM = torch.Tensor.__getitem__
-_JOINS = (torch.cat, torch.concat, torch.concatenate)
 _ADDS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
 FOLLOWED = frozenset((_ITEM, torch.Tensor.__setitem__, F.dropout))  # by `Pass.dispatch`
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -43,11 +43,12 @@ class Parts(NamedTuple):
     version: int
 
 
-def note_parts(out: Any, func: Any, args: Any, kwargs: Any, is_parameter: Callable[[Tensor], bool]) -> None:
+def note_parts(call: Call, is_parameter: Callable[[Tensor], bool]) -> None:
     """After a captured call: note which parts of its result are made of parameters alone."""
+    func, out, (args, kwargs) = call.func, call.out, call.given
     if not isinstance(out, Tensor):
         return
-    if func in _JOINS:
+    if func in CONCATENATIONS:
         _note(out, _joined(out, args, kwargs, is_parameter))
     elif func in _ADDS and len(args) == 2 and not kwargs:
         for tensor, other in (args, args[::-1]):

@@ -30,20 +30,24 @@ LOSS_REDUCTIONS = ("mean", "sum")
 class PerSampleGradients:
     """Exact per-sample gradients of a model from an ordinary `loss.backward()`.
 
-    Args:
-        model: any nn.Module; nothing of it is replaced.
-        params: the parameters to track (default: all that require grad). They get no `.grad`.
-        loss_reduction: "mean" or "sum": how the loss combines the samples' losses.
-        batch_first: whether the samples lie along the first dimension of the model's inputs, else the second.
-        batch_size: number of samples, where the inputs do not show it: inputs then hold batch_size * k rows,
-            k consecutive ones of each sample.
-        rows_per_sample: k consecutive rows of the inputs are one sample (augmentations), whatever the batch.
-        memory_budget: bytes that may be held from the begin of backward to its end for norms and clipped sums (see
-            `fastdp.uses.planner`); None: what is fastest.
-        on_backward: called with the `Gradients` at the end of every backward; they are then not kept.
+    After a backward, call `norms()`, `clipped_sum(factors)` or `materialize()`. `detach()` restores the model. If
+    several records are one sample (a person), call `group_by(keys)` before the forward.
 
-    After a backward: `norms()`, `clipped_sum(factors)`, `materialize()`. `detach()` restores the model. Where several
-    records are one sample (a person's), `group_by(keys)` before the forward says so.
+    Args:
+        model: any nn.Module. No part of it is replaced.
+        params: the parameters to track (default: all that require grad). They get no `.grad`.
+        loss_reduction: "mean" or "sum", which is how the loss combines the samples' losses.
+        batch_first: whether samples lie along the first dimension of the model's inputs; False means the second.
+        batch_size: the number of samples, if the inputs do not show it. Inputs then hold batch_size * k rows, with k
+            consecutive rows for each sample.
+        rows_per_sample: k, if k consecutive rows of the inputs are one sample (augmentations), whatever the batch.
+        memory_budget: the bytes that may be held from the begin of backward to its end for norms and clipped sums (see
+            `fastdp.uses.planner`). None selects the fastest plan.
+        on_backward: a function that receives the `Gradients` at the end of every backward; they are then not kept.
+
+    Raises:
+        ParameterError: if the model or its parameters cannot be tracked.
+        ValueError: if an option is out of range.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> engine = PerSampleGradients(model)
@@ -52,8 +56,8 @@ class PerSampleGradients:
     torch.Size([5])
     >>> engine.detach()
 
-    Source: book-keeping of inputs and output gradients, Bu et al. 2023 (arXiv 2210.00038); here by use of a
-    parameter instead of by layer.
+    Source: book-keeping of inputs and output gradients, Bu et al. 2023 (arXiv 2210.00038), here by use of a parameter
+    instead of by layer.
     """
 
     def __init__(
@@ -80,60 +84,65 @@ class PerSampleGradients:
         self._forward.attach()
 
     def detach(self) -> None:
-        """Take every hook off the model."""
+        """Remove every hook from the model."""
         self._forward.detach()
         self._backward.forget()
 
     # ------------------------------------------------------------------ parameters
 
     def track(self, params: Iterable[Tensor] | None = None) -> None:
-        """Choose the parameters again (default: all of the model)."""
+        """Choose the tracked parameters again (default: all of the model)."""
         self._tracked.choose(params)
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """The tracked parameters that require grad now, by name."""
+        """The tracked parameters that currently require grad, by name."""
         return self._tracked.named()
 
     def parameters(self) -> list[Tensor]:
-        """The tracked parameters that require grad now."""
+        """The tracked parameters that currently require grad."""
         return self._tracked.tensors()
 
     def present(self) -> set[int]:
-        """Ids of all parameters that stand in the model now, tracked or not."""
+        """The ids of all parameters that are currently in the model, tracked or not."""
         return self._tracked.current()
 
     def offsets(self) -> dict[str, int]:
-        """Where each parameter begins among all the model's elements, frozen ones counted."""
+        """The position of each parameter's first element among all elements of the model, frozen ones included."""
         return self._tracked.offsets()
 
     def note_grads(self) -> None:
-        """Say, between a forward and its backward, that `.grad` was written by other hands than autograd's (zeroed)."""
+        """Note, between a forward and its backward, that other code than autograd wrote to `.grad` (zeroed it)."""
         self._backward.note_grads()
 
     # ------------------------------------------------------------------ results
 
     @property
     def whose(self) -> Whose:
-        """Whose the records of a batch are."""
+        """The assignment of the batch's records to samples."""
         return self._backward.whose
 
     @property
     def taken(self) -> Known | None:
-        """Which batch of a Poisson loader the last forward was given, if it was taken out of it before."""
+        """The batch of a Poisson loader that the last forward received, if it was taken out of the loader before."""
         return self._backward.taken
 
     def group_by(self, keys: Any) -> None:
-        """Say whose the records of the coming batch are: those of one key are one sample, whose gradient is their sum.
+        """Set which sample each record of the coming batch belongs to. A sample's gradient is the sum over its records.
 
-        keys: a number or string for each record (a tensor or sequence); None: from now on samples are records again.
-        Samples are numbered in the order in which their keys first appear. To be said of every batch;
-        `fastdp.poisson_loader(group_by=)` does so itself. Raises ValueError where a key is missing.
+        Samples are numbered in the order in which their keys first appear. Call this method for every batch;
+        `fastdp.poisson_loader(group_by=)` does so itself.
+
+        Args:
+            keys: a number or string for each record (a tensor or sequence). None: samples are records again.
+
+        Raises:
+            ValueError: if a key is missing.
         """
         self.whose.say(keys)
 
     @property
     def profile(self) -> bool:
-        """Whether the time of each use is measured on a device too."""
+        """Whether the time of each use is also measured on a device."""
         return self._backward.profile
 
     @profile.setter
@@ -149,14 +158,24 @@ class PerSampleGradients:
         return self._backward.gradients
 
     def norms(self) -> Tensor:
-        """Norms of the per-sample gradients of the last backward, all tracked parameters together: [B]."""
+        """The norms of the per-sample gradients of the last backward, over all tracked parameters: [B], float32.
+
+        Raises StepError before the first backward.
+        """
         with torch.no_grad(), exactly():
             return self._last().norm_sq(self.parameters()).sqrt().float()
 
     def clipped_sum(self, factors: Tensor) -> dict[str, Tensor]:
-        """sum_b factors_b gradient_b by parameter name; samples whose factor is 0 are not read as numbers.
+        """Compute sum_b factors_b gradient_b, by parameter name.
 
-        Args: factors [B]. Raises ValueError on another shape.
+        Samples with factor 0 contribute nothing, even if their gradients are NaN or infinite.
+
+        Args:
+            factors: the factors [B].
+
+        Raises:
+            ValueError: if factors have another shape.
+            StepError: before the first backward.
         """
         gradients = self._last()
         if factors.shape != (gradients.batch,):
@@ -167,20 +186,29 @@ class PerSampleGradients:
         return {name: sums.get(id(p), torch.zeros_like(p, dtype=sum_type(p))) for name, p in named.items()}
 
     def materialize(self) -> dict[str, Tensor]:
-        """The per-sample gradients themselves, {name: [B, *shape]}: for small models."""
+        """Compute the per-sample gradients of the last backward, {name: [B, *shape]}.
+
+        They need B times the memory of the parameters, so this is for small models.
+        """
         gradients = self._last()
         with torch.no_grad(), exactly():
             return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
 
     def explain(self, profile: bool = False) -> str:
-        """The plan of the last backward: per use its parameter, shape, route, memory held and predicted time.
+        """Return the plan of the last backward as text.
 
-        profile: also the time that its norms and its clipped sum took, where these have been asked for (on a
-        device from the next backward on, as it is not measured unasked).
+        Each use has a line with its parameter, shape, route, memory held, and predicted time.
+
+        Args:
+            profile: also show the time that its norms and its clipped sum took, if these have been computed. On a
+                device, times are measured from the next backward on.
         """
         self.profile = self.profile or profile
         return Plan(self._last()).table(self.named_parameters(), profile, self.compiled())
 
     def compiled(self) -> list[str]:
-        """What torch.compile compiled of the model and what not, and why: lines for `explain`; none without it."""
+        """Lines for `explain` on what torch.compile compiled of the model, what it did not, and why.
+
+        There are none without torch.compile.
+        """
         return self._forward.compiled()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -161,8 +161,8 @@ class Replayed(Use):
     def norm_sq(self) -> Tensor:
         return self._norm_sq
 
-    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
-        return self.replay(self.block, c)[self.part]
+    def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
+        return self.replay(self.block, factors)[self.part]
 
     def per_sample(self, low: int, high: int) -> Tensor:
         rows = []
@@ -176,18 +176,19 @@ class Replayed(Use):
         return self._norm_sq.numel() * 8
 
 
-class Collector(Protocol):
-    """Where uses go while a block runs again: the backward hands them to `collect` if it is set."""
+class Rerun:
+    """The block that runs a second time, if one does, and what takes its uses."""
 
-    collect: Callable[[Use], None] | None
-    running: Block | None
+    def __init__(self) -> None:
+        self.block: Block | None = None
+        self.collect: Callable[[Use], None] | None = None
 
 
 class Replays:
     """The blocks of one forward, and the sums that their second runs give."""
 
-    def __init__(self, backward: Collector) -> None:
-        self.backward = backward
+    def __init__(self, rerun: Rerun) -> None:
+        self.rerun = rerun
         self.blocks: dict[str, Block] = {}
         self._last: tuple[Block, Tensor, dict[Part, Tensor]] | None = None  # of one block at a time
 
@@ -214,9 +215,9 @@ class Replays:
         block.norm_sq[replayed.part] = replayed.norm_sq()
         return replayed
 
-    def sums(self, block: Block, c: Tensor) -> dict[Part, Tensor]:
+    def sums(self, block: Block, factors: Tensor) -> dict[Part, Tensor]:
         """Clipped sums of all uses in the block, by one more run of it."""
-        if self._last is not None and self._last[0] is block and self._last[1] is c:
+        if self._last is not None and self._last[0] is block and self._last[1] is factors:
             return self._last[2]
         found: dict[Part, Tensor] = {}
         self._last = None
@@ -228,16 +229,16 @@ class Replays:
             if before is not None:
                 now = use.norm_sq()
                 _check_same(block, use.name, before, now, low or use.operand.dtype.itemsize < 4)
-                found[part] = use.clipped_sum(c.to(before.device) * _at_most(before, now))
+                found[part] = use.clipped_sum(factors.to(before.device) * _at_most(before, now))
 
-        self.backward.collect, self.backward.running = collect, block
+        self.rerun.collect, self.rerun.block = collect, block
         try:
             block.run()
         finally:
-            self.backward.collect, self.backward.running = None, None
+            self.rerun.collect, self.rerun.block = None, None
         if found.keys() != block.norm_sq.keys():
             raise StepError(_unrepeated(block.path, "parameters that it used before had no gradient the second time"))
-        self._last = (block, c, found)
+        self._last = (block, factors, found)
         return found
 
 

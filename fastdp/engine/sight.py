@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import function_name
+from ..layouts.calls import Call
 from ..layouts.exposed import Exposed
 from ..layouts.held import was_filled
+from ..layouts.inputs import refuse_ragged
+from ..layouts.kinds import MOVING_IN_PLACE, function_name
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.memory import look, shares
 from ..layouts.nests import map_tensors, tensors_in
@@ -41,6 +43,9 @@ class Sees(Protocol):
     def is_data(self, tensor: Tensor) -> bool:
         """Carries samples."""
 
+    def guess_layout(self, tensor: Tensor) -> Layout | None:
+        """Layout of data of unseen origin."""
+
     def note_use(self, parameter: Tensor, where: str) -> None:
         """Remember the last place of a parameter's use, for messages."""
 
@@ -48,17 +53,50 @@ class Sees(Protocol):
         """What makes a captured call differentiable."""
 
 
-def look_at(forward_pass: Sees, tensor: Tensor, func: Any) -> Layout | None:
+def roles_of(forward_pass: Sees, call: Call) -> tuple[list[Tensor], bool]:
+    """The parameters among a call's tensors, and whether others carry samples; these have layouts from here on."""
+    parameters, has_data = [], False
+    for tensor in call.tensors:
+        if id(tensor) in forward_pass.tracked and tensor.requires_grad and not was_filled():
+            parameters.append(tensor)
+        elif tensor.is_nested:
+            refuse_ragged(tensor, f"an argument of {forward_pass.place(call.name)}")
+        elif call.batch > 1 and _look_at(forward_pass, tensor, call) is not None:
+            has_data = True
+        elif forward_pass.is_parameter(tensor):
+            parameters.append(tensor)
+        elif forward_pass.is_data(tensor):
+            has_data = True
+            if tag_of(tensor, call.batch) is None:
+                _settle(forward_pass, tensor)
+                call.forget()
+    return parameters, has_data
+
+
+def _settle(forward_pass: Sees, tensor: Tensor) -> None:
+    """Give data of unseen origin the layout that its shape tells, or the note that none is known."""
+    layout = forward_pass.guess_layout(tensor)
+    if layout is None and forward_pass.unseen:
+        layout = Layout(forward_pass.batch, mixed=forward_pass.unseen)
+    if layout is not None:
+        tag(tensor, layout)
+
+
+def _look_at(forward_pass: Sees, tensor: Tensor, call: Call) -> Layout | None:
     """The layout of a tensor as its memory has it, where that says other than its tag (`layouts.memory.look`)."""
     if id(tensor) not in forward_pass.tracked and link_of(tensor) is None:
-        layout = tag_of(tensor, forward_pass.batch)
+        layout = tag_of(tensor, call.batch)
         if layout is None:
             forward_pass.exposed.meet(tensor)
-            layout = tag_of(tensor, forward_pass.batch)
-        return look(tensor, layout, forward_pass.batch)
+        found = look(tensor, layout or tag_of(tensor, call.batch), call.batch)
+        if found is not layout:
+            call.forget()  # of other views of this memory, too
+        elif found is not None:
+            call.knows(tensor, found)
+        return found
     if was_filled() and shares(tensor):
         raise UncapturedUseError(
-            f"{forward_pass.place(function_name(func))} takes parameter {forward_pass.names_of([tensor])}, whose "
+            f"{forward_pass.place(call.name)} takes parameter {forward_pass.names_of([tensor])}, whose "
             "memory data was written to (a start from the first batch?): a parameter must not tell of samples without "
             "noise."
         )
@@ -87,27 +125,24 @@ def look_beneath(forward_pass: Sees, func: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-def refuse_numbers_of_data(forward_pass: Sees, func: Any, parameters: list[Tensor]) -> None:
+def refuse_numbers_of_data(forward_pass: Sees, call: Call, parameters: list[Tensor]) -> None:
     """Raises UncapturedUseError where a parameter is given the numbers of data."""
-    if func == _SET_DATA:
+    if call.func == _SET_DATA:
         raise UncapturedUseError(
             f"{forward_pass.place('.data = ...')} gives parameter {forward_pass.names_of(parameters)} the numbers of "
             "data: its gradient would be of other numbers. Compute with the data itself."
         )
 
 
-_MOVING_IN_PLACE = frozenset("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_".split())
-
-
-def unmoved(func: Any, args: tuple[Any, ...]) -> tuple[Any, Tensor] | None:
-    """For a change of shape in place: the function that returns the same anew, and the tensor as it was."""
-    name = function_name(func)
-    if name not in _MOVING_IN_PLACE:
+def unmoved(call: Call) -> Call | None:
+    """Before a change of shape in place: the call that would return the same anew, of the tensor as it was."""
+    if call.name not in MOVING_IN_PLACE:
         return None
+    args, kwargs = call.given
     with torch.no_grad():
         as_it_was = args[0].detach()
     as_it_was.__dict__.update(args[0].__dict__)
-    return getattr(torch.Tensor, name[:-1]), as_it_was
+    return Call(getattr(torch.Tensor, call.name[:-1]), (as_it_was, *args[1:]), kwargs, call.batch, call.path)
 
 
 class Poison(torch.autograd.Function):
@@ -123,12 +158,10 @@ class Poison(torch.autograd.Function):
         raise SampleMixingError(str(ctx.problem))
 
 
-def poisoned(
-    forward_pass: Sees, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], problem: SampleMixingError
-) -> Any:
+def poisoned(forward_pass: Sees, call: Call, problem: SampleMixingError) -> Any:
     """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""
-    detached = map_tensors((args, kwargs), lambda t: t.detach() if forward_pass.is_parameter(t) else t)
-    out = func(*detached[0], **detached[1])
+    args, kwargs = map_tensors(call.given, lambda t: t.detach() if forward_pass.is_parameter(t) else t)
+    out = call.func(*args, **kwargs)
     mixed = Layout(forward_pass.batch, mixed=problem.mixed)
 
     def poison(tensor: Tensor) -> Tensor:

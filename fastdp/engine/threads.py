@@ -8,27 +8,13 @@ a backward does, would be taken for a part of it.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 from ..errors import StepError
-
-if TYPE_CHECKING:
-    from .capture import Pass
-    from .followed import Evaluation
-    from .replay import Block
 
 _REMEDY = (
     "Evaluate in threads under torch.no_grad() or torch.inference_mode(), which may run at any time; train in one "
     "thread; or give the other thread a copy of the model that has no engine."
 )
-
-
-class Running(threading.local):
-    """The forwards that run in this thread. entered: one entry for each module's; active: the pass that is on."""
-
-    def __init__(self) -> None:
-        self.entered: list[Pass | Block | Evaluation | None] = []
-        self.active: Pass | None = None
 
 
 class Turn:

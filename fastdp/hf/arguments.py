@@ -1,6 +1,6 @@
-"""Every field of TrainingArguments: what `DPTrainer` does with it. Made for transformers 5; a test holds it complete.
+"""What `DPTrainer` does with each field of TrainingArguments. Made for transformers 5; a test keeps it complete.
 
-`check` is what the trainer enforces; the table of docs/huggingface.md is printed by `python -m fastdp.hf.arguments`.
+The trainer enforces `check`. `python -m fastdp.hf.arguments` prints the table of docs/huggingface.md.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class ArgumentError(FastDPError, ValueError):
 
 
 class Field(NamedTuple):
-    """What becomes of a field.
+    """The treatment of a field.
 
-    status: "supported" (part of training, and works), "no effect" (neither on training steps nor on privacy), or
-    "refused" (for the values that `accepts` says no to; `example` is one of them). why: a remark, or the reason.
+    status: "supported" (part of training, and works), "no effect" (on training steps and on privacy), or "refused" (for
+    values that `accepts` rejects; `example` is one of them). why: a remark, or the reason.
     """
 
     status: str
@@ -56,7 +56,7 @@ OPTIMIZERS = {
 }
 
 FIELDS: dict[str, Field] = {
-    "output_dir": _supported("privacy.json is kept there: what has been spent"),
+    "output_dir": _supported("privacy.json, which records what has been spent, is kept there"),
     "per_device_train_batch_size": _supported("the largest physical batch; with accumulation, the expected batch size"),
     "num_train_epochs": _supported("an epoch is ceil(1 / sample rate) noised steps"),
     "max_steps": _supported("noised steps"),
@@ -162,7 +162,7 @@ FIELDS: dict[str, Field] = {
     "load_best_model_at_end": _supported("the choice is covered only if the evaluation data is public"),
     "metric_for_best_model": _supported("the choice is covered only if the evaluation data is public"),
     "greater_is_better": _supported(),
-    "ignore_data_skip": Field("no effect", "the loader takes up its place by itself"),
+    "ignore_data_skip": Field("no effect", "the loader restores its place by itself"),
     "restore_callback_states_from_checkpoint": Field("no effect", "callbacks"),
     "full_determinism": _supported(),
     "seed": _supported("dropout and new weights; never noise or sampling, which are secret"),
@@ -207,9 +207,9 @@ FIELDS: dict[str, Field] = {
 
 
 def check(args: Any) -> None:
-    """Raises ArgumentError, naming the field, its value and the reason, where private training refuses it.
+    """Raise ArgumentError, with the field, its value and the reason, if private training refuses a field.
 
-    A field that the table does not know (of a newer transformers, or a subclass) may only have its default.
+    A field that the table does not contain (of a newer transformers, or a subclass) must have its default.
     """
     for field in dataclasses.fields(args):
         value = getattr(args, field.name, None)
@@ -242,7 +242,7 @@ def _short(value: Any) -> str:
 
 
 def table() -> str:
-    """The fields as a table in Markdown, those refused first."""
+    """Return the fields as a table in Markdown, with the refused ones first."""
     order = ("refused", "supported", "no effect")
     lines = ["| field | | remark |", "| --- | --- | --- |"]
     for status in order:

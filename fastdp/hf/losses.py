@@ -1,8 +1,8 @@
-"""The losses of Hugging Face's heads, one number a sample.
+"""The losses of Hugging Face's heads, one number per sample.
 
-Their own losses are means over all labelled tokens of a batch, so a sample's weight depends on the lengths of the
-others. Which of the losses below a model's head means is not told by its name: of the ones that fit its output and
-labels, it is the one that equals the model's own loss on single samples.
+The models' built-in losses are means over all labelled tokens of a batch, so a sample's weight depends on the lengths
+of the others. The name of a model's head does not say which of the losses below it means. Of those that fit its output
+and labels, it is the one that equals the model's built-in loss on single samples.
 """
 
 from __future__ import annotations

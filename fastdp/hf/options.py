@@ -1,4 +1,4 @@
-"""What a private run is told beside TrainingArguments."""
+"""The options of a private run, in addition to TrainingArguments."""
 
 from __future__ import annotations
 
@@ -10,49 +10,77 @@ from ..accounting import check_accountant, delta_problem
 
 @dataclass
 class PrivacyArguments:
-    """Options of `DPTrainer`; a dataclass for HfArgumentParser beside TrainingArguments.
+    """The privacy options of `DPTrainer`, as a dataclass for HfArgumentParser, next to TrainingArguments.
 
-    Give target_epsilon (the noise is chosen for the run's steps, and the run stops before it would exceed it),
-    noise_multiplier, or both (that noise; stop at the target). Raises ValueError on values without meaning.
+    Give target_epsilon, noise_multiplier, or both. With target_epsilon alone, the noise is chosen for the steps of the
+    run, and the run stops before it would exceed the target. With both, the run uses that noise and stops at the
+    target.
+
+    Attributes:
+        target_epsilon: the privacy budget of the whole run, positive and finite.
+        noise_multiplier: the standard deviation of the noise over the clipping norm; 0 adds no noise.
+        delta: the delta of the guarantee, below 1 / n for n records (or groups). The default is 1 / (2 n).
+        per_sample_max_grad_norm: the clipping norm of each sample's gradient.
+        clipping: "local", "global", "automatic", or a function from norms [B] to factors [B].
+        style: "flat" or "layerwise".
+        accountant: "prv", "rdp" or "gdp".
+        sample_rate: the probability that a record is in a batch. The default is per_device_train_batch_size x
+            gradient_accumulation_steps / n.
+        group_by: a column; all records with the same value form one sample, so that the guarantee protects persons.
+        max_records_per_group: with group_by, the largest number of records of a group in a step.
+        memory_budget: the bytes that may be held in backward for norms and sums.
+        verify: whether to check the model and the loss on a few records before training.
+        noise_seed: makes sampling and noise repeatable, for experiments. It voids the guarantee.
+        count_lost_steps: after a resume, whether to count the steps that were made after the checkpoint.
+        log_clipped_share: whether to log the share of clipped samples, which the guarantee does not cover.
+
+    Raises:
+        ValueError: if a value is out of range, or options contradict each other.
     """
 
-    target_epsilon: float | None = field(default=None, metadata={"help": "Privacy budget of the whole run."})
+    target_epsilon: float | None = field(default=None, metadata={"help": "The privacy budget of the whole run."})
     noise_multiplier: float | None = field(
-        default=None, metadata={"help": "Standard deviation of the noise over the clipping norm."}
+        default=None, metadata={"help": "The standard deviation of the noise over the clipping norm."}
     )
     delta: float | None = field(
-        default=None, metadata={"help": "delta of (epsilon, delta); default 1 / (2 n) of n records (or groups)."}
+        default=None, metadata={"help": "The delta of the guarantee (default: 1 / (2 n) for n records or groups)."}
     )
     per_sample_max_grad_norm: float = field(
         default=1.0,
-        metadata={"help": "Clipping norm of every sample's gradient (not TrainingArguments.max_grad_norm)."},
+        metadata={"help": "The clipping norm of each sample's gradient (not TrainingArguments.max_grad_norm)."},
     )
-    clipping: str = field(default="local", metadata={"help": "local, global or automatic (or a function, in Python)."})
+    clipping: str = field(
+        default="local", metadata={"help": "local, global or automatic (in Python, also a function)."}
+    )
     style: str = field(default="flat", metadata={"help": "flat or layerwise."})
     accountant: str = field(default="prv", metadata={"help": "prv, rdp or gdp."})
     sample_rate: float | None = field(
         default=None,
         metadata={
-            "help": "Probability of a record to be in a batch; default per_device_train_batch_size x "
-            "gradient_accumulation_steps / n."
+            "help": "The probability that a record is in a batch (default: per_device_train_batch_size x "
+            "gradient_accumulation_steps / n)."
         },
     )
     group_by: str | None = field(
-        default=None, metadata={"help": "Column whose equal values form one sample: protects people, not records."}
+        default=None,
+        metadata={"help": "A column; all records with the same value form one sample. Protects people, not records."},
     )
     max_records_per_group: int | None = field(
-        default=None, metadata={"help": "With group_by: at most so many records of a group in a step."}
+        default=None, metadata={"help": "With group_by: the largest number of records of a group in a step."}
     )
-    memory_budget: int | None = field(default=None, metadata={"help": "Bytes to hold in backward for norms and sums."})
+    memory_budget: int | None = field(
+        default=None, metadata={"help": "The bytes that backward may hold for norms and sums."}
+    )
     verify: bool = field(
         default=True, metadata={"help": "Check the model and the loss on a few records before training."}
     )
     noise_seed: int | None = field(
-        default=None, metadata={"help": "Repeatable sampling and noise, for experiments: voids the guarantee."}
+        default=None,
+        metadata={"help": "Make sampling and noise repeatable, for experiments; this voids the guarantee."},
     )
     count_lost_steps: bool = field(
         default=True,
-        metadata={"help": "After a resume, count the steps made after the checkpoint too: others may have seen them."},
+        metadata={"help": "After a resume, also count the steps made after the checkpoint; others may have seen them."},
     )
     log_clipped_share: bool = field(
         default=False, metadata={"help": "Log the share of clipped samples; the guarantee does not cover it."}
@@ -76,9 +104,10 @@ class PrivacyArguments:
         check_accountant(self.accountant)
 
     def delta_for(self, records: int) -> float:
-        """delta of a run on this many records: 1 / (2 n) unless given. ValueError where it is 1 / n or more.
+        """Return the delta of a run on this many records: 1 / (2 n) unless it was given.
 
-        At delta = 1 / n a mechanism that publishes one record in full would count as private.
+        Raises ValueError if delta is 1 / n or more: at 1 / n, a mechanism that publishes one record in full would count
+        as private.
         """
         delta = 1 / (2 * records) if self.delta is None else self.delta
         if problem := delta_problem(delta, records, "record" if self.group_by is None else "group of records"):
@@ -86,7 +115,7 @@ class PrivacyArguments:
         return delta
 
     def engine_options(self) -> dict[str, Any]:
-        """Of `fastdp.privatize`."""
+        """Return the options for `fastdp.privatize`."""
         return {
             "max_grad_norm": self.per_sample_max_grad_norm,
             "clipping": self.clipping,

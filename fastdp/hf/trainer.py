@@ -1,4 +1,4 @@
-"""`DPTrainer`: Hugging Face's Trainer, every step of which is private."""
+"""`DPTrainer`: Hugging Face's Trainer with private steps."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ from .spending import Spending, Watch, logger
 class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` that trains with differential privacy.
 
-    Args: those of Trainer, and privacy, a `PrivacyArguments`. Batches are Poisson samples of train_dataset, cut into
-    physical ones of per_device_train_batch_size; the loss is the mean of the samples' own losses; every step's
-    gradient is clipped by sample and noised. Evaluation and prediction are Trainer's own.
+    Batches are Poisson samples of train_dataset, cut into physical batches of per_device_train_batch_size. The loss is
+    the mean of the samples' own losses. Every step's gradient is clipped by sample, and noise is added. Evaluation and
+    prediction are those of Trainer. `epsilon()` returns the privacy spent.
 
-    `epsilon()` says what was spent. Raises ArgumentError (a field of TrainingArguments that is refused),
-    VerificationError, StepError and the engine's other errors, before the first step where it can.
+    The guarantee covers the trained weights under the addition or removal of one record of train_dataset (with
+    group_by, of one group). It does not cover logged losses, metrics, and choices made by them.
 
-    The guarantee: adding or removing one record of train_dataset (with group_by: one group), for the trained weights.
-    Not covered: logged losses, metrics, and what is chosen by them.
+    Args:
+        privacy: a `PrivacyArguments`. All other arguments are those of Trainer.
+
+    Raises:
+        ArgumentError: if a field of TrainingArguments is refused.
+        VerificationError: if `fastdp.verify` finds a fault, before the first step.
+        StepError: if the loop does something that has no private meaning. The engine's other errors are also possible.
     """
 
     model: Any
@@ -70,7 +75,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
-        """Trainer.train. A checkpoint to resume from must be one of a DPTrainer; see docs/huggingface.md."""
+        """Run Trainer.train. A checkpoint to resume from must be one of a DPTrainer; see docs/huggingface.md."""
         if trial is not None:
             self.hyperparameter_search()
         arguments.check(self.args)
@@ -112,7 +117,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------------ data
 
     def get_train_dataloader(self) -> Any:
-        """Tickets of the Poisson loader, which is made here; see `fastdp.hf.batches`."""
+        """Make the Poisson loader and return its tickets; see `fastdp.hf.batches`."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         data, collate = self.train_dataset, self.data_collator
@@ -124,11 +129,14 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         return tickets(self._source.loader.steps_per_epoch, self.args.gradient_accumulation_steps)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Records of the training data, or those of another loader."""
+        """Return the number of records of the training data, or of another loader."""
         return self._records() if self._training and self._source is not None else super().num_examples(dataloader)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
-        """The tickets of one step; what the batches hold is not counted, as nothing may be divided by it."""
+        """Return the tickets of one step.
+
+        The contents of the batches are not counted, because nothing may be divided by the count.
+        """
         found, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         return found, None
 
@@ -140,7 +148,10 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------------ making it private
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The trainer's last call before the optimizer is used: it is made private here, then scheduled."""
+        """Make the optimizer private, then schedule it.
+
+        This is the trainer's last call before it uses the optimizer.
+        """
         if self._training and self._private is None:
             self._make_private(num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
@@ -242,7 +253,10 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """In training: one loss a sample, [B], or what compute_loss_func makes. In evaluation: Trainer's own."""
+        """In training, return one loss per sample [B], or the result of compute_loss_func.
+
+        In evaluation, return Trainer's loss.
+        """
         if not self._learning:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         given, labels = without_labels(self.model, inputs)
@@ -259,9 +273,9 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of the physical batches that a ticket is good for; returns the loss to be logged.
+        """Run forward and backward of the physical batches that a ticket stands for, and return the loss to log.
 
-        The loss is that of the logical batch, returned with its last ticket; 0 with the others.
+        The loss is that of the logical batch, and is returned with its last ticket; the other tickets return 0.
         """
         if not isinstance(inputs, Ticket):
             raise StepError("DPTrainer's training step takes tickets of its own loader, not batches")
@@ -312,7 +326,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         raise StepError("DPTrainer trains by train(): its step needs the private optimizer made there")
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of a ticket: those of its batches."""
+        """Return the floating-point operations of the batches of a ticket."""
         return inputs.flops if isinstance(inputs, Ticket) else int(super().floating_point_ops(inputs))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -328,7 +342,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------------ logs, checkpoints, the end
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer.log; with a training loss, epsilon so far (left out while computing it would take too long)."""
+        """Run Trainer.log, and add the epsilon so far to a training loss unless computing it would take too long."""
         if self._training and ("loss" in logs or "train_loss" in logs):
             logs.update(self._privacy_logs(final="train_loss" in logs))
         super().log(logs, start_time)

@@ -9,49 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .calls import Call, is_in_place
-from .layout import Layout, tag
+from .calls import Call, Inputs, Tags
+from .kinds import CONCATENATIONS, UNCHECKED
 from .nests import tensors_in
-from .trial import UNCHECKED, Tags
 
 _NAMES = ("masked_scatter", "index_put", "index_add", "index_copy", "masked_fill", "where", "add", "sub", "mul", "div")
-_JOINS = (torch.cat, torch.concat, torch.concatenate)
-Inputs = list[tuple[Tensor, Layout]]
 
 
-def with_guesses(call: Call, inputs: Inputs, tags: Tags, again: Callable[[Inputs], Tags]) -> Tags:
+def with_guesses(call: Call, inputs: Inputs, tags: Tags, again: Callable[[Call], Tags]) -> Tags:
     """Layouts of the results, where an argument's layout is a guess: confirmed, dropped, or a guess still."""
     sure = [(tensor, layout) for tensor, layout in inputs if not layout.guessed]
     guesses = [(tensor, layout) for tensor, layout in inputs if layout.guessed]
     mixes = any(layout is not None and layout.mixed for _, layout in tags)
     level = max(layout.guessed for _, layout in guesses)
     if level < 2 and sure and mixes and not any(tensor.requires_grad or layout.mixed for tensor, layout in guesses):
-        if is_in_place(call.name) and any(tensor is call.args[0] for tensor, _ in guesses):
+        if call.in_place and any(tensor is call.args[0] for tensor, _ in guesses):
             return tags
-        return _dropped(guesses, lambda: again(sure))
+        return again(call.supposing({id(tensor): None for tensor, _ in guesses}))
     left = level if mixes or not _confirms(call, sure, tags) else 0
     return [(tensor, layout and layout._replace(guessed=left)) for tensor, layout in tags]
-
-
-def _dropped(guesses: Inputs, ask: Callable[[], Tags]) -> Tags:
-    for tensor, _ in guesses:
-        tag(tensor, None)
-    try:
-        return ask()
-    finally:
-        for tensor, layout in guesses:
-            tag(tensor, layout)
 
 
 def _confirms(call: Call, sure: Inputs, tags: Tags) -> bool:
     """Whether every row of the result is made of known rows of its sample too."""
     if len(tags) != 1 or not any(not layout.mixed and layout.alone < 0 for _, layout in sure):
         return False
-    if call.func in _JOINS:
+    if call.func in CONCATENATIONS:
         layout = tags[0][1]
         dim = call.argument(1, "dim", 0) % call.out.dim() if isinstance(call.out, Tensor) else 0
         return layout is not None and layout.alone < 0 and dim != layout.dim

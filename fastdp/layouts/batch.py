@@ -53,8 +53,8 @@ class Whose:
             return _unknown(f"group_by() was called, but the poisson_loader {how}{'' if told else 'it group_by='}")
         if self._used:
             return _unknown(
-                "group_by() told the persons of the batch before, not of this one: call it with the keys of every "
-                "batch, or once with None to go back to samples of one record"
+                "group_by() was called for the previous batch, not for this one: call it before every forward, or once "
+                "with None to go back to samples of one record"
             )
         if self._said.records != batch:
             return _unknown(f"group_by() was given {self._said.records} keys for a batch of {batch} records")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import notes
-from .calls import Call
+from . import kinds, notes
+from .calls import Call, Tags
 from .layout import Layout
 
 
@@ -33,17 +33,18 @@ def note_groups(call: Call, times: Tensor, by: Layout) -> None:
         call.out.__dict__[notes.GROUPS] = (groups, repeated(by, times, groups), call.out._version)
 
 
-def counted(call: Call) -> Layout | None:
-    """The layout of constants less repeated starts, where they number the rows of each group; None elsewhere."""
-    if call.name not in ("sub", "subtract", "__sub__") or len(call.args) != 2 or call.kwargs:
+def counted(call: Call) -> Tags | None:
+    """Of constants less repeated starts that number the rows of each group; None of any other call."""
+    if call.name not in kinds.SUBTRACTING or len(call.args) != 2 or call.kwargs:
         return None
     numbers, starts = call.args
     note = starts.__dict__.get(notes.GROUPS) if isinstance(starts, Tensor) else None
     if note is None or note[2] != starts._version or not isinstance(numbers, Tensor):
         return None
     groups, layout, _ = note
-    if call.layout(numbers) is not None or call.out.shape != groups.shape:
+    by = call.layout(starts)
+    if by is None or not by.mixed or call.layout(numbers) is not None or call.out.shape != groups.shape:
         return None
     rows = torch.arange(len(groups), device=groups.device)
     first = torch.searchsorted(groups, groups)  # groups come in order
-    return layout if torch.equal(call.out, (rows - first).to(call.out.dtype)) else None
+    return [(call.out, layout)] if torch.equal(call.out, (rows - first).to(call.out.dtype)) else None

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .calls import Call, bind
+from .calls import Call, Tags, bind
 from .layout import Layout
 from .losses import constants_by_place, reduced_to_one
 from .positions import WHY, is_numbered
-from .propagate import ask, combined, layout_rule
-from .trial import Tags
+from .propagate import ask
+from .rules import layout_rule
 
 _OTHERS = "takes one sample's targets or lengths for another's output"
 _TIMES = "takes the samples for time steps or classes (log_probs has the shape [T, N, C]: transpose it)"
@@ -27,13 +27,13 @@ def _ctc(call: Call) -> Tags:
         call.args, call.kwargs, "log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction"
     )
     layout = call.layout(probs)
-    if layout is None or any(found.mixed or found.places for _, found in call.inputs()):
+    if layout is None or any(found.mixed or found.is_row_index for _, found in call.inputs()):
         return ask(call)
     if probs.dim() != 3 or layout.dim != 1 or probs.size(1) != layout.rows:
-        return [(call.out, combined(call, call.out, _TIMES))]
+        return call.all_combined(_TIMES)
     why = _problem_of(call, layout, targets, lengths, wanted)
     if why:
-        return [(call.out, combined(call, call.out, why))]
+        return call.all_combined(why)
     if call.out.dim():
         return [(call.out, layout._replace(dim=0))]
     return [(call.out, reduced_to_one(call, layout, "sum" if reduction == "sum" else "mean"))]

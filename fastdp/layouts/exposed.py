@@ -6,30 +6,28 @@ and at the end of the pass. What is made of numbers that Python has read is of n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SampleMixingError
-from .calls import Call, function_name
+from . import kinds
+from .calls import Call
 from .held import is_new_foreign, storage_of
 from .layout import Layout, tag, tag_of
-from .nests import tensors_in
 
 T = torch.Tensor
-_MEMORY: set[Any] = {T.numpy, T.__array__, T.__dlpack__, T.untyped_storage, T.storage}
-_NUMBERS: set[Any] = {T.numpy, T.__array__, T.tolist, T.item, T.__float__, T.__complex__}
-_MAKING: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray, T.new_tensor}
 _GRAD = T.grad.__get__  # type: ignore[union-attr]
-GIVING = _MEMORY | _NUMBERS | {T.backward}
+GIVING = kinds.GIVING_MEMORY | kinds.GIVING_NUMBERS | {T.backward}
 
 
 class _Given:
     """A memory that was given away, and what it held then."""
 
     def __init__(self, func: Any, tensor: Tensor) -> None:
-        self.name = function_name(func)
+        self.name = kinds.function_name(func)
         self.tensor = tensor.detach()
         self.storage = storage_of(tensor)
         self.before = self.tensor.clone()
@@ -58,7 +56,7 @@ class Exposed:
         of, or ''."""
         given = self._give(call) if call.func in GIVING and call.args and self.batch > 1 else ""
         if self.memory:
-            self._renew((call.args, call.kwargs))
+            self._renew(call.tensors)
         return given
 
     def _give(self, call: Call) -> str:
@@ -66,9 +64,9 @@ class Exposed:
         layout = call.layout(tensor)
         if call.func is T.backward and layout is not None:
             self.backward = call.mixed("is called within the forward: gradients made of several samples")
-        if call.func in _MEMORY and tensor.layout == torch.strided:
+        if call.func in kinds.GIVING_MEMORY and tensor.layout == torch.strided:
             self.memory.append(_Given(call.func, tensor))
-        if layout is None or call.func not in _NUMBERS:
+        if layout is None or call.func not in kinds.GIVING_NUMBERS:
             return ""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             if tensor.dim() and not layout.mixed:
@@ -77,21 +75,21 @@ class Exposed:
         self.read = self.read or call.mixed("gives numbers of samples to Python")
         return "" if layout.mixed else self.read
 
-    def check(self, args: Any) -> None:
+    def check(self, tensors: Sequence[Tensor] | None) -> None:
         """Raises SampleMixingError where memory of these tensors (None: any) was written to out of sight."""
         if not self.memory:
             return
-        storages = None if args is None else [storage_of(tensor) for tensor in tensors_in(args)]
+        storages = None if tensors is None else [storage_of(tensor) for tensor in tensors]
         for given in self.memory:
             mine = storages is None or any(storage is given.storage for storage in storages)
             if mine and given.is_changed():
                 raise SampleMixingError(
-                    f"the memory that {given.name}() gave out of torch was written to there: whose samples its numbers "
-                    "are now, fastdp cannot know. Write to a copy of it (clone())."
+                    f"the memory that {given.name}() gave out of torch was written to there: fastdp no longer knows "
+                    "which samples it holds. Write to a copy of it (clone())."
                 )
 
-    def _renew(self, args: Any) -> None:
-        storages = [storage_of(tensor) for tensor in tensors_in(args)]
+    def _renew(self, tensors: Sequence[Tensor]) -> None:
+        storages = [storage_of(tensor) for tensor in tensors]
         for given in self.memory:
             if any(storage is given.storage for storage in storages):
                 given.before = given.tensor.clone()
@@ -106,13 +104,14 @@ class Exposed:
             return
         tag(tensor, Layout(self.batch, mixed=f"{self.read}, of which a tensor was made, perhaps"))
 
-    def made(self, func: Any, out: Any) -> None:
+    def made(self, call: Call) -> None:
         """A call without data has made a tensor, of numbers of Python perhaps."""
+        func, out = call.func, call.out
         if not self or not isinstance(out, Tensor) or tag_of(out, self.batch) is not None:
             return
         if func == _GRAD and self.backward:
             tag(out, Layout(self.batch, mixed=self.backward))
-        if func not in _MAKING or not out.dim():
+        if func not in kinds.OF_PYTHONS_NUMBERS or not out.dim():
             return
         if out.is_floating_point() or out.is_complex():
             if self.read:

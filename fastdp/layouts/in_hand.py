@@ -33,7 +33,11 @@ ACTIVE: dict[int, PhysicalBatch] = {}  # by running iterator, the one that advan
 
 
 def current(loader: int | None = None) -> PhysicalBatch | None:
-    """The physical batch whose loop body is running: of this loader, or of the one that advanced last."""
+    """Return the physical batch that a loop is working on, or None if no loop over a Poisson loader runs.
+
+    Args:
+        loader: the id of a PoissonLoader. By default, the loader that advanced last is meant.
+    """
     found = [(key, batch) for key, batch in ACTIVE.items() if loader is None or batch.loader == loader]
     if found and found[-1][1].physical < 0:
         key, batch = found[-1]

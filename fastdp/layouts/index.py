@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
-from .layout import Layout, layout_on, tag
+from .layout import Layout
 
 
 class Entry(NamedTuple):
@@ -27,22 +27,22 @@ class Entry(NamedTuple):
     order: Tensor | None
 
 
-def index_tuple(index: Any, device: torch.device) -> tuple[Any, ...]:
-    """An index as a tuple, its lists as tensors."""
+def index_tuple(call: Call, index: Any, device: torch.device) -> tuple[Any, ...]:
+    """An index of the call as a tuple, its lists as tensors."""
     items = index if isinstance(index, tuple) else (index,)
-    return tuple(_as_tensor(item, device) if isinstance(item, list | tuple) else item for item in items)
+    return tuple(_as_tensor(call, item, device) if isinstance(item, list | tuple) else item for item in items)
 
 
-def _as_tensor(numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
+def _as_tensor(call: Call, numbers: list[Any] | tuple[Any, ...], device: torch.device) -> Tensor:
     """A list as an index; numbers that are tensors of one sample each keep their samples."""
     whole = torch.tensor(numbers, dtype=None if numbers else torch.long, device=device)
-    layouts = [layout_on(item) if isinstance(item, Tensor) else None for item in numbers]
+    layouts = [call.layout(item) for item in numbers]
     known = [layout for layout in layouts if layout is not None]
     if known:
         owner = torch.tensor([-1 if layout is None else layout.alone for layout in layouts], device=device)
         strange = len(known) < len(layouts) or whole.dim() != 1 or any(layout.alone < 0 for layout in known)
         why = next((layout.mixed for layout in known if layout.mixed), "an index made of several samples")
-        tag(whole, Layout(known[0].batch, mixed=why) if strange else Layout(known[0].batch, owner=owner))
+        call.knows(whole, Layout(call.batch, mixed=why) if strange else Layout(call.batch, owner=owner))
     return whole
 
 
@@ -99,7 +99,7 @@ def problem_of(entries: dict[int, Entry], position: int, layout: Layout) -> str:
     chosen = layout.owners(picked.device)[picked]
     for entry in entries.values():
         if entry.layout is not None and entry.layout.mixed:
-            if entry.tensor is picked and _covers_evenly(picked, layout.rows) and entry.layout.places:
+            if entry.tensor is picked and _covers_evenly(picked, layout.rows) and entry.layout.is_row_index:
                 continue
             return "picks rows by what other samples hold"
         if entry.own is not None and not _same(entry.own, chosen):

@@ -7,40 +7,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Call
+from .calls import Call, Tags
 from .coordinates import is_position_within
 from .index import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
 from .layout import Layout, is_one
-from .nests import tensors_in
-from .one_sample import JOINING, REACHING
 from .pieces import cut
-from .positions import WHY, is_constant, rows_alike
-from .propagate import PICKING, ask, combined, layout_rule, one_row
+from .positions import WHY, is_fixed, rows_alike
+from .propagate import ask, one_row
 from .rearranged import reshaped
-from .trial import Tags
+from .rules import layout_rule
 
 T = torch.Tensor
 
 
-@layout_rule(T.__getitem__)
-def _getitem(call: Call) -> Tags:
+@layout_rule(T.__getitem__, picks=True, joins=True)
+def getitem(call: Call) -> Tags:
+    """Rows, or parts of every row, by an index."""
     source, layout = call.args[0], call.layout(call.args[0])
     tags = _items(call, source, layout)
-    if layout is None or not layout.places or is_position_within(source, index_tuple(call.args[1], source.device)):
+    if layout is None or not layout.is_row_index:
         return tags
-    return [(tensor, found and found._replace(places=True)) for tensor, found in tags]
+    if is_position_within(source, index_tuple(call, call.args[1], source.device)):
+        return tags
+    return [(tensor, found and found._replace(is_row_index=True)) for tensor, found in tags]
 
 
 def _items(call: Call, source: Tensor, layout: Layout | None) -> Tags:
     if layout is None:  # a constant table, indexed by data: the result lies as the index does
         return _take_from_constant(call)
-    index = index_tuple(call.args[1], source.device)
+    index = index_tuple(call, call.args[1], source.device)
     if layout.mixed:
         return [(call.out, layout._replace(dim=0))]
     if layout.alone >= 0:
-        return [(call.out, combined(call, call.out, "picks rows of one sample by another's data"))]
-    if layout.places and is_position_within(source, index):
-        layout = layout._replace(places=False)
+        return call.all_combined("picks rows of one sample by another's data")
+    if layout.is_row_index and is_position_within(source, index):
+        layout = layout._replace(is_row_index=False)
     used, basic = _source_dims(index, source.dim())
     if layout.dim not in used:
         return ask(call) if basic else _index_elsewhere(call, layout, index, used)
@@ -50,7 +51,7 @@ def _items(call: Call, source: Tensor, layout: Layout | None) -> Tags:
     if isinstance(entry, slice):
         start, stop, step = entry.indices(layout.rows)
         if not layout.may_end(start, stop) or (layout.order is not None and step != 1):
-            return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
+            return call.all_combined("cuts rows off an order that depends on other samples")
     if isinstance(entry, slice) and basic:
         picked = torch.arange(layout.rows, device=source.device)[entry]
         found = layout.taken(_kept_position(index, source.dim(), layout.dim), picked)
@@ -68,7 +69,7 @@ def _counts_rows(call: Call, layout: Layout, index: Tensor, used: dict[int, Any]
     How often depends on all samples, so it stays a guess until these rows meet rows known to be the same samples'.
     """
     by = call.layout(index)
-    if by is None or not by.mixed or by.places or not layout.plain or layout.dim != 0 or index.dim() != 1:
+    if by is None or not by.mixed or by.is_row_index or not layout.plain or layout.dim != 0 or index.dim() != 1:
         return False
     if index.dtype not in (torch.int64, torch.int32) or not index.numel():
         return False
@@ -87,7 +88,7 @@ def _row_and(call: Call, layout: Layout, row: int, used: dict[int, Any]) -> Layo
         return found
     known = [by for item in picking if (by := call.layout(item)) is not None]
     if any(by.alone != found.alone for by in known):
-        return combined(call, call.out, "picks rows of one sample by another's data")
+        return call.combined("picks rows of one sample by another's data")
     sized = any(by.size_from_data for by in known) or (
         bool(known) and any(item.dtype == torch.bool for item in picking)
     )
@@ -112,10 +113,10 @@ def _narrow(call: Call) -> Tags:
     if dim % source.dim() != layout.dim:
         return _narrow_elsewhere(call, layout, dim, start, length)
     if isinstance(start, Tensor) or isinstance(length, Tensor):
-        return [(call.out, combined(call, call.out, "cuts the batch where data says"))]
+        return call.all_combined("cuts the batch where data says")
     start = start % max(layout.rows, 1) if start < 0 else start
     if not layout.may_end(start, start + length):
-        return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
+        return call.all_combined("cuts rows off an order that depends on other samples")
     rows = torch.arange(start, start + length, device=source.device)
     return [(call.out, cut(source, layout, layout.taken(layout.dim, rows)))]
 
@@ -126,9 +127,9 @@ def _narrow_elsewhere(call: Call, layout: Layout, dim: int, start: Any, length: 
     known = [found for item in (start, length) if (found := call.layout(item)) is not None]
     middle = int(start) != 0 and int(start) + int(length) != source.size(dim)
     if any(not found.mixed for found in known) or (known and call.layout(start) is not None and middle):
-        return [(call.out, combined(call, call.out, "cuts all samples where the data of some says"))]
+        return call.all_combined("cuts all samples where the data of some says")
     kept = layout.alone >= 0 or call.out.size(layout.dim) == layout.rows
-    return [(call.out, layout if kept else combined(call, call.out, "combines neighbouring samples"))]
+    return [(call.out, layout if kept else call.combined("combines neighbouring samples"))]
 
 
 def _source_dims(index: tuple[Any, ...], ndim: int) -> tuple[dict[int, Any], bool]:
@@ -173,8 +174,8 @@ def _index_elsewhere(call: Call, layout: Layout, index: tuple[Any, ...], used: d
     """Tensor indices, but not along the batch: the same positions for every sample."""
     indices = [item for item in used.values() if isinstance(item, Tensor)]
     known = [found for item in indices if (found := call.layout(item)) is not None]
-    if any(not (found.mixed and found.places) for found in known):
-        return [(call.out, combined(call, call.out, "indexes all samples by one sample's data"))]
+    if any(not (found.mixed and found.is_row_index) for found in known):
+        return call.all_combined("indexes all samples by one sample's data")
     if known or any(item.dtype == torch.bool for item in indices):  # which choices occur at all
         return _index_rows(call, layout, index)
     return ask(call)
@@ -190,12 +191,12 @@ def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
     if along:
         problem = problem_of(entries, along[0], layout)
         if problem:
-            return [(call.out, combined(call, call.out, problem))]
+            return call.all_combined(problem)
         order = order_of(entries, call.out.size(_position(entries, items)) if call.out.dim() else 1)
         if layout.order is not None and entries[along[0]].layout is None:
             picked = entries[along[0]].tensor
             if not layout.may_take(picked):
-                return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
+                return call.all_combined("cuts rows off an order that depends on other samples")
             order = torch.zeros_like(picked.flatten()) if order is None else order
     numbers = spread(torch.arange(layout.rows, device=source.device), layout.dim, source.shape)
     leading = source.dim() if any(item is Ellipsis for item in items) else 1 + max(layout.dim, *used)
@@ -236,7 +237,7 @@ def _one_dimension(
         if bool((owners[flat] == owners[flat[:, :1]]).all()):
             order = order if order is not None and len(order) == len(flat) else None
             return layout.taken(dim, flat[:, 0], order, own_order)
-    return combined(call, call.out, "gathers rows of different samples")
+    return call.combined("gathers rows of different samples")
 
 
 def _take_from_constant(call: Call) -> Tags:
@@ -245,12 +246,12 @@ def _take_from_constant(call: Call) -> Tags:
         return ask(call)
     layout = call.layout(index[0])
     if index[0].dtype != torch.bool:  # numbers chosen from among the choices that occur are constants
-        return [(call.out, None if layout is None or (layout.mixed and layout.places) else layout)]
+        return [(call.out, None if layout is None or (layout.mixed and layout.is_row_index) else layout)]
     if layout is None or layout.mixed:
-        return [(call.out, Layout(call.batch, mixed=call.mixed("picks rows by what other samples hold")))]
+        return [(call.out, call.combined("picks rows by what other samples hold"))]
     coordinates, _, order = found_in(index[0], layout)
     places = not _same_for_all(call.args[0], layout.dim)
-    return [(call.out, layout.taken(0, coordinates[layout.dim], order)._replace(places=places))]
+    return [(call.out, layout.taken(0, coordinates[layout.dim], order)._replace(is_row_index=places))]
 
 
 def _same_for_all(table: Tensor, dim: int) -> bool:
@@ -258,28 +259,28 @@ def _same_for_all(table: Tensor, dim: int) -> bool:
     return dim < table.dim() and bool((table == table.narrow(dim, 0, min(1, table.size(dim)))).all())
 
 
-@layout_rule(torch.as_strided, T.as_strided, by_value=True)
+@layout_rule(torch.as_strided, T.as_strided, by_value=True, reaches=True)
 def _as_strided(call: Call) -> Tags:
     """Windows over memory: the same strides over a map of row numbers."""
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is None or layout.mixed:
         return [(call.out, layout)]
     if layout.order is not None:
-        return [(call.out, combined(call, call.out, "cuts rows off an order that depends on other samples"))]
+        return call.all_combined("cuts rows off an order that depends on other samples")
     if 0 in source.stride():
-        return [(call.out, combined(call, call.out, "takes windows of memory that stands for many rows"))]
+        return call.all_combined("takes windows of memory that stands for many rows")
     given, layout = layout, layout.along(0, source.size(0) if source.dim() else 1, source.device)
     view = [1] * source.dim()
     view[layout.dim : layout.dim + 1] = [layout.rows] * bool(source.dim())
     offset = call.out.storage_offset() - source.storage_offset()
     if offset < 0:
-        return [(call.out, combined(call, call.out, "takes windows of memory outside of its input"))]
+        return call.all_combined("takes windows of memory outside of its input")
     span = max(_extent(source), offset + _extent(call.out))
     memory = torch.full((span,), -1, device=source.device)
     memory.as_strided(source.shape, source.stride()).copy_(torch.arange(layout.rows, device=source.device).view(view))
     rows = memory.as_strided(call.out.shape, call.out.stride(), offset)
     if bool((rows < 0).any()):
-        return [(call.out, combined(call, call.out, "takes windows of memory outside of its input"))]
+        return call.all_combined("takes windows of memory outside of its input")
     return [(call.out, given if given.alone >= 0 else _one_dimension(call, rows, layout))]
 
 
@@ -288,7 +289,7 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-@layout_rule(torch.index_select, T.index_select, by_value=True)
+@layout_rule(torch.index_select, T.index_select, by_value=True, picks=True)
 def _index_select(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim, index = call.argument(1, "dim"), call.argument(2, "index")
@@ -302,7 +303,7 @@ def _index_select(call: Call) -> Tags:
     return _index_rows(call, layout, items)
 
 
-@layout_rule(torch.gather, T.gather, torch.take_along_dim, T.take_along_dim, by_value=True)
+@layout_rule(torch.gather, T.gather, torch.take_along_dim, T.take_along_dim, by_value=True, picks=True)
 def _gather(call: Call) -> Tags:
     along = call.name == "take_along_dim"
     source, dim = call.args[0], call.argument(2 if along else 1, "dim")
@@ -312,13 +313,13 @@ def _gather(call: Call) -> Tags:
     if layout is None and by is not None and not by.mixed:
         return [(call.out, _looked_up(call, source, index, by, dim))]
     if any(found.mixed for found in both) or dim is None:
-        return [(call.out, combined(call, call.out, "gathers one sample's data by another's indices"))]
+        return call.all_combined("gathers one sample's data by another's indices")
     if layout is None or dim % source.dim() != layout.dim:
         if len(both) == 2 and not (both[0].dim == both[1].dim and both[0].same_rows(both[1], call.out.device)):
-            return [(call.out, combined(call, call.out, "gathers one sample's data by another's indices"))]
+            return call.all_combined("gathers one sample's data by another's indices")
         if dim % source.dim() == both[0].dim:
-            return [(call.out, combined(call, call.out, "gathers along the batch"))]
-        return [(call.out, both[0]._replace(places=both[0].places and layout is not None))]
+            return call.all_combined("gathers along the batch")
+        return [(call.out, both[0]._replace(is_row_index=both[0].is_row_index and layout is not None))]
     return [(call.out, _gathered_rows(call, layout, by, index))]
 
 
@@ -326,30 +327,30 @@ def _looked_up(call: Call, table: Tensor, index: Tensor, by: Layout, dim: int | 
     """Numbers of a constant table, each chosen by its sample's own index: they lie as the index does."""
     if dim is None:  # both as one row
         why = "gathers rows of different samples"
-        return reshaped(by, index.shape, call.out.shape) or combined(call, call.out, why)
+        return reshaped(by, index.shape, call.out.shape) or call.combined(why)
     if call.out.dim() != index.dim() or call.out.shape[by.dim : by.dim + 1] != (by.rows,):
-        return combined(call, call.out, "gathers one sample's data by another's indices")
+        return call.combined("gathers one sample's data by another's indices")
     if dim % table.dim() != by.dim and table.size(by.dim) != 1:  # the table has rows beside the samples'
         beside = table.narrow(by.dim, 0, by.rows)
-        seen = by.order is not None or table.size(by.dim) > by.rows or is_constant(table)
+        seen = by.order is not None or table.size(by.dim) > by.rows or (call.is_constant(table) and is_fixed(table))
         if seen and not rows_alike(beside, by.dim, by):
-            return combined(call, call.out, WHY)
+            return call.combined(WHY)
     return by
 
 
 def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor) -> Layout | None:
     """Rows gathered along the samples' dimension: whole rows, of the sample whose index it is."""
     if by is None and layout.order is not None:
-        return combined(call, call.out, "picks rows of an order that depends on other samples")
+        return call.combined("picks rows of an order that depends on other samples")
     owners = layout.owners(index.device)[index]
     rows = owners.movedim(layout.dim, 0).flatten(1) if index.dim() > 1 else owners.unsqueeze(1)
     own = None if by is None else spread(by.owners(index.device), by.dim, index.shape)
     if own is not None and not torch.equal(own, owners):
-        return combined(call, call.out, "gathers one sample's data by another's indices")
+        return call.combined("gathers one sample's data by another's indices")
     if by is None and rows.numel() and not bool((rows == rows[:, :1]).all()):
-        return combined(call, call.out, "gathers along the batch")
+        return call.combined("gathers along the batch")
     if by is not None:
-        return by._replace(places=layout.places)
+        return by._replace(is_row_index=layout.is_row_index)
     moved = index.movedim(layout.dim, 0)
     return layout.taken(layout.dim, moved.flatten(1)[:, 0] if moved.dim() > 1 else moved)
 
@@ -357,12 +358,6 @@ def _gathered_rows(call: Call, layout: Layout, by: Layout | None, index: Tensor)
 _BASE = T._base.__get__  # type: ignore[union-attr]
 
 
-@layout_rule(T.resize_, T.resize_as_, T.set_, _BASE, by_value=True)
+@layout_rule(T.resize_, T.resize_as_, T.set_, _BASE, by_value=True, reaches=True)
 def _other_memory(call: Call) -> Tags:
-    return [(tensor, combined(call, tensor, "takes memory of other samples")) for tensor in tensors_in(call.out)]
-
-
-REACHING.update((torch.as_strided, T.as_strided, T.resize_, T.resize_as_, T.set_, _BASE))
-JOINING.add(T.__getitem__)
-PICKING.update((T.__getitem__, torch.index_select, T.index_select, torch.gather, T.gather, torch.take_along_dim))
-PICKING.add(T.take_along_dim)
+    return call.all_combined("takes memory of other samples")

@@ -7,51 +7,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Call
+from .calls import Call, Tags
 from .index import Entry, expanded, index_tuple, permutes, spread
+from .kinds import spellings
 from .layout import Layout
-from .one_sample import JOINING
 from .pieces import BY_POSITION
-from .propagate import PICKING, ask, combined, layout_rule, spellings
+from .propagate import ask
+from .rules import layout_rule
 from .targets import of_constant, shape_of
-from .trial import Tags
 
 T = torch.Tensor
 _MIXES = "writes rows of one sample into another's"
-_GUESSED = f"{_MIXES}, or rows whose samples are not known (say whose an input's rows are: fastdp.mark_rows)"
+_GUESSED = f"{_MIXES}, or rows whose samples are not known (assign an input's rows to samples by fastdp.mark_rows)"
 
 
-@layout_rule(T.__setitem__, by_value=True)
+@layout_rule(T.__setitem__, by_value=True, picks=True, joins=True)
 def _setitem(call: Call) -> Tags:
     target, index, value = call.args
     layout, source = call.layout(target), call.layout(value)
-    items, entries = expanded(call, index_tuple(index, target.device))
+    items, entries = expanded(call, index_tuple(call, index, target.device))
     found = next((entry.layout for entry in entries.values() if entry.layout is not None), None)
     if found is None and layout is not None and _by_place(layout, source, target, items):
-        return [(target, Layout(call.batch, mixed=call.mixed(BY_POSITION)))]
+        return [(target, call.combined(BY_POSITION))]
     if source is None and found is None and (layout is None or layout.order is None):
         return [(target, layout)]
     if any(one is not None and one.order is not None for one in (layout, source)):
         if not _ordered_rows_may_go(call, layout, source, items, entries):
             why = "writes by position to or from rows whose order depends on the data"
-            return [(target, Layout(call.batch, mixed=call.mixed(why)))]
+            return [(target, call.combined(why))]
     known = [one for one in (layout, source, *[entry.layout for entry in entries.values()]) if one is not None]
     mixed = next((one.mixed for one in known if one.mixed), "")
     if layout is not None and layout.alone >= 0:  # all of one sample, and something else
         mixed = mixed or call.mixed(_MIXES)
     if mixed:
-        return [(target, Layout(call.batch, mixed=mixed, places=all(one.places for one in known if one.mixed)))]
+        return [
+            (target, Layout(call.batch, mixed=mixed, is_row_index=all(one.is_row_index for one in known if one.mixed)))
+        ]
     if layout is not None and _written_by_itself(call, layout, source, items, entries):
         return [(target, layout)]
     return [(target, _new_layout(call, layout, source, items, entries))]
 
 
-@layout_rule(*spellings("index_put", "index_put_"), by_value=True)
+@layout_rule(*spellings("index_put", "index_put_"), by_value=True, picks=True, joins=True)
 def _index_put(call: Call) -> Tags:
     """target.index_put(indices, value): as target[indices] = value, added up or not."""
     target, index, value = (call.argument(i, n) for i, n in enumerate(("input", "indices", "values")))
     kwargs = {"accumulate": bool(call.argument(3, "accumulate", False))}
-    same = Call(T.__setitem__, (target, tuple(index), value), kwargs, None, call.batch, call.path)
+    same = Call(T.__setitem__, (target, tuple(index), value), kwargs, call.batch, call.path)
     return [(call.out, layout) for _, layout in _setitem(same)]
 
 
@@ -105,8 +107,8 @@ def _new_layout(
             return (by_number or fitting)[0]
         if source is None and not fitting:
             why = "marks which choices occur among the samples"  # may pick rows; must not become numbers
-            return Layout(call.batch, mixed=call.mixed(why), places=True)
-    return Layout(call.batch, mixed=call.mixed(_MIXES))
+            return Layout(call.batch, mixed=call.mixed(why), is_row_index=True)
+    return call.combined(_MIXES)
 
 
 def _by_rows(call: Call, entry: Entry, source: Layout | None) -> Layout | None:
@@ -139,8 +141,8 @@ def _in_new_order(
         return None
     new = torch.empty_like(owners)
     new[index] = owners
-    places = source.places if source is not None else by_position and not target.is_floating_point()
-    found = Layout(call.batch, 0, owner=new, places=places).taken(0, torch.arange(len(new), device=new.device))
+    places = source.is_row_index if source is not None else by_position and not target.is_floating_point()
+    found = Layout(call.batch, 0, owner=new, is_row_index=places).taken(0, torch.arange(len(new), device=new.device))
     return found if found.owner is None else found._replace(order=torch.zeros_like(new))
 
 
@@ -180,9 +182,8 @@ def _rows_agree(written: Tensor, own: Tensor, entries: dict[int, Entry], items: 
     return _agrees(written, view)
 
 
-@layout_rule(
-    *spellings("index_add", "index_add_", "index_copy", "index_copy_", "index_reduce", "index_reduce_"), by_value=True
-)
+@layout_rule(*spellings("index_reduce", "index_reduce_"), by_value=True)
+@layout_rule(*spellings("index_add", "index_add_", "index_copy", "index_copy_"), by_value=True, picks=True, joins=True)
 def _index_add(call: Call) -> Tags:
     target, dim, index, source = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
     layout, rows, by = call.layout(target), call.layout(source), call.layout(index)
@@ -193,13 +194,13 @@ def _index_add(call: Call) -> Tags:
             for one, d, t in ((rows, dim, source), (by, 0, index))
         )
         if layout is not None and layout.alone >= 0:
-            return [(call.out, combined(call, call.out, "adds rows of one sample to another's"))]
+            return call.all_combined("adds rows of one sample to another's")
     known = [one for one in (layout, rows) if one is not None]
     mixed = next((one.mixed for one in known if one.mixed), "")
     if mixed:
         return [(call.out, Layout(call.batch, mixed=mixed))]
     if by is None and any(one.order is not None for one in known):
-        return [(call.out, combined(call, call.out, "meets rows by position whose order depends on the data"))]
+        return call.all_combined("meets rows by position whose order depends on the data")
     if rows is None and by is None:
         return [(call.out, layout)]
     if rows is not None and dim != rows.dim and by is None:
@@ -214,11 +215,13 @@ def _index_add(call: Call) -> Tags:
         written = layout.owners(target.device)[index]
         if torch.equal(written, own) and (by is None or by.mixed or torch.equal(written, by.owners(target.device))):
             return [(call.out, layout)]
-    return [(call.out, combined(call, call.out, "adds rows of one sample to another's"))]
+    return call.all_combined("adds rows of one sample to another's")
 
 
 @layout_rule(
-    *spellings("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"), by_value=True
+    *spellings("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+    by_value=True,
+    picks=True,
 )
 def _scatter(call: Call) -> Tags:
     """Elements to target[index] along a dimension: to rows of their own sample, where it is the samples'."""
@@ -231,7 +234,7 @@ def _scatter(call: Call) -> Tags:
     if any(one.mixed for one in known) or all(one.dim != dim for one in known):
         return ask(call)
     if by is None and any(one.order is not None for one in known):
-        return [(call.out, combined(call, call.out, "meets rows by position whose order depends on the data"))]
+        return call.all_combined("meets rows by position whose order depends on the data")
     replaces = call.name.rstrip("_") == "scatter" and not call.argument(4, "reduce")
     if target.dim() == 1 and (layout is None or replaces):
         own = by.owners(index.device) if by is not None else None
@@ -242,29 +245,29 @@ def _scatter(call: Call) -> Tags:
         own = spread(known[-1].owners(target.device)[: index.size(dim)], dim, index.shape)
         layout = of_constant(call, target, dim, index, own, by is None, rows)
     if layout is None or any(one.dim != dim for one in (layout, *known)):
-        return [(call.out, combined(call, call.out, _MIXES))]
+        return call.all_combined(_MIXES)
     written = layout.owners(target.device)[index]
     for one in (by, rows):
         if one is not None:
             own = spread(one.owners(target.device)[: index.size(dim)], dim, index.shape)
             if own.shape != written.shape or not torch.equal(own, written):
-                return [(call.out, combined(call, call.out, _MIXES))]
+                return call.all_combined(_MIXES)
     return [(call.out, layout)]
 
 
-@layout_rule(*spellings("masked_scatter", "masked_scatter_"), by_value=True)
+@layout_rule(*spellings("masked_scatter", "masked_scatter_"), by_value=True, joins=True)
 def _masked_scatter(call: Call) -> Tags:
     """The source's elements, one after another, to where the mask holds: each to a place of its own sample."""
     target, mask, source = (call.argument(i, n) for i, n in enumerate(("input", "mask", "source")))
     layout, by, rows = call.layout(target), call.layout(mask), call.layout(source)
     known = [one for one in (layout, by, rows) if one is not None]
     if any(one is not None and one.alone >= 0 for one in (layout, by)):
-        return [(call.out, combined(call, call.out, _GUESSED))]
+        return call.all_combined(_GUESSED)
     mixed = next((one.mixed for one in known if one.mixed), "")
     if rows is None or mixed:
         tags = ask(call)
         taken = not mixed and any(found is not None and found.mixed for _, found in tags)
-        return [(call.out, combined(call, call.out, _GUESSED))] if taken else tags
+        return call.all_combined(_GUESSED) if taken else tags
     own = layout or by or shape_of(target, call.batch)
     if own is not None and source.dim():
         rows = rows.along(0, source.size(0), source.device)
@@ -274,13 +277,5 @@ def _masked_scatter(call: Call) -> Tags:
         sources = spread(rows.owners(target.device), rows.dim, source.shape).flatten()[: places.numel()]
         same = by is None or by.same_rows(own, target.device)
         if same and torch.equal(places, sources):
-            return [(call.out, own._replace(dim=dim, places=False))]
-    return [(call.out, combined(call, call.out, _GUESSED))]
-
-
-PICKING.add(T.__setitem__)
-PICKING.update(spellings("index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_"))
-PICKING.update(spellings("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"))
-JOINING.add(T.__setitem__)
-JOINING.update(spellings("index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_"))
-JOINING.update(spellings("masked_scatter", "masked_scatter_"))
+            return [(call.out, own._replace(dim=dim, is_row_index=False))]
+    return call.all_combined(_GUESSED)

@@ -9,37 +9,20 @@ they do not: the same labels meet the outputs in another order too, or the index
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from . import notes
-from .calls import function_name
+from . import kinds, notes
+from .calls import Call
 from .held import is_of_model, release
 from .index import permutes
 from .layout import Layout, tag, tag_of
 from .losses import LOSSES, class_weights
 from .nests import tensors_in
 from .positions import made_in_sight
-from .shapes import ELEMENTWISE_NAMES
-
-_RESHAPING = frozenset(
-    "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda".split()
-)
-_ROWS = frozenset("__getitem__ index_select flip roll split chunk unbind narrow select tensor_split __iter__".split())
-_TOGETHER = frozenset(
-    "bincount unique unique_consecutive histc histogram sum nansum mean nanmean std var std_mean var_mean amax amin "
-    "aminmax max min prod median mode quantile count_nonzero any all argmax argmin argsort sort topk cumsum norm "
-    "logsumexp softmax log_softmax".split()
-)  # of a batch's labels
-_INDEXING = frozenset(
-    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_put "
-    "index_put_ index_copy index_copy_ index_fill index_fill_ cat concat stack hstack take".split()
-)  # whole numbers among their arguments may be labels
-_PICKING = frozenset(("__getitem__", "index_select"))
-_LOOKING_UP = frozenset("__getitem__ index_select take take_along_dim embedding gather".split())
 
 UNKNOWN_ORDER = (
     "the loss takes labels in an order given by an index that was made before the forward. They are taken to belong to "
@@ -56,28 +39,18 @@ TWO_ORDERS = (
 @functools.lru_cache(maxsize=1024)
 def _kind(func: Any) -> str:
     """Which arguments of a function may be labels."""
-    name = function_name(func)
-    if name in _ROWS:
+    name = kinds.function_name(func)
+    if name in kinds.TAKING_ROWS:
         return "rows"
-    if name == "masked_select" or name in _RESHAPING or name in ELEMENTWISE_NAMES or name in _TOGETHER:
+    if name == "masked_select" or name in kinds.RESHAPING_LABELS | kinds.ELEMENTWISE | kinds.COMBINING_LABELS:
         return "all"
     if name == "gather":
         return name
-    if name in _INDEXING:
+    if name in kinds.INDEXED_BY_LABELS:
         return "index"
     if func is torch.nn.functional.ctc_loss:
         return "ctc"
     return "loss" if func in LOSSES else ""
-
-
-@functools.lru_cache(maxsize=1024)
-def _picks(func: Any) -> bool:
-    return function_name(func) in _PICKING
-
-
-@functools.lru_cache(maxsize=1024)
-def _looks_up(func: Any) -> bool:
-    return function_name(func) in _LOOKING_UP
 
 
 class Origin(NamedTuple):
@@ -100,27 +73,27 @@ class Labels:
 
     # ------------------------------------------------------------------ what is taken for labels
 
-    def presume(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]) -> None:
+    def presume(self, call: Call) -> None:
         """Tensors of unseen origin with a row for each sample are taken for labels, beside the model's outputs."""
-        for tensor in given:
+        for tensor in call.tensors:
             note = tensor.__dict__.get(notes.PRESUMED)
             if note is not None and note != (self.moment, tensor._version):
                 del tensor.__dict__[notes.PRESUMED]
                 if note[1] == tensor._version:  # else what was written to them stands
                     tag(tensor, None)  # the same labels again, in another step
-        weights = class_weights(func, args, kwargs)
+        weights = class_weights(call)
         if isinstance(weights, Tensor) and weights.is_floating_point() and id(weights) not in self._met:
             origin = self._origin(weights)
             if origin is not None and origin.roots == {id(weights)} and origin.order is None:
                 self._take_back(weights)  # there are as many classes as samples
-        for tensor in () if self.paused else self._candidates(func, args, kwargs):
+        for tensor in () if self.paused else self._candidates(call):
             if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
                 continue
             if not tensor.requires_grad:
                 self._presume(tensor)
 
-    def _candidates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
-        kind = _kind(func)
+    def _candidates(self, call: Call) -> Iterable[Any]:
+        kind, (args, kwargs) = _kind(call.func), call.given
         if kind == "all":
             return (*args, *kwargs.values()) if kwargs else args
         if kind == "rows":
@@ -131,7 +104,7 @@ class Labels:
             found = (*args, *kwargs.values())
             return found if dim != 0 else [t for t in found if isinstance(t, Tensor) and not t.is_floating_point()]
         if kind == "index":
-            return [t for t in tensors_in((args, kwargs)) if t.dtype in (torch.int64, torch.int32)]
+            return [t for t in call.tensors if t.dtype in (torch.int64, torch.int32)]
         if kind == "ctc":
             return [t for t in (*args, *kwargs.values()) if t is not _packed_targets(args, kwargs)]
         if kind == "loss":
@@ -149,16 +122,17 @@ class Labels:
 
     # ------------------------------------------------------------------ in which order
 
-    def before(self, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> Origin | None:
+    def before(self, call: Call) -> Origin | None:
         """Before a call: what its results are of, if they are made of labels alone."""
+        given = call.tensors
         found = [(t, note) for t in given if (note := t.__dict__.get(notes.LABELS)) is not None]
         if found and (len(found) > 1 or len(given) > 1 or found[0][1].moment != self.moment):
             found = [(tensor, origin) for tensor, _ in found if (origin := self._origin(tensor)) is not None]
-            if found and _looks_up(func) and self._is_table(func, args, given):
+            if found and call.name in kinds.LOOKING_UP and self._is_table(call):
                 found = [(tensor, origin) for tensor, origin in found if notes.LABELS in tensor.__dict__]
         if not found:
-            if _picks(func) and given and tag_of(given[0], self.batch) is not None:
-                index = self._order(func, args)
+            if call.name in kinds.PICKING_ROWS and given and tag_of(given[0], self.batch) is not None:
+                index = self._order(call)
                 self._permuting += [] if index is None else [index]
             return None
         first = found[0][1]
@@ -181,28 +155,29 @@ class Labels:
             return first
         return first._replace(roots=frozenset().union(*(origin.roots for _, origin in found)))
 
-    def after(self, origin: Origin, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    def after(self, origin: Origin, call: Call) -> None:
         """After a call on labels alone, whose results have their layouts."""
-        order = self._order(func, args) if _picks(func) else None
+        (args, _), out = call.given, call.out
+        order = self._order(call) if call.name in kinds.PICKING_ROWS else None
         if order is not None and not self._is_in_sight(order, args):
             before = tag_of(args[0], self.batch)
             if before == Layout(self.batch):
                 tag(out, before)
                 order = order if origin.order is None else origin.order[order]
                 origin = origin._replace(order=order)
-        for tensor in tensors_in(out):
+        for tensor in call.results():
             tensor.__dict__[notes.LABELS] = origin
 
-    def _is_table(self, func: Any, args: tuple[Any, ...], given: Sequence[Tensor]) -> bool:
+    def _is_table(self, call: Call) -> bool:
         """Whether numbers that were taken for labels, as there are as many, are a table that labels look up in."""
-        number = 1 if function_name(func) == "embedding" else 0
+        number, (args, _) = int(call.name == "embedding"), call.given
         table = args[number] if len(args) > number else None
         if not isinstance(table, Tensor) or not table.is_floating_point() or (origin := self._origin(table)) is None:
             return False
-        indices = [t for t in given if t is not table and t.dtype != torch.bool]  # a mask looks nothing up
+        indices = [t for t in call.tensors if t is not table and t.dtype != torch.bool]  # a mask looks nothing up
         known = [layout for t in indices if (layout := tag_of(t, self.batch)) is not None]
         layout = tag_of(table, self.batch)
-        if not known or any(found.mixed or found.places for found in known) or layout is None or layout.mixed:
+        if not known or any(found.mixed or found.is_row_index for found in known) or layout is None or layout.mixed:
             return False
         if origin.order is not None or any(root in self._met for root in origin.roots):
             return False
@@ -223,10 +198,11 @@ class Labels:
             return None
         return origin
 
-    def _order(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    def _order(self, call: Call) -> Tensor | None:
         """The index by which a call puts all rows of its first argument in another order."""
-        index = args[-1] if function_name(func) == "index_select" or len(args) == 2 else None
-        if function_name(func) == "index_select" and args[1:2] != (0,):
+        args, _ = call.given
+        index = args[-1] if call.name == "index_select" or len(args) == 2 else None
+        if call.name == "index_select" and args[1:2] != (0,):
             return None
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]

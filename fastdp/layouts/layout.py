@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     `order` is there where the data decided which row comes where: numbers [rows], equal within a group whose
     boundaries other samples cannot move. Rows may be cut off at these boundaries only, and no constant may meet
     the rows one by one.
-    `places` marks whole numbers that say where rows lie, or which choices occur (`mixed` then): they may pick
+    `is_row_index` marks whole numbers that say where rows lie, or which choices occur (`mixed` then): they may pick
     rows, and must not become numbers that are computed with.
     `alone`, where it is no -1, says that the whole tensor is of this one sample (a loop over the samples): then `dim`
     means nothing. `size_from_data` says that the data of that sample made one of its sizes.
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     owner: Tensor | None = None
     mixed: str = ""
     order: Tensor | None = None
-    places: bool = False
+    is_row_index: bool = False
     alone: int = -1
     size_from_data: bool = False
     guessed: int = 0
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
     def plain(self) -> bool:
         """One row a sample, in order, along `dim`."""
         whole = self.owner is None and self.outer == 1 and self.inner == 1 and self.alone < 0
-        return whole and not self.mixed and not self.places
+        return whole and not self.mixed and not self.is_row_index
 
     @property
     def parted(self) -> bool:
@@ -102,7 +102,12 @@ class Layout(NamedTuple):
         """Layout of a tensor made of this one sample."""
         sized = sized or self.size_from_data
         return Layout(
-            self.batch, places=self.places, alone=sample, size_from_data=sized, guessed=self.guessed, piece=self.piece
+            self.batch,
+            is_row_index=self.is_row_index,
+            alone=sample,
+            size_from_data=sized,
+            guessed=self.guessed,
+            piece=self.piece,
         )
 
     def along(self, dim: int, size: int, device: torch.device) -> Layout:
@@ -295,7 +300,7 @@ def owner_map(base: Tensor, layout: Layout | None) -> Tensor | None:
 def layout_of_owners(owners: Tensor, like: Layout) -> Layout | None:
     """A layout from the owner of each element; what nobody owns may count as anyone's."""
     batch = like.batch
-    plain = Layout(batch, places=like.places, guessed=like.guessed)
+    plain = Layout(batch, is_row_index=like.is_row_index, guessed=like.guessed)
     given = owners[owners != NOBODY]
     if is_one(given) and bool((owners != NOBODY).all()):
         return plain.of_sample(int(given[0]))

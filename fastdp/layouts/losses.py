@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
-from .calls import Call
+from .calls import Call, Tags
 from .doubts import doubt
 from .layout import Layout
 from .positions import WHY, by_place
-from .propagate import ask, combined, layout_rule
+from .propagate import ask
+from .rules import layout_rule
 from .totals import equal_counts, equal_parts, parts_differ, total_of
-from .trial import Tags
 
 _BY_ELEMENT = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.kl_div, F.poisson_nll_loss,
@@ -53,12 +53,11 @@ def _signature(func: Any) -> inspect.Signature:
     return inspect.signature(func)
 
 
-def class_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def class_weights(call: Call) -> Any:
     """The argument of a loss that has one number for each class, which no sample's can be."""
-    if func not in _OF_CLASSES:
+    if call.func not in _OF_CLASSES:
         return None
-    place = list(_signature(func).parameters).index("weight")
-    return args[place] if len(args) > place else kwargs.get("weight")
+    return call.argument(list(_signature(call.func).parameters).index("weight"), "weight")
 
 
 def _arguments(call: Call) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def _by_element(call: Call) -> Tags:
     if call.func in _DIVIDING and "weight" in given and not call.out.dim() and _kind(given) == "mean":
         layout = tags[0][1]
         if layout is not None and layout.total and not _even_weights(call, given["weight"], tensors):
-            return [(call.out, combined(call, call.out, UNEVEN))]
+            return call.all_combined(UNEVEN)
     return tags
 
 
@@ -114,7 +113,7 @@ def _by_row(call: Call) -> Tags:
         shift = 2 - term.dim() if name == "weight" else 0
         layout = call.layout(term)
         if layout is not None and not layout.mixed and (layout.dim + shift or (term.dim() < 2 and not of_rows)):
-            return [(call.out, combined(call, call.out, "takes the samples for the numbers of one row"))]
+            return call.all_combined("takes the samples for the numbers of one row")
         terms.append((term, shift))
     return _shared(call, given) or _reduced(call, given, terms)
 
@@ -122,19 +121,19 @@ def _by_row(call: Call) -> Tags:
 def _reduced(call: Call, given: dict[str, Any], terms: list[tuple[Tensor, int]]) -> Tags:
     """The loss of terms, each with how many dimensions it has less than what is reduced, before its own."""
     known = [(layout, shift) for t, shift in terms if (layout := call.layout(t)) is not None]
-    if any(layout.mixed or layout.places for layout, _ in known) or not known:
+    if any(layout.mixed or layout.is_row_index for layout, _ in known) or not known:
         return ask(call)
     places = {(layout.dim + shift, layout.rows) for layout, shift in known}
     if len(places) > 1:
         why = "combines inputs whose samples lie in different dimensions (shapes that broadcast to [B, B], perhaps)"
-        return [(call.out, combined(call, call.out, why))]
+        return call.all_combined(why)
     first = next((layout for layout, _ in known if layout.owner is not None), known[0][0])
     if not all(layout.same_rows(first, call.out.device) for layout, _ in known):
-        return [(call.out, combined(call, call.out, "combines rows of different samples"))]
+        return call.all_combined("combines rows of different samples")
     dim, rows = places.pop()
     why = "" if len(known) == len(terms) else constants_by_place(call, [(t, dim - shift) for t, shift in terms], first)
     if why:
-        return [(call.out, combined(call, call.out, why))]
+        return call.all_combined(why)
     if call.out.dim() and call.out.shape[dim : dim + 1] == (rows,):
         return [(call.out, first._replace(dim=dim))]
     if call.out.dim():
@@ -145,7 +144,7 @@ def _reduced(call: Call, given: dict[str, Any], terms: list[tuple[Tensor, int]])
 def reduced_to_one(call: Call, layout: Layout, kind: str) -> Layout | None:
     """The layout of the sum or the mean of losses that lie as this layout says."""
     if kind != "sum" and not equal_counts(layout, call.out.device):
-        return combined(call, call.out, "divides by the number of rows that the samples' data made")
+        return call.combined("divides by the number of rows that the samples' data made")
     return total_of(call, call.out, layout, kind)
 
 
@@ -156,7 +155,7 @@ def constants_by_place(call: Call, terms: list[tuple[Tensor, int]], layout: Layo
             continue
         if layout.order is not None:
             return "meets numbers by position with rows whose order depends on the data"
-        if by_place(tensor, dim, layout):
+        if call.is_constant(tensor) and by_place(tensor, dim, layout):
             return WHY
     return ""
 
@@ -176,22 +175,22 @@ def _cross_entropy(call: Call) -> Tags:
     if shared is not None:
         return shared
     known = [found for found in (layout, by) if found is not None]
-    if layout is None or any(found.mixed or found.places for found in known):
+    if layout is None or any(found.mixed or found.is_row_index for found in known):
         return ask(call)
     by_class = target.is_floating_point()
     if layout.dim == 1 or source.dim() == 1:
-        return [(call.out, combined(call, call.out, "takes the samples for classes"))]
+        return call.all_combined("takes the samples for classes")
     dim = layout.dim if layout.dim == 0 or by_class else layout.dim - 1  # in the target
     if by is not None and (by.dim != dim or not by.same_rows(layout, source.device)):
-        return [(call.out, combined(call, call.out, "takes one sample's labels for another's output"))]
+        return call.all_combined("takes one sample's labels for another's output")
     if by is None and (why := constants_by_place(call, [(target, dim)], layout)):
-        return [(call.out, combined(call, call.out, why))]
+        return call.all_combined(why)
     if call.out.dim():
         return [(call.out, layout._replace(dim=layout.dim if layout.dim == 0 else layout.dim - 1))]
     found_total = reduced_to_one(call, layout, _kind(given))
     if _kind(given) == "mean" and found_total is not None and found_total.total and not by_class:
         if _uneven(call, layout._replace(dim=dim), given):
-            return [(call.out, combined(call, call.out, UNEVEN))]
+            return call.all_combined(UNEVEN)
     return [(call.out, found_total)]
 
 

@@ -25,18 +25,26 @@ _marked: dict[int, weakref.ref[Tensor]] = {}  # every marked tensor that is aliv
 
 
 def mark_rows(tensor: Tensor, sample_of_row: Tensor | Sequence[int] | None, samples: int | None = None) -> Tensor:
-    """Say which sample each row of an input belongs to, where its rows are packed: images' patches, nodes of graphs.
+    """Say which sample each row of a packed input belongs to, such as patches of images or nodes of graphs.
 
-    Row r (of dimension 0) belongs to sample sample_of_row[r]; None: the tensor belongs to no sample (a table). Mark
-    the tensor that the model is called with, after every `.to(...)`, which would give a new tensor without the mark.
-    A sample may have any number of rows, also none. Functions of one sample's rows (attention over chunks, patches
-    joined, messages along edges) are followed; tables that meet the rows by position must be made for each sample's
-    rows alone.
+    Mark the tensor that the model is called with, and mark it after every `.to(...)`, which returns a new tensor
+    without the mark. A sample may have any number of rows, including none. fastdp follows functions of one sample's
+    rows (attention over chunks, joined patches, messages along edges). Tables that meet the rows by position must be
+    made for each sample's rows separately.
 
-    samples: the number of samples in this batch, needed where no input has one row for each of them (graphs packed
-    into one, lists of samples), unless `fastdp.poisson_loader` hands out the batch. Say it of every tensor marked.
+    Args:
+        tensor: the input, with packed rows along dimension 0.
+        sample_of_row: the sample that each row belongs to, as numbers from 0 on, [rows]. None: the tensor belongs to no
+            sample (a table).
+        samples: the number of samples in this batch. It is needed if no input has one row per sample (graphs packed
+            into one, lists of samples), unless `fastdp.poisson_loader` hands out the batch. Pass it for every marked
+            tensor.
 
-    Returns the tensor. Raises ValueError if there are not as many numbers as rows, or one is no sample's.
+    Returns:
+        The same tensor.
+
+    Raises:
+        ValueError: if the number of entries differs from the number of rows, or an entry is not the number of a sample.
 
     >>> patches = mark_rows(torch.zeros(5, 12), [0, 0, 1, 1, 1])  # two of the first sample, three of the second
     >>> edges = mark_rows(torch.tensor([[0, 2], [1, 3]]), None)  # numbers of nodes: of no sample

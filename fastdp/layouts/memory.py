@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .calls import Call
 from .held import LABELS, Held, foreign, is_over, storage_of, written
+from .kinds import RENORMING
 from .layout import Layout, layout_of_owners, layout_on, owner_map, stale_layout, tag
 from .moments import is_forgotten, is_past
-from .nests import tensors_in
 from .notes import APART, HELD, INPUT
 
 _SHARED = (
@@ -88,22 +85,16 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-_IDEMPOTENT: set[Any] = {F.embedding, F.embedding_bag, torch.embedding_bag}  # rows to a largest norm, each by itself
-
-
 def write_unaccounted(call: Call, versions: list[int]) -> bool:
     """See to what a call wrote without its rule's knowing, by the versions of its arguments. Returns whether any is."""
-    tensors = tensors_in((call.args, call.kwargs))
-    changed = [t for t, version in zip(tensors, versions, strict=False) if version >= 0 and t._version != version]
-    if not changed or call.func in _IDEMPOTENT:
+    changed = [t for t, version in zip(call.tensors, versions, strict=True) if version >= 0 and t._version != version]
+    if not changed or call.func in RENORMING:
         return bool(changed)
-    spoken_of = {id(storage_of(t)) for t in (*tensors_in(call.out), *call.written())}
-    if call.name == "__setitem__":
-        spoken_of.add(id(storage_of(call.args[0])))
+    spoken_of = {id(storage_of(t)) for t in (*call.results(), *call.written())}
     for tensor in changed:
         if id(storage_of(tensor)) in spoken_of or call.name == "data":
             continue
-        layout = Layout(call.batch, mixed=call.mixed("writes to an argument of its own, of what samples is not known"))
+        layout = call.combined("writes to an argument of its own, of what samples is not known")
         for held in (tensor, tensor._base if tensor._is_view() else tensor):
             before = layout_on(held)  # type: ignore[arg-type]
             tag(held, layout)  # type: ignore[arg-type]

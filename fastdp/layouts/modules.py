@@ -7,12 +7,12 @@ import torch.nn.functional as F
 
 from ..errors import SampleMixingError
 from . import notes
-from .calls import Call
-from .layout import Layout, tag
+from .calls import Call, Tags
+from .layout import Layout
 from .masks import masks_others
 from .nests import tensors_in
-from .propagate import ask, combined, has_data_beside_first, layout_rule
-from .trial import Tags
+from .propagate import ask
+from .rules import layout_rule
 
 T = torch.Tensor
 
@@ -29,7 +29,7 @@ def _attention(call: Call) -> Tags:
         layout = call.layout(tensor)
         if layout is not None and layout.dim >= tensor.dim() - 2:
             apart = query is not None and masks_others(call, query)
-            return [(call.out, query if apart else combined(call, call.out, "attends from one sample to another"))]
+            return [(call.out, query if apart else call.combined("attends from one sample to another"))]
     others = {call.layout(tensor) for tensor in tensors_in(call.args[1:3])}
     if query is not None and query.owner is None and others == {query}:
         return [(call.out, query)]
@@ -46,7 +46,7 @@ def _apart_in_attention(call: Call) -> Layout | None:
     if len(places) > 1 or place >= -2 or grouped or call.out.size(place) != first.rows:
         return None
     for tensor, layout in known:
-        plain = layout.owner is layout.order is None and layout.alone < 0 and not (layout.mixed or layout.places)
+        plain = layout.owner is layout.order is None and layout.alone < 0 and not (layout.mixed or layout.is_row_index)
         if not plain or layout.guessed or layout[2:4] != first[2:4] or tensor.size(place) != first.rows:
             return None
     return first._replace(dim=call.out.dim() + place)
@@ -62,14 +62,14 @@ def _embedding(call: Call) -> Tags:
 @layout_rule(F.layer_norm, F.rms_norm)
 def _layer_norm(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
-    if has_data_beside_first(call):
-        return [(call.out, combined(call, call.out, "scales all samples by numbers made of the batch"))]
+    if call.beside_first():
+        return call.all_combined("scales all samples by numbers made of the batch")
     if layout is not None and layout.dim >= source.dim() - len(call.argument(1, "normalized_shape")):
-        return [(call.out, combined(call, call.out, "normalises over the batch"))]
+        return call.all_combined("normalises over the batch")
     return [(call.out, layout)]
 
 
-@layout_rule(F.batch_norm, F.instance_norm, torch.batch_norm)
+@layout_rule(F.batch_norm, F.instance_norm, torch.batch_norm, refuses=True)
 def _batch_norm(call: Call) -> Tags:
     if call.name == "batch_norm" and call.argument(5, "training", False):
         raise SampleMixingError(
@@ -82,11 +82,10 @@ def _batch_norm(call: Call) -> Tags:
                 f"{call.mixed()} keeps running statistics of the data, which would be released without noise. "
                 "Use track_running_stats=False, or put the module in eval mode."
             )
-    if has_data_beside_first(call):
-        return [(call.out, combined(call, call.out, "normalises all samples by numbers made of the batch"))]
+    if call.beside_first():
+        return call.all_combined("normalises all samples by numbers made of the batch")
     if call.name == "instance_norm" and (layout := call.layout(call.args[0])) is not None and layout.dim > 1:
-        return [(call.out, combined(call, call.out, "normalises over the batch"))]
-    tag(call.out, call.layout(call.args[0]))
+        return call.all_combined("normalises over the batch")
     return [(call.out, call.layout(call.args[0]))]
 
 
@@ -94,17 +93,17 @@ def _batch_norm(call: Call) -> Tags:
 def _recurrent(call: Call) -> Tags:
     """Frozen recurrent layers: samples lie in dimension 1 (0 if batch_first), or are packed."""
     source, layout = call.args[0], call.layout(call.args[0])
-    tensors = list(tensors_in(call.out))
+    tensors = call.results()
     if layout is None or layout.mixed:
         return ask(call)
     packed = isinstance(call.args[3], list | tuple)  # (data, batch_sizes, hx, weights, ...), else (input, hx, ...)
     if layout.dim != (0 if packed or call.args[-1] else 1) or source.dim() != (2 if packed else 3):
-        return [(t, combined(call, t, "takes the batch for the sequence")) for t in tensors]
+        return call.all_combined("takes the batch for the sequence")
     rows = torch.arange(int(call.args[1][0]), device=source.device) if packed else None
     ends = layout._replace(dim=1) if rows is None else layout.taken(1, rows)
     for _, state in call.beside_first():
         if state.mixed or state.dim != 1 or not state.same_rows(ends, source.device):
-            return [(t, combined(call, t, "begins with the state of other samples")) for t in tensors]
+            return call.all_combined("begins with the state of other samples")
     return [(tensors[0], layout), *[(t, ends) for t in tensors[1:]]]
 
 
@@ -118,12 +117,12 @@ def _packed(call: Call) -> Tags:
     packs = call.name == "_pack_padded_sequence"
     sizes = [int(size) for size in (call.out[1] if packs else call.args[1])]
     if layout.mixed or layout.dim != (0 if batch_first or not packs else 1):
-        return [(result, combined(call, result, "takes the batch for the sequence", layout.mixed))]
+        return [(result, call.combined("takes the batch for the sequence", layout.mixed))]
     owners = layout.owners(source.device)
     if packs:
         return [(result, layout._replace(dim=0, outer=1, inner=1, owner=torch.cat([owners[:n] for n in sizes])))]
     if not torch.equal(owners, torch.cat([owners[:n] for n in sizes])):
-        return [(result, combined(call, result, "takes rows of several samples for one sequence"))]
+        return [(result, call.combined("takes rows of several samples for one sequence"))]
     result.__dict__[notes.LONGEST] = 1 if batch_first else 0
     found = layout._replace(dim=0 if batch_first else 1, outer=1, inner=1, owner=owners[: sizes[0]], order=None)
     lengths = found._replace(dim=0, owner=owners[: sizes[0]].to(call.out[1].device))  # each its own sample's

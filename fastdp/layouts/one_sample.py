@@ -1,58 +1,54 @@
 """Loops over the samples: tensors that belong to one sample as a whole (`Layout.alone`).
 
 Whatever is made of one sample's data and of constants is that sample's: no function need be asked. Where tensors of
-different samples meet, samples are mixed, but in the functions that put rows together (`JOINING`): their rules know
-which rows are whose.
+different samples meet, samples are mixed, but in the functions that put rows together (`LayoutRule.joins`): their rules
+know which rows are whose.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .calls import Call, is_in_place
-from .layout import Layout, is_one, tag, tag_of
+from . import kinds
+from .calls import Call, Inputs, Tags
+from .layout import Layout, is_one, tag_of
 from .nests import tensors_in
-from .trial import Tags
-
-_SHAPED = frozenset("zeros_like ones_like full_like empty_like rand_like randn_like".split())  # constants: no values in
-_CASTS = frozenset("to type_as".split())
-JOINING: set[Any] = set()  # their rules take tensors of several samples
-REACHING: set[Any] = set()  # may reach memory around a tensor: their rules look whose it is
-_SIZED_BY_DATA = frozenset(
-    "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount one_hot repeat_interleave".split()
-)
+from .rules import rule_of
+from .totals import sums_of_single_samples
 
 
 def of_one_sample(call: Call) -> Tags | None:
-    """Layouts of the results where an argument is of one sample; None where the function's own rule is to say."""
-    inputs = call.inputs()
-    if call.func in REACHING:
+    """Where an argument is of one sample; None where the function's own rule is to say."""
+    inputs, rule = call.inputs(), rule_of(call.func)
+    if rule.reaches or all(layout.alone < 0 for _, layout in inputs):
         return None
     if (unasked := of_no_numbers(call)) is not None:
         return unasked
     owners = {owner_of(layout) for _, layout in inputs}
     first = call.layout(call.args[0]) if call.args else None
-    picked_by_places = any(layout.places for tensor, layout in inputs if tensor is not call.args[0])
+    picked_by_places = any(layout.is_row_index for tensor, layout in inputs if tensor is not call.args[0])
     whose = owners.pop() if len(owners) == 1 and not picked_by_places else -1
     if whose >= 0 and _fills_the_batch(call, whose):
         return None
     if whose < 0:
-        if call.func in JOINING and not any(layout.mixed for _, layout in inputs):
+        if rule.joins and not any(layout.mixed for _, layout in inputs):
             return None  # its rule looks at every tensor's rows
         why = next((layout.mixed for _, layout in inputs if layout.mixed), "") or call.mixed(
             "combines rows of different samples"
         )
         layout = Layout(call.batch, mixed=why)
     else:
-        places = first is not None and first.places
-        layout = Layout(call.batch, places=places, alone=whose, size_from_data=_is_sized(call, inputs))
-    outputs = list(tensors_in(call.out)) or list(tensors_in(call.args[0]))
-    if whose >= 0 and (is_in_place(call.name) or call.name == "__setitem__"):
+        places = first is not None and first.is_row_index
+        layout = Layout(call.batch, is_row_index=places, alone=whose, size_from_data=_is_sized(call, inputs))
+    outputs = call.results() or list(tensors_in(call.args[0]))
+    if whose >= 0 and call.in_place:
         layout = _written_view(call, outputs[0], layout)
-    return [(tensor, layout) for tensor in outputs]
+        if first is not None and layout.alone >= 0:
+            layout = layout._replace(piece=first.piece)  # what was done to it before
+    tags: Tags = [(tensor, layout) for tensor in outputs]
+    total = sums_of_single_samples(call) if layout.mixed and len(tags) == 1 else None
+    return tags if total is None else total
 
 
 def of_no_numbers(call: Call) -> Tags | None:
@@ -60,16 +56,18 @@ def of_no_numbers(call: Call) -> Tags | None:
 
     Without it `mask.to(h)` would be data wherever data has the mask's dtype, since every result of a batch of one is.
     """
-    if call.name in _CASTS:
+    if call.name in kinds.TAKING_A_TYPE:
         found = call.layout(call.args[0])
-    elif (call.name.startswith("new_") and not numbers_in(call)) or (call.name in _SHAPED and len(call.inputs()) == 1):
+    elif (call.name.startswith("new_") and not numbers_in(call)) or (
+        call.name in kinds.LIKE and len(call.inputs()) == 1
+    ):
         found = None
     else:
         return None
-    return [(tensor, found) for tensor in tensors_in(call.out)]
+    return [(tensor, found) for tensor in call.results()]
 
 
-def numbers_in(call: Call) -> list[tuple[Tensor, Layout]]:
+def numbers_in(call: Call) -> Inputs:
     """The data whose numbers fill a new constant (new_full, new_tensor); a size is no data."""
     filling = {"new_full": (2, "fill_value"), "new_tensor": (1, "data")}.get(call.name)
     found = [] if filling is None else [(t, call.layout(t)) for t in tensors_in((call.argument(*filling),))]
@@ -96,9 +94,12 @@ def owner_of(layout: Layout) -> int:
     return int(layout.owner[0]) if layout.owner is not None and whole and is_one(layout.owner) else -1
 
 
-def _is_sized(call: Call, inputs: list[tuple[Tensor, Layout]]) -> bool:
+def _is_sized(call: Call, inputs: Inputs) -> bool:
     """Whether a size of the result may be made by the data."""
-    if any(layout.size_from_data or layout.order is not None for _, layout in inputs) or call.name in _SIZED_BY_DATA:
+    if (
+        any(layout.size_from_data or layout.order is not None for _, layout in inputs)
+        or call.name in kinds.SIZED_BY_DATA
+    ):
         return True
     if call.name == "where":
         return len(call.args) == 1 and not call.kwargs
@@ -121,10 +122,10 @@ def _written_view(call: Call, view: Tensor, layout: Layout) -> Layout:
         ]
     fitting = [guess for guess in guesses if bool((_owners_in(base, view, guess) == layout.alone).all())]
     if len(fitting) == 1:
-        tag(base, fitting[0])
+        call.bases.append((base, fitting[0]))
         return layout
-    mixed = Layout(call.batch, mixed=call.mixed("writes one sample's data into memory of others"))
-    tag(base, mixed)
+    mixed = call.combined("writes one sample's data into memory of others")
+    call.bases.append((base, mixed))
     return mixed
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import notes
-from .calls import function_name, is_in_place
+from . import kinds, notes
+from .calls import Call
 from .code import place_of, users
 from .layout import Layout, layout_on, tag, tag_of
 from .nests import tensors_in
@@ -28,13 +28,6 @@ WRITTEN: dict[Any, Written] = {}  # memory that single samples' rows were writte
 OWN_READS: list[bool] = []  # filled where Python has read numbers of single samples, in this forward
 _CUT_ONCE: list[bool] = []  # filled once any batch was cut: till then there is nothing to look for
 _CUTS = itertools.count(1)
-
-_ARITHMETIC = frozenset(
-    f"{r}{i}{name}"
-    for r in ("", "r")
-    for i in ("", "i")
-    for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv maximum clamp".split()
-)
 
 BY_POSITION = (
     "treats samples by their place in the batch: parts of it, cut by position, have not all gone the same way. If one "
@@ -85,33 +78,32 @@ def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
     return found._replace(piece=Piece(note[0], 0, samples))
 
 
-def stamped(pieces: Sequence[Piece], func: Any, args: Any, kwargs: Any) -> Piece:
+def stamped(pieces: Sequence[Piece], call: Call) -> Piece:
     """The piece after a call on pieces of the same samples: its past is one call longer."""
     first = pieces[0]
-    name = function_name(func)
-    what: list[Any] = [name]
+    what: list[Any] = [call.name]
     # (numbers of an index may be each sample's own length, which nothing shows: docs/limits.md)
-    _describe((args, kwargs), what, name == "roll" or name.strip("_") in _ARITHMETIC)
+    _describe(call.given, what, call.name == "roll" or call.name in kinds.COMPUTING or call.name in kinds.ELEMENTWISE)
     past = hash((tuple(sorted(piece.past for piece in pieces)), tuple(what)))
     return first._replace(past=past)
 
 
-def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
+def stamp(call: Call) -> None:
     """Note on the results of a call what was done to the parts of the batch among its arguments."""
-    if not _CUT_ONCE or batch <= 1 or is_joining(func) or _begins_a_sum(func, args):
+    batch = call.batch
+    if not _CUT_ONCE or batch <= 1 or call.name in kinds.COMPARING_PARTS or _begins_a_sum(call):
         return
-    name = function_name(func)
-    if name == "__setitem__" or is_in_place(name):
-        _note_write(name, func, args, kwargs, batch)
-    found = [layout for tensor in tensors_in((args, kwargs)) if (layout := tag_of(tensor, batch)) is not None]
+    if call.in_place:
+        _note_write(call)
+    found = [layout for tensor in call.tensors if (layout := tag_of(tensor, batch)) is not None]
     pieces = [layout.piece for layout in found if layout.piece is not None]
     if not pieces or any(layout.total for layout in found):
         return  # sums over the samples look at theirs themselves
-    piece = stamped(pieces, func, args, kwargs)
-    target = _target(args, kwargs) if is_in_place(name) else None
+    piece = stamped(pieces, call)
+    target = _target(call) if call.in_place else None
     if isinstance(target, Tensor) and target._is_view():
         _write(target, batch)
-    for tensor in tensors_in((out, target)):
+    for tensor in tensors_in((call.out, target)):
         layout = tag_of(tensor, batch)
         if layout is not None and layout.total and all(known.alone >= 0 for known in found):
             continue  # single samples added up
@@ -124,27 +116,27 @@ def stamp(func: Any, args: Any, kwargs: Any, out: Any, batch: int) -> None:
             tag(tensor, layout._replace(piece=new))
 
 
-def _target(args: Any, kwargs: Any) -> Any:
+def _target(call: Call) -> Any:
     """What a call in place, or an assignment by index, writes to."""
-    return args[0] if args else kwargs.get("input", kwargs.get("tensor"))
+    return call.args[0] if call.args else call.kwargs.get("tensor")
 
 
-def _note_write(name: str, func: Any, args: Any, kwargs: Any, batch: int) -> None:
+def _note_write(call: Call) -> None:
     """A sample's rows are written into memory that holds other samples', too: so must be those of all, or none."""
-    target = _target(args, kwargs)
+    target, batch, assigns = _target(call), call.batch, call.name == "__setitem__"
     if not isinstance(target, Tensor):
         return
     base = target._base if target._is_view() else target
-    source = target if name != "__setitem__" else args[2]
+    source = call.args[2] if assigns else target
     layout = tag_of(source, batch) if isinstance(source, Tensor) else None
-    if layout is None or base is None or (name != "__setitem__" and base is target):
+    if layout is None or base is None or (not assigns and base is target):
         return
     sample, whole = _owner(layout), tag_of(base, batch)
     if sample < 0 or (whole is not None and _owner(whole) >= 0):
         return
     piece = layout.piece
-    if piece is not None and name != "__setitem__":  # (an index holds the sample's own number)
-        piece = stamped([piece], func, args, kwargs)
+    if piece is not None and not assigns:  # (an index holds the sample's own number)
+        piece = stamped([piece], call)
     past = () if piece is None else (piece.past,)
     known = WRITTEN.get(id(base))
     if known is None or known.memory() is not base:
@@ -173,9 +165,9 @@ def unequally_written(batch: int) -> tuple[str, str]:
     return found
 
 
-def _begins_a_sum(func: Any, args: Any) -> bool:
+def _begins_a_sum(call: Call) -> bool:
     """Whether this is 0 + the first, as Python's sum begins."""
-    return function_name(func).strip("_") in ("add", "radd") and any(type(item) is int and item == 0 for item in args)
+    return call.name.strip("_") in ("add", "radd") and any(type(item) is int and item == 0 for item in call.args)
 
 
 def _write(view: Tensor, batch: int) -> None:
@@ -208,11 +200,6 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
             _describe(item, into, numbers)
     elif isinstance(value, float | bool | str) or (numbers and isinstance(value, int)):
         into.append(value)
-
-
-def is_joining(func: Any) -> bool:
-    """Whether the function puts tensors together, whose past `joined` compares."""
-    return function_name(func) in ("cat", "concat", "concatenate", "stack")
 
 
 def joined_rows(layouts: Sequence[Layout]) -> tuple[Piece | None, str]:

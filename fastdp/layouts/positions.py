@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import function_name, is_in_place
+from . import kinds
+from .calls import Call
 from .layout import Layout, layout_on
 from .moments import now
 from .nests import tensors_in
@@ -22,14 +23,6 @@ from .notes import ALIKE, MADE
 
 _CONSTANT, _RANDOM = "constant", "random"
 _TABLE = "table"  # made of the model's own tensors alone: its rows are no samples', until the batch's size cuts them
-_NUMBERING = frozenset("arange linspace logspace eye tril_indices triu_indices range cartesian_prod vander".split())
-_FILLING = frozenset("zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full empty".split())
-_DRAWING = frozenset(
-    "rand randn randint rand_like randn_like randint_like randperm normal bernoulli multinomial poisson bernoulli_ "
-    "normal_ uniform_ exponential_ random_ cauchy_ log_normal_ geometric_ dropout alpha_dropout trunc_normal_".split()
-)
-_CUTTING = frozenset("__getitem__ narrow select split chunk split_with_sizes tensor_split unbind index_select".split())
-
 _ROUNDING = 2**10  # units of the last place of the largest number, in which equal rows of a product may differ
 
 WHY = (
@@ -39,29 +32,27 @@ WHY = (
 )
 
 
-def note_made(
-    func: Any, args: Any, kwargs: Any, out: Any, batch: int, is_owned: Callable[[Tensor], bool], of_loss: bool = False
-) -> None:
+def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = False) -> None:
     """Note on the results of a call that carry no samples how they were made.
 
     is_owned: whether a tensor is a parameter or buffer of the model, which has no rows of samples; of_loss: the call
     comes after the forward, where the first rows of a tensor may be the batch's labels.
     """
-    if batch <= 1 or (isinstance(out, Tensor) and layout_on(out) is not None):
+    name, out = call.name, call.out
+    if call.batch <= 1 or (isinstance(out, Tensor) and layout_on(out) is not None):
         return
-    name = function_name(func)
-    results = [*tensors_in(out), *(tensors_in(args[:1]) if is_in_place(name) else ())]
+    results = [*call.results(), *(tensors_in(call.args[:1]) if call.in_place else ())]
     results = [tensor for tensor in results if tensor.dim() and layout_on(tensor) is None]
     if not results:
         return
-    given = [tensor for tensor in tensors_in((args, kwargs)) if layout_on(tensor) is None]
+    given = [tensor for tensor in call.tensors if layout_on(tensor) is None]
     known = {_made(tensor) for tensor in given}
     tables = [is_owned(tensor) or _made(tensor) == _TABLE for tensor in given]
-    if name in _DRAWING or _RANDOM in known:
-        made = _CONSTANT if _is_drawn_again(func, args, kwargs, out) else _RANDOM
-    elif name in _CUTTING and given and (tables[0] or (not of_loss and _is_head(given[0], out))):
+    if name in kinds.DRAWING or _RANDOM in known:
+        made = _CONSTANT if _is_drawn_again(call) else _RANDOM
+    elif name in kinds.CUTTING and given and (tables[0] or (not of_loss and _is_head(given[0], out))):
         made = _CONSTANT
-    elif name in _NUMBERING or name in _FILLING:
+    elif name in kinds.NUMBERING or name in kinds.FILLING:
         made = _CONSTANT
     elif _CONSTANT in known:
         # together with numbers of unseen origin, which may be the samples' own, they are as good as these
@@ -85,13 +76,14 @@ def _is_head(source: Tensor, out: Any) -> bool:
     return out.storage_offset() == source.storage_offset()
 
 
-def _is_drawn_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+def _is_drawn_again(call: Call) -> bool:
     """Whether random numbers are the first of a generator that was seeded just now: the same in every forward."""
+    (args, kwargs), out = call.given, call.out
     generator = kwargs.get("generator")
-    if generator is None or not isinstance(out, Tensor) or is_in_place(function_name(func)) or out.device.type != "cpu":
+    if generator is None or not isinstance(out, Tensor) or call.in_place or out.device.type != "cpu":
         return False
     fresh = torch.Generator().manual_seed(generator.initial_seed())
-    return torch.equal(func(*args, **{**kwargs, "generator": fresh}), out)
+    return torch.equal(call.func(*args, **{**kwargs, "generator": fresh}), out)
 
 
 def made_in_sight(tensor: Tensor) -> bool:
@@ -117,9 +109,9 @@ def is_numbered(tensor: Tensor) -> bool:
     return _made(tensor) == _CONSTANT and tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
 
 
-def is_constant(tensor: Tensor) -> bool:
-    """Whether a tensor was made within sight, and neither drawn at random nor of numbers of unseen origin."""
-    return layout_on(tensor) is None and _made(tensor) == _CONSTANT
+def is_fixed(tensor: Tensor) -> bool:
+    """Whether a constant was made within sight, and neither drawn at random nor of numbers of unseen origin."""
+    return _made(tensor) == _CONSTANT
 
 
 def may_matter(tensor: Tensor, batch: int) -> bool:
@@ -127,19 +119,11 @@ def may_matter(tensor: Tensor, batch: int) -> bool:
     return made_in_sight(tensor) and any(size >= batch and not size % batch for size in tensor.shape)
 
 
-DRAWING = _DRAWING
-NUMBERING_OR_DRAWING = _NUMBERING | _DRAWING | _FILLING
-
-
 def by_place(tensor: Tensor, dim: int, layout: Layout) -> bool:
     """Whether a constant has, along this dimension, different numbers for the samples' rows by their place."""
-    if layout_on(tensor) is not None or _made(tensor) != _CONSTANT or layout.batch <= 1:
+    if not is_fixed(tensor) or layout.batch <= 1 or not 0 <= dim < tensor.dim() or tensor.size(dim) != layout.rows:
         return False
-    return (
-        0 <= dim < tensor.dim()
-        and tensor.size(dim) == layout.rows
-        and not rows_alike(tensor, dim, layout, computed=True)
-    )
+    return not rows_alike(tensor, dim, layout, computed=True)
 
 
 def rows_alike(tensor: Tensor, dim: int, layout: Layout, computed: bool = False) -> bool:
@@ -182,7 +166,12 @@ def _same(values: Tensor, wanted: Tensor, computed: bool) -> bool:
 
 def was_by_place(before: Tensor, written: Tensor, dim: int, layout: Layout) -> bool:
     """The same of a constant that was written to in place, as it was before."""
-    made = _made(written) == _CONSTANT and layout_on(before) is None
-    if not made or dim < 0 or before.shape[dim : dim + 1] != (layout.rows,) or layout.batch <= 1 or layout.alone >= 0:
+    if (
+        not is_fixed(written)
+        or dim < 0
+        or before.shape[dim : dim + 1] != (layout.rows,)
+        or layout.batch <= 1
+        or layout.alone >= 0
+    ):
         return False
     return before.numel() > 0 and not _alike(before, dim, layout)

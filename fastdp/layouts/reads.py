@@ -16,24 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BatchReadWarning
-from .calls import Call
+from .calls import Call, Tags
 from .code import FASTDP, TORCH, place_of
+from .kinds import COMPARING, READING
 from .pieces import OWN_READS
-from .trial import Tags
 
 T = torch.Tensor
-_TO_PYTHON: set[Any] = {
-    T.__bool__,
-    T.item,
-    T.__int__,
-    T.__float__,
-    T.__index__,
-    T.tolist,
-    T.numpy,
-    T.__format__,
-    torch.is_nonzero,
-}
-_COMPARING: set[Any] = {torch.equal, T.equal, torch.allclose, T.allclose}
 
 
 def read_of(call: Call, tags: Tags | None) -> str:
@@ -42,9 +30,9 @@ def read_of(call: Call, tags: Tags | None) -> str:
     tags: the layouts of its results, None where it has none.
     """
     if tags is None:
-        if call.func in _COMPARING and call.inputs():
+        if call.func in COMPARING and call.inputs():
             return f"{call.mixed()} compares all samples"
-        if call.func not in _TO_PYTHON:
+        if call.func not in READING:
             return ""
         found = [layout for _, layout in call.inputs()]
         if not OWN_READS and any(not layout.mixed for layout in found):

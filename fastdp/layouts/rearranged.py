@@ -57,7 +57,7 @@ def _reshaped_owner(layout: Layout, before: torch.Size, after: torch.Size, below
     each = rows_each(layout.owner, layout.batch)
     if each:  # to a shape that keeps the samples apart
         apart = reshaped(layout._replace(owner=None, order=None, inner=each), before, after)
-        if apart is not None and apart._replace(places=False).plain:
+        if apart is not None and apart._replace(is_row_index=False).plain:
             return apart
     stride = math.prod(after)
     above = math.prod(before[: layout.dim])

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import notes
-from .calls import Call
+from .calls import Call, Tags
+from .kinds import spellings
 from .layout import Layout
-from .nests import tensors_in
 from .pieces import NOTED
 from .positions import by_place
-from .propagate import Rule, ask, combined, layout_rule, spellings
+from .propagate import ask
+from .rules import Answer, layout_rule
 from .totals import equal_counts, note_terms, total_of
-from .trial import Tags
 
 T = torch.Tensor
 
@@ -45,15 +45,15 @@ def _over_samples(call: Call, layout: Layout) -> Layout | None:
     """Of a reduction over the samples: a total, if it is a sum, or a mean over a number that no data made."""
     source = call.args[0]
     if call.name not in ("sum", "mean"):
-        return combined(call, call.out, "combines the samples of the batch")
+        return call.combined("combines the samples of the batch")
     if call.name == "mean" and not equal_counts(layout, source.device):
-        return combined(call, call.out, "divides by the number of rows in the batch, which several samples made")
+        return call.combined("divides by the number of rows in the batch, which several samples made")
     if call.out.numel() == 1 and call.name == "sum":
         note_terms(call.out, source, layout)
     return total_of(call, call.out, layout, call.name)
 
 
-def along(position: int, name: str) -> Rule:
+def along(position: int, name: str) -> Answer:
     """The rule of functions that combine the positions of dimension `name` and keep its size."""
 
     def function(call: Call) -> Tags:
@@ -64,7 +64,7 @@ def along(position: int, name: str) -> Rule:
         dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
         if layout is not None and layout.dim in [dim % source.dim() for dim in dims if source.dim()]:
             why = "works along the batch dimension"
-            return [(tensor, combined(call, tensor, why)) for tensor in tensors_in(call.out)]
+            return call.all_combined(why)
         if layout is not None and isinstance(call.out, Tensor) and call.out.shape == source.shape:
             return [(call.out, layout)]
         return ask(call)
@@ -90,7 +90,7 @@ def _moved(call: Call) -> Tags:
         return [(call.out, layout)]
     shifts, dims = call.argument(1, "shifts"), call.argument(2, "dims")
     if dims is None or dims == ():
-        return [(call.out, combined(call, call.out, "rolls samples into each other"))]
+        return call.all_combined("rolls samples into each other")
     pairs = zip(*((v,) if isinstance(v, int) else tuple(v) for v in (shifts, dims)), strict=True)
     along = [shift for shift, dim in pairs if dim % source.dim() == layout.dim]
     if not sum(along) % max(layout.rows, 1):
@@ -116,7 +116,7 @@ def _weighted(call: Call) -> Tags | None:
     layout = inputs[0][1]
     if any(other.mixed or other.alone >= 0 or not other.same_rows(layout, t.device) for t, other in inputs):
         return None
-    if any(by_place(t, 0, layout) for t in both):
+    if any(call.is_constant(t) and by_place(t, 0, layout) for t in both):
         return None
     return [(call.out, total_of(call, call.out, layout, "sum"))]
 

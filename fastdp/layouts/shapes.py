@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .calls import Call
+from .calls import Call, Inputs, Tags
 from .coordinates import keep_coordinates
 from .counted import note_groups, repeated
+from .kinds import ELEMENTWISE, spellings
 from .layout import Layout
-from .nests import tensors_in
 from .one_sample import numbers_in
-from .positions import by_place, was_by_place
-from .propagate import ask, by_place_layout, combined, has_data_beside_first, layout_rule, spellings
+from .positions import WHY, by_place, was_by_place
+from .propagate import ask
 from .rearranged import reshaped
+from .rules import layout_rule
 from .targets import note_shape
-from .trial import UNCHECKED, Tags
 
 T = torch.Tensor
 _FOLDS = (
@@ -40,7 +40,7 @@ def _reshape(call: Call) -> Tags:
         return ask(call)
     keep_coordinates(source, call.out)
     found = reshaped(layout, source.shape, call.out.shape)
-    return [(call.out, found or combined(call, call.out, _FOLDS))]
+    return [(call.out, found or call.combined(_FOLDS))]
 
 
 @layout_rule(*spellings("expand", "expand_as", "broadcast_to"))
@@ -82,7 +82,7 @@ def _repeat_interleave(call: Call) -> Tags:
         if by is None and layout.may_take(rows):
             return [(call.out, layout.taken(layout.dim, rows))]
         if by is None or by.mixed or not by.same_rows(layout, source.device):
-            return [(call.out, combined(call, call.out, "repeats rows as often as other samples say"))]
+            return call.all_combined("repeats rows as often as other samples say")
         return [(call.out, repeated(layout, times, rows))]
     return [(call.out, layout._replace(inner=layout.inner * times))]
 
@@ -92,12 +92,12 @@ def _constant(call: Call) -> Tags:
     """Constants of a tensor's type, unless their numbers are data."""
     data = numbers_in(call)
     if not data:
-        for tensor in tensors_in(call.out):
+        for tensor in call.results():
             note_shape(tensor, call.layout(call.args[0]))
-        return [(tensor, None) for tensor in tensors_in(call.out)]
+        return [(tensor, None) for tensor in call.results()]
     if call.name == "new_tensor" and call.argument(1, "data") is data[0][0]:
         return [(call.out, data[0][1])]
-    return [(call.out, combined(call, call.out, "makes numbers of several samples"))]
+    return call.all_combined("makes numbers of several samples")
 
 
 @layout_rule(*spellings("to", "cpu", "cuda", "type", "type_as", "contiguous", "clone"), T.data.__get__)  # type: ignore[attr-defined]
@@ -107,32 +107,14 @@ def _same(call: Call) -> Tags:
 
 # --------------------------------------------------------------------------- one by one
 
-_ELEMENTWISE = (
-    "add sub mul div pow neg abs exp log sqrt rsqrt reciprocal square sin cos tanh sigmoid erf relu relu6 "
-    "gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid "
-    "tanhshrink dropout clamp clip clamp_min clamp_max masked_fill maximum minimum eq ne lt le gt "
-    "ge logical_and logical_or logical_not isnan isinf floor ceil round sign subtract multiply divide "
-    "true_divide rsub add_ sub_ mul_ div_ relu_ tanh_ sigmoid_ exp_ masked_fill_ clamp_ __add__ __radd__ "
-    "__sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ __iadd__ "
-    "__isub__ __imul__ __itruediv__ __and__ __or__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
-    "float half bfloat16 double bool long int copy_ __floordiv__ __rfloordiv__ floor_divide __mod__ remainder fmod "
-    "bitwise_and bitwise_or bitwise_xor bitwise_not logical_xor __xor__ __lshift__ __rshift__ isfinite trunc frac "
-    "expm1 log1p log2 log10 exp2 sinh cosh atan atan2 nan_to_num square_ sqrt_ neg_ abs_ clamp_min_ clamp_max_ pow_ "
-    "floor_ round_ remainder_ lerp addcmul addcdiv lerp_ addcmul_ addcdiv_ positive erfc hypot hardshrink softshrink "
-    "rrelu rrelu_ poisson binomial normal geometric_ _standard_gamma"  # these draw for each element
-).split()
 
-
-ELEMENTWISE_NAMES = frozenset(_ELEMENTWISE)
-
-
-@layout_rule(*spellings(*_ELEMENTWISE))
+@layout_rule(*spellings(*ELEMENTWISE))
 def elementwise(call: Call) -> Tags:
     """Element by element with broadcasting: samples stay where they lie, counted from the right.
 
     The trial would say the same; this spares it, whose first call imports half of torch.
     """
-    tensors = list(tensors_in(call.out))
+    tensors = call.results()
     inputs = call.inputs()
     if len(tensors) != 1 or not inputs:
         return ask(call)
@@ -141,7 +123,7 @@ def elementwise(call: Call) -> Tags:
         return _elementwise_in_any_order(call, out, inputs)
     found = {_aligned(layout, tensor.dim(), out.dim()) for tensor, layout in inputs if layout.owner is None}
     if len({layout.dim for layout in found if not layout.mixed}) > 1:
-        return [(out, combined(call, out, "combines inputs whose samples lie in different dimensions"))]
+        return [(out, call.combined("combines inputs whose samples lie in different dimensions"))]
     if any(layout.mixed or layout.owner is not None for _, layout in inputs) or len(found) != 1:
         return ask(call)
     layout = found.pop()
@@ -150,37 +132,36 @@ def elementwise(call: Call) -> Tags:
     return [(out, _beside_places(call, out, layout, inputs))]
 
 
-def _beside_places(call: Call, out: Tensor, layout: Layout, inputs: list[tuple[Tensor, Layout]]) -> Layout | None:
+def _beside_places(call: Call, out: Tensor, layout: Layout, inputs: Inputs) -> Layout | None:
     """The result's layout, if a constant has numbers of its own for each row: whole numbers are places then."""
     if len(inputs) == len(call.args) and not call.kwargs:
         return layout
-    tagged = {id(tensor) for tensor, _ in inputs}
-    tagged |= {id(t) for t in call.written()}  # what these hold now is data
-    constants = [t for t in tensors_in((call.args, call.kwargs)) if id(t) not in tagged]
+    written = {id(t) for t in call.written()}  # what these hold now is data
+    constants = [t for t in call.tensors if id(t) not in written and call.is_constant(t)]
     places = [by_place(t, layout.dim - out.dim() + t.dim(), layout) for t in constants]
-    if out is call.args[0] and call.before is not None and call.name != "copy_":
-        places.append(was_by_place(call.before, out, layout.dim, layout))
+    before = call.before
+    if out is call.args[0] and before is not None and call.name != "copy_" and call.is_constant(out):
+        places.append(was_by_place(before, out, layout.dim, layout))
     if not any(places):
         return layout
     whole = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
-    return layout._replace(places=True) if whole else by_place_layout(call, out)
+    return layout._replace(is_row_index=True) if whole else call.combined(WHY)
 
 
-def _elementwise_in_any_order(call: Call, out: Tensor, inputs: list[tuple[Tensor, Layout]]) -> Tags:
+def _elementwise_in_any_order(call: Call, out: Tensor, inputs: Inputs) -> Tags:
     """Rows in an order of their own: every tensor that has rows must have the same."""
     aligned = [_aligned(layout, tensor.dim(), out.dim()) for tensor, layout in inputs]
     first = next(layout for layout in aligned if layout.owner is not None)
     if any(layout.mixed for layout in aligned):
         return ask(call)
     if not all(layout.dim == first.dim and layout.same_rows(first, out.device) for layout in aligned):
-        return [(out, combined(call, out, "combines rows of different samples"))]
+        return [(out, call.combined("combines rows of different samples"))]
     beside = first.dim - out.dim()  # counted from the right
-    tagged = {id(tensor) for tensor, _ in inputs}
-    constants = [t for t in tensors_in((call.args, call.kwargs)) if id(t) not in tagged and t.dim() >= -beside]
+    constants = [t for t in call.constants() if t.dim() >= -beside]
     if first.order is not None and any(t.size(beside) != 1 for t in constants):
-        return [(out, combined(call, out, "meets numbers by position with rows whose order depends on the data"))]
-    if any(by_place(t, t.dim() + beside, first) for t in constants) and out.is_floating_point():
-        return [(out, by_place_layout(call, out))]
+        return [(out, call.combined("meets numbers by position with rows whose order depends on the data"))]
+    if any(call.is_constant(t) and by_place(t, t.dim() + beside, first) for t in constants) and out.is_floating_point():
+        return [(out, call.combined(WHY))]
     return [(out, first)] if out.size(first.dim) == first.rows else ask(call)
 
 
@@ -191,10 +172,10 @@ def _aligned(layout: Layout, ndim: int, out_ndim: int) -> Layout:
 @layout_rule(*spellings("group_norm"))
 def _group_norm(call: Call) -> Tags:
     layout = call.layout(call.args[0])
-    if has_data_beside_first(call):
-        return [(call.out, combined(call, call.out, "scales all samples by numbers made of the batch"))]
+    if call.beside_first():
+        return call.all_combined("scales all samples by numbers made of the batch")
     if layout is not None and layout.dim != 0:
-        return [(call.out, combined(call, call.out, "takes the batch for channels"))]
+        return call.all_combined("takes the batch for channels")
     return [(call.out, layout)]
 
 
@@ -205,7 +186,7 @@ def _renorm(call: Call) -> Tags:
     if layout is None or layout.mixed or call.layout(call.argument(1, "p")) or call.layout(call.argument(3, "maxnorm")):
         return ask(call)
     if call.argument(2, "dim") % source.dim() != layout.dim or layout.rows != call.out.size(layout.dim):
-        return [(call.out, combined(call, call.out, "scales samples by a norm of several"))]
+        return call.all_combined("scales samples by a norm of several")
     return [(call.out, layout)]
 
 
@@ -214,22 +195,5 @@ def _dirichlet(call: Call) -> Tags:
     """Draws for each row along the last dimension."""
     layout = call.layout(call.args[0])
     if layout is not None and not layout.mixed and layout.dim == call.out.dim() - 1:
-        return [(call.out, combined(call, call.out, "draws for the samples together"))]
+        return call.all_combined("draws for the samples together")
     return [(call.out, layout)]
-
-
-UNCHECKED.update(spellings("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"))
-UNCHECKED.update(
-    spellings(
-        "bernoulli",
-        "multinomial",
-        "rand_like",
-        "randn_like",
-        "empty_like",
-        "randint_like",
-        "dropout_",
-        "_sample_dirichlet",
-    )
-)
-UNCHECKED.update(spellings("bernoulli_", "normal_", "uniform_", "exponential_", "random_", "cauchy_", "log_normal_"))
-UNCHECKED.update(spellings(*_ELEMENTWISE, "where"))

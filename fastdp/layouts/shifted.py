@@ -14,17 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .calls import Call
-from .layout import Layout, tag
-from .nests import tensors_in
-from .trial import Tags
+from . import kinds
+from .calls import Call, Inputs, Tags
+from .layout import Layout
 
 _NUMBERS = itertools.count(1)
-_MOVING = frozenset("transpose permute view reshape flatten contiguous clone unsqueeze squeeze swapaxes mT".split())
-_INVARIANT = frozenset(("softmax", "log_softmax"))
-_EXTREMES = frozenset("max min amax amin".split())
-Inputs = list[tuple[Tensor, Layout]]
-Ask = Callable[[Inputs], Tags]
+Ask = Callable[[Call], Tags]
 
 
 class Shift(NamedTuple):
@@ -36,29 +31,37 @@ class Shift(NamedTuple):
 
 def begins(call: Call) -> Tags | None:
     """scores - number, the number made of several samples; None for any other call."""
-    if call.name not in ("sub", "subtract", "__sub__") or len(call.args) != 2 or call.kwargs:
+    if call.name not in kinds.SUBTRACTING or len(call.args) != 2 or call.kwargs:
         return None
     scores, number = call.args
     if not isinstance(scores, Tensor) or not isinstance(number, Tensor) or number.dim() or not call.out.dim():
         return None
     layout, by = call.layout(scores), call.layout(number)
-    if layout is None or layout.mixed or layout.places or layout.alone >= 0 or by is None or not by.mixed:
+    if layout is None or layout.mixed or layout.is_row_index or layout.alone >= 0 or by is None or not by.mixed:
         return None
-    if by.places or scores.dtype not in (torch.float32, torch.float64) or number.dtype != scores.dtype:
+    if (
+        by.shifted is not None
+        or by.is_row_index
+        or scores.dtype not in (torch.float32, torch.float64)
+        or number.dtype != scores.dtype
+    ):
         return None  # in 16 bits what the number's own gradient is rounded to, instead of zero, would count
     if not bool(number.isfinite()):  # infinity less infinity
         return None
     return [(call.out, layout._replace(mixed=by.mixed, shifted=Shift(layout, next(_NUMBERS))))]
 
 
-def follow(call: Call, inputs: Inputs, ask: Ask) -> Tags:
-    """Layouts of the results, where an argument is shifted: shifted again, free of the number, or mixed for good."""
+def follow(call: Call, ask: Ask) -> Tags | None:
+    """Where an argument is shifted: shifted again, free of the number, or mixed for good; None of any other call."""
+    inputs = call.inputs()
     shifts = [layout.shifted for _, layout in inputs if layout.shifted is not None]
-    free, keeps = _frees(call, inputs, shifts), _keeps(call)
-    if not free and not keeps:
-        return _tagged(inputs, [layout._replace(shifted=None) for _, layout in inputs], ask)
+    if not shifts:
+        return None
+    free = _frees(call, inputs, shifts)
+    if not free and not _keeps(call):
+        return ask(call.supposing({id(tensor): layout._replace(shifted=None) for tensor, layout in inputs}))
     mixed = next(layout.mixed for _, layout in inputs if layout.shifted is not None)
-    found = _tagged(inputs, [layout if layout.shifted is None else layout.shifted.layout for _, layout in inputs], ask)
+    found = ask(call.supposing({id(t): layout.shifted.layout for t, layout in inputs if layout.shifted is not None}))
     if free:
         return found
     return [(tensor, _again(tensor, layout, mixed, shifts[0].number)) for tensor, layout in found]
@@ -72,34 +75,23 @@ def _again(tensor: Tensor, layout: Layout | None, mixed: str, number: int) -> La
 
 def _frees(call: Call, inputs: Inputs, shifts: list[Shift]) -> bool:
     """Whether the number makes no difference to the result."""
-    if call.name in _INVARIANT:
+    if call.name in ("softmax", "log_softmax"):
         return len(inputs) == 1
-    if call.name not in ("sub", "subtract", "__sub__") or len(call.args) != 2 or call.kwargs:
+    if call.name not in kinds.SUBTRACTING or len(call.args) != 2 or call.kwargs:
         return False
     return len(shifts) == 2 == len(inputs) and shifts[0].number == shifts[1].number
 
 
 def _keeps(call: Call) -> bool:
     """Whether the result is what it would be without the number, less the number."""
-    others = [tensor for tensor in tensors_in((call.args[1:], call.kwargs)) if call.layout(tensor) is not None]
-    if any(layout.shifted is not None for tensor in others if (layout := call.layout(tensor)) is not None):
+    others = call.beside_first()
+    if any(layout.shifted is not None for _, layout in others):
         return False
-    if call.name in _MOVING:
+    if call.name in kinds.KEEPING_SCORES:
         return True
     if call.name in ("masked_fill", "masked_fill_"):  # by what has no weight in a softmax, shifted or not
         value = call.argument(2, "value")
         return not isinstance(value, Tensor) and value <= torch.finfo(call.out.dtype).min / 2
     if call.name in ("clamp", "clip"):  # where it does nothing
         return not others and torch.equal(call.out, call.args[0])
-    return call.name in _EXTREMES and not others and isinstance(call.argument(1, "dim"), int | tuple | list)
-
-
-def _tagged(inputs: Inputs, layouts: list[Layout], ask: Ask) -> Tags:
-    """The answer where the inputs have these layouts."""
-    for (tensor, _), layout in zip(inputs, layouts, strict=True):
-        tag(tensor, layout)
-    try:
-        return ask([(tensor, layout) for (tensor, _), layout in zip(inputs, layouts, strict=True)])
-    finally:
-        for tensor, layout in inputs:
-            tag(tensor, layout)
+    return call.name in kinds.EXTREMES and not others and isinstance(call.argument(1, "dim"), int | tuple | list)

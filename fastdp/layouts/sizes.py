@@ -21,21 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import notes
-from .calls import Call, function_name
+from . import kinds, notes
+from .calls import Call
 from .code import FASTDP, TORCH, users
 from .layout import layout_on
 from .positions import is_random, made_in_sight
 
 T = torch.Tensor
-TELLING = frozenset((T.__len__, T.size, T.numel, T.nelement, T.shape.__get__))  # type: ignore[attr-defined]
-_MAKING = frozenset("tensor as_tensor asarray scalar_tensor full full_like new_tensor new_full".split())
-_FULL = ("full", "full_like")
-COMPUTING = frozenset(
-    f"{before}{name}{after}"
-    for name in "add sub mul div truediv pow multiply subtract divide true_divide floordiv rsub".split()
-    for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
-)
 _ENOUGH = 6  # sizes: 6 numbers of a schedule rise or fall with them by chance in one run of 360
 _LIBRARY = ("/torch/_tensor.py", "/torch/overrides.py")
 
@@ -74,7 +66,7 @@ class Sizes:
             frame = frame.f_back  # type: ignore[assignment]
         if notes.COUNTED in tensor.__dict__:
             self._told[tensor.__dict__[notes.COUNTED]] = "the largest label in the batch"
-        if layout.order is not None or (layout.places and layout.mixed) or (layout.mixed and not layout.total):
+        if layout.order is not None or (layout.is_row_index and layout.mixed) or (layout.mixed and not layout.total):
             numbers = found if isinstance(found, tuple) else (found,)
             for number in numbers:
                 if number >= 0:
@@ -82,11 +74,11 @@ class Sizes:
         elif (elements := tensor.numel()) > batch and (isinstance(found, tuple) or found == elements):
             self._told[elements] = "the number of elements in the batch"
 
-    def note_number(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def note_number(self, call: Call) -> None:
         """A constant is made of a number."""
+        (args, kwargs), name, out = call.given, call.name, call.out
         if not isinstance(out, Tensor) or layout_on(out) is not None:
             return
-        name = function_name(func)
         number = None
         if out.numel() == 1 and args and isinstance(args[0], Tensor) and args[0] is not out:
             number = args[0].__dict__.get(notes.NUMBER)
@@ -97,7 +89,7 @@ class Sizes:
                 out.__dict__[notes.NUMBER_OF] = origins[0]
             if out.device.type == "cpu" and (number is not None or (made_in_sight(args[0]) and not is_random(args[0]))):
                 number = out.item()  # of a range or of ones as many as there are samples, perhaps
-        elif name in _MAKING and (out.numel() == 1 or name.endswith(_FULL)):
+        elif name in kinds.OF_A_NUMBER and (out.numel() == 1 or name.endswith(("full", "full_like"))):
             number = next((v for v in reversed((*args, *kwargs.values())) if _is_number(v)), None)
         if number is None:
             return
@@ -121,7 +113,7 @@ class Sizes:
 
     def problem(self, call: Call) -> tuple[str, bool]:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
-        if call.batch <= 1 or call.name not in COMPUTING or not self._codes:
+        if call.batch <= 1 or call.name not in kinds.COMPUTING or not self._codes:
             return "", False
         if any((layout := call.layout(t)) is not None and layout.total for t in call.args):
             return "", False  # a sum over the samples may be divided by their number

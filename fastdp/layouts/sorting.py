@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import notes
-from .calls import Call
+from .calls import Call, Tags
 from .coordinates import mark_coordinates
 from .index import found_in
-from .layout import Layout, tag
+from .index_read import getitem
+from .kinds import spellings
+from .layout import Layout
 from .nests import tensors_in
-from .propagate import LAYOUT_RULES, ask, combined, layout_rule, spellings
+from .propagate import ask
 from .reduce import along
+from .rules import layout_rule
 from .shapes import elementwise
-from .trial import Tags
 
 T = torch.Tensor
 _sort_along = along(1, "dim")
@@ -29,17 +31,17 @@ _sort_along = along(1, "dim")
 def _sort(call: Call) -> Tags:
     """Of one number a row over the batch: rows in another order. The numbers are the groups, if they are whole."""
     source, layout = call.args[0], call.layout(call.args[0])
-    if layout is None or layout.mixed or layout.places or source.dim() != 1:
-        return _sort_along(call) if layout is None or not layout.places else _sorted_places(call, layout)
-    out = list(tensors_in(call.out))
+    if layout is None or layout.mixed or layout.is_row_index or source.dim() != 1:
+        return _sort_along(call) if layout is None or not layout.is_row_index else _sorted_places(call, layout)
+    out = call.results()
     picked = out[-1]
     if source.is_floating_point():
         order = torch.zeros_like(picked)
-        values = combined(call, out[0], "works along the batch dimension")
+        values = call.combined("works along the batch dimension")
     else:
         order = source[picked]
         values = layout.taken(0, picked, order)
-    found = layout.taken(0, picked, order)._replace(places=True)
+    found = layout.taken(0, picked, order)._replace(is_row_index=True)
     return [(picked, found)] if len(out) == 1 else [(out[0], values), (picked, found)]
 
 
@@ -47,27 +49,27 @@ def _sorted_places(call: Call, layout: Layout) -> Tags:
     """The inverse of an order, by sorting it."""
     if layout.mixed or call.args[0].dim() != 1:
         return _sort_along(call)
-    picked = list(tensors_in(call.out))[-1]
+    picked = call.results()[-1]
     found = layout.taken(0, picked, anew=True)
     if found.owner is not None:
         found = found._replace(order=torch.zeros_like(picked))
-    return [(tensor, found) for tensor in tensors_in(call.out)]
+    return [(tensor, found) for tensor in call.results()]
 
 
 @layout_rule(*spellings("nonzero", "argwhere"), by_value=True)
 def _nonzero(call: Call) -> Tags:
     """Coordinates of a sample's own elements, as rows of a matrix or as a tensor each."""
     source, layout = call.args[0], call.layout(call.args[0])
-    out = list(tensors_in(call.out))
+    out = call.results()
     if layout is None or layout.mixed:
         mixed = layout.mixed if layout is not None else call.mixed("keeps rows by value")
-        return [(tensor, Layout(call.batch, mixed=mixed, places=True)) for tensor in out]
+        return [(tensor, Layout(call.batch, mixed=mixed, is_row_index=True)) for tensor in out]
     coordinates, _, order = found_in(source, layout)
     found = layout.taken(0, coordinates[layout.dim], order)
     if isinstance(call.out, Tensor):
         mark_coordinates(call.out, layout.dim)
-        return [(call.out, found._replace(places=True))]
-    return [(tensor, found._replace(places=dim == layout.dim)) for dim, tensor in enumerate(out)]
+        return [(call.out, found._replace(is_row_index=True))]
+    return [(tensor, found._replace(is_row_index=dim == layout.dim)) for dim, tensor in enumerate(out)]
 
 
 @layout_rule(T.where, by_value=True)
@@ -80,9 +82,9 @@ def _where(call: Call) -> Tags:
 @layout_rule(*spellings("unique", "unique_consecutive"), torch._VF.unique_dim, by_value=True)  # type: ignore[attr-defined]
 def _unique(call: Call) -> Tags:
     """Which choices occur."""
-    tags = [(tensor, combined(call, tensor, "keeps rows by value")) for tensor in tensors_in(call.out)]
+    tags = call.all_combined("keeps rows by value")
     whole = not call.args[0].is_floating_point()
-    return [(t, None if layout is None else layout._replace(places=whole)) for t, layout in tags]
+    return [(t, None if layout is None else layout._replace(is_row_index=whole)) for t, layout in tags]
 
 
 @layout_rule(torch.masked_select, T.masked_select, by_value=True)
@@ -90,19 +92,20 @@ def _masked_select(call: Call) -> Tags:
     """source[mask], both made as large as each other first."""
     given = (call.args[0], call.argument(1, "mask"))
     whole = torch.broadcast_tensors(*given)
+    taken = Call(T.__getitem__, whole, {}, call.batch, call.path, call.out)
     for tensor, made in zip(given, whole, strict=True):
         layout = call.layout(tensor)
         if made is not tensor and layout is not None:
             aligned = layout._replace(dim=layout.dim + made.dim() - tensor.dim())
             if made.size(aligned.dim) != layout.rows:
                 return _rows_by_value(call)
-            tag(made, aligned)
-    return LAYOUT_RULES[T.__getitem__](Call(T.__getitem__, whole, {}, call.out, call.batch, call.path))
+            taken.knows(made, aligned)
+    return getitem(taken)
 
 
 @layout_rule(*spellings("bincount", "histc"), by_value=True)
 def _rows_by_value(call: Call) -> Tags:
-    return [(tensor, combined(call, tensor, "keeps rows by value")) for tensor in tensors_in(call.out)]
+    return call.all_combined("keeps rows by value")
 
 
 @layout_rule(*spellings("isin", "bucketize", "searchsorted"), by_value=True)
@@ -111,7 +114,7 @@ def _looked_up(call: Call) -> Tags:
     shared = call.args[:1] if call.name == "searchsorted" else call.args[1:2] or list(call.kwargs.values())
     lists = [t for t in tensors_in(shared) if t.dim() < 2 or call.name == "isin"]
     if any(call.layout(t) is not None for t in lists):
-        return [(call.out, combined(call, call.out, "looks values up among those of other samples"))]
+        return call.all_combined("looks values up among those of other samples")
     return ask(call)
 
 
@@ -131,5 +134,5 @@ def _grouped_mm(call: Call) -> Tags:
     if layout is None or layout.mixed or rows.dim() != 2 or matrices.dim() != 3 or call.layout(matrices) is not None:
         return ask(call)
     if layout.dim != 0:
-        return [(call.out, combined(call, call.out, "sums over the batch"))]
+        return call.all_combined("sums over the batch")
     return [(call.out, layout)]

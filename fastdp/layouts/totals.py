@@ -14,57 +14,38 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import notes
-from .calls import Call
+from . import kinds, notes
+from .calls import Call, Inputs, Tags
 from .layout import Layout, tag
-from .nests import tensors_in
 from .pieces import joined, joined_rows, settled, stamped
-from .trial import Tags
-
-_ADDING = frozenset("add sub subtract rsub __add__ __radd__ __sub__ __rsub__ __iadd__ __isub__ add_ sub_".split())
-_SCALING = frozenset(
-    "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ __imul__ __itruediv__ mul_ div_".split()
-)
-# linear, and with one tensor of data: what they do to the numbers, they do to every sample's
-_LINEAR = frozenset(
-    "neg neg_ __neg__ positive sum mean view reshape flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_ expand "
-    "expand_as view_as reshape_as contiguous clone to float double half bfloat16 type type_as cpu cuda detach data "
-    "select narrow __getitem__ index_select unbind split chunk transpose permute t T mT movedim swapaxes flip "
-    "requires_grad_ retain_grad broadcast_to alias repeat cumsum diagonal".split()
-)
-_JOINING = frozenset("stack cat concat concatenate hstack vstack".split())
-_SHAPED = frozenset(
-    "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
-)
-_COUNTED = frozenset("float double half bfloat16 to long int clamp clamp_min clip clamp_ clamp_min_ detach".split())
-
-
-Inputs = list[tuple[Tensor, Layout]]
 
 
 def total_of(call: Call, tensor: Tensor, source: Layout, kind: str) -> Layout:
     """The layout of a sum over the samples (or a mean, by a number that shapes tell) of rows laid out like this."""
     why = call.mixed("combines the samples of the batch")
-    fits = (tensor.is_floating_point() or tensor.is_complex()) and not source.mixed and not source.places
+    fits = (tensor.is_floating_point() or tensor.is_complex()) and not source.mixed and not source.is_row_index
     piece = source.piece and source.piece._replace(past=hash((source.piece.past, call.name, source.rows)))
     return Layout(
         call.batch, mixed=source.mixed or why, total=kind if fits else "", piece=piece, guessed=source.guessed
     )
 
 
-def follow(call: Call, inputs: Inputs) -> Tags:
-    """Layouts of the results of a call with a total among its arguments."""
-    outputs = list(tensors_in(call.out))
-    if call.name in _SHAPED:
+def follow(call: Call) -> Tags | None:
+    """Of a call with a total among its arguments; None of any other."""
+    inputs, outputs = call.inputs(), call.results()
+    if any(layout.mixed for _, layout in inputs):
+        carry_terms(call)
+    if not any(layout.total for _, layout in inputs):
+        return None
+    if call.name in kinds.SHAPED:
         return [(tensor, None) for tensor in outputs]
     if call.name == "__setitem__":
-        layout = Layout(call.batch, mixed=call.mixed("writes a sum over the samples into memory"))
+        layout = call.combined("writes a sum over the samples into memory")
         return [(call.args[0], layout)]
     why = _broken(call, inputs)
     cut = any(layout.total and layout.piece is not None for _, layout in inputs)
     known = [layout.piece for _, layout in inputs if layout.total or (layout.alone >= 0 and layout.piece is not None)]
     pieces, problem = joined(known) if cut else (None, "")
-    carry_terms(call)
     if why or problem:
         cause = next((lay.mixed for t, lay in inputs if lay.mixed and not lay.total and t.requires_grad), "")
         mixed = cause or f"{_begun(inputs)}, and {call.mixed(why or problem)}"
@@ -73,8 +54,8 @@ def follow(call: Call, inputs: Inputs) -> Tags:
     guessed = max(layout.guessed for _, layout in inputs)
     floating = all(t.is_floating_point() or t.is_complex() for t in outputs)
     piece = settled(pieces, call.batch)
-    if piece is not None and call.name not in _ADDING | _JOINING:
-        piece = stamped([piece], call.func, call.args, call.kwargs)
+    if piece is not None and call.name not in kinds.ADDING | kinds.STACKING:
+        piece = stamped([piece], call)
     kind = _kind(call, inputs) if floating else ""
     total = Layout(call.batch, mixed=mixed, total=kind, piece=piece, guessed=guessed)
     return [(tensor, total) for tensor in outputs]
@@ -87,13 +68,13 @@ def _begun(inputs: Inputs) -> str:
 
 def _kind(call: Call, inputs: Inputs) -> str:
     """Whether the result is a sum over the samples or their mean."""
-    kinds = {layout.total for _, layout in inputs if layout.total}
+    found = {layout.total for _, layout in inputs if layout.total}
     if any(layout.alone >= 0 for t, layout in inputs if t.requires_grad):
-        kinds.add("sum")
-    if len(kinds - {"either"}) > 1:
+        found.add("sum")
+    if len(found - {"either"}) > 1:
         return "both"
-    kind = next(iter(kinds - {"either"}), "either")
-    if call.name in _SCALING and any(not layout.total for _, layout in inputs):
+    kind = next(iter(found - {"either"}), "either")
+    if call.name in kinds.SCALING and any(not layout.total for _, layout in inputs):
         return "mean" if kind == "sum" else kind  # by a number to which every sample gave as much
     return kind
 
@@ -103,7 +84,7 @@ def by_size(call: Call, told: Callable[[float], bool]) -> None:
 
     told: whether the code has asked for that number, and writes no such constant; else one may happen to equal it.
     """
-    if call.name not in _SCALING or not isinstance(call.out, Tensor):
+    if call.name not in kinds.SCALING or not isinstance(call.out, Tensor):
         return
     found = call.layout(call.out)
     if found is None or not found.total:
@@ -131,15 +112,15 @@ def _broken(call: Call, inputs: Inputs) -> str:
     name = call.name
     totals = [tensor for tensor, layout in inputs if layout.total]
     others = [(tensor, layout) for tensor, layout in inputs if not layout.total]
-    if name in _LINEAR:
+    if name in kinds.LINEAR:
         return "takes a sum over the samples together with data" if others else ""
-    if name in _JOINING or name in _ADDING:
+    if name in kinds.STACKING or name in kinds.ADDING:
         # of what has no gradient only the value is moved; one sample's own term is a term more
         bad = any(t.requires_grad and layout.alone < 0 or t.dim() and not layout.mixed for t, layout in others)
         return "joins a sum over the samples with single samples' data" if bad else ""
     if name == "where" and not others:
         return ""
-    if name not in _SCALING:
+    if name not in kinds.SCALING:
         return "takes a sum over the samples, which may only be added to others, scaled by constants and returned"
     divides = "div" in name and call.args[0] is totals[0]
     if len(totals) > 1 and not (divides and all(_even(number) for number in totals[1:])):
@@ -155,11 +136,12 @@ def _broken(call: Call, inputs: Inputs) -> str:
     )
 
 
-def sums_of_single_samples(call: Call, inputs: Inputs) -> Tags | None:
+def sums_of_single_samples(call: Call) -> Tags | None:
     """The sum of terms of single samples, each made in a loop; None for other calls."""
-    if call.name not in _ADDING or not isinstance(call.out, Tensor) or not call.out.is_floating_point():
+    inputs = call.inputs()
+    if call.name not in kinds.ADDING or not isinstance(call.out, Tensor) or not call.out.is_floating_point():
         return None
-    if any(layout.alone < 0 or layout.mixed or layout.places for _, layout in inputs):
+    if any(layout.alone < 0 or layout.mixed or layout.is_row_index for _, layout in inputs):
         return None
     guessed = max(layout.guessed for _, layout in inputs)
     joined_rows([layout for _, layout in inputs])
@@ -178,7 +160,7 @@ def note_terms(out: Tensor, source: Tensor, layout: Layout) -> None:
 
 def carry_terms(call: Call) -> None:
     """A number that was cast, or kept from zero, is the same number."""
-    if call.name not in _COUNTED and call.name not in _LINEAR:
+    if call.name not in kinds.KEEPING_COUNTS and call.name not in kinds.LINEAR:
         return
     source = call.args[0]
     note = source.__dict__.get(notes.TERMS) if isinstance(source, Tensor) else None

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from .answers import Answers
-from .calls import Call, function_name, is_in_place
+from .calls import Call, Inputs, Tags
 from .draws import DRAWS, Draw, is_close
-from .layout import Layout, tag_of
+from .kinds import UNCHECKED, VIEWS
+from .layout import Layout
 from .nests import map_tensors, signature, tensors_in
-
-Tags = list[tuple[Tensor, Layout | None]]
-UNCHECKED: set[Any] = set()  # functions that draw random numbers, or whose rules have checked them
+from .positions import is_fixed
 
 # --------------------------------------------------------------------------- the check by value
 
 _INDEPENDENT = Answers()
 
 
-def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) -> bool:
+def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
     """Whether a change of some samples' rows leaves the other samples' rows of the result alone.
 
     The trial sees sizes only: a Fourier transform along the batch keeps them. So each kind of call is run again with
@@ -36,9 +35,8 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
     if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2:
         return True
     key: Any = None
-    others = [t for t in tensors_in((call.args, call.kwargs)) if tag_of(t, call.batch) is None]
     rows = {call.batch, *[layout.rows for _, layout in inputs]}
-    varying = any(not rows.isdisjoint(t.shape) for t in others)
+    varying = any(not rows.isdisjoint(t.shape) for t in call.constants())
     if not varying and all(t.is_floating_point() and layout.owner is None for t, layout in data):
         try:
             key = (call.func, call.batch, _key(call))
@@ -46,7 +44,7 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
                 return True
         except TypeError:
             key = None
-    if is_in_place(call.name) and call.before is None:
+    if call.in_place and call.before is None:
         return False
     asked, kind = False, _kind(call)
     for draw in DRAWS[:1] if kind in _SCALED else DRAWS:
@@ -64,7 +62,6 @@ def is_independent(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) 
     return True
 
 
-Data = list[tuple[Tensor, Layout]]
 _SCALED = Answers()  # kinds of calls that were asked with numbers of every size
 
 
@@ -78,7 +75,7 @@ def _kind(call: Call) -> Any:
     return kind
 
 
-def _apart(call: Call, data: Data, tags: Tags, values: list[Tensor], before: list[Tensor]) -> bool:
+def _apart(call: Call, data: Inputs, tags: Tags, values: list[Tensor], before: list[Tensor]) -> bool:
     """Whether the results `before` of these values stay as they are for samples that do not change."""
     whole = any(not t.is_floating_point() for t in (*values, *before))  # a change may leave such numbers as they were
     for changed in _changes(call.batch):
@@ -104,7 +101,7 @@ def _changes(batch: int) -> Tensor:
     return torch.zeros(batch, sets, dtype=torch.bool).scatter_(1, torch.tensor(codes), True).T.contiguous()
 
 
-def _drawn(call: Call, data: Data, draw: Draw) -> tuple[list[Tensor], list[Tensor]] | None:
+def _drawn(call: Call, data: Inputs, draw: Draw) -> tuple[list[Tensor], list[Tensor]] | None:
     """Random numbers in place of the data's, as zeros hide what depends on what, and the results; None where the
     function does not take them."""
     if not any(t.is_floating_point() or t.is_complex() for t, _ in data):
@@ -123,7 +120,7 @@ def _drawn(call: Call, data: Data, draw: Draw) -> tuple[list[Tensor], list[Tenso
     return values, found
 
 
-def _run_again(call: Call, data: Data, values: list[Tensor]) -> list[Tensor] | None:
+def _run_again(call: Call, data: Inputs, values: list[Tensor]) -> list[Tensor] | None:
     """The results with other values for the data; None where the function does not take them."""
     state = torch.get_rng_state()
     try:
@@ -190,12 +187,12 @@ def _same_others(layout: Layout, before: Tensor, after: Tensor, changed: Tensor)
     return is_close(before.detach().movedim(layout.dim, 0)[keep], after.movedim(layout.dim, 0)[keep])
 
 
-def is_blind_to_order(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tags) -> bool:
+def is_blind_to_order(call: Call, inputs: Inputs, tags: Tags) -> bool:
     """Whether rows whose order depends on the data are treated alike wherever they stand: rows in another order give
     the results in that order."""
     if call.func in UNCHECKED:
         return True
-    if is_in_place(call.name) and call.before is None:
+    if call.in_place and call.before is None:
         return False
     ordered = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed and layout.alone < 0]
     number = torch.arange(ordered[0][1].rows, device=ordered[0][0].device)
@@ -218,13 +215,14 @@ def is_blind_to_order(call: Call, inputs: list[tuple[Tensor, Layout]], tags: Tag
     return True
 
 
-def target_as_it_is(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """A copy of what a function in place is about to overwrite, if it may be asked again."""
-    name = function_name(func)
-    if func in UNCHECKED or name == "__setitem__" or not is_in_place(name) or not isinstance(args[0], Tensor):
-        return None
-    with torch.no_grad():
-        return args[0].detach().clone()
+def keep_target(call: Call) -> None:
+    """Before a call in place: copy what it overwrites, if that may be asked again, or may have numbers by place."""
+    target = call.args[0] if call.in_place and call.args else None
+    if not isinstance(target, Tensor) or call.name == "__setitem__":
+        return
+    if call.func not in UNCHECKED or (is_fixed(target) and call.is_constant(target)):
+        with torch.no_grad():
+            call.before = target.detach().clone()
 
 
 # --------------------------------------------------------------------------- the trial
@@ -233,7 +231,7 @@ Answer = tuple[list[list[tuple[int, int]]] | None, bool]
 _CACHE = Answers()
 
 
-def cached_trial(call: Call, inputs: list[tuple[Tensor, Layout]]) -> Answer:
+def cached_trial(call: Call, inputs: Inputs) -> Answer:
     """What grew in each result, and whether constants of the batch's size had to grow along."""
     try:
         key = (call.func, call.batch, _key(call))
@@ -256,7 +254,7 @@ def _key(call: Call) -> Any:
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
-            layout = tag_of(value, call.batch)
+            layout = call.layout(value)
             where = layout and (layout.dim, layout.outer, layout.inner, layout.owner is None, bool(layout.mixed))
             return (tuple(value.shape), value.dtype, where)
         if isinstance(value, slice):
@@ -267,18 +265,14 @@ def _key(call: Call) -> Any:
     return signature((call.args, call.kwargs), leaf)
 
 
-VIEWS = frozenset(
-    "permute transpose t T mT movedim moveaxis swapaxes swapdims squeeze unsqueeze unbind narrow select chunk split "
-    "tensor_split diagonal __iter__".split()
-)
-Grow = Callable[[Tensor, int, list[tuple[Tensor, Layout]]], list[int]]
+Grow = Callable[[Tensor, int, Inputs], list[int]]
 
 
-def _constants_as_they_are(tensor: Tensor, batch: int, inputs: list[tuple[Tensor, Layout]]) -> list[int]:
+def _constants_as_they_are(tensor: Tensor, batch: int, inputs: Inputs) -> list[int]:
     return list(tensor.shape)
 
 
-def _constants_aligned(tensor: Tensor, batch: int, inputs: list[tuple[Tensor, Layout]]) -> list[int]:
+def _constants_aligned(tensor: Tensor, batch: int, inputs: Inputs) -> list[int]:
     """A constant made for this batch (a mask), lying as the data lies."""
     shape = list(tensor.shape)
     for source, layout in inputs:
@@ -289,7 +283,7 @@ def _constants_aligned(tensor: Tensor, batch: int, inputs: list[tuple[Tensor, La
     return shape
 
 
-def _constants_first(tensor: Tensor, batch: int, inputs: list[tuple[Tensor, Layout]]) -> list[int]:
+def _constants_first(tensor: Tensor, batch: int, inputs: Inputs) -> list[int]:
     """A constant made for this batch, samples first."""
     shape = list(tensor.shape)
     if shape and shape[0] == batch:
@@ -301,9 +295,9 @@ def _grown_rows(layout: Layout) -> int:
     return layout.rows + (1 if layout.owner is not None else layout.outer * layout.inner)
 
 
-def _trial(call: Call, inputs: list[tuple[Tensor, Layout]], grow: Grow) -> list[list[tuple[int, int]]] | None:
+def _trial(call: Call, inputs: Inputs, grow: Grow) -> list[list[tuple[int, int]]] | None:
     def to_meta(tensor: Tensor) -> Tensor:
-        layout = tag_of(tensor, call.batch)
+        layout = call.layout(tensor)
         if layout is None:
             shape = grow(tensor, call.batch, inputs)
         else:
@@ -320,7 +314,7 @@ def _trial(call: Call, inputs: list[tuple[Tensor, Layout]], grow: Grow) -> list[
     except Exception:  # noqa: BLE001  (any failure means only that the question has no answer)
         return None
     answer = []
-    for tensor, larger in zip(tensors_in(call.out), tensors_in(result), strict=False):
+    for tensor, larger in zip(call.results(), tensors_in(result), strict=False):
         if tensor.dim() != larger.dim():
             return None
         pairs = enumerate(zip(tensor.shape, larger.shape, strict=True))

@@ -1,7 +1,8 @@
-"""Per-sample gradient operators, each defined by plain PyTorch that works on any device.
+"""Per-sample gradient operators. Each is defined by plain PyTorch that works on any device.
 
-Shapes: B samples, T positions of a sample, I inputs, O outputs, V rows of a table, d columns.
-Numbers are accumulated in float32, or in float64 where the inputs are float64.
+In the shapes, B is the number of samples, T the number of positions of a sample, I the number of inputs, O the number
+of outputs, V the number of rows of a table, and d the number of columns. Operators accumulate in float32, or in float64
+if the inputs are float64.
 """
 
 from .clip import clip_factors

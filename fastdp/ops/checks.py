@@ -1,62 +1,64 @@
-"""Arguments of the CUDA C++ kernels: which types they take, and what is refused before a launch."""
+"""What operators refuse before a kernel runs: kernels trust their arguments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .common import DTYPES, check_padding
 
+MASK = 0xFFFFFFFF
 MAX_STEP = 1 << 48
 
 
-# ---------------------------------------------------------------------- noise and step
+# ---------------------------------------------------------------------- noise
 
 
-def check_draw(dtype: torch.dtype, std: float, key: Sequence[int], step: int) -> None:
-    if dtype not in DTYPES:
-        raise TypeError(f"noise is added to float32, bfloat16, float16 or float64, not {dtype}")
-    if not 0 <= std < math.inf or (dtype != torch.float64 and std > torch.finfo(torch.float32).max):
-        raise ValueError(f"std must be 0 or larger and finite, not {std!r}")
-    if len(key) != 8 or not all(0 <= word < 1 << 32 for word in key):
-        raise ValueError("key must be 8 words of 32 bits")
+def words_of(key: bytes | Sequence[int]) -> list[int]:
+    """A key as the 8 words of ChaCha20's state, as operators take it. Raises ValueError on anything else."""
+    if isinstance(key, bytes) and len(key) == 32:
+        return list(struct.unpack("<8I", key))
+    words = list(key) if isinstance(key, list | tuple) else []
+    if len(words) != 8 or not all(isinstance(word, int) and 0 <= word <= MASK for word in words):
+        raise ValueError("key must be 32 bytes, or a list of 8 words of 32 bits")
+    return words
+
+
+def check_draw(key: Sequence[int], step: int, std: float) -> None:
+    """What every draw must satisfy. Raises ValueError."""
+    words_of(list(key))
     if not 0 <= step < MAX_STEP:
         raise ValueError(f"step must lie in [0, 2^48), not {step}")
+    if not 0 <= std < math.inf:
+        raise ValueError(f"std must be 0 or larger and finite, not {std!r}")
 
 
-def check_tensor(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, others on {device}")
+def check_range(offset: int, count: int) -> None:
+    """Global indices must be counted by the generator. Raises ValueError."""
+    if offset < 0 or offset + count > 1 << 62:
+        raise ValueError(f"global indices must lie in [0, 2^62): offset {offset} with {count} elements")
+
+
+def check_out(tensor: Tensor, key: Sequence[int], step: int, std: float, offset: int) -> None:
+    """A tensor that noise is drawn into. Raises ValueError or TypeError."""
+    check_draw(key, step, std)
+    check_range(offset, tensor.numel())
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"noise is drawn in float32, float64, bfloat16 or float16, not {tensor.dtype}")
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous: elements are counted in memory order")
+        raise ValueError("noise is drawn into contiguous memory: call contiguous() first")
+    refuse_graph(tensor)
+
+
+def refuse_graph(tensor: Tensor) -> None:
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} is written in place, which autograd does not see: run under torch.no_grad()")
-
-
-def check_row(i: int, param: Tensor, total: Tensor, held: list[Tensor], offset: int, device: torch.device) -> None:
-    exact = torch.float64 if param.dtype == torch.float64 else torch.float32
-    check_tensor(f"parameter {i}", param, device)
-    check_tensor(f"sum {i}", total, device)
-    if total.dtype != exact or total.numel() != param.numel():
-        raise ValueError(f"sum {i} must be {exact} with {param.numel()} elements: {total.dtype}, {total.numel()}")
-    for state in held:
-        check_tensor(f"a state of parameter {i}", state, device)
-        if state.dtype != held[0].dtype or state.dtype not in (param.dtype, exact):
-            raise ValueError(f"states of parameter {i} must all be {param.dtype}, or all {exact}, not {state.dtype}")
-        if state.numel() != param.numel():
-            raise ValueError(f"states of parameter {i} must have {param.numel()} elements, not {state.numel()}")
-    if offset < 0 or offset + param.numel() > 1 << 62:
-        raise ValueError(f"global indices must lie in [0, 2^62): offset {offset} with {param.numel()} elements")
-
-
-def words_of(key: bytes | Iterable[int]) -> list[int]:
-    """A 32-byte key as the 8 words of the kernels."""
-    if not isinstance(key, bytes):
-        return list(key)
-    return [int.from_bytes(key[k : k + 4], "little") for k in range(0, len(key), 4)]
+        raise ValueError(
+            "noise is drawn in place, which autograd does not see: detach() the tensor, or run under torch.no_grad()"
+        )
 
 
 # ---------------------------------------------------------------------- embedding

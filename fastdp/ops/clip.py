@@ -49,12 +49,20 @@ _factors_op = define(
 
 
 def clip_factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gamma: float = GAMMA) -> Tensor:
-    """Factors c with c * norm <= max_grad_norm in exact arithmetic, [B] float32, 0 where the norm is not finite.
+    """Factors c with c * norm <= max_grad_norm in exact arithmetic: [B] float32. They are 0 if the norm is not finite.
 
-    local: min(1, R / n) (Abadi et al. 2016); global: 1[n <= R], 0 or 1 (Bu et al., Convergence and
-    calibration of DP deep learning); automatic: R / (n + gamma) (Bu et al. 2023, arXiv 2206.07136).
-    norm_sq [B] squared norms, float32 or float64; n is their root enlarged by the share MARGIN. Factors below
-    float32's smallest normal number are 0; so are those of zero gradients (and of float32 squares below 2^-100,
-    which may be rounding) under gamma = 0. Raises ValueError on an unknown kind, TypeError on another type.
+    Factors below float32's smallest normal number are 0. Under gamma = 0, so are those of zero gradients, and of
+    float32 squares below 2^-100, which may be rounding.
+
+    Args:
+        norm_sq: squared norms [B], float32 or float64. n is their root, enlarged by the share MARGIN.
+        max_grad_norm: the clipping norm R.
+        kind: "local" for min(1, R / n) (Abadi et al. 2016, arXiv 1607.00133), "global" for 1[n <= R] (Bu et al. 2023,
+            arXiv 2106.07830), or "automatic" for R / (n + gamma) (Bu et al. 2023, arXiv 2206.07136).
+        gamma: the constant of automatic clipping, 0 or larger.
+
+    Raises:
+        ValueError: if the kind is unknown.
+        TypeError: if norm_sq has another type.
     """
     return _factors_op(norm_sq, max_grad_norm, kind, gamma)  # type: ignore[no-any-return]

@@ -284,8 +284,8 @@ def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes = 1,
                     dilation: Sizes = 1, groups: int = 1) -> Tensor:  # fmt: skip
     """The weight gradient of each sample: x [B,C,*], g [B,O,*] -> [B, O, C / groups, *kernel_size].
 
-    G_b[o,i,k] = sum_p g[b,o,p] x[b,i, p stride + k dilation - padding], 1 to 3 dimensions, x 0 outside.
-    Returns float32 (float64 for float64 inputs). Raises ValueError on shapes.
+    G_b[o,i,k] = sum_p g[b,o,p] x[b,i, p stride + k dilation - padding], in 1 to 3 dimensions, with x = 0 outside. The
+    result is float32 (float64 for float64 inputs). Raises ValueError if a shape is wrong.
     """
     sizes = _lists(x, kernel_size, stride, padding, dilation)
     return _per_sample_op(x, g, *sizes, groups)  # type: ignore[no-any-return]
@@ -294,11 +294,19 @@ def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes = 1,
 def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
                  dilation: Sizes = 1, groups: int = 1, method: str = "auto", *,
                  dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    """Squared norm of each sample's weight gradient, [B]; x [B,C,*], g [B,O,*], 1 to 3 dimensions.
+    """The squared norm of each sample's weight gradient: x [B,C,*], g [B,O,*] -> [B], in 1 to 3 dimensions.
 
-    Args: method "direct" (the elements of the gradient, squared and added), "gram" (the products of patches and
-    of output gradients between positions) or "auto"; dtype of the result: float32 (float64 for float64 inputs)
-    unless given. Raises ValueError on shapes or method. Source: Bu et al. 2022, arXiv 2205.10683.
+    The sizes are those of the convolution.
+
+    Args:
+        method: "direct" (squares of the gradient's elements), "gram" (products of patches, and of output gradients,
+            between positions), or "auto", which takes the cheaper one.
+        dtype: the type of the result (default: float32, or float64 for float64 inputs).
+
+    Raises:
+        ValueError: if a shape or the method is wrong.
+
+    Source: Bu et al. 2022 (arXiv 2205.10683).
     """
     sizes = _lists(x, kernel_size, stride, padding, dilation)
     return _norm_sq_op(x, g, *sizes, groups, method, dtype=dtype)  # type: ignore[no-any-return]
@@ -306,9 +314,10 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes = 1, pa
 
 def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
                      dilation: Sizes = 1, groups: int = 1, out: Tensor | None = None) -> Tensor:  # fmt: skip
-    """sum_b c_b (weight gradient of sample b), of the weight's shape, float32; added to `out` if given.
+    """sum_b c_b (weight gradient of sample b), with the shape of the weight, float32; it is added to `out` if given.
 
-    Rows of samples with c_b = 0 are not read as numbers. Raises ValueError on shapes.
+    Samples with c_b = 0 contribute nothing, even if their numbers are NaN or infinite. Raises ValueError if a shape is
+    wrong.
     """
     sizes = _lists(x, kernel_size, stride, padding, dilation)
     if out is None:

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_draw, check_row, check_tensor, rows_of, words_of
-from .common import DTYPES, GAMMA, KINDS, MARGIN, norm_type
+from .checks import check_out, rows_of
+from .common import DTYPES, GAMMA, KINDS, MARGIN, norm_type, sum_type
 from .registry import native_cuda
+from .updates import SGD, Adam, Step, implementation
 
 __all__ = [
     "DTYPES",
@@ -36,11 +37,9 @@ __all__ = [
     "noise_",
     "noisy_adamw_step_",
     "noisy_sgd_step_",
-    "words_of",
 ]
 
 NULL = 0
-_TypePair = tuple[torch.dtype, torch.dtype]
 
 
 # ---------------------------------------------------------------------- noise
@@ -63,10 +62,8 @@ def add_scaled_(tensor: Tensor, std: float, scale: float, key: Sequence[int], st
 def _noise(
     tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int, *, keep: bool
 ) -> Tensor:
-    check_draw(tensor.dtype, std, key, step)
-    check_tensor("the tensor", tensor, tensor.device)
-    if offset < 0 or offset + tensor.numel() > 1 << 62:
-        raise ValueError(f"global indices must lie in [0, 2^62): offset {offset} with {tensor.numel()} elements")
+    check_out(tensor, key, step, std, offset)
+    _check_std(std, tensor.dtype)
     _refuse_repetition(tensor.device)
     pointer, kind, place = tensor.data_ptr(), DTYPES[tensor.dtype], _place(tensor.device)
     _native().noise(pointer, kind, tensor.numel(), offset, list(key), step, std, scale, keep, *place)
@@ -74,140 +71,48 @@ def _noise(
     return tensor
 
 
+def _check_std(std: float, dtype: torch.dtype) -> None:
+    if dtype != torch.float64 and std > torch.finfo(torch.float32).max:
+        raise ValueError(f"std must be finite as a float32, which noise of {dtype} is computed in, not {std!r}")
+
+
 # ---------------------------------------------------------------------- noise and step
 
 
-def noisy_sgd_step_(
-    params: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    offsets: Sequence[int],
-    *,
-    key: Sequence[int],
-    step: int,
-    std: float,
-    scale: float,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    maximize: bool = False,
-    first: bool = False,
-    keep_grads: bool = True,
-    counter: Tensor | None = None,
-) -> None:
-    """n = (sum + std * N(0, 1)) * scale, then torch.optim.SGD's rule with gradient n, all in one launch a type.
-
-    Args: params, sums, momentum_buffers (empty where momentum is 0): contiguous, sums float32 (float64 for float64
-    parameters), buffers of the parameter's type or float32; offsets: the global index of each parameter's first
-    element; key 8 words of 32 bits; first: buffers are written, not read; keep_grads: n is written into sums;
-    counter: int64 [1] on the device, added to step when the kernel runs (see `advance_`).
-    """
-    groups = _table(params, sums, [momentum_buffers] if momentum else [], offsets, std, key, step, counter)
-    options = (lr, momentum, dampening, weight_decay, nesterov, maximize, first)
-    _launch("noisy_sgd", groups, params, key, step, std, scale, keep_grads, counter, options)
-    written = [params, sums if keep_grads else (), momentum_buffers if momentum else ()]
-    torch.autograd.graph.increment_version([tensor for tensors in written for tensor in tensors])
+def _step(step: Step) -> None:
+    """All parameters of a type, and with states of a type, in one launch."""
+    if not step.params:
+        return
+    device = step.params[0].device
+    if step.counter is None:
+        _refuse_repetition(device)
+    groups: dict[tuple[torch.dtype, torch.dtype], array[int]] = {}  # six numbers of each parameter, by type
+    for i, ((param, total, *states), offset) in enumerate(step.rows()):
+        exact, kind = sum_type(param), states[0].dtype if states else param.dtype
+        _check_std(step.draw.std, param.dtype)
+        if total.dtype != exact:
+            raise ValueError(f"sum {i} must be {exact}, not {total.dtype}")
+        if kind not in (param.dtype, exact) or any(state.dtype != kind for state in states):
+            raise ValueError(f"states of parameter {i} must all be {param.dtype}, or all {exact}")
+        if param.numel():
+            pointers = [tensor.data_ptr() for tensor in (param, total, *states)] + [NULL, NULL]
+            groups.setdefault((param.dtype, kind), array("q")).extend([*pointers[:4], param.numel(), offset])
+    native, counter = _native(), NULL if step.counter is None else step.counter.data_ptr()
+    run = native.noisy_sgd if isinstance(step.update, SGD) else native.noisy_adamw
+    for kinds, rows in groups.items():
+        workspace = torch.empty(native.workspace(len(rows) // 6), dtype=torch.uint8, device=device)
+        codes = [DTYPES[kind] for kind in kinds]
+        run(rows, workspace.data_ptr(), *codes, step.draw, counter, step.update, *_place(device))
+    step.changed()
 
 
-def noisy_adamw_step_(
-    params: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    offsets: Sequence[int],
-    *,
-    key: Sequence[int],
-    step: int,
-    std: float,
-    scale: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    t: int,
-    decoupled: bool = True,
-    maximize: bool = False,
-    keep_grads: bool = True,
-    counter: Tensor | None = None,
-) -> None:
-    """n = (sum + std * N(0, 1)) * scale, then torch.optim.AdamW's rule with gradient n, all in one launch a type.
-
-    Args: as of `noisy_sgd_step_`; t: torch's step count after this step, 1 at the first; decoupled: AdamW's weight
-    decay, else Adam's (L2); counter is added to step and to t. Source: Loshchilov & Hutter 2019; Kingma & Ba 2015.
-    """
-    if t < 1:
-        raise ValueError(f"t counts steps from 1, not {t}")
-    groups = _table(params, sums, [exp_avgs, exp_avg_sqs], offsets, std, key, step, counter)
-    options = (lr, beta1, beta2, eps, weight_decay, t, decoupled, maximize)
-    _launch("noisy_adamw", groups, params, key, step, std, scale, keep_grads, counter, options)
-    written = [params, sums if keep_grads else (), exp_avgs, exp_avg_sqs]
-    torch.autograd.graph.increment_version([tensor for tensors in written for tensor in tensors])
+noisy_sgd_step_ = implementation(SGD, _step, on_device=True)
+noisy_adamw_step_ = implementation(Adam, _step, on_device=True)
 
 
 def advance_(counter: Tensor) -> Tensor:
     """Count a step: counter += 1. Once a step, after all of its launches; captured with them, at every replay."""
     return counter.add_(1)
-
-
-def _table(
-    params: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    offsets: Sequence[int],
-    std: float,
-    key: Sequence[int],
-    step: int,
-    counter: Tensor | None,
-) -> dict[_TypePair, array[int]]:
-    """What the kernels need of each parameter, six numbers, by type of parameter and state."""
-    if any(len(other) != len(params) for other in (sums, offsets, *states)):
-        lengths = [len(params), len(sums), *map(len, states), len(offsets)]
-        raise ValueError(f"a sum, each state and an offset for every parameter: got lists of {lengths}")
-    if counter is None:
-        if params:
-            _refuse_repetition(params[0].device)
-    elif counter.dtype != torch.int64 or counter.numel() != 1 or (params and counter.device != params[0].device):
-        raise ValueError("counter must be an int64 tensor of one element on the parameters' device")
-    groups: dict[_TypePair, array[int]] = {}
-    no_state = (NULL, NULL)
-    for i, (param, total, offset) in enumerate(zip(params, sums, offsets, strict=True)):
-        held = [state[i] for state in states]
-        pair = (param.dtype, held[0].dtype if held else param.dtype)
-        if pair not in groups:
-            check_draw(param.dtype, std, key, step)
-            groups[pair] = array("q")
-        check_row(i, param, total, held, offset, params[0].device)
-        if param.numel():
-            pointers = (*(state.data_ptr() for state in held), *no_state)[:2]
-            groups[pair].extend((param.data_ptr(), total.data_ptr(), *pointers, param.numel(), offset))
-    return groups
-
-
-def _launch(
-    name: str,
-    groups: dict[_TypePair, array[int]],
-    params: Sequence[Tensor],
-    key: Sequence[int],
-    step: int,
-    std: float,
-    scale: float,
-    keep_grads: bool,
-    counter: Tensor | None,
-    options: tuple[Any, ...],
-) -> None:
-    native, words = _native(), list(key)
-    address = NULL if counter is None else counter.data_ptr()
-    for (param_type, state_type), rows in groups.items():
-        if not rows:
-            continue
-        device = params[0].device
-        workspace = torch.empty(native.workspace(len(rows) // 6), dtype=torch.uint8, device=device)
-        draw = (words, step, std, scale, keep_grads, address)
-        kinds = (DTYPES[param_type], DTYPES[state_type])
-        getattr(native, name)(rows, workspace.data_ptr(), *kinds, *draw, *options, *_place(device))
 
 
 # ---------------------------------------------------------------------- clip factors

@@ -210,19 +210,26 @@ _cross_term_op = define(
 def embedding_norm_sq(
     ids: Tensor, g: Tensor, padding_idx: int | None = None, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Squared norm of each sample's table gradient: sum_v |sum_{t: ids_t = v} g_t|^2.
+    """The squared norm of each sample's table gradient, sum_v |sum_{t: ids_t = v} g_t|^2: [B].
 
-    Args: ids [B,...] of integers; g [B,...,d] output gradients; padding_idx the id of positions without a gradient,
-    never negative: for torch.nn.Embedding's padding_idx=-1 give num_embeddings - 1; dtype of the result: float32
-    (float64 for float64 g) unless given. Returns: [B]. Raises ValueError on shapes or a negative padding_idx.
+    Args:
+        ids: whole numbers [B,...].
+        g: output gradients [B,...,d].
+        padding_idx: the id of positions without a gradient, never negative. For torch.nn.Embedding's padding_idx=-1,
+            pass num_embeddings - 1.
+        dtype: the type of the result (default: float32, or float64 for float64 g).
+
+    Raises:
+        ValueError: if a shape is wrong or padding_idx is negative.
     """
     return _norm_sq_op(ids, g, padding_idx, dtype=dtype)  # type: ignore[no-any-return]
 
 
 def embedding_per_sample(ids: Tensor, g: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
-    """The table gradient of each sample, materialised: [B, num_embeddings, d]; ids, g, padding_idx as of the norm.
+    """The table gradient of each sample, materialised: [B, num_embeddings, d].
 
-    Raises IndexError on an id outside the table, ValueError on shapes or a negative padding_idx.
+    The arguments are those of `embedding_norm_sq`. Raises IndexError if an id is outside the table, and ValueError if a
+    shape is wrong or padding_idx is negative.
     """
     return _per_sample_op(ids, g, num_embeddings, padding_idx)  # type: ignore[no-any-return]
 
@@ -235,11 +242,14 @@ def embedding_clipped_sum(
     padding_idx: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """sum_b c_b (table gradient of sample b), [num_embeddings, d] float32; added to `out` if given.
+    """sum_b c_b (table gradient of sample b): [num_embeddings, d] float32; it is added to `out` if given.
 
-    Args: ids [B,...], g [B,...,d], padding_idx as of `embedding_norm_sq`; c [B] factors: samples with c = 0 are not
-    read as numbers. Raises ValueError on shapes or a negative padding_idx, IndexError on an id outside the table (on
-    the CPU; then nothing is added).
+    Samples with c = 0 contribute nothing, even if their numbers are NaN or infinite. ids, g and padding_idx are those
+    of `embedding_norm_sq`, and c are the factors [B].
+
+    Raises:
+        ValueError: if a shape is wrong or padding_idx is negative.
+        IndexError: if an id is outside the table (on the CPU; nothing is added then).
     """
     if out is None:
         return _clipped_sum_op(ids, g, c, num_embeddings, padding_idx)  # type: ignore[no-any-return]
@@ -249,9 +259,15 @@ def embedding_clipped_sum(
 
 def tied_cross_term(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_head: Tensor, *,
                     dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    """<G_embedding, G_head> of each sample, for one table used to look up and as the head's weight.
+    """<G_embedding, G_head> of each sample, for a table that is both looked up and used as the weight of the head: [B].
 
-    ids [B,K], g_embedding [B,K,d] of the look-up; h_head [B,T,d], g_head [B,T,V] of the head -> [B]:
-    sum_{k,t} g_head[t, ids_k] (g_embedding_k . h_head_t), of type `dtype` (float32; float64 for float64 inputs).
+    It is sum_{k,t} g_head[t, ids_k] (g_embedding_k . h_head_t).
+
+    Args:
+        ids: the ids of the look-up, [B,K].
+        g_embedding: the output gradients of the look-up, [B,K,d].
+        h_head: the inputs of the head, [B,T,d].
+        g_head: the output gradients of the head, [B,T,V].
+        dtype: the type of the result (default: float32, or float64 for float64 inputs).
     """
     return _cross_term_op(ids, g_embedding, h_head, g_head, dtype=dtype)  # type: ignore[no-any-return]

@@ -222,12 +222,20 @@ _add_clipped_sum_op = define(
 
 
 def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dtype | None = None) -> Tensor:
-    """Squared Frobenius norm of each sample's weight gradient g_b^T a_b.
+    """The squared Frobenius norm of each sample's weight gradient g_b^T a_b: [B].
 
-    Args: a [B,T,I] or [B,I] inputs; g [B,T,O] or [B,O] output gradients; method "auto", "gram" or "direct";
-    dtype of the result: float32 (float64 for float64 inputs) unless given. Squares of float32 end at 1e-38 and
-    1e38: ask for float64 where norms may be that small or large.
-    Returns: [B]. Raises ValueError on shapes or method. Source: Li et al. 2022, section 4.
+    Squares of float32 numbers end at 1e-38 and 1e38: request float64 if norms may be that small or large.
+
+    Args:
+        a: inputs, [B,T,I] or [B,I].
+        g: output gradients, [B,T,O] or [B,O].
+        method: "gram" (T x T products), "direct" (the gradient itself), or "auto", which takes the cheaper one.
+        dtype: the type of the result (default: float32, or float64 for float64 inputs).
+
+    Raises:
+        ValueError: if a shape or the method is wrong.
+
+    Source: Li et al. 2022 (arXiv 2110.05679), section 4.
     """
     return _norm_sq_op(a, g, method, dtype=dtype)  # type: ignore[no-any-return]
 
@@ -278,15 +286,28 @@ def enlarge_by_data(norm_sq: Tensor, a: Tensor, g: Tensor, units: float) -> Tens
 
 
 def linear_per_sample(a: Tensor, g: Tensor) -> Tensor:
-    """The weight gradient of each sample: [B,T,I], [B,T,O] -> [B,O,I], float32 (float64 for float64 inputs)."""
+    """The weight gradient of each sample: [B,T,I], [B,T,O] -> [B,O,I], float32 (float64 for float64 inputs).
+
+    Raises ValueError if a shape is wrong.
+    """
     return _per_sample_op(a, g)  # type: ignore[no-any-return]
 
 
 def linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
-    """sum_b c_b g_b^T a_b, [O,I] float32; rows of samples with c_b = 0 are not read as numbers.
+    """sum_b c_b g_b^T a_b: [O,I] float32.
 
-    Args: a [B,T,I] or [B,I]; g [B,T,O] or [B,O]; c [B] factors; out float32 [O,I], to which the sum is added.
-    Raises ValueError on shapes. Source: book-keeping, Bu et al. 2023, arXiv 2210.00038.
+    Samples with c_b = 0 contribute nothing, even if their numbers are NaN or infinite.
+
+    Args:
+        a: inputs, [B,T,I] or [B,I].
+        g: output gradients, [B,T,O] or [B,O].
+        c: factors, [B].
+        out: a float32 tensor [O,I] to which the sum is added.
+
+    Raises:
+        ValueError: if a shape is wrong.
+
+    Source: book-keeping, Bu et al. 2023 (arXiv 2210.00038).
     """
     if out is None:
         return _clipped_sum_op(a, g, c)  # type: ignore[no-any-return]

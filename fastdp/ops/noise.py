@@ -32,22 +32,20 @@ import math
 import operator
 import os
 import secrets
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .checks import MASK, MAX_STEP, check_out, refuse_graph, words_of
 from .common import DTYPES
 from .registry import Kernel, cpp, cuda_cpp, define, native
 
 LANES, SLOTS = 64, 12  # blocks of a tile, normals of a block
 TILE = LANES * SLOTS
-MAX_STEP = 1 << 48
 DOMAIN = 0x6E6F  # upper 16 bits of the nonce: this use of the key; other uses must take other numbers
 SIGMA = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)  # "expand 32-byte k"
-MASK = 0xFFFFFFFF
 CHUNK = 1 << 11  # tiles the reference draws at once: some 64 MiB of temporaries
 
 
@@ -90,7 +88,7 @@ class Noise:
             return tensor.mul_(scale)
         if tensor.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"noise is added in float32 or float64, not {tensor.dtype}")
-        _refuse_graph(tensor)
+        refuse_graph(tensor)
         _add_noise_op(tensor, std, scale, words_of(self.key), self.step, offset)
         return tensor
 
@@ -123,7 +121,7 @@ def noise_(out: Tensor, std: float, key: bytes | Sequence[int], step: int, offse
     >>> torch.equal(whole[500:510], part)
     True
     """
-    _refuse_graph(out)
+    refuse_graph(out)
     _noise_op(out, std, words_of(key), step, offset)
     return out
 
@@ -133,49 +131,10 @@ def key_of(seed: int) -> bytes:
     return hashlib.sha256(b"fastdp noise key, version 1: %d" % operator.index(seed)).digest()
 
 
-def words_of(key: bytes | Sequence[int]) -> list[int]:
-    """A key as the 8 words of ChaCha20's state, as operators take it. Raises ValueError on anything else."""
-    if isinstance(key, bytes) and len(key) == 32:
-        return list(struct.unpack("<8I", key))
-    words = list(key) if isinstance(key, list | tuple) else []
-    if len(words) != 8 or not all(isinstance(word, int) and 0 <= word <= MASK for word in words):
-        raise ValueError("key must be 32 bytes, or a list of 8 words of 32 bits")
-    return words
-
-
 def native_status() -> str:
     """ "built" where the compiled kernel is used on the CPU, else why it is absent."""
     module = native()
     return module if isinstance(module, str) else "built"
-
-
-def _refuse_graph(tensor: Tensor) -> None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError("noise is drawn in place, which autograd does not see: detach() the tensor")
-
-
-def check_draw(key: Sequence[int], step: int, std: float) -> None:
-    """What every draw must satisfy. Raises ValueError."""
-    words_of(list(key))
-    if not 0 <= step < MAX_STEP:
-        raise ValueError(f"step must lie in [0, 2^48), not {step}")
-    if not 0 <= std < math.inf:
-        raise ValueError(f"std must be 0 or larger and finite, not {std!r}")
-
-
-def check_range(offset: int, count: int) -> None:
-    """Global indices must be counted by the generator. Raises ValueError."""
-    if offset < 0 or offset + count > 1 << 62:
-        raise ValueError(f"global indices must lie in [0, 2^62): offset {offset} with {count} elements")
-
-
-def _check_out(tensor: Tensor, key: Sequence[int], step: int, std: float, offset: int) -> None:
-    check_draw(key, step, std)
-    check_range(offset, tensor.numel())
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"noise is drawn in float32, float64, bfloat16 or float16, not {tensor.dtype}")
-    if not tensor.is_contiguous():
-        raise ValueError("noise is drawn into contiguous memory: call contiguous() first")
 
 
 # ---------------------------------------------------------------------- operators
@@ -183,7 +142,7 @@ def _check_out(tensor: Tensor, key: Sequence[int], step: int, std: float, offset
 
 def _native_draw(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int,
                  read: bool) -> None:  # fmt: skip
-    _check_out(tensor, key, step, std, offset)
+    check_out(tensor, key, step, std, offset)
     module: Any = native()
     module.noise_into(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel(), offset, list(key), step, std, scale,
                       read, torch.get_num_threads())  # fmt: skip
@@ -199,7 +158,7 @@ def _native_add(tensor: Tensor, std: float, scale: float, key: Sequence[int], st
 
 
 def _noise(out: Tensor, std: float, key: Sequence[int], step: int, offset: int = 0) -> None:
-    _check_out(out, key, step, std, offset)
+    check_out(out, key, step, std, offset)
     if std == 0:
         out.zero_()
         return
@@ -209,7 +168,7 @@ def _noise(out: Tensor, std: float, key: Sequence[int], step: int, offset: int =
 
 
 def _add_noise(tensor: Tensor, std: float, scale: float, key: Sequence[int], step: int, offset: int) -> None:
-    _check_out(tensor, key, step, std, offset)
+    check_out(tensor, key, step, std, offset)
     if std == 0:
         tensor.mul_(scale)
         return

@@ -120,22 +120,31 @@ _group_op = define(
 
 
 def norm_affine_per_sample(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Layer norm: weight's and bias's gradients, [B,d] float32 each (float64 for float64 x).
+    """Layer norm: the gradients of weight and bias, [B,d] float32 each (float64 for float64 x).
 
-    Args: x, g [B,T,d] or [B,d] inputs and output gradients; mean, rstd [B,T] or [B,T,1] statistics of the rows.
-    Raises ValueError on shapes.
+    Args:
+        x: inputs, [B,T,d] or [B,d].
+        g: output gradients, shaped like x.
+        mean: the means of the rows, [B,T] or [B,T,1].
+        rstd: the reciprocal standard deviations of the rows, shaped like mean.
+
+    Raises:
+        ValueError: if a shape is wrong.
     """
     return _layer_op(x, g, mean, rstd)  # type: ignore[no-any-return]
 
 
 def rms_affine_per_sample(x: Tensor, g: Tensor, rstd: Tensor) -> Tensor:
-    """RMS norm: the weight's gradient [B,d]; arguments as of `norm_affine_per_sample`, rstd = 1 / root mean square."""
+    """RMS norm: the gradient of the weight, [B,d].
+
+    The arguments are those of `norm_affine_per_sample`, with rstd = 1 / root mean square.
+    """
     return _rms_op(x, g, rstd)  # type: ignore[no-any-return]
 
 
 def group_affine_per_sample(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Group norm: x, g [B,C,*]; mean, rstd [B,num_groups] -> weight's and bias's gradients, [B,C] each.
+    """Group norm: x, g [B,C,*]; mean, rstd [B,num_groups] -> the gradients of weight and bias, [B,C] each.
 
-    Instance norm has num_groups = C. Raises ValueError on shapes.
+    Instance norm has num_groups = C. Raises ValueError if a shape is wrong.
     """
     return _group_op(x, g, mean, rstd, num_groups)  # type: ignore[no-any-return]

@@ -198,12 +198,19 @@ _clipped_sum_op = define(
 
 def routed_norm_sq(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int, *,
                    dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    """Squared norm of each sample's gradient of a stack of matrices [E,O,I].
+    """The squared norm of each sample's gradient of a stack of matrices [E,O,I]: [batch].
 
-    Args: a [S,I] inputs and g [S,O] output gradients of routed rows, in any order (fastest in that of (ids, owner));
-    ids int64 [S], the matrix of each row: rows with one outside [0, experts) have no gradient; owner int64 [S], the
-    sample of each row, in [0, batch); dtype of the result: float32 (float64 for float64 inputs) unless given.
-    Returns: [batch]. Raises ValueError on shapes.
+    Args:
+        a: inputs of the routed rows [S,I], in any order; the order of (ids, owner) is the fastest.
+        g: output gradients of the routed rows [S,O].
+        ids: the matrix of each row, int64 [S]. Rows with an id outside [0, experts) have no gradient.
+        owner: the sample of each row, int64 [S], in [0, batch).
+        experts: E, the number of matrices.
+        batch: the number of samples.
+        dtype: the type of the result (default: float32, or float64 for float64 inputs).
+
+    Raises:
+        ValueError: if a shape is wrong.
     """
     return _norm_sq_op(a, g, ids, owner, experts, batch, dtype=dtype)  # type: ignore[no-any-return]
 
@@ -211,14 +218,15 @@ def routed_norm_sq(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: in
 def routed_per_sample(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int) -> Tensor:
     """The gradient of each sample, materialised: [B,E,O,I], float32 (float64 for float64 inputs).
 
-    Arguments and errors as of `routed_norm_sq`.
+    The arguments and errors are those of `routed_norm_sq`.
     """
     return _per_sample_op(a, g, ids, owner, experts, batch)  # type: ignore[no-any-return]
 
 
 def routed_clipped_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Tensor, experts: int) -> Tensor:
-    """sum_b c_b (gradient of sample b), [E,O,I] float32; rows of samples with c_b = 0 are not read as numbers.
+    """sum_b c_b (gradient of sample b): [E,O,I] float32.
 
-    Args: c [B] factors; the others as of `routed_norm_sq`. Raises ValueError on shapes.
+    Samples with c_b = 0 contribute nothing, even if their numbers are NaN or infinite. c are the factors [B]; the other
+    arguments are those of `routed_norm_sq`. Raises ValueError if a shape is wrong.
     """
     return _clipped_sum_op(a, g, ids, owner, c, experts)  # type: ignore[no-any-return]

@@ -99,13 +99,14 @@ _weighted_sum_op = define(
 
 
 def square_sum(rows: Tensor) -> Tensor:
-    """Sum of the squares of each sample's numbers: [B, ...] -> [B] float64, right to 1e-7 of it."""
+    """The sum of the squares of each sample's numbers: [B, ...] -> [B] float64, with a relative error of 1e-7."""
     return _square_sum_op(rows)  # type: ignore[no-any-return]
 
 
 def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
-    """sum_b c_b rows_b: rows [B, ...], c [B] -> [...]; rows with c_b = 0 are not read as numbers.
+    """sum_b c_b rows_b: rows [B, ...], c [B] -> [...].
 
-    Raises ValueError on shapes or devices.
+    Rows with c_b = 0 contribute nothing, even if their numbers are NaN or infinite. Raises ValueError if a shape or a
+    device is wrong.
     """
     return _weighted_sum_op(rows, c)  # type: ignore[no-any-return]

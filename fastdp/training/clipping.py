@@ -17,7 +17,7 @@ ClippingFunction = str | Callable[[Tensor], Tensor]
 
 
 class Group(NamedTuple):
-    """Parameters clipped together, by name, and their clipping norm."""
+    """Parameters that are clipped together, by name, and their clipping norm."""
 
     name: str
     parameters: tuple[str, ...]
@@ -25,16 +25,26 @@ class Group(NamedTuple):
 
 
 class Clipping:
-    """A clipping function and the groups it is applied to.
+    """A clipping function and the groups of parameters to which it applies.
 
-    clipping: "local" min(1, R / n), "global" 1[n <= R], "automatic" R / (n + gamma), or a function from norms
-        [B] to factors [B] with factor * norm <= R, each of its own sample's norm only (both are checked at every
-        backward, for which it is called several times, with single norms too; see `fastdp.training.custom_clipping`).
-    style: "flat" (all parameters together); "layerwise" (by owning module, each with R / sqrt(layers), so that
-        max_grad_norm stays the sensitivity of the whole gradient, as in Bu et al. and AWS's fastDP); or a list
-        of groups, mappings with "params" (names or tensors) and "max_grad_norm" (and "name").
+    The sensitivity is sqrt(sum of the groups' R^2), which is R if the style is flat.
 
-    The sensitivity is sqrt(sum of the groups' R^2): R itself where flat.
+    Args:
+        named: the trained parameters, by name.
+        clipping: "local" for min(1, R / n), "global" for 1[n <= R], "automatic" for R / (n + gamma), or a function from
+            norms [B] to factors [B] with factor * norm <= R. Each factor must depend on the norm of its own sample
+            only. Both conditions are checked at every backward, for which the function is called several times, also
+            with single norms; see `fastdp.training.custom_clipping`.
+        max_grad_norm: the clipping norm R, from 1e-15 to 1e15.
+        style: "flat" (all parameters together), "layerwise" (by owning module, each with R / sqrt(layers), so that
+            max_grad_norm stays the sensitivity of the whole gradient, as in Bu et al. and AWS's fastDP), or a list of
+            groups, which are mappings with "params" (names or tensors), "max_grad_norm" and, optionally, "name".
+        gamma: the constant of automatic clipping, 0 or larger.
+
+    Raises:
+        ClippingError: if an argument is invalid, a parameter is in two groups, or a parameter is in none.
+
+    Source: automatic clipping, Bu et al. 2022 (arXiv 2206.07136); global clipping, Bu et al. 2023 (arXiv 2106.07830).
     """
 
     def __init__(
@@ -56,7 +66,7 @@ class Clipping:
 
     @property
     def sensitivity(self) -> float:
-        """Largest norm of one sample's contribution to the clipped sum."""
+        """The largest norm of one sample's contribution to the clipped sum."""
         return math.sqrt(sum(group.max_grad_norm**2 for group in self.groups))
 
     def changed(
@@ -68,6 +78,8 @@ class Clipping:
         gamma: float | None = None,
     ) -> Clipping:
         """Clipping of these parameters that differs in what is given."""
+        if style is None and not isinstance(self.style, str) and max_grad_norm is not None:
+            raise ValueError("groups have clipping norms of their own: give style= with the new ones")
         new = Clipping(
             named,
             self.clipping if clipping is None else clipping,
@@ -80,7 +92,16 @@ class Clipping:
         return new
 
     def factors(self, norm_sq: Sequence[Tensor]) -> list[Tensor]:
-        """Factors [B] of each group from its squared norms [B]; 0 in all where the gradient is not finite."""
+        """Return the float32 factors [B] of each group.
+
+        A factor is 0 if the sample's gradient is not finite in any group, or is 0.
+
+        Args:
+            norm_sq: the squared norms [B] of each group, in the order of `groups`.
+
+        Raises:
+            ClippingError: if a custom function exceeds its clipping norm or looks at other samples.
+        """
         finite = torch.stack([torch.isfinite(n) for n in norm_sq]).all(0)
         tiny = torch.finfo(torch.float32).tiny  # below it float32 rounds by more than any margin
         if self._own is not None:

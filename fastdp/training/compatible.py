@@ -1,4 +1,4 @@
-"""Replace what cannot be private by what can: statistics of the batch by statistics of each sample alone."""
+"""Replace what cannot be private: statistics of the batch become statistics of each sample alone."""
 
 from __future__ import annotations
 
@@ -35,10 +35,13 @@ class Change(NamedTuple):
 
 @dataclass
 class CompatibilityReport:
-    """What `make_compatible` did, one `Change` a module.
+    """What `make_compatible` did, with one `Change` per module. `print` shows a line for each.
 
-    changed: replaced, or an option switched off. kept: constant maps left alone (keep_eval).
-    left: depends on the whole batch and could not be replaced; `after` says why and what to do.
+    Attributes:
+        model: the model.
+        changed: modules that were replaced, or had an option switched off.
+        kept: constant maps that were left alone (keep_eval).
+        left: modules that depend on the whole batch and could not be replaced; `after` says why and what to do.
     """
 
     model: nn.Module
@@ -48,7 +51,7 @@ class CompatibilityReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is left that is known to mix samples (`fastdp.verify` finds what is not known)."""
+        """Whether no module is left that is known to mix samples. `fastdp.verify` finds unknown ones."""
         return not self.left
 
     def __str__(self) -> str:
@@ -59,7 +62,7 @@ class CompatibilityReport:
 
 
 class GroupNormThen(nn.GroupNorm):
-    """Group norm, then its child modules in order: for norms that hold their activation."""
+    """Group norm, then its child modules in order, for norms that hold their activation."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input)
@@ -73,28 +76,33 @@ class _Irreplaceable(Exception):
 
 
 def make_compatible(model: nn.Module, *, keep_eval: bool = False, inplace: bool = True) -> CompatibilityReport:
-    """Make the modules whose output for one sample depends on the others depend on that sample alone.
+    """Make modules depend on each sample alone if their output for one sample depends on the others.
 
-    - BatchNorm1d/2d/3d, SyncBatchNorm and classes derived from them become GroupNorm (see `groups_of`). A derived
-      class with a forward of its own does so if that is the norm and then its child modules in their order, which is
-      tried on numbers; else it is left, as what it does besides would be lost.
-    - InstanceNorm with running statistics (released without noise) does without them.
-    - Embedding, EmbeddingBag: max_norm and scale_grad_by_freq, which depend on who is in the batch, are switched off.
+    - BatchNorm1d/2d/3d, SyncBatchNorm and derived classes become GroupNorm (see `groups_of`). If a derived class has
+      its own forward, that must be the norm and then its child modules in order, which is tested on numbers. Otherwise
+      the module is left, because its other work would be lost.
+    - InstanceNorm loses its running statistics, which would be released without noise.
+    - Embedding and EmbeddingBag lose max_norm and scale_grad_by_freq, which depend on the whole batch.
 
-    The module objects themselves change class, in place: whoever refers to one sees the new one, also where it is
-    the model itself; hooks, training mode and the very same Parameter objects stay, so ties, devices, types,
-    requires_grad and optimizers made before remain valid. Running statistics are dropped: load a checkpoint
-    before, not after, and train on, as a trained model's outputs change. A second call changes nothing.
+    The module objects change class in place, so every reference sees the new module, also if it is the model itself.
+    Hooks, training mode and the Parameter objects stay, so ties, devices, types, requires_grad and existing optimizers
+    remain valid. Running statistics are dropped: load a checkpoint before, not after, and continue training, because
+    the outputs of a trained model change. A second call changes nothing.
 
     Args:
         model: any nn.Module.
-        keep_eval: leave batch and instance norms alone that are in eval mode with running statistics: a constant
-            map, private as long as nobody calls train() on them. (Models often arrive in eval mode as a whole.)
-        inplace: False works on a deep copy, whose parameters are copies too.
+        keep_eval: whether to leave batch and instance norms alone that are in eval mode with running statistics. They
+            are constant maps, and private as long as nobody calls train() on them. (Whole models often arrive in eval
+            mode.)
+        inplace: False works on a deep copy, with copied parameters.
 
-    Returns a report: `print(report)` shows a line a module, `report.left` what mixes samples and could not be
-    replaced, `report.model` the model. What mixes samples in code instead of in a known module is found by
-    `fastdp.verify`. Raises ParameterError for lazy norms that have seen no data, TypeError if model is no module.
+    Returns:
+        A CompatibilityReport. `report.left` lists what mixes samples and could not be replaced. `fastdp.verify` finds
+            code outside known modules that mixes samples.
+
+    Raises:
+        ParameterError: if a lazy norm has seen no data.
+        TypeError: if model is not a module.
 
     Source: group normalisation, Wu and He 2018 (arXiv 1803.08494).
 

@@ -23,42 +23,46 @@ SCORES = ("logits", "probabilities")
 class DPLoss:
     """L = alpha L_focal + (1 - alpha) L_SSE + (1 - alpha) / beta L_reg, alpha = sigmoid(epoch - threshold).
 
-    The published loss (equations 5 to 8, 10 and 11). A mean over samples of each one's own loss, so that clipping by
-    sample bounds its gradient; z are the logits, y the label as a one-hot vector:
+    This is the published loss (equations 5 to 8, 10 and 11). It is a mean over samples of their own losses, so clipping
+    by sample bounds its gradient. With the logits z and the label y as a one-hot vector, its parts are:
 
-    - L_focal = -(1 - p_t)^focal log p_t of the softmax probability p_t of the label;
-    - L_SSE = |z - y|^2 / 2; error="sae": sum_c |z_c - y_c|; error="huber": sum_c of e^2 / (2 huber_delta) where
-      |e| < huber_delta, else |e| - huber_delta / 2, of e = z_c - y_c;
-    - L_reg = sum over the layers but the last of |h|^2 / d, h what flows into the layer's activation function (its
-      pre-activation) and d how many numbers a sample has there. The last layer's are the logits: they are left out.
+    - L_focal = -(1 - p_t)^focal log p_t, with the softmax probability p_t of the label;
+    - L_SSE = |z - y|^2 / 2. With error="sae", it is sum_c |z_c - y_c|. With error="huber", it is the sum over c, with e
+      = z_c - y_c, of e^2 / (2 huber_delta) if |e| < huber_delta, else |e| - huber_delta / 2;
+    - L_reg = the sum of |h|^2 / d over all layers but the last, where h is the input of the layer's activation function
+      (its pre-activation) and d is its number of elements per sample. The last layer's pre-activations are the logits,
+      which are left out.
 
-    Two options give the reading that fastdp took before it had the paper's text, which some committed rows were made
-    with: scores="probabilities" (the error is of softmax probabilities) and sums=True (L_SSE without the half, Huber's
-    e^2 / 2 and huber_delta (|e| - huber_delta / 2), L_reg without 1 / d).
+    Two options give the loss that fastdp used before it had the paper's text, with which some committed rows were made:
+    scores="probabilities" (the error is that of softmax probabilities) and sums=True (L_SSE without the factor 1/2,
+    Huber's e^2 / 2 and huber_delta (|e| - huber_delta / 2), L_reg without 1 / d).
+
+    The training loop sets `epoch`, a number that may have a fraction, and `alpha` follows it. `terms` are the means of
+    the last call, which are not private. `remove()` removes the hooks.
 
     Args:
-        model: the model whose logits the loss will be given. Forward hooks are put on it, nothing else changes, and a
-            copy or pickle of it has none. It may have a fastdp optimizer or Opacus's GradSampleModule around it, before
-            or after. A torch.compile'd model is left by compiled code at each hook.
-        threshold: e_t: the epoch at which both halves weigh the same; the paper's: 0 for MNIST and Fashion-MNIST, 7 for
-            CIFAR-10.
-        beta: > 0; the larger, the less pre-activations matter; math.inf: not at all, and no hooks are put. The paper's:
-            1 and 11. With sums=True L_reg is in the thousands even for a small CNN.
+        model: the model that computes the logits. The loss adds forward hooks to it and changes nothing else; a copy or
+            pickle of the model has none. It may have a fastdp optimizer, or be wrapped in Opacus's GradSampleModule,
+            before or after. A torch.compile'd model leaves compiled code at each hook.
+        threshold: e_t, the epoch at which both halves have the same weight. The paper uses 0 for MNIST and
+            Fashion-MNIST, and 7 for CIFAR-10.
+        beta: positive. The larger it is, the less the pre-activations matter; math.inf removes them and adds no hooks.
+            The paper uses 1 and 11. With sums=True, L_reg is in the thousands even for a small CNN.
         focal: gamma >= 0 of the focal loss; 0 makes it cross-entropy. The default is the paper's for networks that are
             trained from end to end (2 or 10 on ScatterNet features).
         error: "sse", "sae" or "huber".
-        layers: names of modules: of an activation function the input counts, of any other module the output. None: the
-            inputs of all activation functions of `torch.nn` that are modules of the model. That is refused where it
-            would not be all of them: a model with recurrent layers (their gates lie inside), activation functions that
-            are only called (`torch.tanh(self.conv(x))`; a compiled model hides them), a model that ends in one. A
-            module that runs several times is as many layers.
-        huber_delta: > 0, of error="huber": the paper's beta of equation 11, 0.1 to 1.
-        scores: "logits" or "probabilities": what the error is of.
-        sums: see above.
+        layers: the names of modules. For an activation function the input counts, and for any other module the output.
+            None selects the inputs of all activation functions of `torch.nn` that are modules of the model. The loss
+            refuses None if these would not be all: for a model with recurrent layers (which contain their gates), for
+            activation functions that are only called (`torch.tanh(self.conv(x))`; a compiled model hides them), and for
+            a model that ends in one. A module that runs several times counts as several layers.
+        huber_delta: positive, for error="huber". It is the paper's beta of equation 11, 0.1 to 1.
+        scores: "logits" or "probabilities", from which the error is computed.
+        sums: whether to use sums in place of means, as described above.
 
-    `epoch` is set by the training loop, a number that may have a fraction; `alpha` follows it. `terms` are the means of
-    the last call, which are not private. `remove()` takes the hooks off. Raises ValueError on arguments that make no
-    sense, and StepError where the pre-activations of the given logits are not known.
+    Raises:
+        ValueError: if an argument is invalid.
+        StepError: if the pre-activations that belong to the given logits are not known.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> loss = DPLoss(model, threshold=5.0, beta=100.0)
@@ -100,7 +104,7 @@ class DPLoss:
 
     @property
     def epoch(self) -> float:
-        """e_c, the current epoch: the training loop sets it."""
+        """e_c, the current epoch, which the training loop sets."""
         return self._epoch
 
     @epoch.setter
@@ -110,19 +114,26 @@ class DPLoss:
 
     @property
     def alpha(self) -> float:
-        """sigmoid(epoch - threshold): the weight of the focal loss."""
+        """sigmoid(epoch - threshold), the weight of the focal loss."""
         x = self._epoch - self.threshold
         return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
     @property
     def terms(self) -> dict[str, float]:
-        """Means over the last call's samples, unweighted: "focal", the error's name, "reg"; and "alpha"."""
+        """The unweighted means over the last call's samples: "focal", the name of the error, "reg"; and "alpha"."""
         return {name: float(value) for name, value in self._terms.items()}
 
     def __call__(self, logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-        """The loss of logits [B, C] and whole numbers labels [B]; reduction "mean", "sum" or "none" for [B].
+        """Compute the loss, in float32 or better.
 
-        Computed in float32 or better. Raises ValueError on other shapes, StepError (see the class).
+        Args:
+            logits: [B, C], of two or more classes.
+            labels: [B], whole numbers from 0 to C - 1.
+            reduction: "mean" over samples, "sum", or "none" for [B].
+
+        Raises:
+            ValueError: if a shape, a type, a label or the reduction is wrong.
+            StepError: if the pre-activations that belong to the logits are not known.
         """
         if logits.dim() != 2 or labels.shape != logits.shape[:1] or logits.shape[1] < 2:
             raise ValueError(
@@ -160,7 +171,7 @@ class DPLoss:
         return huber if self.sums else huber / self.huber_delta  # torch's is huber_delta times equation 11
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         if self.inputs is not None:
             self.inputs.remove()
 
@@ -172,11 +183,16 @@ class DPLoss:
 
 
 def focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0) -> Tensor:
-    """-(1 - p)^gamma log p of the label's probability p, by sample.
+    """Compute -(1 - p)^gamma log p for the probability p of the label, per sample: [B].
 
-    Args: logits [B, C] of two or more classes; labels [B], int64. The gradient is finite also at p = 1.
+    The gradient is finite also at p = 1.
 
-    Source: Lin et al., Focal loss for dense object detection, 2017.
+    Args:
+        logits: [B, C], of two or more classes.
+        labels: [B], int64.
+        gamma: 0 or larger; 0 gives cross-entropy.
+
+    Source: Lin et al., Focal loss for dense object detection, 2017 (arXiv 1708.02002).
     """
     total, of_label = logits.logsumexp(1), logits.gather(1, labels[:, None])
     others = logits.scatter(1, labels[:, None], -math.inf).logsumexp(1)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .. import ops
 from ..engine.buffers import alias
+from ..ops.common import DTYPES
 from ..ops.noise import Noise
 
 FUSED = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
-_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Release(NamedTuple):
@@ -54,7 +54,7 @@ def can_fuse(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any]) 
         if group.get("capturable") or any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
             return False
         for p in group["params"]:
-            if p.layout != torch.strided or p.dtype not in _TYPES or not p.is_contiguous():
+            if p.layout != torch.strided or p.dtype not in DTYPES or not p.is_contiguous():
                 return False
             if any(isinstance(v, Tensor) and v.dim() and not _alike(v, p) for v in state.get(p, {}).values()):
                 return False
@@ -62,29 +62,24 @@ def can_fuse(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any]) 
 
 
 def _alike(value: Tensor, p: Tensor) -> bool:
-    return value.is_contiguous() and value.device == p.device and value.dtype in _TYPES and value.shape == p.shape
+    return value.is_contiguous() and value.device == p.device and value.dtype in DTYPES and value.shape == p.shape
 
 
-def step(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], sums: dict[int, Tensor],
-         offsets: dict[int, int], noise: Noise, std: float, scale: float) -> None:  # fmt: skip
+def step(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], release: Release) -> None:
     """Update all parameters that have a sum, in place; `.grad` becomes the noisy gradient where types allow.
 
-    sums: {id(parameter): clipped sum}, overwritten; offsets: {id(parameter): global index of its first element}.
+    The sums are overwritten.
     """
-    key = noise.key
+    update, noise = _adam if kind == "adam" else _sgd, release.noise
+    draw = dict(key=noise.key, step=noise.step, std=release.std, scale=release.scale)
     for group in groups:
-        for params in _alike_in_device_and_age(kind, group, state, sums):
-            totals = [sums[id(p)] for p in params]
-            common = dict(key=key, step=noise.step, std=std, scale=scale, lr=float(group["lr"]),
-                          weight_decay=float(group["weight_decay"]), maximize=bool(group["maximize"]))  # fmt: skip
-            places = [offsets[id(p)] for p in params]
-            if kind == "adam":
-                _adam(group, params, totals, places, state, common)
-            else:
-                _sgd(group, params, totals, places, state, common)
+        common = dict(lr=float(group["lr"]), weight_decay=float(group["weight_decay"]),
+                      maximize=bool(group["maximize"]), **draw)  # fmt: skip
+        for params in _alike_in_device_and_age(kind, group, state, release.sums):
+            totals = [release.sums[id(p)] for p in params]
+            update(group, params, totals, [release.offsets[id(p)] for p in params], [state[p] for p in params], common)
             for p, total in zip(params, totals, strict=True):
                 p.grad = alias(total) if total.dtype == p.dtype else None
-                torch.autograd.graph.increment_version(p)
 
 
 def _alike_in_device_and_age(
@@ -110,29 +105,26 @@ def _alike_in_device_and_age(
     return list(found.values())
 
 
-def _adam(group: dict[str, Any], params: list[Tensor], totals: list[Tensor], places: list[int],
-          state: dict[Tensor, Any], common: dict[str, Any]) -> None:  # fmt: skip
-    steps = [state[p]["step"] for p in params]
+def _adam(group: dict[str, Any], params: list[Tensor], totals: list[Tensor], offsets: list[int],
+          states: list[dict[str, Any]], common: dict[str, Any]) -> None:  # fmt: skip
+    steps, exp_avgs, exp_avg_sqs = ([own[name] for own in states] for name in ("step", "exp_avg", "exp_avg_sq"))
     beta1, beta2 = (float(beta) for beta in group["betas"])
     ops.noisy_adamw_step_(
-        params, totals, [state[p]["exp_avg"] for p in params], [state[p]["exp_avg_sq"] for p in params], places,
-        beta1=beta1, beta2=beta2, eps=float(group["eps"]), t=int(steps[0]) + 1,
-        decoupled=bool(group.get("decoupled_weight_decay")), **common,
+        params, totals, exp_avgs, exp_avg_sqs, offsets, beta1=beta1, beta2=beta2, eps=float(group["eps"]),
+        t=int(steps[0]) + 1, decoupled=bool(group.get("decoupled_weight_decay")), **common,
     )  # fmt: skip
     torch._foreach_add_(steps, 1)
 
 
-def _sgd(group: dict[str, Any], params: list[Tensor], totals: list[Tensor], places: list[int],
-         state: dict[Tensor, Any], common: dict[str, Any]) -> None:  # fmt: skip
+def _sgd(group: dict[str, Any], params: list[Tensor], totals: list[Tensor], offsets: list[int],
+         states: list[dict[str, Any]], common: dict[str, Any]) -> None:  # fmt: skip
     momentum = float(group["momentum"])
-    buffers: list[Tensor] = []
-    first = momentum != 0 and state[params[0]].get("momentum_buffer") is None
-    if momentum != 0:
-        for p in params:
-            if first:
-                state[p]["momentum_buffer"] = torch.empty_like(p)
-            buffers.append(state[p]["momentum_buffer"])
+    first = momentum != 0 and states[0].get("momentum_buffer") is None
+    if first:
+        for p, own in zip(params, states, strict=True):
+            own["momentum_buffer"] = torch.empty_like(p)
+    buffers = [own["momentum_buffer"] for own in states] if momentum != 0 else []
     ops.noisy_sgd_step_(
-        params, totals, buffers, places, momentum=momentum, dampening=float(group["dampening"]),
+        params, totals, buffers, offsets, momentum=momentum, dampening=float(group["dampening"]),
         nesterov=bool(group["nesterov"]), first=first, **common,
     )  # fmt: skip

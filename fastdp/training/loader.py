@@ -1,7 +1,7 @@
 """Poisson sampling: every record (or person) joins a batch independently, with the accounted probability.
 
-A logical batch (one step) is cut into physical ones that fit the memory. The loader notes which of them it
-handed out last (`fastdp.layouts.in_hand`), so that the optimizer knows when a logical batch is complete.
+A logical batch (one step) is cut into physical batches that fit into memory. The loader notes which of them it handed
+out last (`fastdp.layouts.in_hand`), so that the optimizer knows when a logical batch is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WATCHED: dict[int, Watch] = {}  # by running iterator, as the batches in hand a
 
 
 def train(batch: PhysicalBatch, missed: Missed, stepped: bool = False) -> None:
-    """An optimizer has made a backward on this batch, or stepped."""
+    """Note that an optimizer has made a backward, or a step, on this batch."""
     for key, active in ACTIVE.items():
         if (active.logical, active.physical) == (batch.logical, batch.physical):
             _WATCHED[key].train(missed, stepped, batch.final)
@@ -40,10 +40,10 @@ def train(batch: PhysicalBatch, missed: Missed, stepped: bool = False) -> None:
 
 
 class PoissonSampler(Sampler[list[int]]):
-    """Lists of indices, one a physical batch; `pending` tells in order which of them end a logical batch.
+    """Lists of indices, one per physical batch. `pending` says, in order, which of them end a logical batch.
 
-    What is drawn is a function of (key, pass, step) alone, so that a run can be taken up at any step, whatever was
-    fetched ahead. Every iteration is a pass of its own: no two of them draw the same.
+    The draw is a function of (key, pass, step) alone, so a run can resume at any step, whatever was fetched ahead.
+    Every iteration is a separate pass; no two passes draw the same batches.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PoissonSampler(Sampler[list[int]]):
                 yield part
 
     def _parts(self, chosen: list[int], draw: np.random.Generator) -> Iterator[tuple[list[int], bool, People | None]]:
-        """The records of a physical batch each, whether it is the last, and whose the records are."""
+        """Yield the records of each physical batch, whether it is the last one, and who the records belong to."""
         if self.grouping is not None:
             groups = list(self.grouping.parts(chosen, draw, self.limit))
             for number, group in enumerate(groups):
@@ -92,7 +92,13 @@ class PoissonSampler(Sampler[list[int]]):
 
 
 class PoissonLoader:
-    """Batches of a Poisson sample of the dataset; see `poisson_loader`."""
+    """An iterable over batches of Poisson samples of a dataset; `poisson_loader` makes it.
+
+    Attributes:
+        loader: the DataLoader that fetches the batches.
+        sampler: the PoissonSampler that draws them.
+        expected_batch_size: the expected number of samples in a logical batch.
+    """
 
     def __init__(self, loader: DataLoader[Any], sampler: PoissonSampler, expected_batch_size: float) -> None:
         self.loader, self.sampler = loader, sampler
@@ -101,24 +107,28 @@ class PoissonLoader:
         self._trainers = Trainers()  # of the optimizers that have trained on it
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is another loader, that nobody has trained on."""
+        """Copy everything except the optimizers: a copy is another loader, and no optimizer has trained on it."""
         return {name: value for name, value in vars(self).items() if name != "_trainers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _trainers=Trainers())
 
     def state_dict(self, *, secret: bool = False) -> dict[str, Any]:
-        """Where the loader stands: {"pass", "step"}: taken after a step() it is where the next one begins.
+        """Return the position of the loader: {"pass", "step"}. After a `step()`, it is where the next step begins.
 
-        secret: also the key of the sampling, which must stay as secret as the data: with it, a loader that loads the
-        state hands out the very batches that this one would have.
+        Args:
+            secret: also include the key of the sampling. The key must stay as secret as the data: a loader that loads
+                such a state hands out exactly the batches that this loader would have handed out.
         """
         place, step = self._place
         state = {"pass": place, "step": step}
         return {**state, "key": self.sampler.key} if secret else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration takes up the pass where the state was saved, and ends where that pass ends."""
+        """Let the next iteration resume the pass where the state was saved. It ends where that pass ends.
+
+        Raises StepError if the state is not a state of this loader.
+        """
         try:
             place, step, key = state["pass"], state["step"], state.get("key", self.sampler.key)
         except (AttributeError, KeyError, TypeError) as problem:
@@ -136,20 +146,22 @@ class PoissonLoader:
 
     @property
     def dataset(self) -> Any:
+        """The dataset that is sampled."""
         return self.loader.dataset
 
     @property
     def sample_rate(self) -> float:
+        """The probability that a record (or person) is in a logical batch."""
         return self.sampler.sample_rate
 
     @property
     def steps_per_epoch(self) -> int:
-        """Logical batches in one pass over the loader."""
+        """The number of logical batches in one pass over the loader."""
         return self.sampler.steps
 
     @property
     def grouping(self) -> Grouping | None:
-        """Whose the records are, where a sample is a group of them."""
+        """The assignment of records to persons if a sample is a group of records, else None."""
         return self.sampler.grouping
 
     def __repr__(self) -> str:
@@ -162,7 +174,10 @@ class PoissonLoader:
         )
 
     def __len__(self) -> int:
-        """Logical batches; with max_physical_batch_size the loop body may run more often."""
+        """The number of logical batches.
+
+        With max_physical_batch_size, the loop body may run more often.
+        """
         return self.sampler.steps
 
     def __iter__(self) -> Iterator[Any]:
@@ -179,7 +194,7 @@ class PoissonLoader:
             end(mine)
 
     def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
-        """Batches of a pass of that number, each with what is to be called before training on it, however late."""
+        """Yield the batches of this pass, each with a function to call before training on it, however late."""
         batches = iter(self.loader)
         watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sample_rate)
         pending: deque[tuple[int, bool, People | None]] | None = None
@@ -198,7 +213,10 @@ class PoissonLoader:
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
 
     def finish(self) -> None:
-        """No more of the passes that run is trained on. Raises StepError where a batch in hand was not stepped on."""
+        """End the running passes over this loader.
+
+        Raises StepError if the batch in hand had no step.
+        """
         for watch in [watch for watch in _WATCHED.values() if watch.loader == id(self)]:
             watch.end()
 
@@ -213,28 +231,38 @@ _PASSES = itertools.count()
 
 
 def new_pass() -> int:
-    """The number of a pass that begins."""
+    """Return the number of a pass that begins."""
     return next(_PASSES)
 
 
 def wait(mine: int, loader: PoissonLoader) -> None:
-    """Batches of this pass are fetched, and none may be trained on until it is said which is in hand."""
+    """Say that batches of this pass are being fetched, and that none is in hand until the pass says which."""
     nothing = PhysicalBatch(id(loader), -1, WAITING, -1, False, loader.sample_rate, loader.expected_batch_size)
     ACTIVE[mine] = nothing._replace(skipped=True, taken=True, moment=now())
 
 
 def finish(mine: int) -> None:
-    """The pass of that number has no more batches. Raises StepError where the last was not stepped on."""
+    """End the pass with that number, which has no more batches.
+
+    Raises StepError if its last batch had no step.
+    """
     if mine in _WATCHED:
         _WATCHED[mine].end()
 
 
 def leave(mine: int, active: dict[int, PhysicalBatch] = ACTIVE, watched: dict[int, Watch] = _WATCHED) -> None:
-    """The pass of that number is over, or was left."""
+    """Forget the pass with that number, which is over or was left."""
     active.pop(mine, None)
     watch = watched.pop(mine, None)
     if watch is not None:
         watch.leave()
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader fetches its batches, for another one that draws them otherwise."""
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+             "persistent_workers", "multiprocessing_context")  # fmt: skip
+    return {name: getattr(loader, name) for name in names}
 
 
 def poisson_loader(
@@ -249,24 +277,33 @@ def poisson_loader(
     max_records_per_group: int | None = None,
     **loader_options: Any,
 ) -> PoissonLoader:
-    """A loader that samples every record independently with probability sample_rate at each step.
+    """Make a loader that samples every record independently with probability `sample_rate` at each step.
+
+    An empty sample is handed out as a batch without rows.
 
     Args:
-        data: a map-style dataset, or a DataLoader whose dataset, collate_fn, workers and batch_size are used.
-        sample_rate: in (0, 1]; or
-        expected_batch_size: sample_rate * len(dataset). Default: the DataLoader's batch_size.
-        max_physical_batch_size: logical batches are cut into physical ones of at most this size; the optimizer
-            accumulates until the last. An empty sample is handed out as a batch with no rows.
-        steps: logical batches in a pass (default: ceil(1 / sample_rate), each record once in expectation).
-        seed: for reproducible experiments; default: from the operating system. Sampling must be secret.
-        group_by: whose the records are, for privacy of persons with several: a column's name, a key for each record,
-            or a function from a record to its key. Persons are then sampled, with all of their records, and clipped
-            as one sample each; sample_rate and expected_batch_size are of persons, max_physical_batch_size counts
-            records. See docs/people.md.
-        max_records_per_group: at each step so many records of a person at most, drawn anew.
-        loader_options: of torch's DataLoader, for a dataset.
+        data: a map-style dataset, or a DataLoader, whose dataset, collate_fn, workers and batch_size are used.
+        sample_rate: the probability, in (0, 1]. Give either sample_rate or expected_batch_size.
+        expected_batch_size: sample_rate * len(dataset). It defaults to the batch_size of a DataLoader.
+        max_physical_batch_size: the largest number of records in a physical batch. Logical batches are cut into
+            physical batches, and the optimizer accumulates until the last one.
+        steps: the number of logical batches in a pass. By default, it is ceil(1 / sample_rate), so that a pass samples
+            each record once in expectation.
+        seed: a whole number that makes sampling reproducible, for experiments only: sampling must be secret. By
+            default, the key comes from the operating system.
+        group_by: who each record belongs to, for privacy of persons with several records: the name of a column, a key
+            for each record, or a function from a record to its key. The loader then samples persons, with all of their
+            records, and the engine clips each person as one sample. sample_rate and expected_batch_size then count
+            persons, and max_physical_batch_size counts records. See docs/people.md.
+        max_records_per_group: the largest number of records of a person in a step, drawn anew at each step.
+        loader_options: options of torch's DataLoader, if data is a dataset.
 
-    Raises ValueError or StepError on data that cannot be sampled or sizes that make no sense.
+    Returns:
+        A PoissonLoader.
+
+    Raises:
+        ValueError: if a size or rate is out of range, or the dataset is empty.
+        StepError: if the data cannot be sampled by index, or the DataLoader has a custom sampler.
     """
     options = dict(loader_options)
     dataset: Any = data
@@ -278,9 +315,7 @@ def poisson_loader(
                 f"the DataLoader draws by {type(data.sampler).__name__}, or out of order: Poisson sampling takes its "
                 "place. Give a loader without a sampler; for a part of the data, a torch.utils.data.Subset."
             )
-        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
-                     "persistent_workers", "multiprocessing_context"):  # fmt: skip
-            options.setdefault(name, getattr(data, name))
+        options = {**options_of(data), **options}
         if sample_rate is None and expected_batch_size is None:
             if data.batch_size is None:
                 raise ValueError("the DataLoader has no batch_size: give expected_batch_size= or sample_rate=")

@@ -25,34 +25,34 @@ EVERY_BATCH = (
 )
 SKIPPED = (
     "no step() was called on the loader's batch before this one. Either something fetches batches ahead (a prefetching "
-    "wrapper; Lightning, where the loader has no length), so that this is taken for another batch than it is: train on "
-    "each batch before the next is fetched, with Lightning through fastdp.lightning. Or the loop passed over a batch: "
-    "what is sampled must be stepped on, an empty batch too, as to pass over one for what is in it is no Poisson "
-    f"sampling. {EVERY_BATCH}. To begin within a pass use the loader's load_state_dict()."
+    "wrapper; Lightning, if the loader has no length), so that fastdp takes this batch for another one: train on each "
+    "batch before the next is fetched, with Lightning through fastdp.lightning. Or the loop skipped a batch: every "
+    "sampled batch needs a step, an empty one too, since skipping batches for what is in them is not Poisson sampling. "
+    f"{EVERY_BATCH}. To begin within a pass use the loader's load_state_dict()."
 )
 LAST_SKIPPED = (
-    "the loader's pass is over, and no step() was called on its last batch: the loop passed over it, or waits for a "
-    "batch that does not come (accumulation). What is sampled must be stepped on, as to pass over a batch for what is "
-    f"in it is no Poisson sampling. {EVERY_BATCH}."
+    "the loader's pass is over, and no step() was called on its last batch: the loop skipped it, or waits for a batch "
+    "that does not come (accumulation). Every sampled batch needs a step, since skipping batches for what is in them "
+    f"is not Poisson sampling. {EVERY_BATCH}."
 )
-PASSED_OVER = "{n} batch(es) of the poisson_loader were passed over, of which no accountant knows."
+PASSED_OVER = "{n} batch(es) of the poisson_loader were skipped: epsilon does not account for that."
 CHOSEN = (
     "{n} batch(es) of the poisson_loader had no step() while others had: they were taken out of the loader before any "
-    "was trained on, or another optimizer stepped on them; fine if that was settled beforehand (turns by number), and "
-    "not if batches were chosen for what was in them, of which no accountant knows."
+    "was trained on, or another optimizer stepped on them. This is fine if it was settled beforehand (turns by "
+    "number), and not if batches were chosen for what was in them: epsilon does not account for that."
 )
 LEFT = (
-    "{n} time(s) the loop was left with a batch of the poisson_loader in hand that no step() had ended: fine if that "
-    "was settled beforehand, and not if it was for what was in the batch, of which no accountant knows."
+    "{n} time(s) the loop was left with a batch of the poisson_loader in hand that no step() had ended. This is fine "
+    "if it was settled beforehand, and not if it was for what was in the batch: epsilon does not account for that."
 )
 CUT = (
-    "{n} time(s) the loop was left within a logical batch, before its last physical batch: what was summed up of it is "
-    "lost, and no accountant knows why."
+    "{n} time(s) the loop was left within a logical batch, before its last physical batch: the sums of it are lost, "
+    "and epsilon does not account for the reason."
 )
 UNUSED = (
     "{n} pass(es) over the poisson_loader were made without any step(), with gradients on and the model in the mode in "
-    "which it is trained: fine if they were for another purpose (evaluation: model.eval(), torch.no_grad()), and not "
-    "if the batches were passed over for what was in them, of which no accountant knows."
+    "which it is trained. This is fine if they were for another purpose (evaluation: model.eval(), torch.no_grad()), "
+    "and not if the batches were skipped for what was in them: epsilon does not account for that."
 )
 BEFORE_CLOSURE = (
     "step(closure) after backwards that no step has taken: they would be added to the closure's, and what accumulates "

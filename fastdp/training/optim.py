@@ -1,4 +1,4 @@
-"""Private optimizers: torch's own, with the gradient replaced by a clipped and noised one.
+"""Private optimizers: torch's optimizers, with the gradient replaced by a clipped and noised one.
 
 >>> model = torch.nn.Linear(4, 2)
 >>> optimizer = DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=8)
@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,16 +22,13 @@ from .clipping import ClippingFunction
 from .privacy import Privacy
 from .private_optimizer import PrivateOptimizer
 
-_OPTIONS = (
-    "noise_multiplier max_grad_norm expected_batch_size clipping style loss_reduction sample_rate accountant gamma "
-    "batch_first batch_size rows_per_sample memory_budget seed"
-).split()
+_OPTIONS = inspect.getfullargspec(Privacy.__init__).kwonlyargs
 
 _CLASSES: dict[type, type[PrivateOptimizer]] = {}
 
 
 def _private_class(base: type[torch.optim.Optimizer]) -> type[PrivateOptimizer]:
-    """DP<base>: one class for each, so that objects of it are alike."""
+    """Return the class DP<base>. There is one class for each base, so that its objects are alike."""
     if base not in _CLASSES:
         _CLASSES[base] = type(f"DP{base.__name__}", (PrivateOptimizer, base), {"__module__": __name__})
     return _CLASSES[base]
@@ -50,23 +48,32 @@ def privatize(
     accountant: str = "prv",
     **options: Any,
 ) -> PrivateOptimizer:
-    """Make an optimizer private, in place: it keeps its groups, state, hooks and schedulers.
+    """Make an optimizer private, in place. It keeps its parameter groups, state, hooks and schedulers.
 
     Args:
-        optimizer: any torch.optim.Optimizer whose step uses `.grad` once (so not LBFGS).
+        optimizer: any torch.optim.Optimizer with a step that reads `.grad` once (so not LBFGS).
         model: the model that the optimizer's parameters belong to.
-        noise_multiplier: sigma: noise of standard deviation sigma * sensitivity on the sum; 0 for none.
-        max_grad_norm: the clipping norm R.
-        expected_batch_size: what the noisy sum is divided by under a mean loss.
-        clipping: "local" min(1, R/n); "global" 1[n <= R]; "automatic" R/(n + gamma); or norms [B] -> factors [B].
+        noise_multiplier: sigma. The noise on the sum has standard deviation sigma * sensitivity; 0 adds no noise.
+        max_grad_norm: the clipping norm R of a sample's gradient.
+        expected_batch_size: the number of samples by which the noisy sum is divided under a mean loss. A Poisson loader
+            supplies it.
+        clipping: "local" for min(1, R/n), "global" for 1[n <= R], "automatic" for R/(n + gamma), or a function from
+            norms [B] to factors [B].
         style: "flat", "layerwise", or a list of {"params", "max_grad_norm", "name"}; see `fastdp.training.clipping`.
-        loss_reduction: "mean" or "sum": how the loss combines samples. Under "sum" nothing is divided.
-        sample_rate: probability of a record to be in a batch, for the accountant; a Poisson loader tells it.
-        accountant: "prv", "rdp" or "gdp", of Opacus.
-        options: gamma (of automatic clipping, 0.01), batch_first, batch_size, rows_per_sample and memory_budget (see
-            PerSampleGradients), seed (reproducible noise, not private).
+        loss_reduction: "mean" or "sum", which is how the loss combines samples. Under "sum", nothing is divided.
+        sample_rate: the probability that a record is in a batch, for the accountant. A Poisson loader supplies it.
+        accountant: "prv", "rdp" or "gdp", which are Opacus's accountants.
+        options: gamma (of automatic clipping, default 0.01); batch_first, batch_size, rows_per_sample and memory_budget
+            (see PerSampleGradients); and seed, which makes the noise reproducible and voids the guarantee.
 
-    Returns the same object, now of class DP<its class>. Raises ParameterError, ClippingError, ValueError.
+    Returns:
+        The same object, which now has the class DP<its class>.
+
+    Raises:
+        ParameterError: if the optimizer cannot be made private, or does not fit the model.
+        ClippingError: if the clipping function, the clipping norm or the groups are invalid.
+        TypeError: if an option is unknown.
+        ValueError: if the value of an option is out of range.
     """
     if isinstance(optimizer, PrivateOptimizer):
         raise ParameterError("the optimizer is private already")
@@ -81,9 +88,6 @@ def privatize(
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ParameterError("SparseAdam takes sparse gradients; noise makes every gradient dense. Use Adam")
-    options = {**options, "noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm,
-               "expected_batch_size": expected_batch_size, "clipping": clipping, "style": style,
-               "loss_reduction": loss_reduction, "sample_rate": sample_rate, "accountant": accountant}  # fmt: skip
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise TypeError(f"privatize got unexpected arguments: {', '.join(unknown)}")
@@ -92,7 +96,11 @@ def privatize(
     if step is not None and not scheduled:
         raise ParameterError("the optimizer's step was replaced by hand; make it private before that")
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    privacy = Privacy(model, params, **options)
+    privacy = Privacy(
+        model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, clipping=clipping, style=style,
+        expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
+        accountant=accountant, **options,
+    )  # fmt: skip
     optimizer.__class__ = _private_class(type(optimizer))
     assert isinstance(optimizer, PrivateOptimizer)
     optimizer._patch_step_function()
@@ -103,7 +111,7 @@ def privatize(
 
 
 def _rewrap_for_schedulers(optimizer: PrivateOptimizer) -> None:
-    """A scheduler made before has bound the old step to the object; bind the private one, marked alike."""
+    """Bind the private step, because a scheduler that was made before has bound the old step to the object."""
     del optimizer.__dict__["step"]
     private_step = optimizer.step
 
@@ -117,7 +125,7 @@ def _rewrap_for_schedulers(optimizer: PrivateOptimizer) -> None:
 
 
 class _Constructed(PrivateOptimizer):
-    """An optimizer made from a model: DPSGD(model, lr=..., noise_multiplier=..., ...)."""
+    """An optimizer that is made from a model: DPSGD(model, lr=..., noise_multiplier=..., ...)."""
 
     def __init__(
         self, model: nn.Module, lr: Any = None, *, params: Iterable[Any] | None = None, **options: Any
@@ -140,16 +148,36 @@ class _Constructed(PrivateOptimizer):
 
 
 class DPSGD(_Constructed, torch.optim.SGD):
-    """torch.optim.SGD (momentum or heavy ball, nesterov, weight decay), private; arguments of `privatize` and of it."""
+    """torch.optim.SGD with private steps, including momentum, Nesterov's momentum and weight decay.
+
+    Args:
+        model: the model to train. Its parameters that require grad are trained.
+        lr: the learning rate.
+        params: tensors or parameter groups to train instead, as for torch's optimizers.
+        options: the arguments of `privatize` (noise_multiplier is required) and of torch.optim.SGD.
+
+    Raises:
+        ParameterError: if the first argument is not a model, or no parameter is trainable.
+        TypeError: if noise_multiplier is missing.
+    """
 
 
 class DPAdam(_Constructed, torch.optim.Adam):
-    """torch.optim.Adam, private; arguments of `privatize` and of it."""
+    """torch.optim.Adam with private steps.
+
+    The arguments are those of `DPSGD`, with the options of torch.optim.Adam.
+    """
 
 
 class DPAdamW(_Constructed, torch.optim.AdamW):
-    """torch.optim.AdamW, private; arguments of `privatize` and of it."""
+    """torch.optim.AdamW with private steps.
+
+    The arguments are those of `DPSGD`, with the options of torch.optim.AdamW.
+    """
 
 
 class DPRMSprop(_Constructed, torch.optim.RMSprop):
-    """torch.optim.RMSprop, private; arguments of `privatize` and of it."""
+    """torch.optim.RMSprop with private steps.
+
+    The arguments are those of `DPSGD`, with the options of torch.optim.RMSprop.
+    """

@@ -41,7 +41,7 @@ class Noted(NamedTuple):
         layout = tag_of(x, batch)  # there where a fastdp engine follows the model's samples
         if layout is not None and layout.mixed:
             raise SampleMixingError(f"the pre-activation of '{self.layer}' depends on several samples: {layout.mixed}")
-        followed = layout is not None and layout.alone < 0 and not layout.places
+        followed = layout is not None and layout.alone < 0 and not layout.is_row_index
         if layout is not None and followed and x.dim() and x.size(layout.dim) == layout.rows:
             rows = _row_sums(wide.movedim(layout.dim, 0))
             size = x.numel() // max(len(rows), 1)
@@ -58,7 +58,7 @@ class Noted(NamedTuple):
         if not x.dim() or x.size(0) != batch or layout is not None:
             raise StepError(
                 f"the pre-activation of '{self.layer}' has the shape {tuple(x.shape)}: its first dimension is not the "
-                f"batch of {batch} logits, so whose its rows are is not known. Leave it out: give layers="
+                f"batch of {batch} logits, so its rows cannot be assigned to samples. Name the other layers in layers="
             )
         return _row_sums(wide) / (max(x.numel() // max(batch, 1), 1) if mean else 1)
 
@@ -301,10 +301,10 @@ class PreActivations:
         if logits.requires_grad:
             reached = _reached(logits, with_gradient)
             if len(reached) != 1:
-                many = f"come of {len(reached)} forwards of the model" if reached else "come of no forward of the model"
+                many = f"{len(reached)} forwards" if reached else "no forward"
                 raise StepError(
-                    f"the logits {many} whose pre-activations are known: call the loss once for each forward, on what "
-                    "that forward made, before or after others, but not twice"
+                    f"the logits come from {many} of the model whose pre-activations are recorded: call the loss once "
+                    "per forward, on what that forward returned, and not twice"
                 )
             self.forwards = [f for f in self.forwards if f is not reached[0]]
             return reached[0]

@@ -58,13 +58,11 @@ class Privacy:
                 value is None and name in ("expected_batch_size", "sample_rate")
             ):
                 raise ValueError(f"{name} must be a number, not {value!r}")
-        if not 0 <= noise_multiplier < float("inf"):
-            raise ValueError(f"noise_multiplier must be 0 or larger and finite, not {noise_multiplier!r}")
         if expected_batch_size is not None and not 0 < expected_batch_size < float("inf"):
             raise ValueError(f"expected_batch_size must be positive, not {expected_batch_size!r}")
         if sample_rate is not None and not 0 < sample_rate <= 1:
             raise AccountingError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
-        self.noise_multiplier, self.accountant = float(noise_multiplier), check_accountant(accountant)
+        self.noise_multiplier, self.accountant = finite(noise_multiplier), check_accountant(accountant)
         self.expected_batch_size, self.sample_rate = expected_batch_size, sample_rate
         self.loss_reduction = loss_reduction
         misuse.check()
@@ -109,7 +107,7 @@ class Privacy:
     # ------------------------------------------------------------------ backward
 
     def _clip(self, gradients: Gradients) -> None:
-        self.unit.take(gradients.people, begun=self._has_pending or self._has_sums or bool(self.ledger.history))
+        self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
         self._check_batch(gradients)
         named = self.engine.named_parameters()
         self._check_groups(named)
@@ -326,22 +324,18 @@ class Privacy:
 
     def retrack(self, params: list[Tensor]) -> None:
         """Train these parameters from now on."""
-        if self._has_pending or self._has_sums:
+        if self.busy:
             raise StepError("parameters cannot be added between backward and step")
         if not isinstance(self.clipping.style, str):
             raise StepError("with custom groups, make a new optimizer whose groups hold the new parameters")
         self.engine.track(params)
         self._regroup(self.engine.named_parameters())
 
-    def set_clipping(
-        self, clipping: ClippingFunction | None, max_grad_norm: float | None, style: Any, gamma: float | None
-    ) -> None:
-        if self._has_pending or self._has_sums:
+    def set_clipping(self, *changes: Any) -> None:
+        """Clip the coming batches by `Clipping.changed(..., *changes)`."""
+        if self.busy:
             raise StepError("set_clipping between backward and step: change the clipping between steps")
-        old = self.clipping
-        if style is None and not isinstance(old.style, str) and max_grad_norm is not None:
-            raise ValueError("groups have clipping norms of their own: give style= with the new ones")
-        self.clipping = old.changed(self.engine.named_parameters(), clipping, max_grad_norm, style, gamma)
+        self.clipping = self.clipping.changed(self.engine.named_parameters(), *changes)
 
     def state_dict(self) -> dict[str, Any]:
         """History, clipping and, under a seed, the noise's position. The secret key of the noise is not saved."""
@@ -365,20 +359,33 @@ class Privacy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """All or nothing; custom functions and groups stay those of this optimizer."""
         try:
-            history, lost = (
-                [(float(s), None if q is None else float(q), int(n)) for s, q, n in runs]
-                for runs in (state["history"], state.get("lost", ()))
-            )
-            noise_multiplier, dropped = float(state["noise_multiplier"]), int(state["dropped"])
+            history, lost = ([run_of(*run) for run in runs] for runs in (state["history"], state.get("lost", ())))
+            noise_multiplier, dropped = finite(state["noise_multiplier"]), int(state["dropped"])
             step = int(state["noise_step"]) if state["seed"] == self.noise.seed is not None else self.noise.step
             kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
-            self.missed.load(state.get("missed", {}))
+            clipping = self.clipping
+            if isinstance(clipping.style, str):
+                clipping = clipping.changed(self.engine.named_parameters(), kind, float(norm), style, float(gamma))
+            self.missed.load(state.get("missed", {}))  # last of what may raise
         except (KeyError, TypeError, ValueError) as problem:
             raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
-        if isinstance(self.clipping.style, str):
-            named = self.engine.named_parameters()
-            self.clipping = self.clipping.changed(named, kind, float(norm), style, float(gamma))
+        self.clipping = clipping
         self.ledger.load(history, lost, state.get("makers"))
         self.noise_multiplier, self.noise.step = noise_multiplier, step
         self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
         self.discard()
+
+
+def finite(noise_multiplier: float) -> float:
+    """The noise multiplier. Raises ValueError unless it is 0 or larger, and finite."""
+    if not 0 <= noise_multiplier < float("inf"):
+        raise ValueError(f"noise_multiplier must be 0 or larger and finite, not {noise_multiplier!r}")
+    return float(noise_multiplier)
+
+
+def run_of(sigma: Any, rate: Any, steps: Any) -> tuple[float, float | None, int]:
+    """A run of equal steps in a saved history. Raises ValueError if no steps can have been so."""
+    run = finite(float(sigma)), None if rate is None else float(rate), int(steps)
+    if run[2] < 0 or not (run[1] is None or 0 < run[1] <= 1):
+        raise ValueError(f"{run[2]} steps at a sample rate of {run[1]}")
+    return run

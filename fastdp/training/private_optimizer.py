@@ -1,4 +1,4 @@
-"""A torch optimizer whose steps are private: what it adds to its class, and what it refuses of a loop."""
+"""A torch optimizer with private steps: what it adds to its class, and what it refuses in a loop."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..engine import following
 from ..errors import ParameterError, StepError
 from . import fused, misuse
 from .clipping import ClippingFunction
-from .privacy import Privacy
+from .privacy import Privacy, finite
 from .verified import warn_unverified
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
-    """What private optimizers have beside torch's: see `privatize` for the arguments.
+    """The interface that private optimizers add to torch's; see `privatize` for the arguments.
 
-    `step` on a physical batch that does not end its logical batch (of `fastdp.poisson_loader`) only
-    accumulates. `zero_grad` after such a step keeps what the step took.
+    If a physical batch (of `fastdp.poisson_loader`) does not end its logical batch, `step` only accumulates. A
+    `zero_grad` after such a step keeps what the step accumulated.
     """
 
     _privacy: Privacy
@@ -30,7 +30,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Noise the clipped sum and update; with a closure, call it once before."""
+        """Add noise to the clipped sum and update the parameters.
+
+        Args:
+            closure: a function that is called once before the update, with gradients enabled, and returns the loss.
+
+        Returns:
+            The result of the closure, or None.
+
+        Raises:
+            StepError: if the order of forward, backward and step has no private meaning, or a GradScaler scaled the
+                loss.
+            ParameterError: if parameters of the model were replaced since the optimizer was made.
+        """
         following.sweep()
         privacy = self._attached()
         self._refuse_scaler(privacy)
@@ -51,7 +63,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             release = privacy.release()
             try:
                 if kind is not None and fused.can_fuse(kind, self.param_groups, self.state):
-                    fused.step(kind, self.param_groups, self.state, *release)
+                    fused.step(kind, self.param_groups, self.state, release)
                     return loss
                 for group in self.param_groups:
                     for parameter in group["params"]:
@@ -63,14 +75,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return loss
 
     def _refuse_scaler(self, privacy: Privacy) -> None:
-        """A GradScaler leaves its scale on optimizers that say they can take it."""
+        """A GradScaler leaves its scale on optimizers that say that they support it."""
         marks = [self.__dict__.pop(name, self) is not self for name in ("grad_scale", "found_inf")]
         if any(marks):
             privacy.zero_grad()
             raise StepError(misuse.SCALED)
 
     def _check_parameters(self, privacy: Privacy) -> None:
-        """The optimizer's parameters must still be the model's: another in the place of one would never be trained."""
+        """Refuse parameters that are no longer the model's: their replacements would never be trained."""
         current = privacy.engine.present()
         lost = [p for group in self.param_groups for p in group["params"] if p.requires_grad and id(p) not in current]
         if lost:
@@ -81,7 +93,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has taken."""
+        """Drop gradients that no step has used. `set_to_none` has no effect: gradients become None."""
         following.sweep()
         privacy = self._privacy_or_none()
         if privacy is not None:
@@ -95,7 +107,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return privacy
 
     def _accounted(self) -> Privacy:
-        """The run, also after detach."""
+        """The privacy state of the run, also after `detach`."""
         return self._privacy_or_none() or self._attached()
 
     def _privacy_or_none(self) -> Privacy | None:
@@ -112,7 +124,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def norms(self) -> Tensor | dict[str, Tensor]:
-        """Per-sample gradient norms [B] of the last backward (flat), or {group: [B]}; float32."""
+        """Per-sample gradient norms of the last backward, in float32: [B] if flat, else {group: [B]}.
+
+        Raises StepError before the first backward.
+        """
         norms = self._attached().norms
         if norms is None:
             raise StepError("no norms yet: call loss.backward() first")
@@ -120,44 +135,54 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def stepped(self) -> bool:
-        """Whether the last step() ended its logical batch, so was a noised one: a scheduler steps when it did."""
+        """Whether the last `step` completed its logical batch and added noise. Step schedulers only then."""
         return bool(getattr(self, "_stepped", False))
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise over the sensitivity; may change between steps."""
+        """The standard deviation of the noise over the sensitivity. It may change between steps."""
         return self._attached().noise_multiplier
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"noise_multiplier must be 0 or larger and finite, not {value!r}")
-        self._attached().noise_multiplier = float(value)
+        self._attached().noise_multiplier = finite(value)
 
     @property
     def max_grad_norm(self) -> float:
-        """The clipping norm of the whole gradient: R, or sqrt(sum R^2) of custom groups."""
+        """The clipping norm of the whole gradient: R, or sqrt(sum R^2) for custom groups."""
         clipping = self._attached().clipping
         return clipping.max_grad_norm if isinstance(clipping.style, str) else clipping.sensitivity
 
     @property
     def expected_batch_size(self) -> float | None:
+        """The number of samples by which a mean loss's noisy sum is divided; None if it is not known yet."""
         return self._attached().expected_batch_size
 
     @property
     def nonfinite_samples(self) -> int:
-        """Samples left out so far because their gradient was NaN or infinite."""
+        """The number of samples left out so far because their gradient was NaN or infinite."""
         return self._attached().nonfinite_samples
 
     @property
     def history(self) -> list[tuple[float, float | None, int]]:
-        """(noise multiplier, sample rate, steps) of all noised steps, from the state on that was loaded last."""
+        """All noised steps as runs of (noise multiplier, sample rate, steps).
+
+        After `load_state_dict`, the history begins with the history of the loaded state.
+        """
         return list(self._accounted().ledger.history)
 
     def epsilon(self, delta: float) -> float:
-        """epsilon at delta of the steps so far, by the accountant; warns where a seed voids the guarantee.
+        """Compute epsilon at delta for the steps so far, by the accountant.
 
-        It is of one `unit` added or removed: of a person with all of its records, where records are grouped.
+        The epsilon holds for the addition or removal of one `unit`. If records are grouped, that is a person with all
+        records of that person. The method warns if a seed voids the guarantee, if `fastdp.verify` never ran on the
+        model, and of other doubts about the run.
+
+        Args:
+            delta: in (0, 1), well below 1 / (number of samples).
+
+        Raises:
+            AccountingError: if the sample rate is not known, or the accountant has no epsilon.
         """
         privacy = self._accounted()
         if not privacy.noise.secure:
@@ -180,54 +205,62 @@ class PrivateOptimizer(torch.optim.Optimizer):
         style: str | Sequence[Any] | None = None,
         gamma: float | None = None,
     ) -> None:
-        """Change the clipping between steps (mix-up training); what is not given stays.
+        """Change the clipping between steps (mix-up training). Arguments that are None keep their value.
 
-        The accounting does not change: noise follows the new sensitivity.
+        The accounting does not change, because the noise follows the new sensitivity. The arguments are those of
+        `privatize`. Raises ClippingError or ValueError if they are invalid, and StepError between a backward and its
+        step.
         """
         self._attached().set_clipping(clipping, max_grad_norm, style, gamma)
 
     def group_by(self, keys: Any) -> None:
-        """Say whose the records of the coming batch are: a person's are clipped as one sample, whose gradient is the
-        sum of theirs.
+        """Set which person each record of the coming batch belongs to.
 
-        keys: a number or string for each record; None: samples are records again. To be said of every batch, before
-        the forward; all records of a person must be in one batch. sample_rate and expected_batch_size are then those
-        of persons. Where a loader tells (`fastdp.poisson_loader(group_by=)`), leave it out.
+        The records of one person are clipped as one sample, with the sum of their gradients. Call this method for every
+        batch, before the forward; all records of a person must be in one batch. `sample_rate` and `expected_batch_size`
+        then refer to persons. Omit it if a loader supplies the keys (`fastdp.poisson_loader(group_by=)`).
+
+        Args:
+            keys: a number or string for each record. None: samples are records again.
         """
         self._attached().engine.group_by(keys)
 
     @property
     def unit(self) -> str:
-        """What a sample is, one of which the epsilon is of: "record", or "group" of records (a person's)."""
+        """What a sample is, and what epsilon protects: "record", or "group" (all records of a person)."""
         return "group" if self._accounted().unit.grouped else "record"
 
     def noise_state(self) -> dict[str, Any]:
-        """{"key", "step"}: what the noise of the coming steps is a function of, to take up a run exactly.
+        """Return {"key", "step"}, which determine the noise of the coming steps, so that a run can resume exactly.
 
-        Whoever has the key can take the noise off every released step: keep it as secret as the data, apart from the
-        model's checkpoints, and delete it when the run is over.
+        Anyone who has the key can remove the noise from every released step. Keep the key as secret as the data, apart
+        from the model's checkpoints, and delete it when the run is over.
         """
         noise = self._attached().noise
         return {"key": noise.key, "step": noise.step}
 
     def load_noise_state(self, state: dict[str, Any]) -> None:
-        """Draw the noise of the run that the state was taken of, from its step on.
+        """Draw the noise of the run from which the state comes, starting at the step of the state.
 
-        Only to repeat the same steps on the same data: the same noise on two different sums shows their difference.
+        Use this only to repeat the same steps on the same data: the same noise on two different sums reveals their
+        difference. Raises StepError if the state is not a `noise_state()`.
         """
         if not isinstance(state, dict) or not {"key", "step"} <= state.keys():
             raise StepError("this is no noise_state() of a fastdp optimizer")
         self._attached().noise.restore(state["key"], state["step"])
 
     def explain(self, profile: bool = False) -> str:
-        """The plan of the last backward: per use, shape, route, units of work, bytes, predicted milliseconds.
+        """Return the plan of the last backward as text.
 
-        profile: also the measured ones (on a device from the next backward on).
+        Each use of a parameter has a line with its shape, route, units of work, bytes, and predicted milliseconds.
+
+        Args:
+            profile: also show the measured milliseconds (on a device, from the next backward on).
         """
         return self._attached().explain(profile)
 
     def detach(self) -> None:
-        """Take the engine off the model, which is then exactly what it was (with the trained weights)."""
+        """Remove the engine from the model, which is then unchanged except for the trained weights."""
         privacy = self._privacy_or_none()
         if privacy is not None:  # it stays: what was spent stays spent
             privacy.engine.detach()
@@ -238,7 +271,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ torch's own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Also train these parameters of the model; flat and layerwise clipping include them from now on."""
+        """Train these parameters of the model too. Flat and layerwise clipping include them from now on.
+
+        Raises ParameterError if they are not parameters of the model.
+        """
         privacy = self._privacy_or_none()
         if privacy is None or privacy.detached:
             super().add_param_group(param_group)
@@ -250,6 +286,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": new})
 
     def state_dict(self) -> dict[str, Any]:
+        """Return torch's state, with the accountant's history and the clipping under "fastdp".
+
+        The secret key of the noise is not included.
+        """
         state = super().state_dict()
         privacy = self._privacy_or_none()
         if privacy is not None:
@@ -257,6 +297,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict()`. Warns if the state comes from an optimizer without privacy."""
         super().load_state_dict(state_dict)
         if "fastdp" in state_dict:
             self._attached().load_state_dict(state_dict["fastdp"])
@@ -268,7 +309,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
 
 def _base(optimizer: PrivateOptimizer) -> Any:
-    """The optimizer's class but for privacy."""
+    """The class of the optimizer without privacy."""
     classes = type(optimizer).__mro__
     return classes[classes.index(PrivateOptimizer) + 1]
 

@@ -1,4 +1,4 @@
-"""From losses of samples to the loss of a batch."""
+"""From the losses of samples to the loss of a batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 def reduce(each: Tensor, reduction: str) -> Tensor:
-    """Losses [B] -> their mean (0 of an empty batch), sum, or themselves ("none")."""
+    """Reduce losses [B] to their mean (0 for an empty batch) or their sum, or return them ("none").
+
+    Raises ValueError if the reduction is unknown.
+    """
     if reduction == "none":
         return each
     if reduction == "sum":

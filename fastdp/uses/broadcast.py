@@ -5,7 +5,6 @@ Position embeddings, class tokens, layer scale, learned temperatures, biases add
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..errors import SampleMixingError
 from ..layouts.calls import bind
 from ..layouts.layout import Layout
-from .captured import Captured, Operand, capture
+from .captured import Captured, Context, capture
 from .embedding import Lookup
 from .forward_pass import ForwardPass
 from .links import link_of
@@ -81,76 +80,53 @@ def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> U
     return Lazy(operand, layout.batch, name, own_rows)
 
 
-_DATA = object()  # a side of an elementwise call that is data: the call's node must not hold it
-
-
 class _Elementwise(Captured):
-    """x (op) w with op one of add, sub, mul, div; either side may be the operand."""
+    """x (op) w or w (op) x, of data x and an operand w, with op one of add, sub, mul, div."""
 
-    def __init__(
-        self, forward_pass: ForwardPass, name: str, sides: tuple[Any, Any], alpha: Any, layout: Layout
-    ) -> None:
-        super().__init__(forward_pass, name, forward_pass.path)
-        self.sides = tuple(
-            s if not isinstance(s, Tensor) else Operand.of(s) if forward_pass.is_parameter(s) else _DATA for s in sides
-        )
-        self.alpha, self.layout = alpha, layout
+    repeatable = True
+
+    def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, x: Tensor, alpha: Any, second: bool,
+                 ndim: int) -> None:  # fmt: skip
+        """second: whether the operand is; ndim: of the result."""
+        super().__init__(forward_pass, name, layout)
+        self.shape, self.dtype, self.second, self.ndim = x.shape, x.dtype, second, ndim
         self.kind = next(k for k in ("add", "sub", "mul", "div") if k in name.replace("multiply", "mul"))
-        self.ndim = 0
-        self.shapes: list[tuple[torch.Size, torch.dtype] | None] = []
+        self.options = {} if alpha == 1 else {"alpha": alpha}
+        self.reads_values = self.kind == "div" and second
 
-    def run(self, *data: Tensor) -> Tensor:
-        values = list(data)
-        sides = [s.value if isinstance(s, Operand) else values.pop(0) if s is _DATA else s for s in self.sides]
-        if self.kind in ("add", "sub") and self.alpha != 1:
-            out = getattr(torch, self.kind)(*sides, alpha=self.alpha)
-        else:
-            out = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}[self.kind](
-                *sides
-            )
-        self.ndim = out.dim()
-        return out
+    def run(self, ctx: Context, *data: Tensor) -> Any:
+        sides = (*data, *ctx.values) if self.second else (*ctx.values, *data)
+        return getattr(torch, self.kind)(*sides, **self.options)
 
-    def forward(self, *data: Tensor) -> Any:
+    def forward(self, ctx: Context, *data: Tensor) -> Any:
         if self.kind in ("mul", "div"):
-            self.keep(*[side.value for side in self.sides if isinstance(side, Operand)])
-            return super().forward(*data)
-        self.shapes = [(t.shape, t.dtype) if t.requires_grad else None for t in data]
-        return self.run(*data)  # a sum's gradients need none of its terms: hold none
+            ctx.keep(*ctx.values)
+            return super().forward(ctx, *data)
+        return self.run(ctx, *data)  # a sum's gradients need none of its terms: hold none
 
-    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+    def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if self.kind in ("mul", "div"):
-            return super().input_grads(saved, grads)
-        positions = [k for k, side in enumerate(self.sides) if side is _DATA]
-        found: list[Tensor | None] = []
-        for k, wanted in zip(positions, self.shapes, strict=True):
-            g = self._gradient(grads[0], None, None, k)
-            found.append(None if wanted is None else g.sum_to_size(wanted[0]).to(wanted[1]))
-        return found
+            return super().input_grads(ctx, saved, grads)
+        g = self._of_sum(grads[0], not self.second)
+        return [g.sum_to_size(self.shape).to(self.dtype)] if ctx.wanted[0] else []
 
-    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
+    def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         return data if self.kind in ("mul", "div") else ()
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        values = list(saved)
-        for position, side in enumerate(self.sides):
-            if isinstance(side, Operand):
-                other = self.sides[1 - position]
-                if isinstance(other, Operand):
-                    other = other.value
-                elif other is _DATA:
-                    other = values[0] if values else None
-                full = self._gradient(grads[0], side, other, position)
-                use = uses_of_broadcast(side.tensor, by_sample(full, self.layout), self.layout, self.ndim, self.name)
-                self.forward_pass.record(use)
-
-    def _gradient(self, g: Tensor, side: Operand | None, other: Any, position: int) -> Tensor:
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        g, (operand,), (value,) = grads[0], ctx.operands, ctx.values
         if self.kind == "mul":
-            return g * other
-        if self.kind == "div":
-            assert side is not None
-            return g / other if position == 0 else -g * other / side.value.square()
-        factor = 1 if position == 0 else self.alpha * (-1 if self.kind == "sub" else 1)
+            full = g * saved[0]
+        elif self.kind == "div":
+            full = -g * saved[0] / value.square() if self.second else g / saved[0]
+        else:
+            full = self._of_sum(g, self.second)
+        use = uses_of_broadcast(operand, by_sample(full, self.layout), self.layout, self.ndim, self.name)
+        ctx.forward_pass.record(use)
+
+    def _of_sum(self, g: Tensor, second: bool) -> Tensor:
+        """The gradient of a side of a sum or difference, broadcast."""
+        factor = self.options.get("alpha", 1) * (-1 if self.kind == "sub" else 1) if second else 1
         return g if factor == 1 else g * factor
 
 
@@ -172,65 +148,59 @@ def _kind_name(func: Any) -> str:
 
 @use_rule(*_ADD, *_SUB, *_MUL, *_DIV, *_IN_PLACE)
 def capture_elementwise(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """w + x, x * w, ... with one or two operands; in place, the target becomes the captured result."""
+    """w + x, x * w, ...; in place, the target becomes the captured result."""
     if "rounding_mode" in kwargs or "out" in kwargs or kwargs.get("other") is not None or len(args) != 2:
         return NotImplemented
     first, second = args
-    data = [s for s in (first, second) if isinstance(s, Tensor) and not forward_pass.is_parameter(s)]
-    source = next(s for s in data if forward_pass.is_data(s))
+    tensors = [s for s in (first, second) if isinstance(s, Tensor)]
+    source = next(s for s in tensors if not forward_pass.is_parameter(s) and forward_pass.is_data(s))
     layout = sample_layout(forward_pass, source, func.__name__)
     in_place = func in _IN_PLACE
-    ndim = max(s.dim() for s in (first, second) if isinstance(s, Tensor))
+    ndim = max(s.dim() for s in tensors)
     if in_place and first is not source:
         return NotImplemented
     layout = layout._replace(dim=layout.dim + ndim - source.dim()) if layout.batch > 1 else layout
-    for side in (first, second):
-        if isinstance(side, Tensor) and side is not source:
+    for side in tensors:
+        if side is not source:
             refuse_by_position(forward_pass, side, layout, ndim, func.__name__)
-    call = _Elementwise(forward_pass, _kind_name(func), (first, second), kwargs.get("alpha", 1), layout)
-    if not in_place:
-        return capture(call, *data, layout=layout)
-    out = capture(call, first.clone(), *data[1:], layout=layout)
-    return first.copy_(out)
+    operand = second if first is source else first
+    if not isinstance(operand, Tensor) or not forward_pass.is_parameter(operand):
+        return NotImplemented
+    name, alpha = _kind_name(func), kwargs.get("alpha", 1)
+    call = _Elementwise(forward_pass, name, layout, source, alpha, operand is second, ndim)
+    ctx = Context(forward_pass, operand)
+    return first.copy_(capture(call, ctx, first.clone())) if in_place else capture(call, ctx, source)
 
 
 class _Cat(Captured):
     """cat of data and operands: each operand's gradient is its slice of the output gradient."""
 
-    def __init__(self, forward_pass: ForwardPass, parts: list[Tensor], dim: int, layout: Layout) -> None:
-        super().__init__(forward_pass, "cat", forward_pass.path)
-        self.parts = [Operand.of(p) if forward_pass.is_parameter(p) else p.size(dim) for p in parts]
-        self.dim, self.layout = dim, layout
+    repeatable = True
 
-    def run(self, *data: Tensor) -> Tensor:
-        values = list(data)
-        return torch.cat([p.value if isinstance(p, Operand) else values.pop(0) for p in self.parts], self.dim)
+    def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, parts: list[Tensor], dim: int) -> None:
+        super().__init__(forward_pass, name, layout)
+        self.is_operand = [forward_pass.is_parameter(p) for p in parts]
+        self.sizes, self.dim = [p.size(dim) for p in parts], dim
 
-    def forward(self, *data: Tensor) -> Any:
-        return self.run(*data)
+    def forward(self, ctx: Context, *data: Tensor) -> Tensor:
+        values, rest = iter(ctx.values), iter(data)
+        return torch.cat([next(values if own else rest) for own in self.is_operand], self.dim)
 
-    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
+    def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         return ()
 
-    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
-        start = 0
-        for part in self.parts:
-            size = part.value.size(self.dim) if isinstance(part, Operand) else part
-            if not isinstance(part, Operand):
-                found.append(grads[0].narrow(self.dim, start, size))
-            start += size
-        return found
+    def _pieces(self, g: Tensor, of_operands: bool) -> list[Tensor]:
+        """What belongs to the operands, or to the data."""
+        pieces = zip(self.is_operand, g.split(self.sizes, self.dim), strict=True)
+        return [piece for own, piece in pieces if own == of_operands]
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        start, g = 0, grads[0]
-        for part in self.parts:
-            size = part.value.size(self.dim) if isinstance(part, Operand) else part
-            if isinstance(part, Operand):
-                piece = by_sample(g.narrow(self.dim, start, size), self.layout)
-                use = uses_of_broadcast(part.tensor, piece, self.layout, g.dim(), "cat")
-                self.forward_pass.record(use)
-            start += size
+    def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        return [*self._pieces(grads[0], False)]
+
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        for operand, piece in zip(ctx.operands, self._pieces(grads[0], True), strict=True):
+            rows = by_sample(piece, self.layout)
+            ctx.forward_pass.record(uses_of_broadcast(operand, rows, self.layout, piece.dim(), self.name))
 
 
 @use_rule(torch.cat, torch.concat, torch.concatenate)
@@ -251,4 +221,5 @@ def capture_cat(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwa
         return NotImplemented
     if len({p.dtype for p in parts}) > 1:
         return NotImplemented
-    return capture(_Cat(forward_pass, parts, dim, layout), *data, layout=layout)
+    operands = [p for p in parts if forward_pass.is_parameter(p)]
+    return capture(_Cat(forward_pass, "cat", layout, parts, dim), Context(forward_pass, *operands), *data)

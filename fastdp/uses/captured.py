@@ -1,9 +1,13 @@
 """A captured call: the forward runs with the parameters detached, so that autograd computes input gradients only; the
-backward hands the output gradient to the call, which records a `Use` for each parameter."""
+backward hands the output gradient to the call, which records a `Use` for each parameter.
+
+What follows from the kind of the call is in a `Captured`, what is of one step in a `Context` beside it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,99 +19,101 @@ from .forward_pass import ForwardPass
 from .saved import check_same, fingerprints
 
 
-class Operand(NamedTuple):
-    """A parameter (or derived tensor) in a captured call: itself, and as the forward uses it."""
+class Context:
+    """One application of a captured call, from its forward to its backward.
 
-    tensor: Tensor
-    value: Tensor  # detached
-
-    @staticmethod
-    def of(tensor: Tensor) -> Operand:
-        return Operand(tensor, tensor.detach())
-
-
-class _Again(NamedTuple):
-    """How a call is run again in backward."""
-
-    wanted: list[bool]  # which of the data want a gradient
-    autocast: tuple[str, torch.dtype, bool]
-
-
-class Captured:
-    """One captured call. Rules subclass it: `run` is the forward, `record_uses` the backward.
-
-    data: the tensors that carry samples, differentiable or not; what is saved for backward.
+    operands: the parameters (or tensors derived from them) and constants of the call, None for those left out.
+    values: the same, as the forward uses them: detached, and cast perhaps.
+    learned: which of them are parameters or derived from parameters.
+    wanted: which of the data want a gradient.
     """
 
-    def __init__(self, forward_pass: ForwardPass, name: str, path: str) -> None:
-        self.forward_pass, self.name, self.path = forward_pass, name, path
-        self.inner: tuple[list[Tensor], Any] | None = None
-        self.again: _Again | None = None  # the call runs once more in backward, instead of keeping a graph
+    def __init__(self, forward_pass: ForwardPass, *operands: Any) -> None:
+        self.forward_pass, self.operands = forward_pass, operands
+        self.values: list[Any] = [None if t is None else t.detach() for t in operands]
+        self.learned = [t is not None and forward_pass.is_parameter(t) for t in operands]
+        self.wanted: list[bool] = []
+        self.made: tuple[Tensor, ...] = ()  # by the forward beside its result: saved behind what `saved` gives
+        self.inner: tuple[list[Tensor], Any] | None = None  # the graph for the input gradients
+        self.again: tuple[str, torch.dtype, bool] | None = None  # autocast, if backward runs it again: no graph is kept
+        self.found: list[Tensor | None] | None = None  # input gradients, if `record_uses` computed them, too
         self._kept: list[tuple[Tensor, int]] = []
-
-    @property
-    def batch(self) -> int:
-        return self.forward_pass.batch
 
     def keep(self, *values: Tensor | None) -> None:
         """Note tensors beside the data whose numbers the backward reads: autograd does not watch over these."""
         self._kept += [(t, t._version) for t in values if t is not None and not t.is_inference()]
 
-    def check_kept(self) -> None:
+    def cast_values(self, to: torch.dtype) -> None:
+        """Let the forward use the operands in this type."""
+        self.values = [None if t is None else t.to(to) for t in self.values]
+
+    def check_kept(self, call: Captured) -> None:
         """Raises StepError where a kept tensor has been written to since."""
         if any(tensor._version != version for tensor, version in self._kept):
             raise StepError(
-                f"{self.name}() in module '{self.path}': a parameter (or a constant beside it) was written to between "
+                f"{call.name}() in module '{call.path}': a parameter (or a constant beside it) was written to between "
                 "its use in the forward and the backward, by an optimizer's step, a moving average or a normalisation "
                 "in place perhaps, so the gradients would be of other numbers. Write after the step, or use a clone()."
             )
 
-    def run(self, *data: Tensor) -> Any:
+
+class Captured:
+    """A captured call. Rules subclass it: `run` is the forward, `record_uses` the backward.
+
+    layout: where the samples lie in the data. The data of `run` are the tensors that carry samples, differentiable or
+    not. Nothing here changes once the call is made.
+    """
+
+    repeatable = False  # whether compiled code may repeat the call, as long as it holds no tensors
+    reads_values = False  # whether `record_uses` reads those of the operands
+    with_made: Callable[..., Any] | None = None  # for compiled code: the function, as (result, *the two of `made`)
+
+    def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout) -> None:
+        self.name, self.path, self.layout = name, forward_pass.path, layout
+
+    @property
+    def batch(self) -> int:
+        return self.layout.batch
+
+    def run(self, ctx: Context, *data: Tensor) -> Any:
         """The function's value from the data; parameters detached."""
         raise NotImplementedError
 
-    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
+    def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         """What `record_uses` needs of the data."""
         return data
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """Record the uses."""
         raise NotImplementedError
 
-    def forward(self, *data: Tensor) -> Any:
+    def forward(self, ctx: Context, *data: Tensor) -> Any:
         """Run, keeping a graph for the input gradients. Fast rules override this and `input_grads`."""
-        wanted = [t.requires_grad for t in data]
-        if not any(wanted):
-            return self.run(*data)
+        if not any(ctx.wanted):
+            return self.run(ctx, *data)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             # under checkpointing a graph of its own would have the whole region computed anew, once for each call
-            kind = data[0].device.type
-            autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            self.again = _Again(wanted, autocast)
-            return self.run(*data)
-        out = self._with_graph(data, wanted)
+            ctx.again = autocast_of(data[0])
+            return self.run(ctx, *data)
+        out = self.with_graph(ctx, data)
         return out.detach() if isinstance(out, Tensor) else tuple(t.detach() for t in out)
 
-    def run_again(self, data: tuple[Tensor, ...]) -> None:
-        """The call once more on the same data, for the input gradients."""
-        assert self.again is not None
-        with torch.autocast(*self.again.autocast):
-            self._with_graph(data, self.again.wanted)
-
-    def _with_graph(self, data: tuple[Tensor, ...], wanted: list[bool]) -> Any:
+    def with_graph(self, ctx: Context, data: tuple[Tensor, ...]) -> Any:
+        """Run on the data, keeping the graph."""
         with torch.enable_grad():
-            inputs = [t.detach().requires_grad_(w) for t, w in zip(data, wanted, strict=True)]
-            out = self.run(*inputs)
+            inputs = [t.detach().requires_grad_(w) for t, w in zip(data, ctx.wanted, strict=True)]
+            out = self.run(ctx, *inputs)
         outs = (out,) if isinstance(out, Tensor) else tuple(out)
         # the edges, not the tensors: nothing but what the inner graph saved stays in memory
         edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
-        self.inner = (inputs, edges)
+        ctx.inner = (inputs, edges)
         return out
 
-    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-        if self.inner is None:
+    def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        """Gradients of the data, if any are wanted."""
+        if ctx.inner is None:
             return []
-        inputs, edges = self.inner
+        inputs, edges = ctx.inner
         pairs = [(edge, g) for edge, g in zip(edges, grads, strict=True) if edge is not None]
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(
@@ -115,7 +121,7 @@ class Captured:
             if pairs
             else [None] * len(wanted)
         )
-        self.inner = None
+        ctx.inner = None
         return [next(found) if t.requires_grad else None for t in inputs]
 
 
@@ -129,42 +135,56 @@ def _owned(out: Tensor, data: tuple[Tensor, ...]) -> Tensor:
     return torch.ops.aten._unsafe_view(out, out.shape)
 
 
+def autocast_of(tensor: Tensor) -> tuple[str, torch.dtype, bool]:
+    """The arguments of torch.autocast as it is now, where this tensor lies."""
+    kind = tensor.device.type
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+
 class CaptureFunction(torch.autograd.Function):
     """The autograd node of every captured call: input gradients go on, uses are recorded."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, call: Captured, *data: Tensor) -> Any:
-        ctx.call, ctx.count = call, len(data)
-        out = call.forward(*data)
-        saved = call.saved(*data)
-        ctx.saved_count = len(saved)
-        saved = (*saved, *(data if call.again is not None else ()))
-        ctx.fingerprints = fingerprints(saved)
-        ctx.save_for_backward(*saved)
+    def forward(node: Any, token: Tensor, call: Captured, ctx: Context, *data: Tensor) -> Any:
+        node.call, node.context = call, ctx
+        ctx.wanted = [t.requires_grad for t in data]
+        out = call.forward(ctx, *data)
+        saved, ctx.made = (*call.saved(ctx, *data), *ctx.made), ()
+        node.saved_count = len(saved)
+        saved = (*saved, *(data if ctx.again is not None else ()))
+        node.fingerprints = fingerprints(saved)
+        node.save_for_backward(*saved)
         return _owned(out, data) if isinstance(out, Tensor) else tuple(_owned(t, data) for t in out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        call: Captured = ctx.call
-        asked = call.forward_pass.begin_record(call.path)
-        call.check_kept()
-        kept = ctx.saved_tensors
-        check_same(kept, ctx.fingerprints, call.name, call.path)
-        saved, data = kept[: ctx.saved_count], kept[ctx.saved_count :]
-        if call.batch and asked:
+    def backward(node: Any, *grads: Tensor) -> Any:
+        call: Captured = node.call
+        ctx: Context = node.context
+        asked = ctx.forward_pass.begin_record(call.path)
+        ctx.check_kept(call)
+        kept = node.saved_tensors
+        check_same(kept, node.fingerprints, call.name, call.path)
+        saved, data = kept[: node.saved_count], kept[node.saved_count :]
+        if ctx.forward_pass.batch and asked:
             with exactly():
-                call.record_uses(saved, grads)
-        if call.again is not None:
-            call.run_again(data)
-        inputs = call.input_grads(saved, grads)
-        inputs += [None] * (ctx.count - len(inputs))
-        return (None, None, *inputs)
+                call.record_uses(ctx, saved, grads)
+        if ctx.again is not None:
+            with torch.autocast(*ctx.again):
+                call.with_graph(ctx, data)
+        inputs, ctx.found = ctx.found, None
+        if inputs is None:
+            inputs = call.input_grads(ctx, saved, grads)
+        inputs += [None] * (len(ctx.wanted) - len(inputs))
+        return (None, None, None, *inputs)
 
 
-def capture(call: Captured, *data: Tensor, layout: Layout | None) -> Any:
-    """Run a captured call and tag its result."""
-    out = CaptureFunction.apply(call.forward_pass.token_for(data), call, *data)  # type: ignore[no-untyped-call]
-    if layout is not None:
-        for tensor in (out,) if isinstance(out, Tensor) else out:
-            tag(tensor, layout)
+def applied(call: Captured, ctx: Context, *data: Tensor) -> Any:
+    """The result of a captured call."""
+    return CaptureFunction.apply(ctx.forward_pass.token_for(data), call, ctx, *data)  # type: ignore[no-untyped-call]
+
+
+def capture(call: Captured, ctx: Context, *data: Tensor) -> Any:
+    """The result of a captured call, in which the samples lie as in its data."""
+    out = applied(call, ctx, *data)
+    tag(out, call.layout)
     return out

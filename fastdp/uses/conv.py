@@ -10,20 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layouts.calls import bind
+from ..layouts.groups import Groups
 from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
 from ..ops.common import accumulate
 from ..ops.geometry import Geometry, spatial
-from .captured import Captured, Operand, capture
+from .captured import Captured, Context, capture
 from .costs import Shape
 from .forward_pass import ForwardPass
 from .linear import autocast_dtype, is_short
 from .planner import Planner
 from .rules import by_sample, sample_layout, use_rule
-from .use import Stored, Use
+from .use import Positioned, Regrouped, Stored, Use
 
 
-class Conv(Use):
+class Conv(Positioned):
     """x [B,F,C,*], g [B,F,O,*]: F images of each sample."""
 
     route = "auto"
@@ -38,6 +39,21 @@ class Conv(Use):
         dense = conv_ops.is_dense(self.geometry)
         self.route = "gram" if dense and route in ("gram", "T=1") else "direct"
 
+    def sides(self) -> tuple[Tensor, Tensor]:
+        return self.x, self.g
+
+    def of(self, first: Tensor, second: Tensor, name: str) -> Conv:
+        return Conv(self.operand, first, second, self.geometry, name)
+
+    def is_like(self, other: Conv) -> bool:
+        sizes = (self.x.shape[2:], self.g.shape[2:], self.geometry)
+        return sizes == (other.x.shape[2:], other.g.shape[2:], other.geometry)
+
+    def regroup(self, groups: Groups) -> Use:
+        """Images of a group one after the other, unless more than half of them would be padding."""
+        few = groups.most * groups.count <= 2 * groups.records
+        return super().regroup(groups) if few else Regrouped(self, groups)
+
     def per_sample(self, low: int, high: int) -> Tensor:
         return conv_ops.per_sample(self.x[low:high], self.g[low:high], self.geometry)
 
@@ -47,8 +63,8 @@ class Conv(Use):
     def rounding(self) -> Tensor | None:
         return conv_ops.rounding(self.x, self.g, self.geometry)
 
-    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
-        return conv_ops.clipped_sum(self.x, self.g, c, self.geometry)
+    def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
+        return conv_ops.clipped_sum(self.x, self.g, factors, self.geometry)
 
 
 def shape_of(x: Tensor, g: Tensor, geometry: Geometry) -> Shape:
@@ -61,59 +77,53 @@ def shape_of(x: Tensor, g: Tensor, geometry: Geometry) -> Shape:
 
 
 class _Conv(Captured):
-    def __init__(self, forward_pass: ForwardPass, name: str, weight: Tensor, bias: Tensor | None, geometry: Geometry,
-                 layout: Layout) -> None:  # fmt: skip
-        super().__init__(forward_pass, name, forward_pass.path)
-        self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
-        self.learns_weight = forward_pass.is_parameter(weight)
-        self.learns_bias = bias is not None and forward_pass.is_parameter(bias)
-        self.geometry, self.layout = geometry, layout
-        self.value = self.weight.value
-        self.cast: torch.dtype | None = None
-        self.wants_input = False
+    repeatable = True
 
-    def forward(self, *data: Tensor) -> Tensor:
-        x, bias = data[0], self.bias.value if self.bias is not None else None
-        self.wants_input = x.requires_grad
-        self.cast = autocast_dtype(x)
-        if self.cast is not None:
-            x, self.value = x.to(self.cast), self.value.to(self.cast)
-            bias = None if bias is None else bias.to(self.cast)
-        if self.wants_input:
-            self.keep(self.value)
-        geo = self.geometry
+    def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, geometry: Geometry) -> None:
+        super().__init__(forward_pass, name, layout)
+        self.geometry = geometry
+
+    def forward(self, ctx: Context, *data: Tensor) -> Tensor:
+        x, cast = data[0], autocast_dtype(data[0])
+        if cast is not None:
+            x = x.to(cast)
+            ctx.cast_values(cast)
+        if ctx.wanted[0]:
+            ctx.keep(ctx.values[0])
+        (weight, bias), geo = ctx.values, self.geometry
         return torch.convolution(
-            x, self.value, bias, list(geo.stride), list(geo.padding), list(geo.dilation), geo.transposed,
+            x, weight, bias, list(geo.stride), list(geo.padding), list(geo.dilation), geo.transposed,
             list(geo.output_padding), geo.groups,
         )  # fmt: skip
 
-    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
-        return (data[0] if self.cast is None else data[0].to(self.cast),)
+    def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
+        cast = autocast_dtype(data[0])
+        return (data[0] if cast is None else data[0].to(cast),)
 
-    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-        if not self.wants_input:
+    def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        if not ctx.wanted[0]:
             return []
         geo = self.geometry
         return [
             torch.ops.aten.convolution_backward(
-                grads[0], saved[0], self.value, None, list(geo.stride), list(geo.padding), list(geo.dilation),
+                grads[0], saved[0], ctx.values[0], None, list(geo.stride), list(geo.padding), list(geo.dilation),
                 geo.transposed, list(geo.output_padding), geo.groups, [True, False, False],
             )[0]
         ]  # fmt: skip
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         g = by_sample(grads[0], self.layout)
-        forward_pass = self.forward_pass
-        if self.learns_weight:
+        (weight, bias), forward_pass = ctx.operands, ctx.forward_pass
+        if ctx.learned[0]:
             x = by_sample(saved[0], self.layout)
-            use: Use = forward_pass.folded(Conv(self.weight.tensor, x, g, self.geometry, self.name))
+            use: Use = forward_pass.regrouped(Conv(weight, x, g, self.geometry, self.name))
             assert use.shape is not None
             if forward_pass.planner.materialises(use.shape, x.nbytes + g.nbytes, x.device, is_short(x)):
-                use = Stored(self.weight.tensor, use.per_sample(0, use.batch), self.name, use.shape)
+                use = Stored(weight, use.per_sample(0, use.batch), self.name, use.shape)
             forward_pass.record(use)
-        if self.bias is not None and self.learns_bias:
+        if ctx.learned[1]:
             over = [d for d in range(1, g.dim()) if d != 2]
-            forward_pass.record(Stored(self.bias.tensor, accumulate(g).sum(over), self.name))
+            forward_pass.record(Stored(bias, accumulate(g).sum(over), self.name))
 
 
 _DIMENSIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
@@ -166,4 +176,4 @@ def _capture(
     layout = sample_layout(forward_pass, x, name)
     if x.dim() != weight.dim() or (layout.batch > 1 and layout.dim != 0):
         return NotImplemented  # an image without a batch dimension
-    return capture(_Conv(forward_pass, name, weight, bias, geometry, layout), x, layout=layout)
+    return capture(_Conv(forward_pass, name, layout, geometry), Context(forward_pass, weight, bias), x)

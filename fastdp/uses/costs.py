@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..layouts.groups import Groups
 from . import timing
 
 Constants = dict[str, list[float]]  # job -> seconds a call, a flop, a flop over the smallest side, a byte
@@ -45,6 +46,10 @@ class Shape(NamedTuple):
     def gradient_bytes(self) -> int:
         """Bytes of the per-sample gradients."""
         return 4 * self.batch * self.i * self.o
+
+    def by_group(self, groups: Groups) -> Shape:
+        """The product by groups of samples: as many positions as a group of average size has."""
+        return self._replace(batch=groups.count, t=-(-self.t * groups.records // max(groups.count, 1)))
 
 
 class Segments(NamedTuple):
@@ -145,8 +150,8 @@ def _conv_jobs(s: Shape, side: int, make: Callable[..., Tensor]) -> dict[str, Ca
     }
 
 
-def weighted(kept: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    return ops.square_sum(kept), ops.weighted_sum(kept, c)
+def weighted(kept: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.square_sum(kept), ops.weighted_sum(kept, factors)
 
 
 def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, deadline: float = DEADLINE) -> Constants | None:

@@ -15,39 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import bind, function_name, is_in_place
+from ..layouts import kinds
+from ..layouts.calls import Call, bind
 from ..layouts.layout import tag_of
-from ..layouts.nests import tensors_in
 from ..ops.common import accumulate
 from .forward_pass import ForwardPass
 from .links import Link, leaves_of, link_of, set_link
 
-# functions that only move, drop or cast elements
-_MOVING = frozenset(
-    "t transpose permute movedim moveaxis swapaxes swapdims view reshape flatten unflatten squeeze unsqueeze "
-    "narrow select chunk split split_with_sizes tensor_split unbind contiguous clone to float double half "
-    "bfloat16 type T mT H mH neg __getitem__ view_as reshape_as requires_grad_ diagonal".split()
-)
-_CASTING = frozenset("to float double half bfloat16 type clone contiguous".split())
-_HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
-_BROADCASTING = frozenset(("expand", "expand_as", "broadcast_to"))
 
-
-def mark_derived(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, forward_pass: ForwardPass, parents: list[Tensor]
-) -> tuple[Tensor, ...]:
-    """Link the results of a function of parameters (and constants) to the parameters; returns these.
+def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -> tuple[Tensor, ...]:
+    """Link the results of a call of parameters (and constants) to the parameters; returns these.
 
     parents: the parameters and derived tensors among the arguments, found before the call.
     """
-    name = function_name(func)
-    if name in _HOOKING:
+    name, (args, kwargs) = call.name, call.given
+    if name in kinds.HOOKING:
         raise UncapturedUseError(
             f"{forward_pass.place(name)}: a hook on the gradient of {forward_pass.names_of(parents)}, or of a tensor "
             "made of it, would not see the gradients of samples. Remove it; to mask a weight, multiply it by the mask."
         )
     first = next(iter((*args, *kwargs.values())))  # torch.nn.init names its arguments
-    results = [first] if is_in_place(name) else list(tensors_in(out))
+    results = [first] if call.in_place else list(call.results())
     results = [t for t in results if t.requires_grad and not forward_pass.is_tracked(t)]
     if not results:
         return ()
@@ -56,26 +44,26 @@ def mark_derived(
         leaves.update((id(leaf), leaf) for leaf in leaves_of(parent))
     parent = parents[0]
     link = Link(tuple(leaves.values()), parent, "function", False)
-    written = is_in_place(name) or any(result is parent for result in results)
-    before = link_of(args[0]) if is_in_place(name) else None
+    written = call.in_place or any(result is parent for result in results)
+    before = link_of(first) if call.in_place else None
     if len(parents) == 1 and parent is (args[0] if args else None) and not written:
         above = link_of(parent)
-        if name in _BROADCASTING:
+        if name in kinds.BROADCASTING:
             link = link._replace(kind="broadcast")
-        elif name in _MOVING and _moves_each_once(name, parent, args, kwargs):
+        elif name in kinds.MOVING and _moves_each_once(call, parent):
             link = link._replace(isometric=above is None or above.isometric)
-            if name in _CASTING and (above is None or above.kind == "cast"):
+            if name in kinds.CASTING and (above is None or above.kind == "cast"):
                 link = link._replace(kind="cast")
-        elif _row_index(name, args, kwargs) is not None:
-            link = link._replace(kind="lookup", ids=_row_index(name, args, kwargs))
-    elif func is F.embedding and len(parents) == 1:
+        elif (ids := _row_index(call)) is not None:
+            link = link._replace(kind="lookup", ids=ids)
+    elif call.func is F.embedding and len(parents) == 1:
         ids, _, padding_idx, max_norm = bind(args, kwargs, "input", "weight", "padding_idx", "max_norm")
         check_embedding(forward_pass, args, kwargs)
         if padding_idx is None and max_norm is None:
             link = link._replace(kind="lookup", ids=ids)
     for result in results:
         set_link(result, link._replace(version=result._version))
-        if is_in_place(name) and result._is_view() and not forward_pass.compiling:
+        if call.in_place and result._is_view() and not forward_pass.compiling:
             _link_base(result, before, forward_pass)
     return link.leaves
 
@@ -97,13 +85,13 @@ def _link_base(view: Tensor, before: Link | None, forward_pass: ForwardPass) -> 
     set_link(base, Link(tuple(leaves.values()), above.parent, "function", False, version=base._version))
 
 
-def _moves_each_once(name: str, parent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _moves_each_once(call: Call, parent: Tensor) -> bool:
     """No other tensor takes part, and no list as an index, which may repeat elements."""
-    if any(t is not parent for t in tensors_in((args, kwargs))):
+    if any(t is not parent for t in call.tensors):
         return False
-    if name != "__getitem__":
+    if call.name != "__getitem__":
         return True
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     return all(item is None or item is Ellipsis or isinstance(item, int | slice) for item in index)
 
 
@@ -122,8 +110,9 @@ def check_embedding(forward_pass: ForwardPass, args: tuple[Any, ...], kwargs: di
         )
 
 
-def _row_index(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _row_index(call: Call) -> Tensor | None:
     """Constant ids, where the call takes whole rows of its first argument."""
+    name, (args, kwargs) = call.name, call.given
     if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype in (torch.int64, torch.int32):
         return args[1]
     if name == "index_select" and bind(args, kwargs, "input", "dim", "index")[1] == 0:

@@ -11,19 +11,19 @@ from torch import Tensor
 from .. import ops
 from ..errors import SampleMixingError
 from ..layouts import notes
-from ..layouts.calls import bind
+from ..layouts.calls import Call, bind
 from ..layouts.layout import Layout, tag, tag_of
 from ..ops.bounds import enlarged, is_small, of_repeats, of_rows
-from .captured import Captured, Operand, capture
+from .captured import Captured, Context, capture
 from .derived import check_embedding, mark_derived
 from .experts import note_gathered
 from .forward_pass import ForwardPass
 from .generic import capture_whole
 from .rules import by_sample, sample_layout, use_rule
-from .use import Use
+from .use import Positioned
 
 
-class Lookup(Use):
+class Lookup(Positioned):
     """Rows `ids` [B,K] of a table were used, with output gradients `g` [B,K,d]; the table is [V, *row]."""
 
     route = "segments"
@@ -42,6 +42,12 @@ class Lookup(Use):
         width = max(1, operand[0].numel()) if operand.size(0) else 1
         return cls(operand, ids, grads.reshape(batch, ids.size(1), width), name)
 
+    def sides(self) -> tuple[Tensor, Tensor]:
+        return self.ids, self.g
+
+    def of(self, first: Tensor, second: Tensor, name: str) -> Lookup:
+        return Lookup(self.operand, first, second, name)
+
     def norm_sq(self) -> Tensor:
         found = ops.embedding_norm_sq(self.ids, self.g, dtype=torch.float64)
         if found.device.type == "cpu" and is_small(found, of_rows(self.g)):  # no need to look for equal ids
@@ -55,29 +61,33 @@ class Lookup(Use):
         rows = ops.embedding_per_sample(self.ids[low:high], self.g[low:high], self.operand.size(0))
         return rows.view(high - low, *self.operand.shape)
 
-    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
-        if into is not None and self.g.dtype != torch.float64:
+    def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
+        if into is not None and self.g.dtype != torch.float64 and into.is_contiguous():
             ops.embedding_clipped_sum(
-                self.ids, self.g, c, self.operand.size(0), out=into.zero_().view(self.operand.size(0), -1)
+                self.ids, self.g, factors, self.operand.size(0), out=into.zero_().view(self.operand.size(0), -1)
             )
             return into
-        found = ops.embedding_clipped_sum(self.ids, self.g, c, self.operand.size(0))
+        found = ops.embedding_clipped_sum(self.ids, self.g, factors, self.operand.size(0))
         return found if found.shape == self.operand.shape else found.view(self.operand.shape)
 
 
 class _Embedding(Captured):
-    def __init__(self, forward_pass: ForwardPass, table: Operand, padding_idx: int | None, layout: Layout) -> None:
-        super().__init__(forward_pass, "embedding", forward_pass.path)
-        self.table, self.padding_idx, self.layout = table, padding_idx, layout
+    """Rows of a table, by ids; those at `padding_idx` have no gradient."""
 
-    def run(self, *data: Tensor) -> Tensor:
-        return F.embedding(data[0], self.table.value)
+    repeatable = True
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, padding_idx: int | None = None) -> None:
+        super().__init__(forward_pass, name, layout)
+        self.padding_idx = padding_idx
+
+    def run(self, ctx: Context, *data: Tensor) -> Any:
+        return F.embedding(data[0], ctx.values[0])
+
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         ids, g = by_sample(saved[0], self.layout), by_sample(grads[0], self.layout)
         if self.padding_idx is not None:
             g = torch.where((ids == self.padding_idx).unsqueeze(-1), torch.zeros((), dtype=g.dtype, device=g.device), g)
-        self.forward_pass.record(Lookup.rows(self.table.tensor, ids, g, self.name))
+        ctx.forward_pass.record(Lookup.rows(ctx.operands[0], ids, g, self.name))
 
 
 @use_rule(F.embedding)
@@ -90,7 +100,7 @@ def capture_embedding(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...
     layout = sample_layout(forward_pass, ids, "embedding")
     if padding_idx is not None and padding_idx < 0:
         padding_idx += table.size(0)
-    return capture(_Embedding(forward_pass, Operand.of(table), padding_idx, layout), ids, layout=layout)
+    return capture(_Embedding(forward_pass, "embedding", layout, padding_idx), Context(forward_pass, table), ids)
 
 
 @use_rule(torch.Tensor.__getitem__)
@@ -100,7 +110,7 @@ def capture_getitem(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...],
     chosen = _without_choices(forward_pass, table, index)
     if chosen is not None:
         out = func(table, chosen)
-        mark_derived(func, (table, chosen), {}, out, forward_pass, [table])
+        mark_derived(Call(func, (table, chosen), {}, forward_pass.batch, out=out), forward_pass, [table])
         return out
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
@@ -109,7 +119,7 @@ def capture_getitem(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...],
     if not forward_pass.is_parameter(table) or forward_pass.is_parameter(index):
         return NotImplemented
     layout = sample_layout(forward_pass, index, "__getitem__")
-    out = capture(_RowIndex(forward_pass, Operand.of(table), layout), index, layout=layout)
+    out = capture(_RowIndex(forward_pass, "__getitem__", layout), Context(forward_pass, table), index)
     note_gathered(out, table, index)
     return out
 
@@ -128,7 +138,7 @@ def _without_choices(forward_pass: ForwardPass, table: Tensor, index: Any) -> An
         if layout is None:
             found.append(item)
             continue
-        if item.dtype not in (torch.int64, torch.int32) or not layout.mixed or not layout.places:
+        if item.dtype not in (torch.int64, torch.int32) or not layout.mixed or not layout.is_row_index:
             return None
         found.append(int(item) if item.dim() == 0 else item.detach().clone())
         chosen = True
@@ -140,52 +150,41 @@ def _without_choices(forward_pass: ForwardPass, table: Tensor, index: Any) -> An
     return tuple(found) if isinstance(index, tuple) else found[0]
 
 
-class _RowIndex(Captured):
-    def __init__(self, forward_pass: ForwardPass, table: Operand, layout: Layout) -> None:
-        super().__init__(forward_pass, "__getitem__", forward_pass.path)
-        self.table, self.layout = table, layout
-
-    def run(self, *data: Tensor) -> Tensor:
-        return self.table.value[data[0]]
-
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        ids, g = by_sample(saved[0], self.layout), by_sample(grads[0], self.layout)
-        self.forward_pass.record(Lookup.rows(self.table.tensor, ids, g, self.name))
+class _RowIndex(_Embedding):
+    def run(self, ctx: Context, *data: Tensor) -> Any:
+        return ctx.values[0][data[0]]
 
 
 class _Bag(Captured):
     """embedding_bag with sum or mean: every element of a bag has the bag's gradient times its weight."""
 
-    def __init__(
-        self, forward_pass: ForwardPass, table: Operand, options: dict[str, Any], bags: Layout, weighted: bool
-    ) -> None:
-        super().__init__(forward_pass, "embedding_bag", forward_pass.path)
-        self.table, self.options, self.bags, self.weighted = table, options, bags, weighted
+    def __init__(self, forward_pass: ForwardPass, bags: Layout, options: dict[str, Any]) -> None:
+        super().__init__(forward_pass, "embedding_bag", bags)
+        self.options = options
 
-    def run(self, *data: Tensor) -> Tensor:
-        weights = data[1] if self.weighted else None
-        return F.embedding_bag(data[0], self.table.value, per_sample_weights=weights, **self.options)
+    def run(self, ctx: Context, *data: Tensor) -> Tensor:
+        weights = data[1] if len(data) > 1 else None
+        return F.embedding_bag(data[0], ctx.values[0], per_sample_weights=weights, **self.options)
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         ids, g = saved[0], grads[0]
         bag = self._bag_of_element(ids, g.size(0))
         flat = ids.flatten()
         live = torch.ones_like(flat, dtype=torch.bool)
         if self.options["padding_idx"] is not None:
-            live = flat != self.options["padding_idx"] % self.table.value.size(0)
+            live = flat != self.options["padding_idx"] % ctx.values[0].size(0)
         scale = live.to(g.dtype)
         if self.options["mode"] == "mean":
             count = torch.zeros(g.size(0), dtype=g.dtype, device=g.device).index_add_(0, bag, scale)
             scale = scale / count[bag].clamp(min=1)
-        if self.weighted:
+        if len(saved) > 1:
             scale = scale * saved[1].flatten()
         rows = torch.where(
             live.unsqueeze(1), g[bag] * scale.unsqueeze(1), torch.zeros((), dtype=g.dtype, device=g.device)
         )
-        owner = self.bags.owners(g.device)[bag]
-        layout = Layout(self.bags.batch, 0, owner=owner)
-        use = Lookup.rows(self.table.tensor, by_sample(flat, layout), by_sample(rows, layout), self.name)
-        self.forward_pass.record(use)
+        layout = Layout(self.batch, 0, owner=self.layout.owners(g.device)[bag])
+        use = Lookup.rows(ctx.operands[0], by_sample(flat, layout), by_sample(rows, layout), self.name)
+        ctx.forward_pass.record(use)
 
     def _bag_of_element(self, ids: Tensor, bags: int) -> Tensor:
         if ids.dim() == 2:
@@ -238,5 +237,5 @@ def capture_embedding_bag(forward_pass: ForwardPass, func: Any, args: tuple[Any,
         _check_bags(forward_pass, ids, offsets[:count], bags)
     options = {k: found[k] for k in ("offsets", "padding_idx")}
     options |= {"mode": mode, "include_last_offset": bool(found["include_last_offset"])}
-    call = _Bag(forward_pass, Operand.of(table), options, bags, weights is not None)
-    return capture(call, *([ids] if weights is None else [ids, weights]), layout=bags)
+    data = (ids,) if weights is None else (ids, weights)
+    return capture(_Bag(forward_pass, bags, options), Context(forward_pass, table), *data)

@@ -11,30 +11,31 @@ from ..errors import SampleMixingError
 from ..layouts import notes
 from ..layouts.calls import Call, bind
 from ..layouts.index import spread
-from ..layouts.layout import Layout, tag, tag_of
-from ..layouts.propagate import propagate, spellings
-from .captured import Captured, Operand, capture
+from ..layouts.kinds import spellings
+from ..layouts.layout import Layout, tag_of
+from ..layouts.propagate import layouts_of
+from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
 from .routed import Routed, record_routed
-from .rules import Rule, sample_layout, use_rule
+from .rules import Rule, attributed, sample_layout, use_rule
 
 
 class _GroupedProduct(Captured):
     """Rows x [S,I] times the matrices of a stack [E,I,O]; group e ends before row ends[e]."""
 
-    def __init__(self, forward_pass: ForwardPass, func: Any, stack: Tensor, ends: Tensor, options: dict[str, Any],
-                 layout: Layout) -> None:  # fmt: skip
-        super().__init__(forward_pass, "grouped_mm", forward_pass.path)
-        self.func, self.stack, self.ends, self.options, self.layout = func, Operand.of(stack), ends, options, layout
+    def __init__(self, forward_pass: ForwardPass, layout: Layout, func: Any, options: dict[str, Any]) -> None:
+        super().__init__(forward_pass, "grouped_mm", layout)
+        self.func, self.options = func, options
 
-    def run(self, *data: Tensor) -> Tensor:
-        return self.func(data[0], self.stack.value, offs=self.ends, **self.options)  # type: ignore[no-any-return]
+    def run(self, ctx: Context, *data: Tensor) -> Any:
+        stack, ends = ctx.values
+        return self.func(data[0], stack, offs=ends, **self.options)
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         x, g = saved[0], grads[0]
         rows = torch.arange(x.size(0), device=x.device)
-        ids = torch.searchsorted(self.ends.long(), rows, right=True)
-        record_routed(self.forward_pass, self.stack.tensor, x, g, ids, owners_of(self.layout, x), self.name)
+        ids = torch.searchsorted(ctx.values[1].long(), rows, right=True)
+        record_routed(ctx.forward_pass, ctx.operands[0], x, g, ids, owners_of(self.layout, x), self.name)
 
 
 def owners_of(layout: Layout, rows: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def capture_grouped_mm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ..
     layout = sample_layout(forward_pass, x, "grouped_mm")
     if layout.batch > 1:
         _check_groups(forward_pass, layout, ends)
-    return capture(_GroupedProduct(forward_pass, func, stack, ends, options, layout), x, layout=layout)
+    return capture(_GroupedProduct(forward_pass, layout, func, options), Context(forward_pass, stack, ends), x)
 
 
 def _check_groups(forward_pass: ForwardPass, layout: Layout, ends: Tensor) -> None:
@@ -110,19 +111,15 @@ def gathered_of(tensor: Any) -> tuple[Gathered, bool] | None:
 class _GatheredProduct(Captured):
     """M @ X or X @ M with M [..., P, Q] gathered: the matrix of token n gets sum_r of its rows' products."""
 
-    def __init__(
-        self, forward_pass: ForwardPass, func: Any, matrices: Tensor, note: Gathered, flipped: bool, left: bool
-    ) -> None:
-        super().__init__(forward_pass, func.__name__, forward_pass.path)
-        self.func, self.matrices, self.operand = func, matrices.detach(), Operand.of(note.operand)
+    def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, flipped: bool, left: bool) -> None:
+        super().__init__(forward_pass, name, layout)
         self.flipped, self.left = flipped, left
-        self.layout = Layout(forward_pass.batch)
 
-    def run(self, *data: Tensor) -> Tensor:
-        pair = (self.matrices, data[0]) if self.left else (data[0], self.matrices)
-        return torch.matmul(*pair)
+    def run(self, ctx: Context, *data: Tensor) -> Tensor:
+        matrices = ctx.values[1]
+        return torch.matmul(matrices, data[0]) if self.left else torch.matmul(data[0], matrices)
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         (x, ids), g = saved, grads[0]
         outer = g.shape[:-2]
         rows, outs = (x.mT, g.mT) if self.left else (g, x)  # [..., R, Q] and [..., R, P]
@@ -132,12 +129,12 @@ class _GatheredProduct(Captured):
         owner = torch.zeros(outer, dtype=torch.long, device=g.device)
         if self.batch > 1:
             owner = spread(self.layout.owners(g.device), self.layout.dim, outer)
-        stack = self.operand.value.size(0)
+        stack = ctx.operands[0].size(0)
         ids = torch.where(ids < 0, ids + stack, ids).expand(outer)
         rows, outs = (t.reshape(-1, t.size(-1)) for t in (rows, outs))
         a, o = (outs, rows) if self.flipped else (rows, outs)
         ids, owner = (t.reshape(-1).repeat_interleave(each) for t in (ids, owner))
-        self.forward_pass.record(Routed(self.operand.tensor, a, o, ids, owner, self.batch, self.name))
+        ctx.forward_pass.record(Routed(ctx.operands[0], a, o, ids, owner, self.batch, self.name))
 
 
 def capture_gathered(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,20 +148,15 @@ def capture_gathered(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...]
     if found is None or notes[1 - side] is not None or x.dim() != pair[side].dim() or not forward_pass.is_data(x):
         return NotImplemented
     note, flipped = found
-    call = _GatheredProduct(forward_pass, func, pair[side], note, flipped, side == 0)
-    with torch.no_grad():
-        probe = call.run(x)
-    probe.requires_grad_()
     shadow = pair[side].detach()
-    tag(shadow, tag_of(pair[side], forward_pass.batch))
-    propagate(
-        Call(torch.matmul, (shadow, x) if side == 0 else (x, shadow), {}, probe, forward_pass.batch, forward_pass.path)
-    )
-    layout = sample_layout(forward_pass, probe, func.__name__)
+    with torch.no_grad():
+        probe = torch.matmul(shadow, x) if side == 0 else torch.matmul(x, shadow)
+    product = Call(torch.matmul, tuple(pair), {}, forward_pass.batch, forward_pass.path, probe)
+    layout = attributed(forward_pass, probe, layouts_of(product)[0][1], func.__name__)
     if layout.batch > 1 and layout.dim >= probe.dim() - 2:
         return NotImplemented
-    call.layout = layout
-    return capture(call, x, note.ids, layout=layout)
+    call = _GatheredProduct(forward_pass, func.__name__, layout, flipped, side == 0)
+    return capture(call, Context(forward_pass, note.operand, shadow), x, note.ids)
 
 
 def capture_gathered_einsum(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

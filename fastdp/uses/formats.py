@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import FastDPError, StepError
-from ..layouts.calls import function_name
+from ..layouts.kinds import function_name
 from .forward_pass import ForwardPass
 from .generic import capture_generic
 

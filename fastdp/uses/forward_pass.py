@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..layouts.layout import Layout
 from .planner import Planner
+from .use import Use
 
 
 class ForwardPass(Protocol):
@@ -37,10 +38,10 @@ class ForwardPass(Protocol):
     def begin_record(self, path: str) -> bool:
         """A captured call's backward begins. Returns whether the gradients of parameters are asked for."""
 
-    def folded(self, use: Any) -> Any:
-        """A use by records as one by persons, where records are of persons: to plan its storage by."""
+    def regrouped(self, use: Use) -> Use:
+        """A use by records as one by persons, if records are of persons: to plan its storage by."""
 
-    def record(self, use: Any) -> None:
+    def record(self, use: Use) -> None:
         """Keep a use until the end of backward."""
 
     def guess_layout(self, tensor: Tensor) -> Layout | None:

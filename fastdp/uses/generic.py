@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ..errors import BatchLayoutError, UncapturedUseError
 from ..layouts.answers import Answers
-from ..layouts.calls import Call, function_name, is_in_place
+from ..layouts.calls import Call
+from ..layouts.kinds import TAKING_A_PATTERN, function_name, is_in_place
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.nests import map_leaves, map_tensors, signature, tensors_in
-from ..layouts.propagate import propagate
-from .captured import Captured, Operand, capture
+from ..layouts.propagate import layouts_of, propagate
+from .captured import Captured, Context, applied, autocast_of
 from .derived import mark_derived
 from .forward_pass import ForwardPass
 from .links import link_of, set_link
@@ -28,8 +29,6 @@ from .results import Nest, result_tensors
 from .rules import by_sample, sample_layout
 from .use import Lazy
 
-# functions that take the parameter as a pattern of shape, type or device only
-_PATTERNS = frozenset("type_as expand_as view_as reshape_as to new_tensor".split())
 _CHECKED = Answers()
 REGISTER = "register a rule for it: see help(fastdp.register_rule)"
 
@@ -47,45 +46,46 @@ def _filled(value: Any, where: dict[str, Sequence[Tensor]]) -> Any:
 
 
 class _Generic(Captured):
+    """A call of any function. It knows the tensors of its one application, and is not to be repeated.
+
+    layouts, out_layouts: where the samples lie in each of the data and of the results.
+    """
+
     def __init__(self, forward_pass: ForwardPass, func: Any, args: Any, kwargs: Any, in_place: bool) -> None:
-        super().__init__(forward_pass, function_name(func), forward_pass.path)
+        super().__init__(forward_pass, function_name(func), Layout(forward_pass.batch))
         self.func, self.in_place = func, in_place
-        kind = next(t.device.type for t in tensors_in((args, kwargs)))
-        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self.operands: list[Operand] = []
+        self.autocast = autocast_of(tensors_in((args, kwargs))[0])
+        operands: list[Tensor] = []
         self.data: list[Tensor] = []
         self.constants: list[Tensor] = []
-        self.args, self.kwargs = map_tensors((args, kwargs), self._slot)
-        self.layouts = [self._layout(t) for t in self.data]
-        self.keep(*[operand.value for operand in self.operands], *self.constants)
+
+        def slot(tensor: Tensor) -> _Slot:
+            kind, items = (
+                ("operand", operands) if forward_pass.is_parameter(tensor)
+                else ("data", self.data) if forward_pass.is_data(tensor)
+                else ("constant", self.constants)
+            )  # fmt: skip
+            items.append(tensor)
+            return _Slot(kind, len(items) - 1)
+
+        self.args, self.kwargs = map_tensors((args, kwargs), slot)
+        self.layouts = [sample_layout(forward_pass, t, self.name) for t in self.data]
+        self.ctx = Context(forward_pass, *operands)
+        self.ctx.keep(*self.ctx.values, *self.constants)
         self.out_layouts: list[Layout] = []
         self.nest: Nest | None = None  # the form of a result that is no single tensor
-
-    def _slot(self, tensor: Tensor) -> _Slot:
-        for kind, items, test in (
-            ("operand", self.operands, self.forward_pass.is_parameter(tensor)),
-            ("data", self.data, self.forward_pass.is_data(tensor)),
-            ("constant", self.constants, True),
-        ):
-            if test:
-                items.append(Operand.of(tensor) if kind == "operand" else tensor)  # type: ignore[arg-type, attr-defined]
-                return _Slot(kind, len(items) - 1)  # type: ignore[arg-type]
-        raise AssertionError
 
     def kind(self) -> Any:
         """What tells this call from others, but for the batch: which arguments are what, and all that is no tensor.
 
         Lists compare by their items; an argument that cannot be hashed is told by its text.
         """
-        operands = [(o.value.shape, o.value.dtype, o.value.is_contiguous()) for o in self.operands]
+        operands = [(t.shape, t.dtype, t.is_contiguous()) for t in self.ctx.values]
         return (tuple(operands), self.autocast, signature((self.args, self.kwargs), _described))
 
     def parameters(self) -> str:
         """The names of the parameters, for messages."""
-        return self.forward_pass.names_of(operand.tensor for operand in self.operands)
-
-    def _layout(self, tensor: Tensor) -> Layout:
-        return sample_layout(self.forward_pass, tensor, self.name)
+        return self.ctx.forward_pass.names_of(self.ctx.operands)
 
     def filled(
         self, operands: Sequence[Tensor], data: Sequence[Tensor], constants: Sequence[Tensor]
@@ -103,22 +103,22 @@ class _Generic(Captured):
         self.func(target, *args[1:], **kwargs)
         return target
 
-    def run(self, *data: Tensor) -> Any:
-        out = self.apply([o.value for o in self.operands], data, self.constants)
+    def run(self, ctx: Context, *data: Tensor) -> Any:
+        out = self.apply(ctx.values, data, self.constants)
         if isinstance(out, Tensor):
             return out
-        self.nest = Nest(out, self.forward_pass.place(self.name))
+        self.nest = Nest(out, ctx.forward_pass.place(self.name))
         return tuple(result_tensors(out))
 
     def result(self, out: Any) -> Any:
         """What the function returned, with the tensors that capturing it gave."""
         return out if self.nest is None else self.nest.filled(out)
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        for number, operand in enumerate(self.operands):
-            if operand.value.is_floating_point() or operand.value.is_complex():
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        for number, operand in enumerate(ctx.operands):
+            if operand.is_floating_point() or operand.is_complex():
                 compute = self._gradients(number, saved, grads)
-                self.forward_pass.record(Lazy(operand.tensor, self.batch, self.name, compute))
+                ctx.forward_pass.record(Lazy(operand, self.batch, self.name, compute))
 
     def _gradients(
         self, number: int, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
@@ -126,7 +126,7 @@ class _Generic(Captured):
         layouts = self.out_layouts
         data = [by_sample(t, layout) for t, layout in zip(saved, self.layouts, strict=True)]
         gs = [by_sample(g, layout) for g, layout in zip(grads, layouts, strict=True)]
-        values = [o.value for o in self.operands]
+        values = self.ctx.values
 
         def gradient(g: Sequence[Tensor], xs: Sequence[Tensor], b: int) -> Tensor:
             with torch.enable_grad(), torch.autocast(*self.autocast):
@@ -142,7 +142,7 @@ class _Generic(Captured):
             return torch.zeros_like(values[number]) if found[0] is None else found[0]
 
         def compute(low: int, high: int) -> Tensor:
-            self.check_kept()
+            self.ctx.check_kept(self)
             return torch.stack([gradient([g[b] for g in gs], [x[b] for x in data], b) for b in range(low, high)])
 
         return compute
@@ -177,7 +177,7 @@ class _Generic(Captured):
     def _ways_to_cut(self) -> list[tuple[tuple[int, ...], bool, bool]]:
         """Uncut; cut where the output's samples lie, or first; cut along each other dimension."""
         usual = (self.out_layouts[0].dim, 0)
-        largest = max(t.dim() for t in (*[o.value for o in self.operands], *self.constants))
+        largest = max(t.dim() for t in (*self.ctx.values, *self.constants))
         ways = [usual, *[(dim,) for dim in range(largest) if dim not in usual]]
         both = [(dims, *which) for dims in ways for which in ((False, True), (True, False), (True, True))]
         return [((), False, False), *both]
@@ -203,9 +203,7 @@ class _Generic(Captured):
             rows = [by_sample(t, layout) for t, layout in zip(outs, self.out_layouts, strict=True)]
             for b in {0, self.batch - 1}:
                 xs = [by_sample(t, layout)[b] for t, layout in zip(self.data, self.layouts, strict=True)]
-                alone = self.outputs_of_sample(
-                    [o.value for o in self.operands], xs, b, [tuple(r[b].shape) for r in rows]
-                )
+                alone = self.outputs_of_sample(self.ctx.values, xs, b, [tuple(r[b].shape) for r in rows])
                 for one, row in zip(alone, rows, strict=True):
                     if not bool(torch.isfinite(row[b]).all()):
                         continue
@@ -217,7 +215,7 @@ class _Generic(Captured):
                         raise UncapturedUseError(
                             f"{self.name}() in module '{self.path}' gives another result for a sample alone than for "
                             "the same sample in the batch: it is random, depends on other samples, or takes an input "
-                            "with rows of several samples packed (say whose they are: fastdp.mark_rows). Its parameter "
+                            "with rows of several samples packed (assign them by fastdp.mark_rows). Its parameter "
                             f"{self.parameters()} cannot be trained so; freeze it, change the operation, or, where it "
                             f"is only random, {REGISTER}."
                         )
@@ -238,13 +236,14 @@ def _described(value: Any) -> Any:
 def capture_generic(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of functions without a rule."""
     name = function_name(func)
-    if name in _PATTERNS and args:
+    if name in TAKING_A_PATTERN and args:
         out = func(*args, **kwargs)
         if forward_pass.is_parameter(args[0]):
-            patterns = map_tensors((args[1:], kwargs), lambda t: t.shape)
-            mark_derived(func, (args[0], *patterns[0]), patterns[1], out, forward_pass, [args[0]])
+            others, named = map_tensors((args[1:], kwargs), lambda t: t.shape)
+            pattern = Call(func, (args[0], *others), named, forward_pass.batch, forward_pass.path, out)
+            mark_derived(pattern, forward_pass, [args[0]])
         else:
-            propagate(Call(func, args, kwargs, out, forward_pass.batch, forward_pass.path))
+            propagate(Call(func, args, kwargs, forward_pass.batch, forward_pass.path, out))
         return out
     body = python_body(func)
     if body is not None:  # a composite in Python: see through it
@@ -281,7 +280,7 @@ def capture_whole(
 ) -> Any:
     """Capture this very function, without a look into its body."""
     call = _Generic(forward_pass, func, args, kwargs, in_place)
-    out = capture(call, *call.data, layout=None)
+    out = applied(call, call.ctx, *call.data)
     outs = [out] if isinstance(out, Tensor) else list(out)
     _tag_result(call, func, out)
     for tensor in outs:
@@ -301,13 +300,13 @@ def capture_whole(
 
 def _tag_result(call: _Generic, func: Any, out: Any) -> None:
     """Layouts of the result; they do not depend on the operands, which stand in as constants."""
-    args, kwargs = call.filled([o.value for o in call.operands], call.data, call.constants)
-    forward_pass = call.forward_pass
+    args, kwargs = call.filled(call.ctx.values, call.data, call.constants)
+    forward_pass = call.ctx.forward_pass
     if func is torch.Tensor.__setitem__:
-        propagate(Call(func, args, kwargs, None, forward_pass.batch, forward_pass.path))
-        tag(out, tag_of(args[0], forward_pass.batch))
+        for _, layout in layouts_of(Call(func, args, kwargs, forward_pass.batch, forward_pass.path)):
+            tag(out, layout)
     else:
-        propagate(Call(func, args, kwargs, out, forward_pass.batch, forward_pass.path))
+        propagate(Call(func, args, kwargs, forward_pass.batch, forward_pass.path, out))
 
 
 _CHECK_NAMES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

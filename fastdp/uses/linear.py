@@ -11,18 +11,20 @@ from torch import Tensor
 
 from .. import ops
 from ..layouts.calls import bind
+from ..layouts.groups import Groups
 from ..layouts.layout import Layout
 from ..ops.bounds import of_products
-from .captured import Captured, Operand, capture
+from ..ops.routed import padded
+from .captured import Captured, Context, capture
 from .costs import Shape
 from .forward_pass import ForwardPass
 from .planner import Planner
-from .routed import row_sum, use_of_rows
+from .routed import Routed, row_sum, use_of_rows
 from .rules import by_sample, refuse_contraction, sample_layout, use_rule
-from .use import Stored, Use
+from .use import Positioned, Stored, Use
 
 
-class Matmul(Use):
+class Matmul(Positioned):
     """The operand's gradient is g_b^T a_b, with a [B,T,I], g [B,T,O] and operand [O,I]."""
 
     route = "auto"
@@ -37,12 +39,28 @@ class Matmul(Use):
     def plan(self, planner: Planner) -> None:
         self.route = planner.norm_route(self.shape, self.a.device, is_short(self.a))
 
-    def data(self) -> tuple[Tensor, ...]:
-        return (self.a, self.g)
+    def sides(self) -> tuple[Tensor, Tensor]:
+        return self.a, self.g
+
+    def of(self, first: Tensor, second: Tensor, name: str) -> Matmul:
+        return Matmul(self.operand, first, second, name)
+
+    def regroup(self, groups: Groups) -> Use:
+        """Rows of a group one after the other; where groups have unequally many, none is padded."""
+        if groups.each:
+            return super().regroup(groups)
+        a, g = (groups.by_group(side).flatten(0, 1) for side in self.sides())
+        owner = torch.repeat_interleave(groups.counts * self.a.size(1)).to(a.device)
+        return Routed(self.operand, a, g, torch.zeros_like(owner), owner, groups.count, self.name)
 
     def transposed(self, operand: Tensor) -> Matmul:
-        """The same use, of the transposed operand."""
         return Matmul(operand, self.g, self.a, self.name)
+
+    @staticmethod
+    def of_rows(use: Routed) -> Matmul:
+        """Rows of one matrix in any order as rows by sample, with zeros behind."""
+        counts = torch.bincount(use.owner, minlength=use.batch)
+        return Matmul(use.operand, padded(use.a, counts), padded(use.g, counts), use.name)
 
     def norm_sq(self) -> Tensor:
         method = "auto" if self.route == "T=1" else self.route
@@ -55,15 +73,15 @@ class Matmul(Use):
     def per_sample(self, low: int, high: int) -> Tensor:
         return ops.linear_per_sample(self.a[low:high], self.g[low:high])
 
-    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
+    def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
         if into is not None:
-            return ops.linear.overwrite_clipped_sum(self.a, self.g, c, into)
-        return ops.linear_clipped_sum(self.a, self.g, c)
+            return ops.linear.overwrite_clipped_sum(self.a, self.g, factors, into)
+        return ops.linear_clipped_sum(self.a, self.g, factors)
 
 
 def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:
     """The use of an operand [O,I] by a [B,T,I] with output gradient g [B,T,O], stored as the planner says."""
-    use: Use = forward_pass.folded(Matmul(operand, a, g, name))
+    use: Use = forward_pass.regrouped(Matmul(operand, a, g, name))
     shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
     if not forward_pass.planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
         return use
@@ -91,42 +109,36 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 class _Product(Captured):
     """Data times an operand matrix, plus a bias; either may be an operand, a constant or (bias) absent."""
 
+    repeatable = True
     flipped = False  # whether the operand is stored [I,O]
 
-    def __init__(
-        self, forward_pass: ForwardPass, weight: Tensor, bias: Tensor | None, layout: Layout, name: str
-    ) -> None:
-        super().__init__(forward_pass, name, forward_pass.path)
-        self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
-        self.learns_weight = forward_pass.is_parameter(weight)
-        self.learns_bias = bias is not None and forward_pass.is_parameter(bias)
-        self.layout = layout
-
-    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
-        if not self.learns_weight:
+    def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
+        if not ctx.learned[0]:
             return ()
         cast = autocast_dtype(data[0])
         return (data[0] if cast is None else data[0].to(cast),)
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         if in_any_order(self.layout, grads[0]):
-            self._back_of_rows(saved, grads[0])
+            self._back_of_rows(ctx, saved, grads[0])
             return
+        (weight, bias), forward_pass = ctx.operands, ctx.forward_pass
         g = steps(by_sample(grads[0], self.layout))
-        if self.learns_weight:
+        if ctx.learned[0]:
             a = steps(by_sample(saved[0], self.layout))
             a, o = (g, a) if self.flipped else (a, g)
-            self.forward_pass.record(use_of_product(self.forward_pass, self.weight.tensor, a, o, self.name))
-        if self.bias is not None and self.learns_bias:
-            self.forward_pass.record(Stored(self.bias.tensor, row_sums(g), self.name))
+            forward_pass.record(use_of_product(forward_pass, weight, a, o, self.name))
+        if ctx.learned[1]:
+            forward_pass.record(Stored(bias, row_sums(g), self.name))
 
-    def _back_of_rows(self, saved: tuple[Tensor, ...], g: Tensor) -> None:
+    def _back_of_rows(self, ctx: Context, saved: tuple[Tensor, ...], g: Tensor) -> None:
         """Rows of many samples in any order: no padding to the longest sample."""
-        if self.learns_weight:
+        (weight, bias), forward_pass = ctx.operands, ctx.forward_pass
+        if ctx.learned[0]:
             a, o = (g, saved[0]) if self.flipped else (saved[0], g)
-            self.forward_pass.record(use_of_rows(self.forward_pass, self.weight.tensor, a, o, self.layout, self.name))
-        if self.bias is not None and self.learns_bias:
-            self.forward_pass.record(Stored(self.bias.tensor, row_sum(g, self.layout), self.name))
+            forward_pass.record(use_of_rows(forward_pass, weight, a, o, self.layout, self.name))
+        if ctx.learned[1]:
+            forward_pass.record(Stored(bias, row_sum(g, self.layout), self.name))
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -137,20 +149,17 @@ def _in_rows(x: Tensor) -> Tensor:
 class _Linear(_Product):
     """x W^T + b, W [O,I], with its input gradient written out."""
 
-    def forward(self, *data: Tensor) -> Tensor:
-        x, self.value = data[0], self.weight.value
-        bias = self.bias.value if self.bias is not None else None
-        cast = autocast_dtype(x)
+    def forward(self, ctx: Context, *data: Tensor) -> Tensor:
+        x, cast = data[0], autocast_dtype(data[0])
         if cast is not None:
-            x, self.value = x.to(cast), self.value.to(cast)
-            bias = None if bias is None else bias.to(cast)
-        self.wants_input = data[0].requires_grad
-        if self.wants_input:
-            self.keep(self.value)
-        return F.linear(_in_rows(x), self.value, bias)
+            x = x.to(cast)
+            ctx.cast_values(cast)
+        if ctx.wanted[0]:
+            ctx.keep(ctx.values[0])
+        return F.linear(_in_rows(x), *ctx.values)
 
-    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-        return [torch.matmul(_in_rows(grads[0]), self.value)] if self.wants_input else []
+    def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        return [torch.matmul(_in_rows(grads[0]), ctx.values[0])] if ctx.wanted[0] else []
 
 
 class _Right(_Product):
@@ -158,9 +167,10 @@ class _Right(_Product):
 
     flipped = True
 
-    def run(self, *data: Tensor) -> Tensor:
-        out = torch.matmul(data[0], self.weight.value)
-        return out if self.bias is None else out + self.bias.value
+    def run(self, ctx: Context, *data: Tensor) -> Tensor:
+        weight, bias = ctx.values
+        out = torch.matmul(data[0], weight)
+        return out if bias is None else out + bias
 
 
 def steps(tensor: Tensor) -> Tensor:
@@ -180,7 +190,7 @@ def _linear(forward_pass: ForwardPass, name: str, x: Tensor, weight: Tensor, bia
         return NotImplemented
     layout = sample_layout(forward_pass, x, name)
     refuse_contraction(forward_pass, layout, x.dim() - 1, name)
-    return capture(_Linear(forward_pass, weight, bias, layout, name), x, layout=layout)
+    return capture(_Linear(forward_pass, name, layout), Context(forward_pass, weight, bias), x)
 
 
 @use_rule(F.linear)
@@ -193,20 +203,16 @@ def capture_linear(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], 
 class _Left(Captured):
     """W @ x with W [O,I], x [..., I, T]: the gradient is sum_t g_t x_t^T."""
 
-    def __init__(self, forward_pass: ForwardPass, weight: Tensor, layout: Layout, name: str) -> None:
-        super().__init__(forward_pass, name, forward_pass.path)
-        self.weight, self.layout = Operand.of(weight), layout
+    repeatable = True
 
-    def run(self, *data: Tensor) -> Tensor:
-        return torch.matmul(self.weight.value, data[0])
+    def run(self, ctx: Context, *data: Tensor) -> Any:
+        return torch.matmul(ctx.values[0], data[0])
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        g, a = (
-            by_sample(grads[0], self.layout).mT,
-            by_sample(saved[0], self.layout).mT,
-        )  # [B, ..., T, O] and [..., T, I]
-        a, g = steps(a), steps(g)
-        self.forward_pass.record(use_of_product(self.forward_pass, self.weight.tensor, a, g, self.name))
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        a, g = (
+            steps(by_sample(t, self.layout).mT) for t in (saved[0], grads[0])
+        )  # from [B, ..., I, T], [B, ..., O, T]
+        ctx.forward_pass.record(use_of_product(ctx.forward_pass, ctx.operands[0], a, g, self.name))
 
 
 @use_rule(
@@ -223,11 +229,11 @@ def capture_matmul(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], 
     if right and second.dim() == 2 and first.dim() >= 1:
         layout = sample_layout(forward_pass, first, "matmul")
         refuse_contraction(forward_pass, layout, first.dim() - 1, "matmul")
-        return capture(_Right(forward_pass, second, None, layout, "matmul"), first, layout=layout)
+        return capture(_Right(forward_pass, "matmul", layout), Context(forward_pass, second, None), first)
     if left and first.dim() == 2 and second.dim() >= 2:
         layout = sample_layout(forward_pass, second, "matmul")
         refuse_contraction(forward_pass, layout, second.dim() - 2, "matmul")
-        return capture(_Left(forward_pass, first, layout, "matmul"), second, layout=layout)
+        return capture(_Left(forward_pass, "matmul", layout), Context(forward_pass, first), second)
     return NotImplemented
 
 
@@ -243,4 +249,4 @@ def capture_addmm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], k
         return NotImplemented
     layout = sample_layout(forward_pass, x, "addmm")
     refuse_contraction(forward_pass, layout, 1, "addmm")
-    return capture(_Right(forward_pass, weight, bias, layout, "addmm"), x, layout=layout)
+    return capture(_Right(forward_pass, "addmm", layout), Context(forward_pass, weight, bias), x)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import BatchLayoutError
 from ..layouts.layout import Layout, tag, tag_of
 from ..ops import recurrent as steps_of
-from .captured import Captured, Operand, capture
+from .captured import Captured, Context, applied
 from .forward_pass import ForwardPass
 from .linear import autocast_dtype, row_sums, steps, use_of_product
 from .rules import by_sample, sample_layout, use_rule
@@ -63,52 +63,45 @@ class _AllSteps(Captured):
     The state's matrix has one use, by the states before the steps and the gradients of its products.
     """
 
-    def __init__(self, forward_pass: ForwardPass, kind: str, weight: Tensor, bias: Tensor | None, active: Tensor | None,
-                 reverse: bool) -> None:  # fmt: skip
-        super().__init__(forward_pass, kind, forward_pass.path)
-        self.kind, self.active, self.reverse = kind, active, reverse
-        self.weight, self.bias = Operand.of(weight), None if bias is None else Operand.of(bias)
-        self.learns_weight = forward_pass.is_parameter(weight)
-        self.learns_bias = bias is not None and forward_pass.is_parameter(bias)
-        self.layout = Layout(forward_pass.batch, 1)
-        self.found: tuple[Tensor, Tensor, State] | None = None
+    def __init__(self, forward_pass: ForwardPass, kind: str, active: Tensor | None, reverse: bool) -> None:
+        super().__init__(forward_pass, kind, Layout(forward_pass.batch, 1))
+        self.reverse = reverse
+        self.active = active.flip(0) if reverse and active is not None else active
 
-    def forward(self, *data: Tensor) -> tuple[Tensor, ...]:
-        x, *state = data
-        if self.reverse:
-            x = x.flip(0)
-            self.active = None if self.active is None else self.active.flip(0)
-        bias = None if self.bias is None else self.bias.value
-        self.keep(self.weight.value)
-        self.steps = steps_of.forward(self.kind, x, tuple(state), self.weight.value, bias, self.active)
-        out = self.steps.states[1:].flip(0) if self.reverse else self.steps.states[1:].clone()
-        last = [self.steps.states[-1]] + ([self.steps.extra[0][-1]] if self.kind == "lstm" else [])
+    def forward(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
+        (x, *state), (weight, bias) = data, ctx.values
+        ctx.keep(weight)
+        made = steps_of.forward(self.name, x.flip(0) if self.reverse else x, tuple(state), weight, bias, self.active)
+        ctx.made = (made.states, made.gates, *made.extra)
+        out = made.states[1:].flip(0) if self.reverse else made.states[1:].clone()
+        last = [made.states[-1]] + ([made.extra[0][-1]] if self.name == "lstm" else [])
         return out, *[each.clone() for each in last]
 
-    def saved(self, *data: Tensor) -> tuple[Tensor, ...]:
-        kept = self.steps
-        del self.steps  # autograd holds them from here on
-        return kept.states, kept.gates, *kept.extra
+    def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
+        return ()
 
-    def _gradients(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, State]:
+    def _gradients(
+        self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Of the products with the state's matrix, and of the data."""
         out, *last = grads
         out = out.flip(0) if self.reverse else out
-        kept = steps_of.Steps(saved[0], saved[1], saved[2:])
-        return steps_of.backward(self.kind, kept, self.weight.value, out, tuple(last), self.active)
+        made = steps_of.Steps(saved[0], saved[1], saved[2:])
+        x, g, state = steps_of.backward(self.name, made, ctx.values[0], out, tuple(last), self.active)
+        return g, [x.flip(0) if self.reverse else x, *state]
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        self.found = self._gradients(saved, grads)
-        g = steps(by_sample(self.found[1], self.layout))
-        if self.learns_weight:
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        (weight, bias), forward_pass = ctx.operands, ctx.forward_pass
+        g, ctx.found = self._gradients(ctx, saved, grads)
+        g = steps(by_sample(g, self.layout))
+        if ctx.learned[0]:
             a = steps(by_sample(saved[0][:-1], self.layout))
-            self.forward_pass.record(use_of_product(self.forward_pass, self.weight.tensor, a, g, self.name))
-        if self.bias is not None and self.learns_bias:
-            self.forward_pass.record(Stored(self.bias.tensor, row_sums(g), self.name))
+            forward_pass.record(use_of_product(forward_pass, weight, a, g, self.name))
+        if ctx.learned[1]:
+            forward_pass.record(Stored(bias, row_sums(g), self.name))
 
-    def input_grads(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-        x, _, state = self.found or self._gradients(saved, grads)
-        self.found = None
-        return [x.flip(0) if self.reverse else x, *state]
+    def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        return self._gradients(ctx, saved, grads)[1]
 
 
 def _at_once(forward_pass: ForwardPass, gates: Tensor, state: State, weights: list[Tensor]) -> bool:
@@ -142,8 +135,8 @@ def _direction(forward_pass: ForwardPass, kind: str, x: Tensor, state: State, we
     gates = F.linear(x, w_in, b_in)
     with torch._C.DisableTorchFunction():
         if projection is None and _at_once(forward_pass, gates, state, [w_state, *rest[1:2]]):
-            call = _AllSteps(forward_pass, kind, w_state, b_state, active, reverse)
-            out, *last = capture(call, gates, *state, layout=None)
+            call = _AllSteps(forward_pass, kind, active, reverse)
+            out, *last = applied(call, Context(forward_pass, w_state, b_state), gates, *state)
             tag(out, Layout(forward_pass.batch, 1))
             for h in last:
                 tag(h, Layout(forward_pass.batch, 0))

@@ -1,6 +1,7 @@
 """Custom rules: the per-sample gradient of a function that fastdp does not know, or knows only slowly.
 
-A registered rule is checked against autograd the first time it meets a kind of call, and its shapes every time.
+A registered rule is checked against autograd the first time that it meets a kind of call; its shapes are checked every
+time.
 """
 
 from __future__ import annotations
@@ -14,38 +15,46 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import BatchLayoutError
-from ..layouts.calls import Call, function_name, is_in_place
+from ..layouts.calls import Call, Tags
+from ..layouts.kinds import function_name, is_in_place
 from ..layouts.nests import tensors_in
-from ..layouts.propagate import LAYOUT_RULES, ask, combined
-from ..layouts.trial import Tags, is_independent
+from ..layouts.propagate import ask
+from ..layouts.rules import LAYOUT_RULES, LayoutRule, rule_of
+from ..layouts.trial import is_independent
 from . import rules
 from .registered import Rule, RuleCall, capture_registered
 
-_OURS: dict[Any, Any] = {}  # functions registered here: the rule
+_OURS: dict[Any, LayoutRule] = {}  # functions registered here: the layout rule that they had before
 _APPLIES: dict[type, Any] = {}  # autograd functions made seen: their apply, which shows itself
 
 
 def register_rule(*functions: Any, like: int | None = None) -> Callable[[Rule | None], Rule | None]:
     """Tell fastdp the per-sample gradient of a function with respect to its parameters.
 
-    Args:
-        functions: what a forward calls: a function of torch, an operator of torch.library (a custom_op, or
-            torch.ops.name.op), a subclass of torch.autograd.Function (whose `apply` becomes visible to fastdp; a
-            reference to it taken before does not), or a Python function under torch.overrides.wrap_torch_function.
-        like: the result's samples lie as those of this argument (a position); to be given only where fastdp says
-            that it cannot tell. Usually it finds out by running the function on meta tensors.
-
-    The decorated rule gets a `RuleCall` and returns {parameter, as found in call.args or call.kwargs: its per-sample
-    gradients [B, *parameter.shape]}, one entry at least for each parameter that is being trained. In place of a
-    rule, None makes the function seen and lets autograd give the gradients, a sample at a time:
+    The decorated rule receives a `RuleCall`. It returns {parameter, as found in call.args or call.kwargs: its
+    per-sample gradients [B, *parameter.shape]}, with an entry for each parameter that is being trained. In place of a
+    rule, None makes the function visible and lets autograd compute the gradients, one sample at a time:
     `register_rule(MyFunction)(None)`.
 
-    The function itself stays as it is, differentiable by autograd, which gives the gradient of the data. The first
-    time that a kind of call is met (function, module, shapes), the rule is compared with autograd for a random
-    gradient that is zero but for one sample, and must keep a NaN in one sample's gradient to that sample.
+    The function stays differentiable by autograd, which computes the gradient of the data. The first time that a kind
+    of call is met (function, module, shapes), the rule is compared with autograd for a random gradient that is zero
+    except for one sample. It must also keep a NaN in one sample's gradient to that sample.
 
-    Raises TypeError for a function whose calls fastdp could not see, ValueError for one that has a rule of
-    fastdp's own or writes into its arguments; training raises UncapturedUseError, naming the rule, where it is wrong.
+    Args:
+        functions: what a forward calls: a function of torch, an operator of torch.library (a custom_op, or
+            torch.ops.name.op), a subclass of torch.autograd.Function, or a Python function under
+            torch.overrides.wrap_torch_function. The `apply` of an autograd function becomes visible to fastdp; a
+            reference to it that was taken before does not.
+        like: the position of the argument that has its samples in the same places as the result. Pass it only if fastdp
+            says that it cannot tell; usually it finds out by running the function on meta tensors.
+
+    Returns:
+        A decorator for the rule.
+
+    Raises:
+        TypeError: if fastdp could not see the calls of a function, or the rule is not a function.
+        ValueError: if fastdp has a built-in rule for a function, or the function writes into its arguments.
+        UncapturedUseError: during training, if the rule is wrong. The error names the rule.
 
     >>> @torch.overrides.wrap_torch_function(lambda x, scale: (x, scale))
     ... def scaled(x, scale):
@@ -67,21 +76,21 @@ def register_rule(*functions: Any, like: int | None = None) -> Callable[[Rule | 
         for function in spelled:
             for seen in _as_seen(function):
                 rules.USE_RULES[seen] = functools.partial(capture_registered, rule)
-                _OURS[seen] = rule
+                _OURS.setdefault(seen, rule_of(seen))
                 if like is not None:
-                    LAYOUT_RULES[seen] = functools.partial(_layout_like, like)
+                    LAYOUT_RULES[seen] = rule_of(seen)._replace(answer=functools.partial(_layout_like, like))
         return rule
 
     return register
 
 
 def unregister_rule(*functions: Any) -> None:
-    """Take rules of one's own off again; an autograd function gets its own `apply` back."""
+    """Remove custom rules again. An autograd function gets its original `apply` back."""
     for function in map(_owner, functions):
         for seen in _as_seen(function):
             if seen in _OURS:
-                del rules.USE_RULES[seen], _OURS[seen]
-                LAYOUT_RULES.pop(seen, None)
+                del rules.USE_RULES[seen]
+                LAYOUT_RULES[seen] = _OURS.pop(seen)
         if function in _APPLIES:
             del _APPLIES[function]
             del function.apply
@@ -156,7 +165,7 @@ def _layout_like(position: int, call: Call) -> Tags:
     """The results' samples lie as those of one argument; checked by value."""
     source = call.args[position] if position < len(call.args) else None
     layout = call.layout(source)
-    results = list(tensors_in(call.out))
+    results = call.results()
     if layout is None or layout.mixed:
         return ask(call)
     for tensor in results:
@@ -167,7 +176,7 @@ def _layout_like(position: int, call: Call) -> Tags:
             )
     tags: Tags = [(tensor, layout) for tensor in results]
     if not is_independent(call, call.inputs(), tags):
-        return [(t, combined(call, t, "lets one sample's rows depend on another's")) for t in results]
+        return call.all_combined("lets one sample's rows depend on another's")
     return tags
 
 

@@ -14,7 +14,7 @@ from ..layouts.answers import Answers
 from ..layouts.layout import tag_of
 from ..layouts.nests import tensors_in
 from ..ops.common import accumulate
-from .captured import capture
+from .captured import Context, applied
 from .forward_pass import ForwardPass
 from .generic import _Generic, _tag_result, capture_generic
 from .results import result_tensors
@@ -26,16 +26,18 @@ _CHECKED = Answers()
 
 
 class RuleCall:
-    """One call of a registered function, as its rule sees it. Numbers of 16 bits come as float32.
+    """One call of a registered function, as its rule sees it. 16-bit numbers arrive as float32.
 
-    args, kwargs: the call's arguments. Tensors that carry samples are cut by sample: [B, *shape in a call on one
-        sample alone], so [N, T, D] comes as [N, 1, T, D] where samples lie first, and [T, N, D] as [N, T, 1, D]
-        where they lie second. Parameters, constants and everything else are whole.
-    grads: gradients with respect to the results, cut in the same way: one for each of them, nested ones in their order;
-        None for those without a gradient, and for results that are None.
-    batch: B, the number of samples in this call; large gradients are asked for in several calls of fewer samples.
+    If samples have different numbers of rows, they are padded with rows of zero data and zero gradients.
 
-    Where samples have different numbers of rows, they are padded with rows whose data and gradients are zero.
+    Attributes:
+        args: the positional arguments of the call. Tensors that carry samples are cut by sample: [B, *shape in a call
+            on one sample alone]. [N, T, D] arrives as [N, 1, T, D] if samples lie first, and [T, N, D] as [N, T, 1, D]
+            if they lie second. Parameters, constants and everything else are whole.
+        kwargs: the keyword arguments of the call, cut in the same way.
+        grads: the gradients with respect to the results, cut in the same way: one for each result, with nested ones in
+            their order; None for results without a gradient, and for results that are None.
+        batch: B, the number of samples in this call. Large gradients are computed in several calls of fewer samples.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], grads: tuple[Any, ...], batch: int) -> None:
@@ -43,7 +45,7 @@ class RuleCall:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient with respect to the result, of a function with one that has a gradient."""
+        """The gradient with respect to the result, if exactly one result has a gradient."""
         found: list[Tensor] = [g for g in self.grads if g is not None]
         (only,) = found
         return only
@@ -59,7 +61,7 @@ def capture_registered(
     if rule is None:
         return capture_generic(forward_pass, func, args, kwargs)
     call = _Registered(rule, forward_pass, func, args, kwargs)
-    out = capture(call, *call.data, layout=None)
+    out = applied(call, call.ctx, *call.data)
     _tag_result(call, func, out)
     for tensor in tensors_in(out):
         if tag_of(tensor, forward_pass.batch) is None:
@@ -87,17 +89,17 @@ class _Registered(_Generic):
             f"the rule '{getattr(rule, '__name__', rule)}'{where} registered for {forward_pass.place(self.name)}"
         )
 
-    def record_uses(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        trained = [n for n, operand in enumerate(self.operands) if operand.value.is_floating_point()]
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        trained = [(n, operand) for n, operand in enumerate(ctx.operands) if operand.is_floating_point()]
         data, gs = self._cut(saved, grads)
-        if 4 * self.batch * sum(self.operands[n].value.numel() for n in trained) <= KEPT_BYTES:
+        if 4 * self.batch * sum(operand.numel() for _, operand in trained) <= KEPT_BYTES:
             found = self._apply_rule(data, gs)
-            for n in trained:
-                self.forward_pass.record(Stored(self.operands[n].tensor, found[n], self.name))
+            for n, operand in trained:
+                ctx.forward_pass.record(Stored(operand, found[n], self.name))
             return
-        for n in trained:
+        for n, operand in trained:
             compute = functools.partial(self._part, n, data, gs)
-            self.forward_pass.record(Lazy(self.operands[n].tensor, self.batch, self.name, compute))
+            ctx.forward_pass.record(Lazy(operand, self.batch, self.name, compute))
 
     def _cut(self, data: tuple[Tensor, ...], grads: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | None]]:
         return (
@@ -113,7 +115,7 @@ class _Registered(_Generic):
 
     def _apply_rule(self, data: list[Tensor], gs: list[Tensor | None]) -> list[Tensor]:
         """What the rule says of every operand, its shapes checked."""
-        values = [_long(o.value) for o in self.operands]
+        values = [_long(t) for t in self.ctx.values]
         args, kwargs = self.filled(values, [_long(t) for t in data], [_long(t) for t in self.constants])
         batch = next(g for g in gs if g is not None).size(0)
         grads = tuple(None if g is None else _long(g) for g in gs)
@@ -135,8 +137,8 @@ class _Registered(_Generic):
             )
         gradients = {id(parameter): gradient for parameter, gradient in found.items()}
         result = []
-        for operand, value in zip(self.operands, values, strict=True):
-            name, want = self.forward_pass.names_of([operand.tensor]), (batch, *value.shape)
+        for n, value in enumerate(values):
+            name, want = self._name(n), (batch, *value.shape)
             gradient = gradients.get(id(value))
             if gradient is None:
                 raise UncapturedUseError(f"{self.wrong} gives no gradient for {name}, which is trained")
@@ -147,6 +149,10 @@ class _Registered(_Generic):
                 )
             result.append(gradient)
         return result
+
+    def _name(self, number: int) -> str:
+        """Of an operand, for messages."""
+        return self.ctx.forward_pass.names_of([self.ctx.operands[number]])
 
     # ------------------------------------------------------------------ the check
 
@@ -177,8 +183,8 @@ class _Registered(_Generic):
                 tolerance = 3e-2 if truth.dtype in (torch.bfloat16, torch.float16) else 1e-4
                 if size < float("inf") and not off <= tolerance * size:
                     raise UncapturedUseError(
-                        f"{self.wrong} is wrong: for {self.forward_pass.names_of([self.operands[n].tensor])} and "
-                        f"sample {b} its gradient differs from autograd's by {off:.2g}, of {size:.2g}"
+                        f"{self.wrong} is wrong: for {self._name(n)} and sample {b} its gradient differs from "
+                        f"autograd's by {off:.2g}, of {size:.2g}"
                     )
         self._check_sum(grads, found)
         self._check_isolation(grads, found)
@@ -196,17 +202,16 @@ class _Registered(_Generic):
             tolerance = 3e-2 if truth.dtype in (torch.bfloat16, torch.float16) else 1e-4
             if size < float("inf") and bool(torch.isfinite(truth).all()) and not off <= tolerance * size:
                 raise UncapturedUseError(
-                    f"{self.wrong} is wrong: for {self.forward_pass.names_of([self.operands[n].tensor])} the gradients "
-                    f"of all samples together differ from autograd's by {off:.2g}, of {size:.2g}; the first and the "
-                    "last sample's are right"
+                    f"{self.wrong} is wrong: for {self._name(n)} the gradients of all samples together differ from "
+                    f"autograd's by {off:.2g}, of {size:.2g}; the first and the last sample's are right"
                 )
 
-    def _by_autograd(self, grads: list[Tensor | None], c: Tensor) -> list[Tensor]:
-        """sum_b c_b gradient_b by autograd, whose gradients of the results are zero where c is."""
+    def _by_autograd(self, grads: list[Tensor | None], factors: Tensor) -> list[Tensor]:
+        """sum_b factors_b gradient_b by autograd, whose gradients of the results are zero where factors are."""
         # what this saves is no business of a checkpoint around the call, which counts what is saved
         apart = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
         with apart, torch.enable_grad(), torch.autocast(*self.autocast):
-            weights = [o.value.detach().requires_grad_(o.value.is_floating_point()) for o in self.operands]
+            weights = [t.detach().requires_grad_(t.is_floating_point()) for t in self.ctx.values]
             out = self.apply(weights, [t.detach() for t in self.data], self.constants)
         outs = result_tensors(out)
         if not any(t.requires_grad for t in outs):
@@ -215,7 +220,7 @@ class _Registered(_Generic):
                 "operator needs register_autograd."
             )
         pairs = [
-            (t, _weighed(g, c.to(g.device)[layout.owners(g.device)], layout.dim) if layout.batch > 1 else g)
+            (t, _weighed(g, factors.to(g.device)[layout.owners(g.device)], layout.dim) if layout.batch > 1 else g)
             for t, g, layout in zip(outs, grads, self.out_layouts, strict=True)
             if g is not None and t.requires_grad
         ]
@@ -235,7 +240,7 @@ class _Registered(_Generic):
             if not torch.allclose(before[1:], after[1:], rtol=1e-4, atol=1e-6, equal_nan=True):
                 raise UncapturedUseError(
                     f"{self.wrong} lets one sample's gradient reach another's: a NaN in sample 0 changes other rows of "
-                    f"{self.forward_pass.names_of([self.operands[n].tensor])}. Keep dimension 0, the samples, apart."
+                    f"{self._name(n)}. Keep dimension 0, the samples, apart."
                 )
 
 
@@ -257,9 +262,9 @@ def _kind(tensor: Tensor, layout: Any) -> Any:
             layout.owner is None)  # fmt: skip
 
 
-def _weighed(tensor: Tensor, c: Tensor, dim: int) -> Tensor:
+def _weighed(tensor: Tensor, factors: Tensor, dim: int) -> Tensor:
     """The rows of a dimension times c; zero where c is."""
     view = [1] * tensor.dim()
     view[dim] = -1
-    c = c.to(tensor.dtype).view(view)
-    return torch.where(c == 0, torch.zeros_like(tensor), tensor * c)
+    factors = factors.to(tensor.dtype).view(view)
+    return torch.where(factors == 0, torch.zeros_like(tensor), tensor * factors)

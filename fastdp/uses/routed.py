@@ -7,12 +7,15 @@ norms of ordinary matrix products with few rows; no gradient is stored, and no r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..layouts.groups import Groups
 from ..layouts.layout import Layout
 from ..ops.bounds import enlarged
 from ..ops.common import accumulate
@@ -43,17 +46,29 @@ class Routed(Use):
             a, g, ids, owner = a[order], g[order], ids[order], owner[order]
         self.a, self.g, self.ids, self.owner = a, g, ids, owner
 
-    @staticmethod
-    def joined(group: Sequence[Routed], name: str) -> Routed:
-        """Uses of one operand as one."""
+    def concat(self, others: Sequence[Any], name: str) -> Use:
+        uses = [self, *others]
         a, g = (
-            torch.cat([accumulate(part) for part in parts]) for parts in ([u.a for u in group], [u.g for u in group])
+            torch.cat([accumulate(side) for side in sides]) for sides in zip(*((u.a, u.g) for u in uses), strict=True)
         )
-        ids, owner = torch.cat([u.ids for u in group]), torch.cat([u.owner for u in group])
-        return Routed(group[0].operand, a, g, ids, owner, group[0].batch, name)
+        ids, owner = torch.cat([use.ids for use in uses]), torch.cat([use.owner for use in uses])
+        return Routed(self.operand, a, g, ids, owner, self.batch, name)
+
+    def stack(self, others: Sequence[Any]) -> Use:
+        uses = [self, *others]
+        batch = sum(use.batch for use in uses)
+        first = itertools.accumulate([use.batch for use in uses], initial=0)
+        each = [
+            Routed(u.operand, u.a, u.g, u.ids, u.owner + start, batch, u.name)
+            for u, start in zip(uses, first, strict=False)
+        ]
+        return each[0].concat(each[1:], self.name)
+
+    def regroup(self, groups: Groups) -> Use:
+        owner = groups.owner(self.owner.device)[self.owner]
+        return Routed(self.operand, self.a, self.g, self.ids, owner, groups.count, self.name)
 
     def transposed(self, operand: Tensor) -> Routed:
-        """The same use, of the transposed operand."""
         return Routed(operand, self.g, self.a, self.ids, self.owner, self.batch, self.name)
 
     def segments(self) -> Segments:
@@ -76,8 +91,8 @@ class Routed(Use):
         found = ops.routed_per_sample(self.a, self.g, ids, owner, self.experts, high - low)
         return found.view(-1, *self.operand.shape)
 
-    def clipped_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
-        rows = (self.a, self.g, self.ids, self.owner, c)
+    def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
+        rows = (self.a, self.g, self.ids, self.owner, factors)
         if into is not None and self.a.dtype != torch.float64 and into.is_contiguous():
             ops.routed.overwrite_routed_sum(*rows, into.view(self.experts, *into.shape[-2:]))
             return into
@@ -116,7 +131,7 @@ def use_of_rows(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor
     """
     owner = owners_below(layout, g)
     a, g = rows_of(a, layout), rows_of(g, layout)
-    use: Use = forward_pass.folded(Routed(operand, a, g, torch.zeros_like(owner), owner, forward_pass.batch, name))
+    use: Use = forward_pass.regrouped(Routed(operand, a, g, torch.zeros_like(owner), owner, forward_pass.batch, name))
     shape = Shape("linear", use.batch, -(-a.size(0) // use.batch), a.size(1), g.size(1))
     if not forward_pass.planner.materialises(shape, a.nbytes + g.nbytes, a.device, use.short):
         return use

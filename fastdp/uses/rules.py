@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import BatchLayoutError, SampleMixingError
-from ..layouts.layout import Layout, tag_of
+from ..layouts.layout import Layout, layout_on, tag_of
 from ..layouts.positions import WHY, by_place, is_random, rows_alike
 from ..layouts.rearranged import samplewise
 from .forward_pass import ForwardPass
@@ -32,7 +32,12 @@ def use_rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 def sample_layout(forward_pass: ForwardPass, tensor: Tensor, name: str) -> Layout:
     """The layout of data that meets a parameter; refuses what cannot be attributed to samples."""
-    layout = tag_of(tensor, forward_pass.batch) or forward_pass.guess_layout(tensor)
+    return attributed(forward_pass, tensor, tag_of(tensor, forward_pass.batch), name)
+
+
+def attributed(forward_pass: ForwardPass, tensor: Tensor, layout: Layout | None, name: str) -> Layout:
+    """The same of a tensor that this layout is believed of."""
+    layout = layout or forward_pass.guess_layout(tensor)
     place = forward_pass.place(name)
     if layout is None:
         raise BatchLayoutError(
@@ -51,11 +56,11 @@ def sample_layout(forward_pass: ForwardPass, tensor: Tensor, name: str) -> Layou
             "for such a model; remove the operation, or use one that works on each sample alone.",
             layout.mixed,
         )
-    if layout.places and layout.batch > 1:
+    if layout.is_row_index and layout.batch > 1:
         raise SampleMixingError(
-            f"{place}: takes the places of rows in the batch, which depend on the other samples, for data. Use "
+            f"{place}: uses the positions of rows in the batch, which depend on the other samples, as data. Use "
             "positions within a sample.",
-            f"{place} takes places of rows for data",
+            f"{place} uses positions of rows as data",
         )
     return layout
 
@@ -76,7 +81,7 @@ def refuse_by_position(forward_pass: ForwardPass, operand: Tensor, layout: Layou
     if layout.batch <= 1 or not 0 <= dim < operand.dim() or operand.size(dim) == 1:
         return
     place = forward_pass.place(name)
-    if layout.order is None and by_place(operand, dim, layout):
+    if layout.order is None and layout_on(operand) is None and by_place(operand, dim, layout):
         what = "a parameter" if forward_pass.is_parameter(operand) else "a constant"
         raise SampleMixingError(f"{place}: {what} {WHY}.", f"{place}: {what} {WHY}")
     if (

@@ -35,7 +35,7 @@ def check_same(tensors: Sequence[Tensor], before: list[Tensor] | None, name: str
         if now.device != known.device or not torch.equal(now, known):  # on a device it waits: such hooks do so anyway
             raise SampleMixingError(
                 f"{name}() in module '{path}': torch.autograd.graph.saved_tensors_hooks gave back other numbers than "
-                "were saved in the forward. Whose they are cannot be known, so neither can the samples' gradients. "
+                "were saved in the forward. fastdp cannot assign them to samples, so their gradients are unknown. "
                 "Let the hooks give back what they took; to round what is saved, round it in the forward."
             )
 

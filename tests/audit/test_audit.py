@@ -24,10 +24,12 @@ NEED = {"bare": {"sensitivity", "batch_statistics", "noise_once", "poisson_sampl
 
 @pytest.mark.parametrize("name", right.RIGHT)
 def test_a_right_step_passes_every_test(name: str) -> None:
-    report = audit(right.RIGHT[name](), seed=3)
+    """Every second test, by turns; all of them, with twenty seeds: `python -m benchmarks.audit`."""
+    names = list(TESTS)[list(right.RIGHT).index(name) % 2 :: 2]
+    report = audit(right.RIGHT[name](), names, seed=3)
     assert not report.bugs, str(report)
-    assert {f.name for f in report.untested} == NEED.get(name, set()), str(report)
-    assert report.exit_status == 0 and len(report.findings) == len(TESTS)
+    assert {f.name for f in report.untested} == NEED.get(name, set()) & set(names), str(report)
+    assert report.exit_status == 0 and len(report.findings) == len(names)
 
 
 def test_fastdp_passes_with_the_noise_that_it_releases() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastdp
-from fastdp.audit import AuditError, TorchTrainable, audit
+from fastdp.audit import TESTS, AuditError, TorchTrainable, audit
 from fastdp.audit.measure import Probe
 from fastdp.audit.update import Update, gain, update
 
@@ -69,9 +69,10 @@ def test_a_right_update_is_recognised_and_passes(name: str) -> None:
     for seed in (0, 1):
         found = update(Probe(make(), seed))
         assert found.kind == kind and found.first == pytest.approx(first, abs=2e-3), found
-        report = audit(make(), seed=seed)
-        assert not report.bugs, str(report)
-        assert {f.name for f in report.untested} <= {"noise_once", "poisson_sampling", "accountant"}, str(report)
+    names = list(TESTS)[list(MADE).index(name) % 2 :: 2]  # by turns, as for other right steps
+    report = audit(make(), names, seed=0)
+    assert not report.bugs, str(report)
+    assert {f.name for f in report.untested} <= {"noise_once", "poisson_sampling", "accountant"}, str(report)
 
 
 @pytest.mark.parametrize("kind", [Nesterov, Dampened])

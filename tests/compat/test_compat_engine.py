@@ -327,7 +327,7 @@ def test_sharded_modes_are_refused_by_name(mode):
 def test_warnings_are_those_of_opacus():
     for lib in (opacus, ours):
         with pytest.warns(UserWarning, match="Secure RNG turned off"):
-            engine = lib.PrivacyEngine()
+            engine = lib.PrivacyEngine(accountant="rdp")
         private(lib, engine=engine)
         with pytest.warns(UserWarning, match="detected new dataset object"):
             private(lib, engine=engine, data_loader=loader_of())

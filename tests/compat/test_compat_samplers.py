@@ -35,13 +35,12 @@ def test_records_join_independently_at_the_rate():
 
 
 def test_small_rates_are_exact():
-    """Float32 numbers are multiples of 2^-24: at rate 1e-7 a record joins with 1.19e-7 under Opacus's sampler."""
-    rate, n, steps = 1e-7, 10_000_000, 60
+    """Float32 numbers are multiples of 2^-24: at rate 1e-8 a record joins with 6e-8 under Opacus's sampler."""
+    rate, n, steps = 1e-8, 10_000_000, 30
     mine = sum(
         map(len, UniformWithReplacementSampler(num_samples=n, sample_rate=rate, generator=seeded(), steps=steps))
     )
-    expected = n * steps * rate  # 60
-    assert abs(mine - expected) < 4 * math.sqrt(expected)
+    assert 0 < mine < 10  # 3 are expected, and 18 of Opacus
 
 
 def test_the_share_of_a_tie(monkeypatch):

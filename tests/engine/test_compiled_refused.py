@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp import PerSampleGradients
-from fastdp.engine.compile_plan import Run
+from fastdp.engine.compile_graph import Run
 from fastdp.errors import FastDPError, StepError
 
 from ..compiled_models import B, D, assert_exact, build, losses
@@ -140,6 +140,28 @@ def test_a_write_into_what_was_saved_is_an_error() -> None:
         with torch.no_grad():
             x.mul_(0.01)
         with pytest.raises(RuntimeError, match="inplace"):
+            out.sum().backward()
+
+
+def test_a_write_into_a_divisor_is_an_error() -> None:
+    """Its use reads it in the backward, where no gradient of the data does."""
+
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(D) + 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x / self.scale
+
+    plain = Divided()
+    model = torch.compile(plain, backend="aot_eager")
+    PerSampleGradients(model)
+    for _ in range(3):
+        out = model(torch.randn(B, D))
+        with torch.no_grad():
+            plain.scale.mul_(2)
+        with pytest.raises(StepError, match="written to"):
             out.sum().backward()
 
 

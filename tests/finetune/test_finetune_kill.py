@@ -83,14 +83,14 @@ class Events:
             hashed.bytes += view.nbytes
             return view.nbytes
 
-        def noised(kind, groups, state, sums, offsets, noise, std, scale):
-            found = hashlib.sha256(repr((std, scale)).encode())
-            for key in sorted(sums, key=offsets.__getitem__):
-                found.update(sums[key].numpy())
-            line = [hashlib.sha256(noise.key).hexdigest(), noise.step, found.hexdigest()]
+        def noised(kind, groups, state, release):
+            found = hashlib.sha256(repr((release.std, release.scale)).encode())
+            for key in sorted(release.sums, key=release.offsets.__getitem__):
+                found.update(release.sums[key].numpy())
+            line = [hashlib.sha256(release.noise.key).hexdigest(), release.noise.step, found.hexdigest()]
             write(out, json.dumps(line).encode() + b"\n")
             self("before noise and update")
-            update(kind, groups, state, sums, offsets, noise, std, scale)
+            update(kind, groups, state, release)
             self("after the update")
 
         os.write, os.fsync = half, self.around("fsync", os.fsync)

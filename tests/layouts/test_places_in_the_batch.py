@@ -69,6 +69,8 @@ BY_PLACE |= {
         "by a product": lambda m, h: h + F.one_hot(torch.arange(len(h)), 20).to(h) @ m.table,
         "of parameters": lambda m, h: h + (m.w * 4)[: len(h)],
         "of nobody": lambda m, h: h + UNKEPT[: len(h)],
+        "written into": lambda m, h: h * m.table[: len(h)].clone().add_(h.detach()),
+        "multiplied into": lambda m, h: h + torch.arange(len(h))[:, None].expand(-1, C).float().mul_(h.detach()),
     }.items()
 }
 
@@ -212,6 +214,11 @@ def test_constants_written_to_single_rows_are_refused(name: str, size: int) -> N
 
 BY_NUMBER = {
     "roll": lambda i, row: row.roll(i),
+    "clamped in place": lambda i, row: row.clone().clamp_(max=i / 3),
+    "scaled in place twice": lambda i, row: row.clone().mul_(2).mul_(i + 1),
+    "a remainder": lambda i, row: row % (i + 1),
+    "a slope": lambda i, row: F.leaky_relu(row, i),
+    "filled": lambda i, row: row.masked_fill(row > 0, i),
     "rows of a large table": lambda i, row: (row.repeat(9) * torch.linspace(0, 1, 9 * 9 * C).view(9, -1)[i])[:C],
 }
 

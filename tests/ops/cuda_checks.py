@@ -14,8 +14,8 @@ from fastdp.ops.noise import reference_box_muller, reference_noise
 from .noise_truth import LONGEST, VECTORS, block_of, words_of
 
 KEY = bytes(range(32))
-WORDS = cuda.words_of(KEY)
-SEED_KEY = cuda.words_of(noise.key_of(7))
+WORDS = noise.words_of(KEY)
+SEED_KEY = noise.words_of(noise.key_of(7))
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # A float normal is within 7e-7 of its pair's radius of the exact one.

@@ -2,15 +2,13 @@
 
 import math
 import struct
-from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import Tensor
 
 from fastdp.ops import noise
 from fastdp.ops.noise import LANES, SLOTS, noise_
-from fastdp.ops.registry import forced, native
+from fastdp.ops.registry import native
 
 NATIVE = noise.native_status() == "built"
 KEY = bytes(range(32))
@@ -18,13 +16,6 @@ PAIRS = SLOTS // 2
 # The compiled kernel computes normals of float32 and 16-bit data in float: within 7e-7 of their pair's radius.
 SINGLE_ERROR = 7e-7
 LONGEST = math.sqrt(2 * math.log(2) * 53)  # radius
-
-
-@pytest.fixture(params=["reference", "native"] if NATIVE else ["reference"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every public function by the one implementation and by the other."""
-    with forced("reference" if request.param == "reference" else "auto"):
-        yield str(request.param)
 
 
 def draw(count: int, key: bytes = KEY, step: int = 0, offset: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastdp.ops import conv, conv_clipped_sum, conv_norm_sq, conv_per_sample, extension, registry
+from fastdp.ops import conv, conv_clipped_sum, conv_norm_sq, conv_per_sample, registry
 from fastdp.ops.geometry import Geometry, spatial
 
+pytestmark = pytest.mark.usefixtures("poison")
 NATIVE = not isinstance(registry.native(), str)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 FORWARD = [F.conv1d, F.conv2d, F.conv3d]
@@ -41,26 +42,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "many_outputs": ((1, 16, 4, 4), 150, 3, 1, 1, 1, 1),
     "long_enough_for_bands": ((1, 64, 80, 80), 16, 3, 1, 1, 1, 1),
 }
-
-
-@pytest.fixture(params=["reference", "auto"])
-def backend(request: pytest.FixtureRequest):
-    with registry.forced(request.param):
-        yield request.param
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not written is NaN, or bytes that no kernel left."""
-    monkeypatch.setattr(extension, "doubles", lambda size: torch.full((size,), math.nan, dtype=torch.float64))
-    monkeypatch.setattr(extension, "scratch", lambda size: torch.full((size,), 255, dtype=torch.uint8))
-    empty = torch.empty
-
-    def nan(*args: Any, **kwargs: Any) -> Tensor:
-        made = empty(*args, **kwargs)
-        return made.fill_(math.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", nan)
 
 
 def data(case: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, tuple[Any, ...]]:

@@ -1,16 +1,14 @@
 """Look-ups: norms, clipped sums and the tied cross term against one sample at a time in float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdp.ops import cuda, embedding_clipped_sum, embedding_norm_sq, embedding_per_sample, noise, tied_cross_term
-from fastdp.ops.registry import forced
+from fastdp.ops import cuda, embedding_clipped_sum, embedding_norm_sq, embedding_per_sample, tied_cross_term
 
-NATIVE = noise.native_status() == "built"
 SHAPES = [
     (3, 1, 1, 5),
     (4, 7, 3, 2),
@@ -22,12 +20,6 @@ SHAPES = [
     (3, 4, 0, 5),
 ]
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-@pytest.fixture(params=["reference", "native"] if NATIVE else ["reference"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with forced("reference" if request.param == "reference" else "auto"):
-        yield str(request.param)
 
 
 def data(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from fastdp.kernels.conv import conv_clipped_sum, conv_norm_sq, conv_per_sample
 SMALL = Tile(16, 16, 16, 4, 2)
 
 # x [B,C,*], weight [O, C / groups, *kernel], stride, padding, dilation, groups
-SHAPES = [
+SHAPES = (
     pytest.param((3, 6, 23), (10, 6, 3), (2,), (1,), (1,), 1, id="1-D"),
     pytest.param((2, 3, 6, 7), (17, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1, id="2-D"),
     pytest.param((2, 6, 9, 11), (10, 3, 3, 2), (2, 1), (1, 0), (1, 2), 2, id="2-D groups"),
@@ -26,7 +26,10 @@ SHAPES = [
     pytest.param((2, 4, 3, 4, 5), (6, 4, 3, 3, 3), (1, 2, 2), (1, 1, 0), (1, 1, 1), 1, id="3-D"),
     pytest.param((3, 20, 5, 4), (18, 20, 1, 1), (1, 1), (0, 0), (1, 1), 1, id="pointwise"),
     pytest.param((3, 3, 4, 4), (18, 3, 4, 4), (4, 4), (0, 0), (1, 1), 1, id="one position"),
-]  # fmt: skip
+)  # fmt: skip
+# float16 is loaded as bfloat16 is, by the same lines
+CASES = [pytest.param(*shape.values, dtype, id=f"{shape.id}-{dtype}".replace("torch.", ""))
+         for shape in SHAPES for dtype in DTYPES if dtype != torch.float16 or shape.id == "2-D groups"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +62,8 @@ class Setting:
         return torch.stack(rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", ["gram", "direct"])
-@pytest.mark.parametrize(("x", "weight", "stride", "padding", "dilation", "groups"), SHAPES)
+@pytest.mark.parametrize(("x", "weight", "stride", "padding", "dilation", "groups", "dtype"), CASES)
 def test_norms(x: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...],
                dilation: tuple[int, ...], groups: int, method: str, dtype: torch.dtype) -> None:  # fmt: skip
     s = Setting(x, weight, stride, padding, dilation, groups, dtype)
@@ -70,8 +72,7 @@ def test_norms(x: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, .
     check_norms(found, s.truth, s.plain().flatten(1).square().sum(1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("x", "weight", "stride", "padding", "dilation", "groups"), SHAPES)
+@pytest.mark.parametrize(("x", "weight", "stride", "padding", "dilation", "groups", "dtype"), CASES)
 def test_per_sample_gradients_and_clipped_sums(
     x: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...],
     dilation: tuple[int, ...], groups: int, dtype: torch.dtype,
@@ -103,7 +104,7 @@ def test_the_rules_tiles_and_numbers_for_all_dimensions() -> None:
 @pytest.mark.parametrize("method", ["gram", "direct"])
 def test_sums_in_chunks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv, "CHUNK", 32)
-    s = Setting((2, 8, 9, 9), (5, 8, 3, 3), (1, 1), (1, 1), (1, 1), 1, torch.bfloat16)
+    s = Setting((2, 4, 7, 7), (5, 4, 3, 3), (1, 1), (1, 1), (1, 1), 1, torch.bfloat16)
     check_norms(conv_norm_sq(s.x, s.g, *s.geometry, method, tile=SMALL), s.truth, s.plain().flatten(1).square().sum(1))
 
 
@@ -119,9 +120,9 @@ def test_layouts(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["gram", "direct"])
 def test_a_bad_number_stays_in_its_sample(method: str) -> None:
-    s = Setting((3, 3, 7, 7), (4, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1, torch.bfloat16)
+    s = Setting((3, 3, 5, 5), (4, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1, torch.bfloat16)
     before = conv_norm_sq(s.x, s.g, *s.geometry, method, tile=SMALL)
-    s.x[1, 2, 6, 6] = float("nan")
+    s.x[1, 2, 4, 4] = float("nan")
     after = conv_norm_sq(s.x, s.g, *s.geometry, method, tile=SMALL)
     assert not after[1].isfinite() and torch.equal(before[[0, 2]], after[[0, 2]])
     alone = conv_norm_sq(s.x[2:], s.g[2:], *s.geometry, method, tile=SMALL)

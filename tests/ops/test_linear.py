@@ -10,26 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastdp.ops import extension, linear, linear_clipped_sum, linear_norm_sq, linear_per_sample, registry
+from fastdp.ops import linear, linear_clipped_sum, linear_norm_sq, linear_per_sample, registry
 
+pytestmark = pytest.mark.usefixtures("poison")
 NATIVE = not isinstance(registry.native(), str)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # (B, T, I, O): one position, odd sizes, whole tiles, several blocks of positions, several blocks of outputs
 SHAPES = [(3, 1, 5, 7), (2, 37, 50, 20), (2, 128, 48, 32), (2, 300, 21, 33), (1, 130, 17, 400), (3, 9, 700, 300),
           (2, 600, 3, 40), (5, 2, 1, 1), (1, 70, 16, 8)]  # fmt: skip
-
-
-@pytest.fixture(params=["reference", "auto"])
-def backend(request: pytest.FixtureRequest):
-    with registry.forced(request.param):
-        yield request.param
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not written is NaN, or bytes that no kernel left."""
-    monkeypatch.setattr(extension, "doubles", lambda size: torch.full((size,), math.nan, dtype=torch.float64))
-    monkeypatch.setattr(extension, "scratch", lambda size: torch.full((size,), 255, dtype=torch.uint8))
 
 
 def data(b: int, t: int, i: int, o: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:

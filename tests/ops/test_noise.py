@@ -14,7 +14,6 @@ import torch
 from fastdp.ops import noise
 from fastdp.ops.noise import reference_noise
 
-from . import noise_truth
 from .noise_truth import (
     KEY,
     NATIVE,
@@ -28,7 +27,6 @@ from .noise_truth import (
     words_of,
 )
 
-backend = noise_truth.backend
 ROOT = Path(__file__).parent.parent.parent
 
 # ---------------------------------------------------------------------- the generator

@@ -13,10 +13,7 @@ from fastdp.ops import noise
 from fastdp.ops.noise import Noise, noise_
 from fastdp.training.privacy import Privacy
 
-from . import noise_truth
 from .noise_truth import KEY, SINGLE_ERROR, draw
-
-backend = noise_truth.backend
 
 # ---------------------------------------------------------------------- operators
 

@@ -10,10 +10,8 @@ from fastdp.ops import noise
 from fastdp.ops.noise import LANES, SLOTS, noise_
 from fastdp.ops.registry import native
 
-from . import noise_truth
 from .noise_truth import KEY, LONGEST, NATIVE, PAIRS, SINGLE_ERROR, block_of, box_muller, draw, scalar_pair
 
-backend = noise_truth.backend
 TOP, HALF, LOW = noise.MASK, 1 << 31, (1 << 21) - 1
 
 

@@ -1,25 +1,17 @@
 """Affine parameters of layer, RMS and group norm: per-sample gradients against autograd in float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdp.ops import group_affine_per_sample, noise, norm_affine_per_sample, rms_affine_per_sample
-from fastdp.ops.registry import forced
+from fastdp.ops import group_affine_per_sample, norm_affine_per_sample, rms_affine_per_sample
 
-NATIVE = noise.native_status() == "built"
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROWS = [(3, 1, 1), (2, 5, 7), (4, 37, 300), (1, 200, 513), (0, 3, 4), (2, 0, 4)]
 CHANNELS = [(3, 4, 1), (2, 6, 35), (2, 12, 16, 17), (1, 4, 600), (0, 4, 3)]
-
-
-@pytest.fixture(params=["reference", "native"] if NATIVE else ["reference"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with forced("reference" if request.param == "reference" else "auto"):
-        yield str(request.param)
 
 
 def data(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import os
 import pickle
 import sys
@@ -27,6 +26,8 @@ import finetune_shakespeare as shakespeare  # noqa: E402
 import finetune_sst2 as sst2  # noqa: E402
 
 from benchmarks import exactness, finetuning  # noqa: E402
+
+from . import pictures  # noqa: E402
 
 WORDS = "a film that is good bad dull fine".split()
 
@@ -90,25 +91,8 @@ def data(tmp_path: Path) -> Path:
     for name in ("one_gut.txt", "two_gut.txt", "two_gut_f.txt"):
         (tmp_path / name).write_text(f"{name} " + "to be or not to be, " * 60)
     (tmp_path / "weights").touch()
-    _write_jpegs(tmp_path / cifar10.FILE, draw)
+    pictures.write(tmp_path / cifar10.FILE, draw, 60, 20)
     return tmp_path
-
-
-def _write_jpegs(path: Path, draw: np.random.Generator) -> None:
-    from PIL import Image
-
-    arrays: dict[str, np.ndarray] = {}
-    for part, count in (("train", 60), ("test", 20)):
-        files = []
-        for label in np.repeat(np.arange(10), count // 10):
-            buffer = io.BytesIO()
-            image = np.full((32, 32, 3), 25 * label) + draw.integers(0, 5, (32, 32, 3))
-            Image.fromarray(image.astype(np.uint8)).save(buffer, "JPEG")
-            files.append(buffer.getvalue())
-        arrays |= {f"jpeg_{part}": np.frombuffer(b"".join(files), np.uint8),
-                   f"len_{part}": np.array([len(f) for f in files]),
-                   f"y_{part}": np.repeat(np.arange(10), count // 10)}  # fmt: skip
-    np.savez(path, **arrays)
 
 
 SHORT = ["--epochs", "2", "--batch-size", "16", "--physical-batch-size", "5", "--device", "cpu"]

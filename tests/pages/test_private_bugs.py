@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import re
 import sys
 from pathlib import Path
@@ -24,27 +23,16 @@ import private_bugs_networks as networks  # noqa: E402
 
 import fastdp  # noqa: E402
 
+from . import pictures  # noqa: E402
+
 WORDS = "a film that is good bad dull fine".split()
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 images, each of a grey that tells its class, and 110 sentences."""
-    from PIL import Image
-
     folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    arrays: dict[str, np.ndarray] = {}
-    for part, count in (("train", 120), ("test", 10)):
-        files = []
-        for label in np.repeat(np.arange(10), count // 10):
-            buffer = io.BytesIO()
-            image = np.full((32, 32, 3), 25 * label) + draw.integers(0, 5, (32, 32, 3))
-            Image.fromarray(image.astype(np.uint8)).save(buffer, "JPEG")
-            files.append(buffer.getvalue())
-        arrays |= {f"jpeg_{part}": np.frombuffer(b"".join(files), np.uint8),
-                   f"len_{part}": np.array([len(f) for f in files]),
-                   f"y_{part}": np.repeat(np.arange(10), count // 10)}  # fmt: skip
-    np.savez(folder / networks.cifar10.FILE, **arrays)
+    pictures.write(folder / networks.cifar10.FILE, draw, 120, 10)
     lines = [f"{' '.join(draw.choice(WORDS, draw.integers(2, 7)))}\t{i % 2}" for i in range(110)]
     (folder / networks.sst2.FILES[0]).write_text("\n".join([*lines, "once upon\t1"]) + "\n")
     return folder

@@ -177,11 +177,11 @@ def test_several_forwards_are_told_apart():
     third = model(x)
     for logits, value in ((second, wanted[1]), (first, wanted[0]), (third, wanted[0])):
         assert float(loss(logits, y).detach()) == pytest.approx(value, rel=1e-6)
-    with pytest.raises(StepError, match="come of no forward"):
+    with pytest.raises(StepError, match="come from no forward"):
         loss(first, y)  # twice
-    with pytest.raises(StepError, match="come of 2 forwards"):
+    with pytest.raises(StepError, match="come from 2 forwards"):
         loss(model(x) + model(2 * x), y)
-    with pytest.raises(StepError, match="come of no forward"):
+    with pytest.raises(StepError, match="come from no forward"):
         loss(torch.zeros(6, 3, requires_grad=True) * 1, y)
     for _ in range(50):  # forwards that no loss is asked for are not kept
         model(x)
@@ -195,7 +195,7 @@ def test_copies_and_pickles_of_a_model_are_free_and_the_loss_is_refused():
     again = pickle.loads(pickle.dumps(model))
     twin(x), again(x)
     assert not loss.inputs.forwards
-    with pytest.raises(StepError, match="come of no forward"):
+    with pytest.raises(StepError, match="come from no forward"):
         loss(twin(x), y)
     ours = DPLoss(twin, threshold=0.5, beta=20.0)
     assert float(ours(twin(x), y).detach()) == pytest.approx(float(loss(model(x), y).detach()))

@@ -204,7 +204,7 @@ def test_a_model_that_is_computed_again_as_a_whole():
     loss(checkpoint(model, x, use_reentrant=False), y).backward()
     assert all(torch.allclose(p.grad, g, atol=1e-6) for p, g in zip(model.parameters(), grads, strict=True))
     assert not loss.inputs.forwards  # what is computed again is no forward that waits for its loss
-    with pytest.raises(StepError, match="come of no forward"):
+    with pytest.raises(StepError, match="come from no forward"):
         loss(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
 
 

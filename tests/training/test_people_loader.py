@@ -76,7 +76,7 @@ def test_a_step_has_all_records_of_its_persons_and_a_physical_batch_whole_ones()
 
 
 def test_persons_join_at_the_rate_and_independently() -> None:
-    steps, rate = 4000, 0.3
+    steps, rate = 1500, 0.3
     loader = fastdp.poisson_loader(table(), sample_rate=rate, group_by=KEYS, steps=steps, seed=5)
     joined = torch.tensor([[key in keys for key in sorted(set(KEYS))] for _, keys, _ in batches(loader)]).double()
     assert len(joined) == steps

@@ -14,7 +14,7 @@ import fastdp
 from fastdp import PerSampleGradients
 from fastdp.errors import StepError
 
-from ..layouts.test_people import mixed_model
+from ..layouts.test_groups import mixed_model
 
 
 def private_sum(model: nn.Module, x: Tensor, keys: list[int], **options) -> tuple[dict[str, Tensor], object]:
@@ -89,7 +89,7 @@ def test_keys_are_of_one_batch() -> None:
     engine.group_by([0, 0, 1])
     model(torch.ones(3, 4)).sum(1).mean().backward()
     assert engine.norms().shape == (2,)
-    with pytest.raises(StepError, match="the batch before"):
+    with pytest.raises(StepError, match="the previous batch"):
         model(torch.ones(3, 4)).sum(1).mean().backward()
     engine.group_by([0, 0, 1, 1])
     with pytest.raises(StepError, match="4 keys for a batch of 3 records"):

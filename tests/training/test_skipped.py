@@ -29,13 +29,13 @@ def test_a_batch_passed_over_is_refused_by_the_loader(which, limit):
         "last": [number - 1], "middle": [number // 2], "all but the first": range(1, number),
         "all but the last": range(number - 1),
     }[which]  # fmt: skip
-    with pytest.raises(StepError, match="passed over"):
+    with pytest.raises(StepError, match="loop skipped"):
         for i, batch in enumerate(loader):
             if i in left_out:
                 continue
             train(model, optimizer, batch)
     if which != "all but the last":  # of which none was trained on
-        with pytest.warns(UserWarning, match=r"1 batch\(es\) of the poisson_loader were passed over"):
+        with pytest.warns(UserWarning, match=r"1 batch\(es\) of the poisson_loader were skipped"):
             optimizer.epsilon(1e-2)
 
 
@@ -43,7 +43,7 @@ def test_a_batch_passed_over_is_refused_by_the_loader(which, limit):
 def test_batches_passed_over_by_their_size(seed):
     model, loader, optimizer = made(seed=seed)
     small = sorted(sizes(made(seed=seed)[1]))[2]
-    with pytest.raises(StepError, match="passed over"):
+    with pytest.raises(StepError, match="loop skipped"):
         for batch in loader:
             if len(batch[0]) < small:
                 continue

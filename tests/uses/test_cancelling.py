@@ -15,7 +15,7 @@ from torch import nn
 
 import fastdp
 from fastdp import ops
-from fastdp.ops import bounds, linear
+from fastdp.ops import linear
 
 from ..truth import norms_of, truth
 
@@ -303,27 +303,6 @@ def test_nothing_changes_where_nothing_cancels() -> None:
         a, g = torch.randn(3, t, 80), torch.randn(3, t, 70)
         found, _ = ops.linear.norm_sq_and_bound(a, g, "direct")
         assert torch.equal(found, ops.linear_norm_sq(a, g, "direct", dtype=torch.float64))
-    ids = torch.randint(0, 50, (3, 100))
-    assert float((bounds.of_repeats(ids, torch.randn(3, 100, 8)) / 30).max()) < 1e-6
-    assert bounds.of_repeats(torch.arange(20).expand(2, 20), torch.randn(2, 20, 3)) is None
-    assert bounds.of_products(torch.randn(3, 1, 4), torch.randn(3, 1, 5)) is None
-
-
-def test_bounds() -> None:
-    squares = torch.tensor([4.0, 4.0, 0.0, float("inf"), float("nan")], dtype=torch.float64)
-    bound = torch.tensor([1.0, 1e-6, 1.0, 1.0, 1.0], dtype=torch.float64)
-    found = bounds.enlarged(squares, bound)
-    assert abs(float(found[0]) - 9) < 1e-3 and float(found[1]) == 4 and float(found[2]) == 1
-    assert not bool(torch.isfinite(found[3:]).any()), "such samples are dropped"
-    ids = torch.tensor([[1, 2, 1, 1, 5], [1, 2, 3, 4, 5]])
-    g = torch.ones(2, 5, 4)
-    own = bounds.of_repeats(ids, g)
-    assert float(own[1]) == 0 and abs(float(own[0]) - bounds.roundings(3) * 2.0**-24 * 6) < 1e-9
-    starts = torch.tensor([0, 1, 3])  # one matrix, two samples; the last row is of no matrix
-    rows = torch.ones(4, 4)
-    rows[3] = float("nan")
-    segments = bounds.of_segments(rows, rows, starts, 2)
-    assert float(segments[0]) == 0 and abs(float(segments[1]) - bounds.roundings(2) * 2.0**-24 * 8) < 1e-9
 
 
 def test_sums_are_of_full_numbers(monkeypatch) -> None:

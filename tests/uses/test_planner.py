@@ -10,18 +10,12 @@ from torch import nn
 import fastdp
 from fastdp import PerSampleGradients
 from fastdp.uses import costs
-from fastdp.uses.costs import ROUTES, Constants, Shape, fit, seconds, terms
+from fastdp.uses.costs import ROUTES, Shape, fit, seconds, terms
 from fastdp.uses.planner import MORE, Planner
 
+from ..routes import BUDGET, FASTEST, constants, forced
+
 CPU = torch.device("cpu")
-
-
-def constants(**jobs: list[float]) -> Constants:
-    """Linear jobs as given (others cost nothing)."""
-    found = {
-        f"{family} {job}": [0.0] * 4 for family in ("linear", "conv") for route in ROUTES.values() for job in route
-    }
-    return found | {f"linear {job}": values for job, values in jobs.items()}
 
 
 @pytest.fixture
@@ -29,7 +23,8 @@ def known(monkeypatch: pytest.MonkeyPatch):
     """Constants of one's choice."""
 
     def use(**jobs: list[float]) -> None:
-        monkeypatch.setattr("fastdp.uses.planner.constants", lambda device, short: constants(**jobs))
+        found = constants(**jobs)
+        monkeypatch.setattr("fastdp.uses.planner.constants", lambda device, short: found)
 
     return use
 
@@ -96,23 +91,16 @@ def model_and_loss():
     )
 
 
-ROUTE_CONSTANTS = {
-    "gram": dict(gram=[1e-9, 0, 0, 0], direct=[1.0, 0, 0, 0], sum=[1e-9, 0, 0, 0], per_sample=[9.0, 0, 0, 0]),
-    "direct": dict(gram=[1.0, 0, 0, 0], direct=[1e-9, 0, 0, 0], sum=[1e-9, 0, 0, 0], per_sample=[9.0, 0, 0, 0]),
-    "materialise": dict(gram=[1.0, 0, 0, 0], direct=[1.0, 0, 0, 0], sum=[1.0, 0, 0, 0], per_sample=[1e-9, 0, 0, 0]),
-}
-
-
-@pytest.mark.parametrize("route", ROUTE_CONSTANTS)
-def test_every_route_gives_the_same_norms_and_sums(route: str, known) -> None:
+@pytest.mark.parametrize("route", FASTEST)
+def test_every_route_gives_the_same_norms_and_sums(route: str) -> None:
     model, loss = model_and_loss()
     truth = PerSampleGradients(model)
     loss().backward()
     rows = truth.materialize()
     truth.detach()
-    known(**ROUTE_CONSTANTS[route])
-    engine = PerSampleGradients(model, memory_budget=10**9)
-    loss().backward()
+    engine = PerSampleGradients(model, memory_budget=BUDGET)
+    with forced(route):
+        loss().backward()
     plan = engine.explain()
     assert [line.split("  ")[-4:] for line in plan.splitlines() if route in line].__len__() == 2, plan
     norms = torch.stack([g.double().flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import fastdp
-from fastdp.ops import recurrent
-from fastdp.uses import recurrent as uses
 from fastdp.uses.recurrent import _AllSteps
 
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
@@ -21,35 +19,6 @@ def layer(kind, **options):
     if kind.startswith("rnn"):
         options["nonlinearity"] = kind[4:]
     return KINDS[kind](5, 6, **options).double()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_forward_and_backward_are_those_of_the_formulas(kind, masked):
-    torch.manual_seed(1)
-    t, b, h = 5, 3, 4
-    g = recurrent.GATES[kind] * h
-    x = torch.randn(t, b, g, dtype=torch.float64, requires_grad=True)
-    state = tuple(torch.randn(b, h, dtype=torch.float64, requires_grad=True) for _ in range(1 + (kind == "lstm")))
-    weight, bias = torch.randn(g, h, dtype=torch.float64) / 2, torch.randn(g, dtype=torch.float64)
-    active = torch.tensor([[True, t_ < 3, t_ < 1] for t_ in range(t)]) if masked else None
-
-    outs, now = [], state
-    for k in range(t):
-        new = uses._STEPS[kind](x[k], now, weight, bias)
-        if active is not None:
-            new = tuple(torch.where(active[k].unsqueeze(1), n, s) for n, s in zip(new, now, strict=True))
-        now = new
-        outs.append(now[0])
-    out = torch.stack(outs)
-    steps = recurrent.forward(kind, x.detach(), tuple(s.detach() for s in state), weight, bias, active)
-    torch.testing.assert_close(steps.states[1:], out.detach(), rtol=1e-12, atol=1e-12)
-    of_out, last = torch.randn_like(out), tuple(torch.randn_like(s) for s in now)
-    want = torch.autograd.grad([out, *now], [x, *state], [of_out, *last])
-    of_x, of_product, of_state = recurrent.backward(kind, steps, weight, of_out, last, active)
-    for found, truth in zip((of_x, *of_state), want, strict=True):
-        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
-    assert of_product.shape == x.shape
 
 
 class Reader(nn.Module):
@@ -89,7 +58,7 @@ def truths(model, x, lengths):
 def test_each_sample_has_its_own_gradient(kind, options, how, monkeypatch):
     calls = []
     plain = _AllSteps.record_uses
-    monkeypatch.setattr(_AllSteps, "record_uses", lambda self, *a: calls.append(self.kind) or plain(self, *a))
+    monkeypatch.setattr(_AllSteps, "record_uses", lambda self, *a: calls.append(self.name) or plain(self, *a))
     rnn = layer(kind, batch_first=True, **options)
     model = Reader(rnn, 6 * (2 if options.get("bidirectional") else 1), how)
     x, lengths = torch.randn(4, 7, 5, dtype=torch.float64), torch.tensor([3, 7, 1, 5])

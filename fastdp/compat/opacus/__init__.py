@@ -1,7 +1,7 @@
 """Opacus 1.6.0's names on fastdp's engine: a script moves by `from fastdp.compat.opacus import PrivacyEngine`.
 
-Modules lie where Opacus's lie; signatures, defaults, warnings and errors are its own. Where results differ, those of
-Opacus were wrong: docs/opacus.md says where.
+Modules have Opacus's paths; signatures, defaults, warnings and errors are Opacus's. If results differ, those of Opacus
+were wrong: docs/opacus.md says where.
 """
 
 from . import utils

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
+from ...training.loader import options_of
 from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
 logger = logging.getLogger("opacus.data_loader")  # the name that users know
@@ -188,19 +189,12 @@ class DPDataLoader(DataLoader[Any]):
         return cls(
             dataset=data_loader.dataset,
             sample_rate=1 / len(data_loader),
-            num_workers=data_loader.num_workers,
-            collate_fn=data_loader.collate_fn,
-            pin_memory=data_loader.pin_memory,
             drop_last=data_loader.drop_last,
-            timeout=data_loader.timeout,
-            worker_init_fn=data_loader.worker_init_fn,
-            multiprocessing_context=data_loader.multiprocessing_context,
             generator=generator if generator else data_loader.generator,
-            prefetch_factor=data_loader.prefetch_factor,
-            persistent_workers=data_loader.persistent_workers,
             distributed=distributed,
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
+            **options_of(data_loader),
         )
 
 
@@ -221,17 +215,7 @@ def switch_generator(*, data_loader: DataLoader[Any], generator: Any) -> DataLoa
     if not hasattr(target, "generator"):
         raise ValueError("Target sampler doesn't have generator attribute: nothing to switch")
     target.generator = generator
+    drop_last, options = data_loader.drop_last, options_of(data_loader)
     return DataLoader(
-        dataset=data_loader.dataset,
-        batch_sampler=batch_sampler,
-        num_workers=data_loader.num_workers,
-        collate_fn=data_loader.collate_fn,
-        pin_memory=data_loader.pin_memory,
-        drop_last=data_loader.drop_last,
-        timeout=data_loader.timeout,
-        worker_init_fn=data_loader.worker_init_fn,
-        multiprocessing_context=data_loader.multiprocessing_context,
-        generator=generator,
-        prefetch_factor=data_loader.prefetch_factor,
-        persistent_workers=data_loader.persistent_workers,
+        data_loader.dataset, batch_sampler=batch_sampler, drop_last=drop_last, generator=generator, **options
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 
 def check_alone() -> int:
@@ -17,6 +18,21 @@ def check_alone() -> int:
             "BatchMemoryManager for batches that do not fit."
         )
     return size
+
+
+class OfOneProcess:
+    """What an optimizer in a process group adds to DPOptimizer.
+
+    Raises ValueError outside of a process group, NotImplementedError in one of several processes.
+    """
+
+    def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        self.world_size = check_alone()
+        self.rank = torch.distributed.get_rank()
+        super().__init__(optimizer, **kwargs)  # type: ignore[call-arg]
+
+    def reduce_gradients(self) -> None:
+        """Nothing: there is one process."""
 
 
 def average_gradients(model: nn.Module) -> None:

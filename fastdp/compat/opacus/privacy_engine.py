@@ -1,4 +1,4 @@
-"""PrivacyEngine: Opacus's entry point, on fastdp's engine."""
+"""PrivacyEngine: Opacus's entry point, with fastdp's engine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ GHOST = ("ghost", "ghost_fsdp", "ghost_tp")
 class PrivacyEngine:
     """Makes a module, an optimizer and a data loader private, and accounts for the steps.
 
-    accountant: "prv", "rdp" or "gdp". secure_mode: noise and sampling from the operating system's entropy (ChaCha20
-    for the noise; no torchcsprng is needed); without it a run is repeatable by torch.manual_seed, and a warning says
-    that it is for experiments.
+    Args:
+        accountant: "prv", "rdp" or "gdp".
+        secure_mode: whether noise and sampling come from the operating system's entropy (ChaCha20 for the noise;
+            torchcsprng is not needed). Without it, a run is repeatable by torch.manual_seed, and a warning says that it
+            is for experiments.
 
     >>> import torch, warnings
     >>> warnings.simplefilter("ignore")
@@ -153,18 +155,18 @@ class PrivacyEngine:
     def is_compatible(
         self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None
     ) -> bool:
-        """Whether the module can be trained privately."""
+        """Return whether the module can be trained privately."""
         return bool(ModuleValidator.is_valid(module))
 
     def validate(
         self, *, module: nn.Module, optimizer: optim.Optimizer | None, data_loader: DataLoader[Any] | None
     ) -> None:
-        """Raises UnsupportedModuleError where it cannot."""
+        """Raise UnsupportedModuleError if the module cannot be trained privately."""
         ModuleValidator.validate(module, strict=True)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A copy in which layers that cannot be trained privately are replaced. Raises UnsupportedModuleError."""
+        """Return a copy without layers that cannot be trained privately. Raises UnsupportedModuleError."""
         module = ModuleValidator.fix(module)
         ModuleValidator.validate(module, strict=True)
         return module
@@ -190,24 +192,28 @@ class PrivacyEngine:
         rand_on_empty: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Returns (module, optimizer, data_loader); in mode "ghost" (module, optimizer, criterion, data_loader).
+        """Make the parts of an ordinary training loop private.
 
         Args:
-            module, optimizer, data_loader: of an ordinary training loop; the optimizer's parameters are the module's.
-            criterion: in mode "ghost", what the returned criterion averages over each sample first.
-            noise_multiplier: standard deviation of the noise on the sum of gradients, over max_grad_norm.
-            max_grad_norm: the clipping norm; for clipping="per_layer" a list with one for each parameter.
-            batch_first: whether samples lie along the first dimension of the inputs, else the second.
-            loss_reduction: "mean" or "sum": how the loss combines the samples' losses.
-            poisson_sampling: sample as accounted for; without it the loader stays, and epsilon is an approximation.
-            clipping: "flat", "per_layer" or "adaptive" (whose further arguments are `AdaClipDPOptimizer`'s).
-            noise_generator: a torch.Generator that the noise is repeatable with.
-            grad_sample_mode: "hooks", "functorch", "ew" (per-sample gradients in `p.grad_sample`, computed when looked
-                at), "ghost" (never); all run on one engine. "ghost_fsdp" and "ghost_tp" are refused.
-            wrap_model: False: the module stays as it is, and hooks with `cleanup()` are returned in its place.
-            rand_on_empty: an empty sample is a batch of one row of random zeros and ones.
+            module, optimizer, data_loader: those of an ordinary training loop.
+            criterion: the loss that the returned criterion averages over each sample first, in mode "ghost".
+            noise_multiplier: the standard deviation of the noise on the sum of gradients, over max_grad_norm.
+            max_grad_norm: the clipping norm; for clipping="per_layer", a list with one for each parameter.
+            batch_first: whether samples lie along the first dimension of the inputs; False means the second.
+            loss_reduction: "mean" or "sum", which is how the loss combines the samples' losses.
+            poisson_sampling: whether to sample as accounted for. Without it, the loader stays, and epsilon is an
+                approximation.
+            clipping: "flat", "per_layer" or "adaptive" (with the further arguments of `AdaClipDPOptimizer`).
+            noise_generator: a torch.Generator that makes the noise repeatable.
+            grad_sample_mode: "hooks", "functorch" and "ew" offer per-sample gradients in `p.grad_sample`, which are
+                computed on access; "ghost" does not. All run on one engine. "ghost_fsdp" and "ghost_tp" are refused.
+            wrap_model: False leaves the module as it is, and returns hooks with `cleanup()` in its place.
+            rand_on_empty: whether an empty sample becomes a batch of one row of random zeros and ones.
 
-        Raises ValueError, UnsupportedModuleError, NotImplementedError.
+        Returns (module, optimizer, data_loader), or in mode "ghost" (module, optimizer, criterion, data_loader).
+
+        Raises UnsupportedModuleError if the module cannot be trained privately, ValueError if an argument is invalid,
+        and NotImplementedError if a mode, or training in several processes, is not supported.
         """
         if noise_generator and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")
@@ -276,7 +282,7 @@ class PrivacyEngine:
         wrap_model: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """`make_private` with the noise multiplier that spends target_epsilon at target_delta in so many epochs."""
+        """Run `make_private` with the noise that spends target_epsilon at target_delta in this many epochs."""
         if len(self.accountant) > 0:
             warnings.warn(
                 "You're calling make_private_with_epsilon with non-zero privacy budget already spent: the noise "
@@ -313,7 +319,7 @@ class PrivacyEngine:
         )
 
     def get_epsilon(self, delta: float) -> float:
-        """epsilon at delta of the steps so far; warns of a delta that is 1 / records or more."""
+        """Return epsilon at delta for the steps so far. Warns if delta is 1 / records or more."""
         warn_of_delta(delta, records_of(self))
         return max(0.0, float(self.accountant.get_epsilon(delta)))
 
@@ -331,7 +337,7 @@ class PrivacyEngine:
         module_state_dict_kwargs: dict[str, Any] | None = None,
         torch_save_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Save the states of module, accountant, and what else is given, as Opacus does: each loads the other's."""
+        """Save the states of module, accountant and the other arguments as Opacus does; either library loads them."""
         states = checkpoint_dict or {}
         states["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
         states["privacy_accountant_state_dict"] = self.accountant.state_dict()
@@ -352,9 +358,9 @@ class PrivacyEngine:
         module_load_dict_kwargs: dict[str, Any] | None = None,
         torch_load_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Load what `save_checkpoint` saved; returns the rest of the checkpoint.
+        """Load what `save_checkpoint` saved, and return the rest of the checkpoint.
 
-        The file is unpickled, which runs what it holds: load your own only.
+        The file is unpickled, which runs the code in it: load only files that you trust.
         """
         options = {"weights_only": False, **(torch_load_kwargs or {})}
         checkpoint: dict[str, Any] = torch.load(path, **options)
@@ -382,7 +388,7 @@ _OPTIMIZERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.Weak
 
 
 def _note_optimizer(hooks: Any, made: Any) -> None:
-    """Warn where the module has another private optimizer already."""
+    """Warn if the module already has another private optimizer."""
     others = _OPTIMIZERS.setdefault(hooks, weakref.WeakSet())
     if len(others):
         warnings.warn(

@@ -70,7 +70,7 @@ class GradSampleHooks(EngineHooks):
                 f"the functions registered by register_grad_sampler for {', '.join(given)} are not called: per-sample "
                 "gradients are those of the torch functions that the layer calls. If the registered ones are meant "
                 "to differ from autograd's, write p.grad_sample between backward and step.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
@@ -116,19 +116,3 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
     >>> model.weight.grad_sample.shape
     torch.Size([5, 2, 3])
     """
-
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-    ) -> None:
-        nn.Module.__init__(self)
-        GradSampleHooks.__init__(
-            self, m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict,
-            force_functorch=force_functorch,
-        )  # fmt: skip
-        self.grad_accumulation_hook = None

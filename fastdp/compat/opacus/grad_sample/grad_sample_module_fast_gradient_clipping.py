@@ -140,21 +140,3 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
 class GradSampleModuleFastGradientClipping(GradSampleHooksFastGradientClipping, AbstractGradSampleModule):
     """The user's module, wrapped; arguments of `GradSampleHooksFastGradientClipping`."""
-
-    def __init__(
-        self,
-        m: nn.Module,
-        *,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        strict: bool = True,
-        force_functorch: bool = False,
-        max_grad_norm: float = 1,
-        use_ghost_clipping: bool = True,
-    ) -> None:
-        nn.Module.__init__(self)
-        GradSampleHooksFastGradientClipping.__init__(
-            self, m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict,
-            force_functorch=force_functorch, max_grad_norm=max_grad_norm, use_ghost_clipping=use_ghost_clipping,
-        )  # fmt: skip
-        self.grad_accumulation_hook = None

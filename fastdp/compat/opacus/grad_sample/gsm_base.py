@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ....engine.gradients import Gradients
 from ....engine.per_sample import PerSampleGradients
@@ -83,7 +85,7 @@ class EngineHooks(AbstractGradSampleHooks):
     """Per-sample gradients by fastdp's engine: lazily in `p.grad_sample`, see `samples`."""
 
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
-        AbstractGradSampleHooks.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self.hooks_enabled = False
         self.grad_accumulation_allowed = True
         self._engine: PerSampleGradients | None = None
@@ -117,14 +119,15 @@ class EngineHooks(AbstractGradSampleHooks):
                 on_backward=self._on_backward,
             )  # fmt: skip
             for p in parameters:
-                samples.own(p, self)
+                _OWNERS[p] = weakref.ref(self)
 
     def _detach(self) -> None:
         if self._engine is not None:
             self._engine.detach()
             self._engine = None
         for p in self._module.parameters():
-            samples.disown(p, self)
+            if _owner_of(p) is self:
+                del _OWNERS[p]
 
     def remove_hooks(self) -> None:
         """Take the engine off the module."""
@@ -193,8 +196,25 @@ class EngineHooks(AbstractGradSampleHooks):
         )
 
 
+_OWNERS: Any = WeakIdKeyDictionary()  # of a parameter, the hooks that record its backwards
+
+
+def _owner_of(parameter: Tensor) -> EngineHooks | None:
+    reference = _OWNERS.get(parameter)
+    return None if reference is None else reference()
+
+
+def owners_of(parameters: list[Any]) -> list[EngineHooks]:
+    """The hooks that record the backwards of these parameters, each once."""
+    found = {id(owner): owner for p in parameters if (owner := _owner_of(p)) is not None}
+    return list(found.values())
+
+
 class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
-    """A module around the user's own, which is `_module`; its parameters have `.grad_sample`."""
+    """A module around the user's own, which is `_module`; its parameters have `.grad_sample`.
+
+    A subclass names its hooks before this class, so that their constructor ends in this one's.
+    """
 
     grad_accumulation_hook: RemovableHandle | None
 

@@ -15,9 +15,7 @@ class GradSampleModuleExpandedWeights(EngineHooks, AbstractGradSampleModule):
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
         if not batch_first:
             raise NotImplementedError("grad_sample_mode 'ew' takes batch_first=True only")
-        nn.Module.__init__(self)
-        EngineHooks.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
-        self.grad_accumulation_hook = None
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return super().forward(x, *args, **kwargs)

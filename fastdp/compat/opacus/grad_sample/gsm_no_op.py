@@ -24,10 +24,5 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
 class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
     """The user's module, wrapped."""
 
-    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean") -> None:
-        nn.Module.__init__(self)
-        GradSampleHooksNoOp.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
-        self.grad_accumulation_hook = None
-
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self._module.forward(x, *args, **kwargs)

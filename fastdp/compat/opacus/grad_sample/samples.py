@@ -14,11 +14,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ....engine.gradients import Gradients
 from ....errors import StepError
@@ -29,9 +28,6 @@ from ....uses.linear import Matmul
 from ....uses.links import link_of
 from ....uses.routed import Routed
 from ....uses.use import Stored, Use
-
-if TYPE_CHECKING:
-    from .gsm_base import EngineHooks
 
 NAME = "grad_sample"
 _OF_DATA = (Conv, Stored, Lookup, Matmul, Routed)  # hold inputs and output gradients, no weights
@@ -183,31 +179,3 @@ def is_processed(entry: Any) -> bool:
     if isinstance(entry, list):
         return any(is_processed(each) for each in entry)
     return hasattr(entry, "_processed")
-
-
-# ---------------------------------------------------------------------- whose a parameter is
-
-_OWNERS: Any = WeakIdKeyDictionary()
-
-
-def own(parameter: Tensor, hooks: EngineHooks) -> None:
-    """Backwards of this parameter are recorded by these hooks."""
-    _OWNERS[parameter] = weakref.ref(hooks)
-
-
-def disown(parameter: Tensor, hooks: EngineHooks) -> None:
-    """They are not any more."""
-    if owner_of(parameter) is hooks:
-        del _OWNERS[parameter]
-
-
-def owner_of(parameter: Tensor) -> EngineHooks | None:
-    """The hooks that record a parameter's backwards, or None."""
-    reference = _OWNERS.get(parameter)
-    return None if reference is None else reference()
-
-
-def owners_of(parameters: list[Any]) -> list[EngineHooks]:
-    """Those of several parameters, each once."""
-    found = {id(owner): owner for p in parameters if (owner := owner_of(p)) is not None}
-    return list(found.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from ....ops.clip import clip_factors
 from ..grad_sample import samples
@@ -29,6 +28,3 @@ class SimpleDistributedPerLayerOptimizer(DPPerLayerOptimizer, DistributedDPOptim
 
 class DistributedPerLayerOptimizer(SimpleDistributedPerLayerOptimizer):
     """Opacus clips within its data-parallel hooks here; with one process there are none."""
-
-    def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        super().__init__(optimizer, **kwargs)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ....engine.buffers import Buffers
 from ....ops.clip import clip_factors
 from ..grad_sample import samples
+from ..grad_sample.gsm_base import owners_of
 from ..grad_sample.samples import Pending
 from .copies import Copied
 from .noise import StepNoise
@@ -332,7 +333,7 @@ class DPOptimizer(Copied, Optimizer):
 
     def _note_grads(self) -> None:
         """`.grad` was zeroed, maybe between forward and backward: the engine must not take it for autograd's."""
-        for owner in samples.owners_of(self.params):
+        for owner in owners_of(self.params):
             owner.note_grads()
 
     def _take_gradients(self) -> None:

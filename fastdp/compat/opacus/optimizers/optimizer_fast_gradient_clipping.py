@@ -10,6 +10,7 @@ from ....engine.buffers import Buffers
 from ....errors import StepError
 from ..grad_sample import samples
 from ..grad_sample.grad_sample_module_fast_gradient_clipping import Clipped, GradSampleHooksFastGradientClipping
+from ..grad_sample.gsm_base import owners_of
 from .optimizer import DPOptimizer
 
 
@@ -32,7 +33,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
 
     def _owner(self) -> GradSampleHooksFastGradientClipping | None:
         """The module's hooks. Raises StepError where the parameters belong to several modules."""
-        owners = samples.owners_of(self.params)
+        owners = owners_of(self.params)
         if len(owners) > 1:
             raise StepError(
                 f"the optimizer's parameters belong to {len(owners)} modules, whose samples are clipped apart: put "

@@ -11,6 +11,8 @@ from typing import Any
 from opacus.utils import batch_memory_manager as theirs
 from torch.utils.data import DataLoader, Sampler
 
+from ....training.loader import options_of
+
 __all__ = ["BatchMemoryManager", "BatchSplittingSampler", "wrap_data_loader"]
 
 
@@ -91,15 +93,8 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
     loader = _SplitLoader(
         data_loader.dataset,
         batch_sampler=_Noting(sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer),
-        num_workers=data_loader.num_workers,
-        collate_fn=data_loader.collate_fn,
-        pin_memory=data_loader.pin_memory,
-        timeout=data_loader.timeout,
-        worker_init_fn=data_loader.worker_init_fn,
-        multiprocessing_context=data_loader.multiprocessing_context,
         generator=data_loader.generator,
-        prefetch_factor=data_loader.prefetch_factor,
-        persistent_workers=data_loader.persistent_workers,
+        **options_of(data_loader),
     )
     loader.optimizer = optimizer
     return loader

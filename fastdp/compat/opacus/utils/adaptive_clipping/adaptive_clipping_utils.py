@@ -80,14 +80,14 @@ class Quantile:
         return (sigma**-2 - (2 * std) ** -2) ** -0.5 if sigma > 0 else 0.0
 
 
-def _follow(module: Any, optimizer: Any, target: float, lowest: float, highest: float, rate: float) -> None:
-    """Attach a Quantile, unless the same one is there."""
+def _follow(module: Any, optimizer: Any, *settings: float) -> None:
+    """Attach a Quantile of these settings, unless the same one is there."""
     there = module.on_norms
     if isinstance(there, Quantile) and there.optimizer is optimizer:
-        if (there.target, there.bounds, there.rate) == (target, (lowest, highest), rate):
+        if (there.target, *there.bounds, there.rate) == settings:
             return
         optimizer.add_noise = there._add_noise
-    module.on_norms = Quantile(module, optimizer, target, lowest, highest, rate)
+    module.on_norms = Quantile(module, optimizer, *settings)
 
 
 class DPTensorFastGradientAdaptiveClipping:
@@ -108,8 +108,7 @@ class DPTensorFastGradientAdaptiveClipping:
         clipbound_learning_rate: float = 0.2,
         initial_noise_multiplier: float = 1.0,
     ) -> Tensor:
-        settings = (target_unclipped_quantile, min_clipbound, max_clipbound, clipbound_learning_rate)
-        _follow(module, optimizer, *settings)
+        _follow(module, optimizer, target_unclipped_quantile, min_clipbound, max_clipbound, clipbound_learning_rate)
         return reduced(loss_per_sample, loss_reduction)
 
 
@@ -139,8 +138,7 @@ class DPLossFastGradientAdaptiveClipping(DPLossFastGradientClipping):
         self.min_clipbound, self.max_clipbound = min_clipbound, max_clipbound
         self.clipbound_learning_rate = clipbound_learning_rate
         self.initial_noise_multiplier = initial_noise_multiplier
-        settings = (target_unclipped_quantile, min_clipbound, max_clipbound, clipbound_learning_rate)
-        _follow(module, optimizer, *settings)
+        _follow(module, optimizer, target_unclipped_quantile, min_clipbound, max_clipbound, clipbound_learning_rate)
 
 
 class PrivacyEngineAdaptiveClipping(PrivacyEngine):
@@ -157,20 +155,11 @@ class PrivacyEngineAdaptiveClipping(PrivacyEngine):
         optimizer: Any,
         criterion: Any = nn.CrossEntropyLoss(),  # noqa: B008  (Opacus's default)
         loss_reduction: str = "mean",
-        target_unclipped_quantile: float = 0.5,
-        min_clipbound: float = 1,
-        max_clipbound: float = 1e8,
-        clipbound_learning_rate: float = 0.2,
         **kwargs: Any,
     ) -> DPLossFastGradientAdaptiveClipping:
+        names = ("target_unclipped_quantile", "min_clipbound", "max_clipbound", "clipbound_learning_rate")
+        settings = {name: kwargs[name] for name in names if name in kwargs}
+        sigma = optimizer.noise_multiplier
         return DPLossFastGradientAdaptiveClipping(
-            module,
-            optimizer,
-            criterion,
-            loss_reduction=loss_reduction,
-            target_unclipped_quantile=target_unclipped_quantile,
-            min_clipbound=min_clipbound,
-            max_clipbound=max_clipbound,
-            clipbound_learning_rate=clipbound_learning_rate,
-            initial_noise_multiplier=optimizer.noise_multiplier,
+            module, optimizer, criterion, loss_reduction, initial_noise_multiplier=sigma, **settings
         )
