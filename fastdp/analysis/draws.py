@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..layouts import trial
+from ..layouts import by_value
 from ..layouts.code import FASTDP, TORCH
 from .draw import SHARED, Draw, Piece, default_generator, untouched
 
 _UNTAGGED = {"random_", "random", "_sample_dirichlet", "binomial"}  # by torch, though they draw
 _RATES = ("dropout_p", "dropout", "p")  # arguments that are zero where nothing is drawn
-_TRIALS = os.path.abspath(trial.__file__)  # draws numbers of its own, of which none reaches the data
+_TRIALS = os.path.abspath(by_value.__file__)  # draws numbers of its own, of which none reaches the data
 _ALL = (-1, [Piece(SHARED, slice(None))])
 
 Key = tuple[int, str]

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import uses as _use_rules  # noqa: F401  (registers the rules of uses)
 from ..errors import SampleMixingError, UncapturedUseError
+from ..layouts.by_value import keep_target
 from ..layouts.calls import Call
 from ..layouts.exposed import GIVING, Exposed
 from ..layouts.groups import People
@@ -30,7 +31,6 @@ from ..layouts.pieces import NOTED, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import format_of, propagate
 from ..layouts.totals import by_size
-from ..layouts.trial import keep_target
 from ..uses.alone import one_sample_of
 from ..uses.attention import COMPOSITES
 from ..uses.derived import mark_derived

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import SampleMixingError
 from ..layouts import ctc as _ctc  # noqa: F401  (registers its rule)
 from ..layouts import in_hand, notes
+from ..layouts.by_value import keep_target
 from ..layouts.calls import Call
 from ..layouts.held import is_of_model, note_parameter
 from ..layouts.inputs import nested_tensors, tag_inputs
@@ -32,7 +33,6 @@ from ..layouts.pieces import NOTED, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import propagate
 from ..layouts.totals import by_size
-from ..layouts.trial import keep_target
 from .activation_hooks import HOOKING, guard_graph, hooked
 from .backward import Arrival, backwards
 from .compile_stance import PLAINLY

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import SampleMixingError
 from ..layouts import kinds
+from ..layouts.by_value import keep_target
 from ..layouts.calls import Call
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.nests import map_tensors, tensors_in
@@ -22,7 +23,6 @@ from ..layouts.positions import note_made
 from ..layouts.propagate import propagate
 from ..layouts.reads import Reads
 from ..layouts.sizes import Sizes
-from ..layouts.trial import keep_target
 from .hook_scales import NOT_LINEAR, Replayed
 from .layout_cache import Memo, inquires
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import FastDPError
 from . import kinds, notes, positions, shifted, totals
 from .assumed import with_guesses
+from .by_value import coupling, is_blind_to_order
 from .calls import Call, Inputs, Tags
 from .counted import counted
 from .held import written
@@ -28,7 +29,7 @@ from .pieces import cut
 from .positions import by_place, was_by_place
 from .reads import read_of
 from .rules import rule_of
-from .trial import cached_trial, is_blind_to_order, is_independent
+from .trial import cached_trial
 
 
 def propagate(call: Call) -> str:
@@ -167,11 +168,11 @@ def ask(call: Call) -> Tags:
             (tensor, _from_trial(call, tensor, grown, inputs, order, mixed))
             for tensor, grown in zip(outputs, found, strict=True)
         ]
-    if not mixed and not is_independent(call, inputs, tags):
-        return call.all_combined("lets one sample's rows depend on another's")
-    if not mixed and order is not None and order.order is not None and not is_blind_to_order(call, inputs, tags):
-        why = "treats rows by their position, in an order that depends on the data"
+    if not mixed and (why := coupling(call, inputs, tags)):
         return call.all_combined(why)
+    if not mixed and order is not None and not is_blind_to_order(call, inputs, tags):
+        data = ", in an order that depends on the data" if order.order is not None else " in the batch"
+        return call.all_combined(f"treats rows by their position{data}")
     return tags
 
 

@@ -15,12 +15,12 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import BatchLayoutError
+from ..layouts.by_value import coupling
 from ..layouts.calls import Call, Tags
 from ..layouts.kinds import function_name, is_in_place
 from ..layouts.nests import tensors_in
 from ..layouts.propagate import ask
 from ..layouts.rules import LAYOUT_RULES, LayoutRule, rule_of
-from ..layouts.trial import is_independent
 from . import rules
 from .registered import Rule, RuleCall, capture_registered
 
@@ -175,9 +175,8 @@ def _layout_like(position: int, call: Call) -> Tags:
                 f"{tuple(tensor.shape)} holds {layout.rows} rows of samples along dimension {layout.dim}: it does not."
             )
     tags: Tags = [(tensor, layout) for tensor in results]
-    if not is_independent(call, call.inputs(), tags):
-        return call.all_combined("lets one sample's rows depend on another's")
-    return tags
+    why = coupling(call, call.inputs(), tags)
+    return call.all_combined(why) if why else tags
 
 
 __all__ = ["Rule", "RuleCall", "register_rule", "unregister_rule"]

@@ -125,8 +125,8 @@ def test_masks_of_data_cost_no_trial(p: float, kind: Any, tokens: int, monkeypat
     samples; asking attention by value at every step cost eight steps."""
     torch.manual_seed(0)
     module, asked = importlib.import_module("fastdp.layouts.propagate"), []
-    own = module.is_independent
-    monkeypatch.setattr(module, "is_independent", lambda call, *rest: asked.append(call.name) or own(call, *rest))
+    own = module.coupling
+    monkeypatch.setattr(module, "coupling", lambda call, *rest: asked.append(call.name) or own(call, *rest))
 
     def forward(m: Any, x: Tensor, keep: Tensor) -> Tensor:
         mask = keep[:, None, None].expand(-1, 1, x.size(1), -1)
