@@ -228,13 +228,21 @@ def is_blind_to_order(call: Call, inputs: Inputs, tags: Tags) -> bool:
     return True
 
 
+def any_whole(inputs: Inputs) -> bool:
+    """Whether some of the data are whole numbers."""
+    return any(not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool) for t, _ in inputs)
+
+
 def is_blind_to_place(call: Call, inputs: Inputs, tags: Tags) -> bool:
     """Whether it does not matter where in the batch a sample stands: samples in another order give the results in that
     order. The triangle of a matrix [samples, features] keeps more of the later samples, each of its own numbers.
 
-    Constants of the batch's size, rows in an order of their own and samples of a loop are judged where they are met.
+    Constants of the batch's size, rows in an order of their own and samples of a loop are judged where they are met;
+    whole numbers may be places themselves (`take`).
     """
     data = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed]
+    if any_whole(inputs):
+        return True
     layouts = [layout for _, layout in (*data, *tags) if layout is not None and not layout.mixed]
     if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2:
         return True

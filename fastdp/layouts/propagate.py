@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import FastDPError
 from . import kinds, notes, positions, shifted, totals
 from .assumed import with_guesses
-from .by_value import coupling, is_blind_to_order
+from .by_value import any_whole, coupling, is_blind_to_order
 from .calls import Call, Inputs, Tags
 from .counted import counted
 from .held import written
@@ -170,8 +170,13 @@ def ask(call: Call) -> Tags:
         ]
     if not mixed and (why := coupling(call, inputs, tags)):
         return call.all_combined(why)
-    if not mixed and order is not None and not is_blind_to_order(call, inputs, tags):
-        data = ", in an order that depends on the data" if order.order is not None else " in the batch"
+    judged = order is not None and (order.order is not None or not any_whole(inputs))
+    if not mixed and judged and not is_blind_to_order(call, inputs, tags):
+        data = (
+            ", in an order that depends on the data"
+            if order is not None and order.order is not None
+            else " in the batch"
+        )
         return call.all_combined(f"treats rows by their position{data}")
     return tags
 
