@@ -244,7 +244,7 @@ def _part(gradients: Gradients, engine: PerSampleGradients, clipped: dict[int, T
     above = sum(int(((n > limits[name]) & finite).sum()) for name, n in groups.items())
     named = engine.named_parameters()
     members = [[named[name] for name in group.parameters if name in named] for group in privacy.clipping.groups]
-    timed: list[Any] = [*gradients.uses, *(bundle for bundle in gradients._bundles.values() if bundle is not None)]
+    timed = gradients.timed()
     clocks = [item.clock for item in timed]
     unclipped: dict[int, Tensor] = {}
     try:

@@ -1,8 +1,12 @@
-"""The small kept gradients of many parameters (biases, norm layers) as one matrix: few operations, not hundreds."""
+"""Small gradients of many parameters taken together: few operations, not hundreds.
+
+What is kept of biases and norm layers becomes one matrix; products and convolutions of equal shape become one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +35,7 @@ class Bundle:
 
     def __init__(self, members: Sequence[tuple[Tensor, Use]]) -> None:
         self.members = {id(parameter): parameter for parameter, _ in members}
-        self.clock: Clock | None = None
-        if members[0][1].clock is not None:
-            self.clock = Clock(members[0][0].device, len(members))
-            for _, use in members:
-                use.clock = self.clock
+        self.clock = _shared_clock(members)
         rows = [use.grads.reshape(use.batch, -1) for _, use in members if isinstance(use, Stored)]
         self.grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
 
@@ -52,3 +52,45 @@ class Bundle:
         return {
             key: part.view(p.shape).to(p.device) for (key, p), part in zip(self.members.items(), parts, strict=True)
         }
+
+
+class Abreast:
+    """Uses of equal shape, each of a parameter of its own (`Use.abreast`)."""
+
+    def __init__(self, members: Sequence[tuple[Tensor, Use]]) -> None:
+        self.members = {id(parameter): parameter for parameter, _ in members}
+        self.clock = _shared_clock(members)
+        first, *others = [use for _, use in members]
+        self.one = first.abreast(others)
+
+    def norm_sq(self) -> Tensor:
+        """[B] float64, all members together."""
+        found: Tensor = self.one.norm_sq()
+        return found.double().view(len(self.members), -1).sum(0)
+
+    def clipped_sum(self, factors: Tensor) -> dict[int, Tensor]:
+        """As of `Bundle`."""
+        total = self.one.sums_abreast(len(self.members), factors.to(self.one.operand.device))
+        parts: tuple[Tensor, ...] = torch.unbind_copy(total)  # type: ignore[assignment, func-returns-value]
+        return dict(zip(self.members, parts, strict=True))
+
+
+def _shared_clock(members: Sequence[tuple[Tensor, Use]]) -> Clock | None:
+    """One clock for all members, if they are measured."""
+    if members[0][1].clock is None:
+        return None
+    clock = Clock(members[0][0].device, len(members))
+    for _, use in members:
+        use.clock = clock
+    return clock
+
+
+def bundles(members: Sequence[tuple[Tensor, Use]]) -> list[Bundle | Abreast]:
+    """The bundles that can be made of parameters with one use each; the others are on their own."""
+    kept = [(parameter, use) for parameter, use in members if is_small(use, parameter)]
+    found: list[Bundle | Abreast] = [Bundle(kept)] if len(kept) > 1 else []
+    groups: dict[Any, list[tuple[Tensor, Use]]] = {}
+    for parameter, use in members:
+        if use.operand is parameter and link_of(parameter) is None and (key := use.alike()) is not None:
+            groups.setdefault(key, []).append((parameter, use))
+    return found + [Abreast(group) for group in groups.values() if len(group) > 1]

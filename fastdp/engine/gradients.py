@@ -25,7 +25,7 @@ from ..uses.routed import Routed
 from ..uses.timing import Clock
 from ..uses.use import Regrouped, Use
 from .buffers import Buffers
-from .bundle import Bundle, is_small
+from .bundle import Abreast, Bundle, bundles
 
 
 class Gradients:
@@ -62,32 +62,36 @@ class Gradients:
         for group in self._of.values():
             for use in group if len(group) > 1 else ():
                 use.shared = True
-        self._bundles: dict[tuple[int, ...], Bundle | None] = {}
+        self._bundles: dict[tuple[int, ...], list[Bundle | Abreast]] = {}
         self._versions = [use.versions() for use in self.uses]
 
     def uses_of(self, parameter: Tensor) -> list[Use]:
         return self._of.get(id(parameter), [])
 
-    def _bundle(self, parameters: Sequence[Tensor]) -> Bundle | None:
-        """The small kept gradients of these parameters as one matrix."""
+    def bundles(self, parameters: Sequence[Tensor]) -> list[Bundle | Abreast]:
+        """The small gradients of these parameters, taken together."""
         key = tuple(id(p) for p in parameters)
         if key not in self._bundles:
-            small = [(p, uses[0]) for p in parameters if len(uses := self.uses_of(p)) == 1 and is_small(uses[0], p)]
-            self._bundles[key] = Bundle(small) if len(small) > 1 else None
+            self._bundles[key] = bundles([(p, uses[0]) for p in parameters if len(uses := self.uses_of(p)) == 1])
         return self._bundles[key]
+
+    def timed(self) -> list[Use | Bundle | Abreast]:
+        """What has a clock."""
+        return [*self.uses, *(bundle for found in self._bundles.values() for bundle in found)]
 
     def norm_sq(self, parameters: Sequence[Tensor]) -> Tensor:
         """Squared norms of the per-sample gradients of these parameters together, [B] float64."""
         total = torch.zeros(self.batch, dtype=torch.float64, device=self.device)
         if not self.batch:
             return total
-        bundle = self._bundle(parameters)
-        if bundle is not None:
+        together: set[int] = set()
+        for bundle in self.bundles(parameters):
+            together |= bundle.members.keys()
             with bundle.clock or contextlib.nullcontext():
                 total += bundle.norm_sq().to(self.device)
         for parameter in parameters:
             uses = self.uses_of(parameter)
-            if uses and (bundle is None or id(parameter) not in bundle.members):
+            if uses and id(parameter) not in together:
                 with uses[-1].clock or contextlib.nullcontext():
                     total += joint_norm_sq(parameter, uses).to(self.device)
         return total * self.scale**2
@@ -104,14 +108,15 @@ class Gradients:
         scaled = factors * self.scale
         if not self.batch:
             return total
-        bundle = self._bundle(parameters)
-        if bundle is not None:
+        together: set[int] = set()
+        for bundle in self.bundles(parameters):
+            together |= bundle.members.keys()
             with bundle.clock or contextlib.nullcontext():
                 total.update(bundle.clipped_sum(scaled))
         apart = {id(p) for p in parameters if _in_slices(p, self.uses_of(p))}
         for use in self.uses:
             leaves = leaves_of(use.operand)
-            if not any(id(leaf) in wanted for leaf in leaves) or (bundle and id(leaves[0]) in bundle.members):
+            if not any(id(leaf) in wanted for leaf in leaves) or id(leaves[0]) in together:
                 continue
             with use.clock or contextlib.nullcontext():
                 into = None

@@ -184,6 +184,15 @@ def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
     return _reference_clipped_sum(x, g, c, geometry)
 
 
+def clipped_sums(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry, count: int) -> Tensor:
+    """`clipped_sum` of `count` convolutions of one geometry at once, x [count * B,F,C,*] and g [count * B,F,O,*], one
+    convolution after the other, with the same factors c [B]: [count, *weight]. They are groups of one convolution."""
+    x, g = (t.unflatten(0, (count, -1)).movedim(0, 2).flatten(2, 3) for t in (x, g))
+    weight = (count * geometry.weight[0], *geometry.weight[1:])
+    joint = geometry._replace(weight=weight, groups=count * geometry.groups)
+    return clipped_sum(x, g, c, joint).unflatten(0, (count, -1))
+
+
 def rounding(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor | None:
     """How far rounding may have a sample's part of `clipped_sum` off, [B] float64; None: no sum at all."""
     positions = positions_of(g, geometry)

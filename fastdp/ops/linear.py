@@ -185,6 +185,16 @@ def _add_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
         out.addmm_(g.mT.to(out.dtype), a.to(out.dtype))
 
 
+def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
+    """`linear_clipped_sum` of `count` products at once, a [count * B,T,I] and g [count * B,T,O], one product after the
+    other, with the same factors c [B]: [count,O,I]."""
+    a, g, c = accumulate(a), accumulate(g), c.repeat(count)
+    a, g = (scaled(a, c), without_dropped(g, c)) if a.size(2) < g.size(2) else (without_dropped(a, c), scaled(g, c))
+    rows = a.size(0) // count * a.size(1)
+    with full_float32(a):
+        return torch.bmm(g.reshape(count, rows, -1).mT, a.reshape(count, rows, -1))
+
+
 def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tensor:
     """`linear_clipped_sum` into float32 memory on the CPU whose contents do not matter."""
     if a.dtype == torch.float64:

@@ -40,18 +40,79 @@ def _reference(step: Step) -> None:
 
 
 def _native(step: Step) -> None:
-    rows: list[list[list[int]]] = [[], []]  # of float64 parameters apart; as csrc/bindings.cpp takes them
+    tables: list[list[list[int]]] = [[], []]  # of float64 parameters apart
     for tensors, offset in step.rows():
-        absent = [0] * (4 - len(tensors))
-        pointers, kinds = [t.data_ptr() for t in tensors], [DTYPES[t.dtype] for t in tensors]
-        rows[tensors[0].dtype == torch.float64].append(
-            pointers + absent + [tensors[0].numel(), offset] + kinds + absent
-        )
+        tables[tensors[0].dtype == torch.float64].append(_row(tensors, offset))
+    _run_native(tables, step)
+
+
+def _row(tensors: Sequence[Tensor], offset: int) -> list[int]:
+    """A parameter, its sum and its states, as csrc/bindings.cpp takes them."""
+    absent = [0] * (4 - len(tensors))
+    pointers, kinds = [t.data_ptr() for t in tensors], [DTYPES[t.dtype] for t in tensors]
+    return pointers + absent + [tensors[0].numel(), offset] + kinds + absent
+
+
+def _run_native(tables: Sequence[list[list[int]]], step: Step) -> None:
     module: Any = native()
     run = module.sgd_step if isinstance(step.update, SGD) else module.adam_step
-    for table in filter(None, rows):
+    for table in filter(None, tables):
         run(table, step.draw, step.update, torch.get_num_threads())
     step.changed()
+
+
+class StepTable:
+    """Parameters and states that take one step after another: what the operators check of them at every call, and the
+    rows that the compiled kernel takes, found once for as long as `fits`."""
+
+    def __init__(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> None:
+        self.params, self.states, self.offsets = list(params), [list(tensors) for tensors in states], list(offsets)
+        self._marks = _marks(self.params, self.states)
+        self._tables: list[list[list[int]]] = []
+        self._order: list[tuple[list[int], torch.dtype, torch.Size]] = []  # row, type of its sum, shape
+
+    def fits(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> bool:
+        """Whether these are the very tensors, with the memory that they had."""
+        old, new = [self.params, *self.states], [params, *states]
+        if len(old) != len(new) or any(len(a) != len(b) for a, b in zip(old, new, strict=True)):
+            return False
+        same = all(a is b for mine, others in zip(old, new, strict=True) for a, b in zip(mine, others, strict=True))
+        return same and self.offsets == offsets and self._marks == _marks(self.params, self.states)
+
+    def run(self, sums: Sequence[Tensor], draw: Draw, update: SGD | Adam) -> None:
+        """`noisy_sgd_step_` or `noisy_adamw_step_` with these sums. Raises as these."""
+        operator = _sgd_op if isinstance(update, SGD) else _adamw_op
+        if self.params[0].device.type != "cpu" or operator.implementation("cpu") is operator.reference:
+            _call(operator, (self.params, sums, *(self.states or [[]]), self.offsets), draw, update, None)
+            return
+        step = Step(self.params, sums, self.states, self.offsets, draw, update, None)
+        if not self._tables or len(sums) != len(self.params):
+            step.check()
+            tables: list[list[list[int]]] = [[], []]
+            for tensors, offset in step.rows():
+                row = _row(tensors, offset)
+                tables[tensors[0].dtype == torch.float64].append(row)
+                self._order.append((row, tensors[1].dtype, tensors[0].shape))
+            self._tables = tables
+        else:
+            step.check_numbers()
+            home = self.params[0].device
+            for (row, dtype, shape), total in zip(self._order, sums, strict=True):
+                if total.dtype != dtype or total.shape != shape or total.device != home or not total.is_contiguous():
+                    step.check()  # says what is wrong, or that only the type of the sums is another
+                    self._order, self._tables = [], []
+                    return self.run(sums, draw, update)
+                row[1] = total.data_ptr()
+        _run_native(self._tables, step)
+
+
+def _marks(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
+    """What may change of a tensor that stays the same one (by `.data =`, say) and that a step relies on."""
+    all_of = [tensor for tensors in (params, *states) for tensor in tensors]
+    return [
+        [t.data_ptr() for t in all_of], [t.numel() for t in all_of], [t.dtype for t in all_of],
+        [t.is_contiguous() for t in all_of],
+    ]  # fmt: skip
 
 
 _nothing: Callable[..., None] = lambda *args, **options: None

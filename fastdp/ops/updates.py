@@ -93,14 +93,18 @@ class Step(NamedTuple):
         written = [self.params, self.sums if self.draw.keep_grads else (), *self.states]
         torch.autograd.graph.increment_version([tensor for tensors in written for tensor in tensors])
 
+    def check_numbers(self) -> None:
+        """Raises ValueError if a number does not fit."""
+        check_draw(*self.draw[:3])
+        if isinstance(self.update, Adam) and self.update.t < 1:
+            raise ValueError(f"t counts this step: 1 or more, not {self.update.t}")
+
     def check(self) -> None:
         """Raises ValueError or TypeError if something does not fit: the kernels trust it."""
         lengths = [len(x) for x in (self.params, self.sums, *self.states, self.offsets)]
         if len(set(lengths)) > 1:
             raise ValueError(f"a sum, each state and an offset for every parameter: got lists of {lengths}")
-        check_draw(*self.draw[:3])
-        if isinstance(self.update, Adam) and self.update.t < 1:
-            raise ValueError(f"t counts this step: 1 or more, not {self.update.t}")
+        self.check_numbers()
         for k, (tensors, offset) in enumerate(self.rows()):
             param, total = tensors[:2]
             check_range(offset, param.numel())

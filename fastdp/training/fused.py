@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..engine.buffers import alias
+from ..ops.checks import words_of
 from ..ops.common import DTYPES
 from ..ops.noise import Noise
+from ..ops.step import StepTable
+from ..ops.updates import SGD, Adam, Draw
 
 FUSED = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
 
@@ -46,13 +48,24 @@ def kind_of(base: type) -> str | None:
     return None
 
 
-def can_fuse(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> bool:
-    """Whether every group asks only for what the fused operators do."""
-    for group in groups:
+Tables = dict[int, StepTable]  # what was found out of each group that one launch can take, by its place
+
+
+def can_fuse(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], known: Tables | None = None) -> bool:
+    """Whether every group asks only for what the fused operators do.
+
+    known: of earlier steps, which spare the look at every tensor; what no longer holds is dropped.
+    """
+    known = {} if known is None else known
+    for number, group in enumerate(groups):
         if isinstance(group["lr"], Tensor) or group.get("amsgrad") or group.get("differentiable"):
             return False
         if group.get("capturable") or any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
             return False
+        table = known.pop(number, None)
+        if table is not None and table.fits(group["params"], _states(kind, group, state), table.offsets):
+            known[number] = table
+            continue
         for p in group["params"]:
             if p.layout != torch.strided or p.dtype not in DTYPES or not p.is_contiguous():
                 return False
@@ -61,23 +74,39 @@ def can_fuse(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any]) 
     return kind in ("sgd", "adam")
 
 
+def _states(kind: str, group: dict[str, Any], state: dict[Tensor, Any]) -> list[list[Any]]:
+    """The states of a group's parameters that a launch works on; None for those that are not there."""
+    names = ("exp_avg", "exp_avg_sq") if kind == "adam" else ("momentum_buffer",) if group["momentum"] else ()
+    own = [state.get(p, {}) for p in group["params"]]
+    return [[each.get(name) for each in own] for name in names]
+
+
 def _alike(value: Tensor, p: Tensor) -> bool:
     return value.is_contiguous() and value.device == p.device and value.dtype in DTYPES and value.shape == p.shape
 
 
-def step(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], release: Release) -> None:
+def step(
+    kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], release: Release, known: Tables | None = None
+) -> None:
     """Update all parameters that have a sum, in place; `.grad` becomes the noisy gradient where types allow.
 
-    The sums are overwritten.
+    The sums are overwritten. known: as of `can_fuse`, which must have been asked just before; what is found is added.
     """
-    update, noise = _adam if kind == "adam" else _sgd, release.noise
-    draw = dict(key=noise.key, step=noise.step, std=release.std, scale=release.scale)
-    for group in groups:
-        common = dict(lr=float(group["lr"]), weight_decay=float(group["weight_decay"]),
-                      maximize=bool(group["maximize"]), **draw)  # fmt: skip
+    known, noise = {} if known is None else known, release.noise
+    draw = Draw(words_of(noise.key), noise.step, release.std, release.scale)
+    for number, group in enumerate(groups):
         for params in _alike_in_device_and_age(kind, group, state, release.sums):
+            offsets = [release.offsets[id(p)] for p in params]
+            update = (_adam if kind == "adam" else _sgd)(group, [state[p] for p in params], params)
+            table = known.get(number)
+            if table is None or len(params) != len(table.params) or table.offsets != offsets:
+                table = StepTable(params, _states(kind, {**group, "params": params}, state), offsets)
+                if len(params) == len(group["params"]):
+                    known[number] = table
             totals = [release.sums[id(p)] for p in params]
-            update(group, params, totals, [release.offsets[id(p)] for p in params], [state[p] for p in params], common)
+            table.run(totals, draw, update)
+            if kind == "adam":
+                torch._foreach_add_([state[p]["step"] for p in params], 1)
             for p, total in zip(params, totals, strict=True):
                 p.grad = alias(total) if total.dtype == p.dtype else None
 
@@ -105,26 +134,22 @@ def _alike_in_device_and_age(
     return list(found.values())
 
 
-def _adam(group: dict[str, Any], params: list[Tensor], totals: list[Tensor], offsets: list[int],
-          states: list[dict[str, Any]], common: dict[str, Any]) -> None:  # fmt: skip
-    steps, exp_avgs, exp_avg_sqs = ([own[name] for own in states] for name in ("step", "exp_avg", "exp_avg_sq"))
+def _adam(group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor]) -> Adam:
+    """The update of this step."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    ops.noisy_adamw_step_(
-        params, totals, exp_avgs, exp_avg_sqs, offsets, beta1=beta1, beta2=beta2, eps=float(group["eps"]),
-        t=int(steps[0]) + 1, decoupled=bool(group.get("decoupled_weight_decay")), **common,
+    return Adam(
+        float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]),
+        t=int(states[0]["step"]) + 1, decoupled=bool(group.get("decoupled_weight_decay")),
+        maximize=bool(group["maximize"]),
     )  # fmt: skip
-    torch._foreach_add_(steps, 1)
 
 
-def _sgd(group: dict[str, Any], params: list[Tensor], totals: list[Tensor], offsets: list[int],
-         states: list[dict[str, Any]], common: dict[str, Any]) -> None:  # fmt: skip
+def _sgd(group: dict[str, Any], states: list[dict[str, Any]], params: list[Tensor]) -> SGD:
+    """The update of this step; makes the momentum buffers at the first one."""
     momentum = float(group["momentum"])
     first = momentum != 0 and states[0].get("momentum_buffer") is None
     if first:
         for p, own in zip(params, states, strict=True):
             own["momentum_buffer"] = torch.empty_like(p)
-    buffers = [own["momentum_buffer"] for own in states] if momentum != 0 else []
-    ops.noisy_sgd_step_(
-        params, totals, buffers, offsets, momentum=momentum, dampening=float(group["dampening"]),
-        nesterov=bool(group["nesterov"]), first=first, **common,
-    )  # fmt: skip
+    return SGD(float(group["lr"]), momentum, float(group["dampening"]), float(group["weight_decay"]),
+               bool(group["nesterov"]), bool(group["maximize"]), first)  # fmt: skip

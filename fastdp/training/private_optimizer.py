@@ -62,8 +62,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             release = privacy.release()
             try:
-                if kind is not None and fused.can_fuse(kind, self.param_groups, self.state):
-                    fused.step(kind, self.param_groups, self.state, release)
+                tables = self.__dict__.setdefault("_step_tables", {})
+                if kind is not None and fused.can_fuse(kind, self.param_groups, self.state, tables):
+                    fused.step(kind, self.param_groups, self.state, release, tables)
                     return loss
                 for group in self.param_groups:
                     for parameter in group["params"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from .linear import autocast_dtype, is_short
 from .planner import Planner
 from .rules import by_sample, sample_layout, use_rule
 from .use import Positioned, Regrouped, Stored, Use
+
+# As of `fastdp.uses.linear`. MEASURED on one core, for 24 uses: 12 times as fast at 1,600 numbers, 1.4 times at 35,000,
+# and as fast as one by one at 42,000.
+ABREAST = 1 << 15
 
 
 class Conv(Positioned):
@@ -56,6 +61,19 @@ class Conv(Positioned):
 
     def per_sample(self, low: int, high: int) -> Tensor:
         return conv_ops.per_sample(self.x[low:high], self.g[low:high], self.geometry)
+
+    def alike(self) -> Any:
+        if self.geometry.transposed or not self.fits_abreast(ABREAST):
+            return None
+        return Conv, self.x.shape, self.g.shape, self.x.dtype, self.g.dtype, self.x.device, self.geometry, self.route
+
+    def abreast(self, others: Sequence[Any]) -> Conv:
+        one = super().abreast(others)
+        one.route = self.route
+        return one  # type: ignore[no-any-return]
+
+    def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
+        return conv_ops.clipped_sums(self.x, self.g, factors, self.geometry, count)
 
     def norm_sq(self) -> Tensor:
         return conv_ops.bounded_norm_sq(self.x, self.g, self.geometry, self.route)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from .planner import Planner
 from .routed import Routed, row_sum, use_of_rows
 from .rules import by_sample, refuse_contraction, sample_layout, use_rule
 from .use import Positioned, Stored, Use
+
+# Numbers of a use's data and operand up to which equal uses are taken together. MEASURED on two cores, for 24 uses:
+# 8.3 times as fast at 3,072 numbers, 2.7 at 20,480, 1.3 at 81,920, and as fast as one by one from 400,000 on.
+ABREAST = 1 << 16
 
 
 class Matmul(Positioned):
@@ -61,6 +66,19 @@ class Matmul(Positioned):
         """Rows of one matrix in any order as rows by sample, with zeros behind."""
         counts = torch.bincount(use.owner, minlength=use.batch)
         return Matmul(use.operand, padded(use.a, counts), padded(use.g, counts), use.name)
+
+    def alike(self) -> Any:
+        if not self.fits_abreast(ABREAST):
+            return None
+        return Matmul, self.a.shape, self.g.shape, self.a.dtype, self.g.dtype, self.a.device, self.route
+
+    def abreast(self, others: Sequence[Any]) -> Matmul:
+        one = super().abreast(others)
+        one.route = self.route
+        return one  # type: ignore[no-any-return]
+
+    def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
+        return ops.linear.clipped_sums(self.a, self.g, factors, count)
 
     def norm_sq(self) -> Tensor:
         method = "auto" if self.route == "T=1" else self.route

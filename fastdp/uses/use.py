@@ -1,7 +1,8 @@
 """A use of a parameter: enough to give the norms of its per-sample gradients, and their clipped sum.
 
-Uses can be taken together in three ways, each of which a kind of use answers by a use of its own kind if it can:
-`concat` (of the same samples), `stack` (of other samples) and `regroup` (samples that belong together as one).
+Uses can be taken together in four ways, each of which a kind of use answers by a use of its own kind if it can:
+`concat` (of the same samples), `stack` (of other samples), `regroup` (samples that belong together as one) and
+`abreast` (of other parameters: small uses of equal shape cost a call each otherwise).
 """
 
 from __future__ import annotations
@@ -124,6 +125,19 @@ class Use:
         """The use by groups of its samples: the gradient of a group is the sum of those of its samples."""
         return Regrouped(self, groups)
 
+    def alike(self) -> Any:
+        """What uses of other parameters must have in common with this one to be taken `abreast`; None: nothing will do,
+        or the use is so large that a call of its own costs nothing."""
+        return None
+
+    def abreast(self, others: Sequence[Any]) -> Any:
+        """This use and others that are `alike`, as one use by all of their samples, one use after the other."""
+        raise NotImplementedError
+
+    def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
+        """Of so many uses that were taken `abreast`: the clipped sum of each, [count, *operand.shape]."""
+        raise NotImplementedError
+
 
 class Positioned(Use):
     """A use whose data are two tensors [B,K,*] by sample and position; the gradient is a sum over positions."""
@@ -154,6 +168,17 @@ class Positioned(Use):
         first, second = (torch.cat([use.sides()[side] for use in uses], 1) for side in (0, 1))
         return self.of(first, second, name)
 
+    def abreast(self, others: Sequence[Any]) -> Any:
+        first, second = (torch.cat([use.sides()[side] for use in (self, *others)]) for side in (0, 1))
+        return self.of(first, second, self.name)
+
+    def fits_abreast(self, limit: int) -> bool:
+        """Whether data and operand are so small, and of such types, that the uses are worth a copy."""
+        first, second = self.sides()
+        size = first.numel() + second.numel() + self.operand.numel()
+        kinds = {first.dtype, second.dtype, self.operand.dtype}
+        return 0 < size <= limit and min(first.numel(), second.numel()) > 0 and kinds <= _WORTH_A_COPY
+
     def stack(self, others: Sequence[Any]) -> Use:
         uses = [self, *others]
         if not all(map(self.is_like, others)):
@@ -164,6 +189,9 @@ class Positioned(Use):
     def regroup(self, groups: Groups) -> Use:
         first, second = map(groups.join, self.sides())
         return self.of(first, second, self.name)
+
+
+_WORTH_A_COPY = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def _one_each(side: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, together: bool = True, base: str = 
     )
     with monkeypatch.context() as patch:
         if not together:
-            patch.setattr("fastdp.engine.gradients.is_small", lambda use, parameter: False)
+            patch.setattr("fastdp.engine.bundle.is_small", lambda use, parameter: False)
         model(torch.randn(4, 5)).square().sum(1).mean().backward()
         optimizer.step()
     optimizer.detach()

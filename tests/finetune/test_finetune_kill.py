@@ -83,14 +83,14 @@ class Events:
             hashed.bytes += view.nbytes
             return view.nbytes
 
-        def noised(kind, groups, state, release):
+        def noised(kind, groups, state, release, *tables):
             found = hashlib.sha256(repr((release.std, release.scale)).encode())
             for key in sorted(release.sums, key=release.offsets.__getitem__):
                 found.update(release.sums[key].numpy())
             line = [hashlib.sha256(release.noise.key).hexdigest(), release.noise.step, found.hexdigest()]
             write(out, json.dumps(line).encode() + b"\n")
             self("before noise and update")
-            update(kind, groups, state, release)
+            update(kind, groups, state, release, *tables)
             self("after the update")
 
         os.write, os.fsync = half, self.around("fsync", os.fsync)

@@ -63,9 +63,9 @@ def test_in_another_environment_nothing_is_repeated(tmp_path, monkeypatch, name)
 def test_a_step_is_on_the_disk_before_its_noise(tmp_path, monkeypatch):
     events, known, sync, update = [], [], os.fsync, fused.step
 
-    def step(kind, groups, state, release):
+    def step(kind, groups, state, release, *tables):
         known.append((events[-1], len(journalled(tmp_path / "run")), release.noise.step))
-        update(kind, groups, state, release)
+        update(kind, groups, state, release, *tables)
 
     def synced(descriptor):
         events.append(os.readlink(f"/proc/self/fd/{descriptor}") if os.path.exists("/proc/self/fd") else "journal")
@@ -84,11 +84,11 @@ class Draws(list):
     def __init__(self, monkeypatch):
         real = fused.step
 
-        def step(kind, groups, state, release):
+        def step(kind, groups, state, release, *tables):
             order = sorted(release.sums, key=release.offsets.__getitem__)
             whole = torch.cat([release.sums[k].flatten() for k in order])
             self.append((release.noise.key, release.noise.step, whole.numpy().tobytes()))
-            real(kind, groups, state, release)
+            real(kind, groups, state, release, *tables)
 
         monkeypatch.setattr(fused, "step", step)
 

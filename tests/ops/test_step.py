@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from fastdp.ops import noise, noisy_adamw_step_, noisy_sgd_step_
+from fastdp.ops.checks import words_of
+from fastdp.ops.common import sum_type
 from fastdp.ops.noise import reference_noise
 from fastdp.ops.registry import forced, native
+from fastdp.ops.step import StepTable
+from fastdp.ops.updates import SGD, Adam, Draw
 
 NATIVE = noise.native_status() == "built"
 KEY = bytes(range(32))
@@ -272,3 +276,74 @@ def test_operators_are_registered_soundly() -> None:
     )
     torch.library.opcheck(torch.ops.fastdp.noise_.default, (torch.zeros(5, 7), 1.0, key, 3, 5))
     torch.library.opcheck(torch.ops.fastdp.add_noise_.default, (torch.zeros(5, 7), 1.0, 0.5, key, 3, 5))
+
+
+class TestStepTable:
+    """The same numbers as the operators, also where tensors change between the steps."""
+
+    @staticmethod
+    def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return [torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 3), (7,), (2, 2, 2))]
+
+    def both(self, dtype: torch.dtype, change) -> None:
+        offsets, one, two = [0, 15, 22], self.tensors(dtype), self.tensors(dtype)
+        states = [[[torch.zeros_like(p) for p in params] for _ in range(2)] for params in (one, two)]
+        table, rebuilt = StepTable(one, states[0], offsets), 0
+        for t in range(1, 5):
+            change(t, one, states[0])
+            change(t, two, states[1])
+            if not table.fits(one, states[0], offsets):
+                table, rebuilt = StepTable(one, states[0], offsets), rebuilt + 1
+            sums = [torch.full(p.shape, float(t), dtype=sum_type(p)) for p in one]
+            again = [total.clone() for total in sums]
+            table.run(sums, Draw(words_of(KEY), t, 0.5, 0.1), Adam(0.01 * t, 0.9, 0.99, 1e-8, 0.1, t))
+            noisy_adamw_step_(
+                two, again, *states[1], offsets, key=KEY, step=t, std=0.5, scale=0.1, lr=0.01 * t, beta1=0.9,
+                beta2=0.99, eps=1e-8, weight_decay=0.1, t=t,
+            )  # fmt: skip
+            for a, b in zip((*one, *sums, *states[0][1]), (*two, *again, *states[1][1]), strict=True):
+                assert torch.equal(a, b)
+        assert rebuilt == (change is not nothing)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_steps_one_after_another(self, dtype: torch.dtype) -> None:
+        self.both(dtype, nothing)
+
+    @pytest.mark.parametrize("what", ["memory", "type", "state"])
+    def test_what_changes_is_seen(self, what: str) -> None:
+        def change(t: int, params: list[torch.Tensor], states: list[list[torch.Tensor]]) -> None:
+            if t == 3 and what == "memory":
+                params[1].data = params[1].data.clone() * 2
+            if t == 3 and what == "type":
+                params[1].data = params[1].data.bfloat16()
+            if t == 3 and what == "state":
+                states[0][0] = states[0][0].clone() + 1
+
+        self.both(torch.float32, change)
+
+    def test_sums_that_do_not_fit_are_refused(self) -> None:
+        params = self.tensors()
+        table, draw = StepTable(params, [], [0, 15, 22]), Draw(words_of(KEY), 0, 0.5, 0.1)
+        for _ in range(2):
+            table.run([torch.ones_like(p) for p in params], draw, SGD(0.1))
+        before = [p.clone() for p in params]
+        wrong = [
+            [torch.ones(3, 5), torch.ones(7), torch.ones(2, 2, 2)],
+            [torch.ones(5, 3).half(), torch.ones(7), torch.ones(2, 2, 2)],
+            [torch.ones(3, 5).mT, torch.ones(7), torch.ones(2, 2, 2)],
+            [torch.ones(5, 3), torch.ones(7)],
+            [torch.ones(5, 3, device="meta"), torch.ones(7), torch.ones(2, 2, 2)],
+        ]
+        for sums in wrong:
+            with pytest.raises((ValueError, TypeError)):
+                table.run(sums, draw, SGD(0.1))
+        with pytest.raises(ValueError, match="std"):
+            table.run([torch.ones_like(p) for p in params], draw._replace(std=float("nan")), SGD(0.1))
+        assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+        table.run([torch.ones_like(p).double() for p in params], draw, SGD(0.1))  # sums of another type are fine
+        assert not torch.equal(params[0], before[0])
+
+
+def nothing(t: int, params: list[torch.Tensor], states: list[list[torch.Tensor]]) -> None:
+    """Nothing changes between the steps."""
