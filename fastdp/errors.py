@@ -31,6 +31,10 @@ class StepError(FastDPError):
     """forward, backward and step were called in an order that has no private meaning."""
 
 
+class GraphError(FastDPError):
+    """A step cannot be recorded and replayed: something in it is not of the batch and the parameters alone."""
+
+
 class ClippingError(FastDPError):
     """A clipping function exceeds the clipping norm or returns something unusable."""
 

@@ -16,6 +16,7 @@ ORDER = (
     ("accounting", "layouts"),
     ("uses",),
     ("engine",),
+    ("graphed",),
     ("training",),
     ("distributed",),
     ("analysis", "losses", "ntk", "sampling", "schedule"),
@@ -24,7 +25,7 @@ ORDER = (
     ("__init__", "__main__"),
 )
 FLOOR = {name: number for number, names in enumerate(ORDER) for name in names}
-GUESTS = ORDER[8]  # they use fastdp as a user would: `import fastdp` is theirs, too
+GUESTS = ORDER[9]  # they use fastdp as a user would: `import fastdp` is theirs, too
 LONGEST = 400  # lines
 WITHIN = {"kernels"}  # Triton's, which ops import when a device asks for them
 

@@ -172,6 +172,12 @@ class Backward:
         self.others.inputs(given)
         self.taken = batch_taken(given)
 
+    def replayed(self, given: object, gradients: Gradients) -> None:
+        """A forward and backward were replayed on this batch, with these gradients."""
+        self.looks_at(given)
+        _BEGUN[0] += 1
+        self._hand_over(gradients)
+
     def note_grads(self) -> None:
         """What stands in `.grad` now did not come of the backwards to follow."""
         leaves = [p for p in self.tracked.tensors() if p.is_leaf]  # of others .grad warns
@@ -349,6 +355,11 @@ class Backward:
             gradients.doubts = doubts
             if self.on_end is not None:
                 self.others.end()
+        self._hand_over(gradients)
+
+    def _hand_over(self, gradients: Gradients) -> None:
+        with torch.no_grad(), exactly():
+            if self.on_end is not None:
                 self.on_end(gradients)
             else:
                 self.gradients = gradients

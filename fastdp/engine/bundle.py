@@ -85,12 +85,15 @@ def _shared_clock(members: Sequence[tuple[Tensor, Use]]) -> Clock | None:
     return clock
 
 
-def bundles(members: Sequence[tuple[Tensor, Use]]) -> list[Bundle | Abreast]:
-    """The bundles that can be made of parameters with one use each; the others are on their own."""
-    kept = [(parameter, use) for parameter, use in members if is_small(use, parameter)]
-    found: list[Bundle | Abreast] = [Bundle(kept)] if len(kept) > 1 else []
-    groups: dict[Any, list[tuple[Tensor, Use]]] = {}
-    for parameter, use in members:
+Arrangement = list[tuple[type[Bundle] | type[Abreast], list[int]]]
+
+
+def arrangement(members: Sequence[tuple[Tensor, Use]]) -> Arrangement:
+    """The bundles that can be made of parameters with one use each, by their places; the others are on their own."""
+    kept = [place for place, (parameter, use) in enumerate(members) if is_small(use, parameter)]
+    found: Arrangement = [(Bundle, kept)] if len(kept) > 1 else []
+    groups: dict[Any, list[int]] = {}
+    for place, (parameter, use) in enumerate(members):
         if use.operand is parameter and link_of(parameter) is None and (key := use.alike()) is not None:
-            groups.setdefault(key, []).append((parameter, use))
-    return found + [Abreast(group) for group in groups.values() if len(group) > 1]
+            groups.setdefault(key, []).append(place)
+    return found + [(Abreast, group) for group in groups.values() if len(group) > 1]

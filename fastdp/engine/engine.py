@@ -41,8 +41,8 @@ class Engine:
     def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
         self.model, self.backward, self.batching = model, backward, batching
         self.token = torch.zeros((), requires_grad=True)  # what captured calls of data without gradients hang on
-        # where autograd would add up the token's gradient
-        self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        with torch.enable_grad():  # where autograd would add up the token's gradient
+            self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.memo, self.reads, self.sizes = Memo(), Reads(model), Sizes()
         # stands for the engine, in the moments of its batches
         self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)

@@ -25,7 +25,7 @@ from ..uses.routed import Routed
 from ..uses.timing import Clock
 from ..uses.use import Regrouped, Use
 from .buffers import Buffers
-from .bundle import Abreast, Bundle, bundles
+from .bundle import Abreast, Arrangement, Bundle, arrangement
 
 
 class Gradients:
@@ -46,24 +46,44 @@ class Gradients:
         profile: bool = False,
         people: People | None = None,
     ) -> None:
+        # first what single samples used, as uses by the batch; then all, by their parameters
+        uses = _joined(_padded([_settled(use) for use in _joined(uses)]))
+        for use in uses:
+            use.plan(planner)
+        for use in uses:
+            if profile or use.operand.device.type == "cpu":
+                use.clock = Clock(use.operand.device)
+        self._take(uses, batch, scale, device, people, {})
+        self._versions = [use.versions() for use in self.uses]
+
+    @classmethod
+    def of_joined(
+        cls, uses: list[Use], batch: int, scale: float, device: torch.device,
+        arranged: dict[tuple[int, ...], Arrangement],
+    ) -> Gradients:  # fmt: skip
+        """Of uses that were joined and planned before. arranged: what is known of uses like these, to be added to."""
+        found = cls.__new__(cls)
+        found._take(uses, batch, scale, device, None, arranged)
+        return found
+
+    def _take(
+        self, uses: list[Use], batch: int, scale: float, device: torch.device, people: People | None,
+        arranged: dict[tuple[int, ...], Arrangement],
+    ) -> None:  # fmt: skip
         self.records, self.people = batch, people
         self.doubts: list[tuple[Tensor, str]] = []  # whether the loss mixed samples, where a device knows
         self.batch = batch if people is None else people.count
-        self.scale, self.device = scale, device
-        # first what single samples used, as uses by the batch; then all, by their parameters
-        self.uses = _joined(_padded([_settled(use) for use in _joined(uses)]))
+        self.scale, self.device, self.uses = scale, device, uses
         self._of: dict[int, list[Use]] = {}
         for use in self.uses:
-            use.plan(planner)
-            if profile or use.operand.device.type == "cpu":
-                use.clock = Clock(use.operand.device)
             for leaf in leaves_of(use.operand):
                 self._of.setdefault(id(leaf), []).append(use)
         for group in self._of.values():
             for use in group if len(group) > 1 else ():
                 use.shared = True
+        self.plan: Any = None  # the `engine.explain.Plan`, if it is known already
         self._bundles: dict[tuple[int, ...], list[Bundle | Abreast]] = {}
-        self._versions = [use.versions() for use in self.uses]
+        self._arranged = arranged
 
     def uses_of(self, parameter: Tensor) -> list[Use]:
         return self._of.get(id(parameter), [])
@@ -72,7 +92,10 @@ class Gradients:
         """The small gradients of these parameters, taken together."""
         key = tuple(id(p) for p in parameters)
         if key not in self._bundles:
-            self._bundles[key] = bundles([(p, uses[0]) for p in parameters if len(uses := self.uses_of(p)) == 1])
+            members = [(p, uses[0]) for p in parameters if len(uses := self.uses_of(p)) == 1]
+            if key not in self._arranged:
+                self._arranged[key] = arrangement(members)
+            self._bundles[key] = [kind([members[place] for place in places]) for kind, places in self._arranged[key]]
         return self._bundles[key]
 
     def timed(self) -> list[Use | Bundle | Abreast]:
@@ -137,7 +160,7 @@ class Gradients:
                 ):
                     into = buffers.take(use.operand)
                 part = use.clipped_sum(scaled.to(use.operand.device), into)
-                if use.operand is not leaves[0] and _is_slice(use.operand, leaves):
+                if use.operand is not leaves[0] and is_slice(use.operand, leaves):
                     _add_slice(total, use.operand, leaves[0], part)
                     continue
                 found = pull_back_sum(use.operand, part)
@@ -219,7 +242,7 @@ def _joined(uses: Iterable[Use]) -> list[Use]:
     return joined
 
 
-def _is_slice(operand: Tensor, leaves: Sequence[Tensor]) -> bool:
+def is_slice(operand: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Whether the operand is a part of one parameter's memory, each element once."""
     leaf = leaves[0]
     return len(leaves) == 1 and isometric(operand) and same_memory(operand, leaf) and leaf.is_contiguous()
@@ -245,7 +268,7 @@ def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
     if len(uses) < 2 or parameter.device.type != "cpu" or parameter.dtype == torch.float64:
         return False
     each = all(use.overwrites and use.operand is not parameter for use in uses)
-    return each and all(_is_slice(u.operand, leaves_of(u.operand)) for u in uses) and disjoint(parameter, uses)
+    return each and all(is_slice(u.operand, leaves_of(u.operand)) for u in uses) and disjoint(parameter, uses)
 
 
 def _memory(parameter: Tensor, uses: list[Use], kept: Tensor | None) -> Tensor:

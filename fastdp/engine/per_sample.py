@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -87,6 +88,29 @@ class PerSampleGradients:
         """Remove every hook from the model."""
         self._forward.detach()
         self._backward.forget()
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[list[Gradients]]:
+        """Within it the gradients of backwards go into this list, and to nobody else."""
+        found: list[Gradients] = []
+        backward = self._backward
+        own, backward.on_end = backward.on_end, found.append
+        try:
+            yield found
+        finally:
+            backward.on_end = own
+
+    def grouped(self) -> bool:
+        """Whether the coming batch's records are grouped (`group_by`)."""
+        return self.whose.grouped()
+
+    def replayed(self, given: object, gradients: Gradients) -> None:
+        """A forward and backward were replayed on this batch, with these gradients."""
+        self._backward.replayed(given, gradients)
+
+    def others(self) -> list[str]:
+        """The names of parameters that require grad and are not tracked."""
+        return [name for name, _ in self._tracked.others()]
 
     # ------------------------------------------------------------------ parameters
 

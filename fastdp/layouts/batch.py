@@ -28,6 +28,11 @@ class Whose:
         numbers, known = numbers_of(keys)
         self._said, self._used = People(torch.tensor(numbers, dtype=torch.long), known), False
 
+    def grouped(self) -> bool:
+        """Whether the records of the batch in hand, or of the coming one, are of persons."""
+        current = self.batch_in_hand()
+        return self._said is not None or (current is not None and current.people is not None)
+
     def use(self, people: People | None) -> None:
         """A backward has taken them: they are of no other batch. Raises StepError where they came after its forward."""
         if self._said is not None and not self._used and people is None:

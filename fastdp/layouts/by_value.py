@@ -154,9 +154,21 @@ def _results(call: Call, replaced: dict[int, Tensor]) -> list[Tensor]:
     args, kwargs = call.args, {name: value for name, value in call.kwargs.items() if name != "out"}
     if call.before is not None:
         replaced = {**replaced, id(args[0]): replaced.get(id(call.before), call.before).clone()}
-    with torch.no_grad():
-        return list(tensors_in(call.func(*map_tensors(args, lambda t: replaced.get(id(t), t)),
-                                         **map_tensors(kwargs, lambda t: replaced.get(id(t), t)))))  # fmt: skip
+    _ASKING.append(call)
+    try:
+        with torch.no_grad():
+            return list(tensors_in(call.func(*map_tensors(args, lambda t: replaced.get(id(t), t)),
+                                             **map_tensors(kwargs, lambda t: replaced.get(id(t), t)))))  # fmt: skip
+    finally:
+        _ASKING.pop()
+
+
+_ASKING: list[Call] = []
+
+
+def asking() -> bool:
+    """Whether a function runs now only to be asked: what it draws is drawn again."""
+    return bool(_ASKING)
 
 
 def _other_numbers(rows: Tensor, layout: Layout) -> Tensor:

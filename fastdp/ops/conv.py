@@ -16,7 +16,7 @@ from torch import Tensor
 from . import bounds, extension, linear
 from .common import CHUNK_BYTES, accumulate, chunks, norm_type, of_kept, scaled, sum_type, without_dropped
 from .geometry import Geometry, Sizes, geometry_of, is_dense, patches_of, positions_of, spatial, weight_gradient
-from .registry import Operator, cpp, define, native
+from .registry import Operator, cpp, define, is_watched, native
 from .rows import square_sum
 
 IM2COL_POSITIONS = 320  # below this many output positions patches + matmul beat a convolution a sample
@@ -154,12 +154,13 @@ def _compiled_gram(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Te
 
 
 def _simple(x: Tensor, geometry: Geometry) -> bool:
-    """Whether the operators below take it: on a device they may have a kernel of their own."""
-    return x.device.type != "cpu" and x.size(1) == 1 and not geometry.transposed
+    """Whether the operators below take it: on a device they may have a kernel of their own, and whoever watches the
+    dispatcher is to see them."""
+    return (x.device.type != "cpu" or is_watched()) and x.size(1) == 1 and not geometry.transposed
 
 
 def _is_compiled(operator: Operator, x: Tensor) -> bool:
-    return x.device.type == "cpu" and operator.implementation("cpu") is not operator.reference
+    return x.device.type == "cpu" and operator.implementation("cpu") is not operator.reference and not is_watched()
 
 
 def per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .common import DTYPES
-from .registry import Kernel, native, triton
+from .registry import Kernel, is_watched, native, triton
 
 TYPES = {dtype: code for dtype, code in DTYPES.items() if dtype != torch.float64}  # of matrices
 KEPT = 32 * 2**20  # scratch of at most so many bytes waits for the next call: fresh pages cost more than a small kernel
@@ -23,6 +23,8 @@ def module() -> ModuleType:
     """The compiled module; for kernels, which are loaded only where it is there."""
     found = native()
     assert not isinstance(found, str), found
+    if is_watched():
+        raise RuntimeError("a kernel was called past the dispatcher, which somebody watches: call its operator")
     return found
 
 

@@ -56,7 +56,7 @@ def geometry_of(x: Tensor, g: Tensor, kernel_size: Sizes, stride: Sizes, padding
 
 def weight_gradient(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     """The weight gradient summed over the batch, by PyTorch's own convolution."""
-    weight = x.new_empty(1).expand(geometry.weight)
+    weight = x.new_zeros(1).expand(geometry.weight)
     n = x.dim() - 2
     with full_float32(x):
         found: Tensor = torch.ops.aten.convolution_backward(

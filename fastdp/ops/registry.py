@@ -62,7 +62,8 @@ class Operator:
         first = args[0]
         if isinstance(first, list | tuple):
             first = first[0] if first else None
-        if type(first) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
+        plain = type(first) in (Tensor, torch.nn.Parameter) and not is_watched()
+        if plain and not torch.compiler.is_compiling():
             with torch.no_grad(), exactly():  # past the dispatcher, which costs more than a small kernel
                 return self.implementation(first.device.type)(*args, **kwargs)
         packet = getattr(torch.ops.fastdp, self.packet)
@@ -92,6 +93,12 @@ def _below_autograd(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 
 def _serve(operator: Operator, device: str, *args: Any, **kwargs: Any) -> Any:
     return operator.implementation(device)(*args, **kwargs)
+
+
+def is_watched() -> bool:
+    """Whether somebody watches the dispatcher, who would not see a kernel that runs past it. (Not within a kernel that
+    the dispatcher runs: the watcher waits there.)"""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import GraphError
+from ..graphed import recording
 from .preactivations import PreActivations
 from .reductions import reduce
 
@@ -135,6 +137,11 @@ class DPLoss:
             ValueError: if a shape, a type, a label or the reduction is wrong.
             StepError: if the pre-activations that belong to the logits are not known.
         """
+        if recording():
+            raise GraphError(
+                "a DPLoss weighs its terms by its epoch, which the training loop sets in Python: a replay would keep "
+                "the weights of one epoch. Train with it without graphed()"
+            )
         if logits.dim() != 2 or labels.shape != logits.shape[:1] or logits.shape[1] < 2:
             raise ValueError(
                 f"logits [B, C] of two or more classes and labels [B], not {tuple(logits.shape)} and "

@@ -69,7 +69,7 @@ class Privacy:
         self.noise, self.ledger = Noise(seed), Ledger()
         self.engine = PerSampleGradients(
             model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
-            rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self._clip,
+            rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self.clip,
         )  # fmt: skip
         try:
             self.clipping = Clipping(self.engine.named_parameters(), clipping, max_grad_norm, style, gamma)
@@ -106,7 +106,8 @@ class Privacy:
 
     # ------------------------------------------------------------------ backward
 
-    def _clip(self, gradients: Gradients) -> None:
+    def clip(self, gradients: Gradients) -> None:
+        """Take the gradients of a backward: their clipped sums wait for the step."""
         self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
         self._check_batch(gradients)
         named = self.engine.named_parameters()
@@ -125,7 +126,7 @@ class Privacy:
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending = True
-        self._plan = Plan(gradients, self._plan)
+        self._plan = gradients.plan or Plan(gradients, self._plan)
         for group in sums:
             add(self._pending, group)
 

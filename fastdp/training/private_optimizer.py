@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from . import fused, misuse
 from .clipping import ClippingFunction
 from .privacy import Privacy, finite
 from .verified import warn_unverified
+
+if TYPE_CHECKING:
+    from .graphed import GraphedStep
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -259,6 +262,33 @@ class PrivateOptimizer(torch.optim.Optimizer):
             profile: also show the measured milliseconds (on a device, from the next backward on).
         """
         return self._attached().explain(profile)
+
+    def graphed(
+        self, loss_fn: Callable[..., Tensor], example_batch: Sequence[Any], sizes: Iterable[int] | None = None, *,
+        verify_every: int = 0,
+    ) -> GraphedStep:  # fmt: skip
+        """Record the forward, loss and backward of a batch, to be replayed without Python. On the CPU only.
+
+        What is released does not change: norms, clipping, noise and ledger of a replayed step are those of every step,
+        and without randomness in the forward so are its numbers. Physical batches of a `poisson_loader` add up as ever.
+
+        Args:
+            loss_fn: `loss_fn(model, *batch) -> losses [B]`, the loss of each sample. It must not depend on anything
+                that changes beside the batch and the parameters.
+            example_batch: what the loss function takes after the model; tensors with samples in the first dimension.
+            sizes: the batch sizes to record (default: that of the example). A batch is padded to the next size, and
+                nothing of the padding is read; batches larger than all of them go through Python.
+            verify_every: compare every so many replays with Python's step on the same batch; 0 for never.
+
+        Returns:
+            `step(*batch) -> loss`: forward, backward, `step` and `zero_grad` in one call.
+
+        Raises:
+            GraphError: if the step cannot be replayed, with the reason.
+        """
+        from .graphed import GraphedStep  # imports torch's compiler, which takes seconds
+
+        return GraphedStep(self, self._attached(), loss_fn, example_batch, sizes, verify_every)
 
     def detach(self) -> None:
         """Remove the engine from the model, which is then unchanged except for the trained weights."""

@@ -91,7 +91,7 @@ def test_together_is_exact(name: str, dropped: bool, route: str, monkeypatch: py
             together = found(model, x, factors)
     assert made and min(made) >= 2, made
     with monkeypatch.context() as patch:
-        patch.setattr("fastdp.engine.gradients.bundles", lambda members: [])
+        patch.setattr("fastdp.engine.gradients.arrangement", lambda members: [])
         with forced(route):
             alone = found(model, x, factors)
     truth = one_by_one(model, x, factors)

@@ -166,7 +166,14 @@ def test_every_process_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_engines_of_the_command_line() -> None:
-    assert list(ENGINES) == ["fastdp", "opacus-hooks", "opacus-functorch", "opacus-ghost", "one-by-one"]
+    assert list(ENGINES) == [
+        "fastdp",
+        "fastdp-graphed",
+        "opacus-hooks",
+        "opacus-functorch",
+        "opacus-ghost",
+        "one-by-one",
+    ]
 
 
 # ---------------------------------------------------------------------- shrinking

@@ -1,0 +1,96 @@
+"""What must be as it was when a step was recorded, for its replay to be the step that Python would make."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphError
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_parameters", "_buffers",
+    "_modules",
+)  # fmt: skip
+
+
+class Guards:
+    """The state of a model and of torch. `changed()` says what is another than it was, "" if nothing is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._modules = [(path, module, module.training) for path, module in model.named_modules()]
+        self._sizes = [self._size(module) for _, module, _ in self._modules]
+        self._held: list[tuple[dict[str, Any], str, str, Tensor, int, bool]] = []
+        for path, module, _ in self._modules:
+            for place in (module._parameters, module._buffers):
+                for name, tensor in place.items():
+                    if tensor is not None:
+                        full = f"{path}.{name}" if path else name
+                        self._held.append((place, name, full, tensor, tensor.data_ptr(), tensor.requires_grad))
+        self._torch = _state_of_torch()
+
+    @staticmethod
+    def _size(module: nn.Module) -> tuple[int, ...]:
+        return tuple([len(getattr(module, name)) for name in _HOOKS])
+
+    def held(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name."""
+        return {full: tensor for _, _, full, tensor, _, _ in self._held}
+
+    def changed(self) -> str:
+        for place, name, full, tensor, pointer, requires_grad in self._held:
+            now = place.get(name)
+            if now is not tensor or now.data_ptr() != pointer:
+                return f"'{full}' is another tensor, or lies in other memory"
+            if now.requires_grad != requires_grad:
+                return f"'{full}' was {'frozen' if requires_grad else 'unfrozen'}"
+        for (path, module, training), size in zip(self._modules, self._sizes, strict=True):
+            if module.training != training:
+                return f"module '{path}' is in {'training' if module.training else 'evaluation'} mode"
+            if self._size(module) != size:
+                return f"module '{path}' has got or lost hooks, parameters or modules"
+        return "" if _state_of_torch() == self._torch else "autocast, or another mode of torch, is another"
+
+
+def _state_of_torch() -> tuple[Any, ...]:
+    return (
+        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+class Outside:
+    """The state beside torch's tensors that a recording must leave alone: random numbers and buffers."""
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._held = {name: (tensor, tensor._version, tensor.detach().clone()) for name, tensor in held.items()
+                      if not isinstance(tensor, nn.Parameter)}  # fmt: skip
+
+    def moved(self) -> str:
+        """Whose random numbers were drawn."""
+        if random.getstate() != self._python:
+            return "Python's random"
+        now = numpy.random.get_state()
+        same = all(numpy.array_equal(a, b) for a, b in zip(now, self._numpy, strict=True))
+        return "" if same else "NumPy's random"
+
+    def restore(self) -> None:
+        """All as it was."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        with torch.no_grad():
+            for tensor, version, before in self._held.values():
+                if tensor._version != version:
+                    tensor.copy_(before)
+
+    def check(self) -> None:
+        """Raises GraphError where random numbers were drawn that a replay would not draw."""
+        if whose := self.moved():
+            raise GraphError(f"the forward or the loss draws numbers of {whose}: a replay would not. Use torch's")

@@ -1,0 +1,241 @@
+"""A recording as straight Python without anything that its results do not need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..errors import GraphError
+from ..ops.registry import OPERATORS
+from .recorder import Operation, Read, Recorder, Slot, memory_of
+
+aten = torch.ops.aten
+
+
+class Recording(NamedTuple):
+    """What a recorder saw, without the tensors of the step itself."""
+
+    operations: list[Operation]
+    read: list[Read]
+    inputs: int
+    outputs: list[Slot]
+    held: dict[int, Tensor]  # parameters, buffers and constants, by slot
+    constants: set[int]  # which of these are constants
+    memory: set[int]  # of the outputs
+
+
+def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> Recording:
+    """Raises GraphError where an output is none of the program's."""
+    slots = []
+    for tensor in outputs:
+        slot = recorder.known(tensor)
+        if slot is None or recorder.is_unwritten(tensor):
+            raise GraphError(
+                f"a result of shape {tuple(tensor.shape)} was not made by torch's functions from the batch"
+            )
+        slots.append(slot)
+    held = {number: kept.tensor for number, kept in recorder.kept.items()}
+    constants = {number for number, kept in recorder.kept.items() if kept.is_constant}
+    memory = set(map(memory_of, outputs))
+    return Recording(recorder.operations, recorder.read, inputs, slots, held, constants, memory)
+
+
+def _slots(*values: Any) -> list[Slot]:
+    """The tensors among these."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Slot)]
+
+
+def live(recording: Recording, with_reads: bool = True) -> list[bool]:
+    """Which operations the outputs, the numbers that were read and the random numbers of the step depend on."""
+    slots = {slot.number for slot in recording.outputs}
+    places = {read.operation for read in recording.read if with_reads}
+    memory = set(recording.memory)
+    wanted = [False] * len(recording.operations)
+    for place in reversed(range(len(recording.operations))):
+        operation = recording.operations[place]
+        made = {slot.number for slot in _slots(operation.out)}
+        if made & slots or operation.writes & memory or operation.draws or place in places:
+            wanted[place] = True
+            slots |= {slot.number for slot in _slots(operation.args, operation.kwargs)}
+            memory |= operation.reads
+    return wanted
+
+
+class Program:
+    """Replays a recording.
+
+    `run(inputs)` returns the outputs, and whether all numbers that decided how it went on are as they were.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        wanted = live(recording)
+        self.operations = [op for op, kept in zip(recording.operations, wanted, strict=True) if kept]
+        places = {old: new for new, old in enumerate(i for i, kept in enumerate(wanted) if kept)}
+        self.read = [read._replace(operation=places[read.operation]) for read in recording.read]
+        self.draws = any(operation.draws for operation in self.operations)
+        self.inputs, self.outputs = recording.inputs, recording.outputs
+        used = {
+            leaf.number
+            for op in self.operations
+            for leaf in tree_leaves((op.args, op.kwargs))
+            if isinstance(leaf, Slot)
+        }
+        self.held = {number: tensor for number, tensor in recording.held.items() if number in used}
+        results = zip(recording.operations, live(recording, with_reads=False), strict=True)
+        needed = {slot.number for op, kept in results if kept for slot in _slots(op.args, op.kwargs)}
+        self.constants = recording.constants & needed  # that the results take; checks have constants of their own
+        self._run: Callable[..., Any] | None = None
+
+    def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+        """See above."""
+        if self._run is None:
+            self._run = _compiled(self)
+        with torch.no_grad():
+            found: tuple[list[Tensor], bool] = self._run(*inputs)
+        return found
+
+    def went_another_way(self, other: Program) -> bool:
+        """Whether another recording read other numbers, so that the two cannot be compared."""
+        return [read.value for read in self.read] != [read.value for read in other.read]
+
+    def difference(self, other: Program) -> str:
+        """What differs from another recording of the same step, on another batch; "" if nothing does."""
+        if len(self.operations) != len(other.operations):
+            return f"{len(self.operations)} calls of torch on one batch, {len(other.operations)} on another"
+        numbers = dict(zip(range(self.inputs), range(self.inputs), strict=True))  # of the other's slots
+
+        def same(a: Any, b: Any) -> bool:
+            if isinstance(a, Slot) and isinstance(b, Slot):
+                if a.number in self.held or b.number in other.held:
+                    return _same_tensor(self.held.get(a.number), other.held.get(b.number))
+                return numbers.get(a.number) == b.number
+            return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
+
+        for one, two in zip(self.operations, other.operations, strict=True):
+            mine, others = tree_leaves((one.args, one.kwargs)), tree_leaves((two.args, two.kwargs))
+            name = one.func._schema.name.partition("::")[2]
+            if one.func is not two.func or len(mine) != len(others):
+                return f"{name}() is called on one batch, {two.func._schema.name.partition('::')[2]}() on another"
+            for a, b in zip(mine, others, strict=True):
+                if one.of_check and two.of_check and isinstance(a, torch.Generator):
+                    continue
+                if not same(a, b):
+                    return f"{name}() takes {_shown(a)} on one batch, {_shown(b)} on another"
+            for a, b in zip(tree_leaves(one.out), tree_leaves(two.out), strict=False):
+                if isinstance(a, Slot) and isinstance(b, Slot):
+                    numbers.setdefault(a.number, b.number)
+        for first, second in zip(self.read, other.read, strict=True):
+            if first.value != second.value:
+                where = f" ({first.where})" if first.where else ""
+                return f"Python reads {first.value!r} on one batch{where}, {second.value!r} on another"
+        return ""
+
+
+def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a is b:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _shown(value: Any) -> str:
+    return "another tensor" if isinstance(value, Slot) else repr(value)
+
+
+# --------------------------------------------------------------------------- Python
+
+# spared: the parsing of arguments by name, which costs as much as a small kernel
+_DIRECTLY = {
+    aten.view.default: "{0}.view({1})",
+    aten.t.default: "{0}.t()",
+    aten.transpose.int: "{0}.transpose({1}, {2})",
+    aten.permute.default: "{0}.permute({1})",
+    aten.unsqueeze.default: "{0}.unsqueeze({1})",
+    aten.squeeze.dim: "{0}.squeeze({1})",
+    aten.expand.default: "{0}.expand({1})",
+    aten.mm.default: "mm({0}, {1})",
+    aten.bmm.default: "bmm({0}, {1})",
+    aten.addmm.default: "addmm({0}, {1}, {2})",
+    aten.add.Tensor: "add({0}, {1})",
+    aten.mul.Tensor: "mul({0}, {1})",
+}
+
+
+def _compiled(program: Program) -> Callable[..., Any]:
+    """The program as a function: each operation a line, each tensor dropped after its last use."""
+    names: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "add": torch.add, "mul": torch.mul}
+    names |= {f"v{number}": tensor.detach() for number, tensor in program.held.items()}
+    kept = {slot.number for slot in program.outputs} | set(program.held)
+    last: dict[int, int] = {}
+    for place, operation in enumerate(program.operations):
+        for slot in _slots(operation.args, operation.kwargs, operation.out):
+            last[slot.number] = place
+    dying: dict[int, list[int]] = {}
+    for number, place in last.items():
+        if number not in kept and number >= program.inputs:
+            dying.setdefault(place, []).append(number)
+    read = {read.operation: number for number, read in enumerate(program.read)}
+    lines = ["same = True"] if program.read else []
+
+    def shown(value: Any) -> str:
+        if isinstance(value, Slot):
+            return f"v{value.number}"
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(map(shown, value)) + "]"
+        if value is None or type(value) in (int, bool, str) or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        name = f"c{len(names)}"
+        names[name] = value
+        return name
+
+    for place, operation in enumerate(program.operations):
+        results = _slots(operation.out)
+        call = _call(operation, shown, names)
+        single = isinstance(operation.out, Slot)
+        if single:
+            lines.append(f"{shown(operation.out)} = {call}")
+        elif results or place in read:
+            lines.append(f"out = {call}")
+            lines += [
+                f"{shown(leaf)} = out[{k}]" for k, leaf in enumerate(operation.out or ()) if isinstance(leaf, Slot)
+            ]
+        else:
+            lines.append(call)
+        if place in read:
+            value = program.read[read[place]].value
+            names[f"r{place}"] = value
+            found = f"[tuple(t.shape) for t in [{', '.join(map(shown, results))}]]" if results else "out"
+            lines.append(f"same = same and {found} == r{place}")
+            if results:
+                lines.append("if not same: return [], False")
+        if place in dying:
+            lines.append("del " + ", ".join(f"v{number}" for number in dying[place]))
+    lines.append(f"return [{', '.join(map(shown, program.outputs))}], {'same' if program.read else 'True'}")
+    arguments = ", ".join(f"v{number}" for number in range(program.inputs))
+    source = f"def run({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
+    exec(compile(source, "<a step of fastdp>", "exec"), names)
+    return names["run"]  # type: ignore[no-any-return]
+
+
+def _call(operation: Operation, shown: Callable[[Any], str], names: dict[str, Any]) -> str:
+    arguments = list(operation.args)
+    form = _DIRECTLY.get(operation.func)
+    if form is not None and not operation.kwargs and len(arguments) == form.count("{"):
+        return form.format(*map(shown, arguments))
+    name = f"f{len(names)}"
+    names[name] = _function(operation.func)
+    given = [shown(value) for value in arguments] + [f"{key}={shown(value)}" for key, value in operation.kwargs.items()]
+    return f"{name}({', '.join(given)})"
+
+
+def _function(func: Any) -> Callable[..., Any]:
+    """What a call runs: fastdp's kernels past the dispatcher."""
+    space, _, name = func._schema.name.partition("::")
+    if space == "fastdp":
+        overload = func._overloadname
+        return OPERATORS[name if overload == "default" else f"{name}.{overload}"].implementation("cpu")
+    return func  # type: ignore[no-any-return]

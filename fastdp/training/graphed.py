@@ -1,0 +1,224 @@
+"""A private step whose forward and backward are replayed: what `optimizer.graphed` returns.
+
+What makes a step private is the code of every other step: norms, factors, sums, noise and ledger. What is replayed is
+only what autograd would have computed for them, the losses and each use's data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from ..engine.gradients import Gradients
+from ..errors import GraphError, StepError, VerificationError
+from ..graphed.guards import Guards
+from ..graphed.steps import Batch, LossFn, StepProgram, check_losses
+from ..layouts.marks import mark_of
+from ..ops.common import exactly
+from .privacy import Privacy
+
+_RECORDINGS = 4  # of one step, at most: what changes every time is not worth one
+_TOLERANCE = 1e-4
+
+
+class GraphedStep:
+    """`step(*batch)` makes one private step and returns its loss, detached: the mean (or sum) over the samples.
+
+    replayed, eager: how many batches went either way; reasons: why those did not, by how many.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, privacy: Privacy, loss_fn: LossFn, example_batch: Sequence[Any],
+        sizes: Iterable[int] | None, verify_every: int,
+    ) -> None:  # fmt: skip
+        self._optimizer, self._privacy, self._loss_fn = optimizer, privacy, loss_fn
+        self._verify_every, self._recordings = verify_every, 0
+        self._mean = privacy.loss_reduction == "mean"
+        self.replayed = self.eager = 0
+        self.reasons: dict[str, int] = {}
+        if privacy.engine.planner.memory_budget is not None:
+            raise GraphError("memory_budget= runs blocks again within backward, which is not recorded: leave it out")
+        if privacy.engine.profile:
+            raise GraphError("explain(profile=True) measures every use of a step: graph before, or without it")
+        if others := privacy.engine.others():
+            raise GraphError(
+                f"{len(others)} parameter(s) require grad and are not this optimizer's ({others[0]}): a replay has "
+                "no gradients for them. Freeze them, or give them to this optimizer"
+            )
+        leaves, spec = tree_flatten(tuple(example_batch))
+        size = _size(leaves)
+        self._batch = Batch(
+            spec, tuple(isinstance(t, Tensor) and t.dim() > 0 and t.size(0) == size for t in leaves), size
+        )
+        self._example = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.sizes = sorted(set(sizes or (size,)))
+        if self.sizes[0] < 1 or not all(isinstance(size, int) for size in self.sizes):
+            raise ValueError(f"sizes must be whole numbers of samples, 1 or more, not {self.sizes}")
+        self._programs: dict[int, StepProgram] = {}
+        self._guards = Guards(privacy.engine.model)
+        self._record()
+
+    def _record(self) -> None:
+        self._recordings += 1
+        if self._recordings > _RECORDINGS:
+            raise GraphError(
+                f"the step was recorded {_RECORDINGS} times, and is another again ({self._guards.changed()}): make one "
+                "graphed step for each way, or train without"
+            )
+        self._guards = Guards(self._privacy.engine.model)
+        self._programs = {}
+        if not torch.is_grad_enabled():
+            raise StepError("a step was called with gradients switched off")
+        if self._privacy.busy:
+            raise StepError("a step cannot be recorded between a backward and its step")
+        for size in self.sizes:
+            batch = self._batch._replace(size=size)
+            leaves = [
+                _resized(leaf, size) if by else leaf for leaf, by in zip(self._example, batch.by_sample, strict=True)
+            ]
+            self._programs[size] = StepProgram(self._privacy.engine, self._loss_fn, batch, leaves, self._mean)
+
+    # ------------------------------------------------------------------ the step
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Make one private step on a batch.
+
+        Args:
+            batch: as the example; any number of samples. More than the largest size, or rows of another shape, go the
+                way of every other step.
+
+        Returns:
+            The loss of the batch, detached; 0 if it has no sample.
+
+        Raises:
+            What `step` raises, and GraphError if the step changes again and again.
+        """
+        if self._privacy.detached:
+            raise StepError("this optimizer was detached from its model: make a new one to train on")
+        leaves, spec = tree_flatten(batch)
+        why, samples = self._unlike(leaves, spec)
+        if why:
+            return self._eagerly(batch, why)
+        if self._guards.changed():
+            self._record()
+        if samples == 0:
+            program = self._programs[self.sizes[0]]
+            return self._finish(batch, torch.zeros(()), program.none(), program)
+        program = self._programs[next(size for size in self.sizes if size >= samples)]
+        size = program.batch.size
+        padded = [_resized(leaf, size) if by else leaf for leaf, by in zip(leaves, self._batch.by_sample, strict=True)]
+        draws = (
+            torch.get_rng_state() if program.program.draws and (program.program.read or self._verify_every) else None
+        )
+        found = program.replay(padded, samples)
+        if found is None:
+            if draws is not None:
+                torch.set_rng_state(draws)
+            return self._eagerly(batch, "Python decides by the numbers of this batch another way")
+        losses, gradients = found
+        if self._verify_every and self.replayed % self._verify_every == 0 and (draws is None or size == samples):
+            self._verify(batch, samples, gradients, draws)
+        self.replayed += 1
+        return self._finish(batch, losses.mean() if self._mean else losses.sum(), gradients, program)
+
+    def _finish(self, batch: Any, loss: Tensor, gradients: Gradients, program: StepProgram) -> Tensor:
+        """Clip, and make the optimizer's own step."""
+        gradients.plan = program.plan
+        self._privacy.engine.replayed(batch, gradients)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+    def _unlike(self, leaves: list[Any], spec: Any) -> tuple[str, int]:
+        """Why a batch does not fit the recording, "" if it does, and its samples."""
+        if spec != self._batch.spec:
+            raise GraphError(f"the batch is made of other parts than the example: {spec}, not {self._batch.spec}")
+        if self._privacy.engine.grouped() or any(isinstance(leaf, Tensor) and mark_of(leaf) for leaf in leaves):
+            raise GraphError("group_by() and mark_rows() say of each batch whose its rows are: train without graphed()")
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise GraphError("a tensor of the batch requires grad, which a replay does not compute: detach() it")
+        samples = {len(leaf) for leaf, by in zip(leaves, self._batch.by_sample, strict=True) if by}
+        if len(samples) != 1:
+            raise GraphError(f"the tensors of the batch have {sorted(samples)} rows: one for each sample is needed")
+        count = samples.pop()
+        for leaf, known, by in zip(leaves, self._example, self._batch.by_sample, strict=True):
+            if not isinstance(known, Tensor):
+                if leaf is not known and leaf != known:
+                    return "an argument that is no tensor differs from the example's", count
+            elif leaf.dtype != known.dtype or leaf.device != known.device or leaf.shape[by:] != known.shape[by:]:
+                return f"a tensor of shape {tuple(leaf.shape)} {leaf.dtype} is not as the example's", count
+        if count > self.sizes[-1]:
+            return f"the batch has more samples than the largest size, {self.sizes[-1]}", count
+        return "", count
+
+    def _eagerly(self, batch: Any, why: str) -> Tensor:
+        """The step of a batch that no recording fits."""
+        kind = why.split(" of shape")[0]
+        if kind not in self.reasons:
+            warnings.warn(f"a batch is not replayed but goes through Python: {why}", stacklevel=3)
+        self.reasons[kind] = self.reasons.get(kind, 0) + 1
+        self.eager += 1
+        total = self._backward(batch)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return total
+
+    def _backward(self, batch: Any) -> Tensor:
+        losses = self._loss_fn(self._privacy.engine.model, *batch)
+        check_losses(losses, losses.size(0) if isinstance(losses, Tensor) and losses.dim() else 0)
+        total = losses.mean() if self._mean else losses.sum()
+        total.backward()
+        return total.detach()
+
+    def _verify(self, batch: Any, samples: int, gradients: Gradients, draws: Tensor | None) -> None:
+        """Raises VerificationError where the replay is not what Python makes of the same batch."""
+        after = torch.get_rng_state()
+        with contextlib.ExitStack() as stack:
+            if draws is not None:
+                torch.set_rng_state(draws)
+                stack.callback(torch.set_rng_state, after)
+            found = stack.enter_context(self._privacy.engine.collecting())
+            self._backward(batch)
+        params, ones = self._privacy.engine.parameters(), torch.ones(samples)
+        with torch.no_grad(), exactly():
+            norms = [each.norm_sq(params).sqrt() for each in (gradients, found[0])]
+            sums = [each.clipped_sum(ones, params) for each in (gradients, found[0])]
+        wrong = [] if _close(*norms) else ["norms"]
+        wrong += [name for name, p in self._privacy.engine.named_parameters().items()
+                  if not _close(*(each.get(id(p), torch.zeros_like(p)) for each in sums))]  # fmt: skip
+        if wrong:
+            raise VerificationError(
+                f"the replayed step is not the one that Python makes of this batch: {', '.join(wrong[:5])} differ. The "
+                "forward or the loss depends on something beside its batch and the parameters (a counter, an attribute "
+                "that changes): pass it as an argument, or train without graphed()"
+            )
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(
+        a.double(), b.double(), rtol=_TOLERANCE, atol=_TOLERANCE * float(b.abs().max() if b.numel() else 0)
+    )
+
+
+def _size(leaves: Sequence[Any]) -> int:
+    """The samples of the example: rows of its first tensor."""
+    size = next((leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    if size < 1:
+        raise GraphError("the example batch must hold a tensor with a row for each sample, of one sample at least")
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        raise GraphError("a tensor of the example batch requires grad: detach() it")
+    return size
+
+
+def _resized(leaf: Tensor, size: int) -> Tensor:
+    """So many rows: the first again and again behind the others, which nobody reads."""
+    count = leaf.size(0)
+    if count >= size:
+        return leaf[:size]
+    return torch.cat([leaf, leaf[:1].expand(size - count, *leaf.shape[1:])])
