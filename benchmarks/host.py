@@ -20,14 +20,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .contenders import CONTENDERS, NotApplicable, trained
+import fastdp
+
+from .contenders import CONTENDERS, LR, SIGMA, Contender, NotApplicable, R, Step, trained
 from .models import GPT, Workload, class_losses, token_losses
 from .timing import Row, append, interleaved, keep_memory, show, versions
 
 B, T, D, WORDS = 4, 8, 32, 64
 CPU = torch.device("cpu")
-NAMES = ("non-private", "fastdp", "opacus hooks", "opacus ghost")
+NAMES = ("non-private", "fastdp", "fastdp graphed", "opacus hooks", "opacus ghost")
 COLUMNS = ("model", "contender", "ratio", "median_ms", "us_per_use", "uses")
+
+
+def graphed(model: nn.Module, work: Workload) -> Step:
+    """fastdp's step, recorded on another batch."""
+    optimizer = fastdp.DPAdamW(
+        model, lr=LR, noise_multiplier=SIGMA, max_grad_norm=R, expected_batch_size=work.batch_size
+    )
+    return optimizer.graphed(lambda model, x, y: work.losses(model(x), y), work.batch(work.batch_size))
 
 
 class Logits(nn.Module):
@@ -90,7 +100,7 @@ def workloads(layers: int) -> dict[str, Workload]:
 
 def stepping(name: str, work: Workload) -> tuple[Callable[[], object], int]:
     """A contender's step on a batch of its own, warm, and its number of modules with trained parameters."""
-    contender = CONTENDERS[name]
+    contender = Contender(graphed) if name == "fastdp graphed" else CONTENDERS[name]
     torch.manual_seed(0)
     model = contender.prepare(work.build()).train()
     uses = sum(any(p.requires_grad for p in module.parameters(recurse=False)) for module in model.modules())

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import GraphError
 from ..ops.registry import OPERATORS
 from .recorder import Operation, Read, Recorder, Slot, memory_of
+from .views import without_detours
 
 aten = torch.ops.aten
 
@@ -42,7 +43,9 @@ def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> 
     held = {number: kept.tensor for number, kept in recorder.kept.items()}
     constants = {number for number, kept in recorder.kept.items() if kept.is_constant}
     memory = set(map(memory_of, outputs))
-    return Recording(recorder.operations, recorder.read, inputs, slots, held, constants, memory)
+    operations, renamed = without_detours(recorder.operations, recorder.contiguous)
+    slots = [Slot(renamed.get(slot.number, slot.number)) for slot in slots]
+    return Recording(operations, recorder.read, inputs, slots, held, constants, memory)
 
 
 def _slots(*values: Any) -> list[Slot]:

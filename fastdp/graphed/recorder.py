@@ -90,9 +90,9 @@ class Recorder(TorchDispatchMode):
         self._of_batch = set(self.batch)  # memory made of the batch, of parameters or of random numbers
         self._of_batch |= set(self.held)
         self._random: Tensor | None = None  # the generator's state after the last draw
+        self.contiguous: dict[int, tuple[int, ...]] = {}  # shapes of slots whose numbers lie one after the other
         for tensor in inputs:
             self._new(tensor)
-        self._parameters = {id(tensor) for tensor in held.values()}
 
     # ------------------------------------------------------------------ tensors
 
@@ -100,6 +100,8 @@ class Recorder(TorchDispatchMode):
         number = len(self._alive)
         self._slots[id(tensor)] = number
         self._alive.append(tensor)
+        if tensor.is_contiguous():
+            self.contiguous[number] = tuple(tensor.shape)
         return number
 
     def slot(self, tensor: Tensor) -> Slot:

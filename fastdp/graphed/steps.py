@@ -14,11 +14,12 @@ from ..engine.explain import Plan
 from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
 from ..errors import GraphError
+from ..ops.common import exactly
 from . import _RECORDING
 from .guards import Guards, Outside
 from .program import Program, recording_of
 from .recorder import Recorder, Watch
-from .templates import Template, filled, templates_of
+from .templates import Template, filled, store, templates_of
 
 LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]
 _REHEARSALS = 2  # real passes before the recording, for what is found out once
@@ -102,6 +103,9 @@ class StepProgram:
         try:
             with self._engine.collecting() as found, Watch(recorder), recorder:
                 losses = self._losses(given)
+                for gradients in found:
+                    with torch.no_grad(), exactly():
+                        store(gradients)
         finally:
             _RECORDING.pop()
         if len(found) != 1:

@@ -16,7 +16,7 @@ from ..uses.conv import Conv
 from ..uses.embedding import Lookup
 from ..uses.linear import Matmul
 from ..uses.links import link_of
-from ..uses.use import Stored, Use
+from ..uses.use import Lazy, Stored, Use
 
 _DATA: dict[type[Use], tuple[str, ...]] = {
     Matmul: ("a", "g"),
@@ -24,6 +24,16 @@ _DATA: dict[type[Use], tuple[str, ...]] = {
     Lookup: ("ids", "g"),
     Stored: ("grads",),
 }
+
+
+LARGEST = 1 << 24  # numbers of per-sample gradients that a replay stores, where Python's step computes some at a time
+
+
+def store(gradients: Gradients) -> None:
+    """Compute the small per-sample gradients that are else computed when asked for within the program."""
+    for place, use in enumerate(gradients.uses):
+        if type(use) is Lazy and use.batch * use.operand.numel() <= LARGEST:
+            gradients.uses[place] = Stored(use.operand, use.per_sample(0, use.batch), use.name)
 
 
 class Template(NamedTuple):
