@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from typing import Any
 
 import numpy
@@ -11,10 +12,15 @@ from torch import Tensor, nn
 
 from ..errors import GraphError
 
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_parameters", "_buffers",
-    "_modules",
-)  # fmt: skip
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
+_PLACES = ("_parameters", "_buffers")
+_GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+
+
+def _simple(module: nn.Module) -> dict[str, Any]:
+    """Its attributes that are numbers, words or functions, by type and value; `forward`, if it has one of its own."""
+    kinds = (bool, int, float, str, type(None), tuple, torch.dtype, types.FunctionType, types.MethodType)
+    return {name: (type(value), value) for name, value in module.__dict__.items() if isinstance(value, kinds)}
 
 
 class Guards:
@@ -23,7 +29,9 @@ class Guards:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._modules = [(path, module, module.training) for path, module in model.named_modules()]
-        self._sizes = [self._size(module) for _, module, _ in self._modules]
+        self._parts = [self._part(module) for _, module, _ in self._modules]
+        self._attributes = [_simple(module) for _, module, _ in self._modules]
+        self._ids = [list(map(id, module.__dict__.values())) for _, module, _ in self._modules]
         self._held: list[tuple[dict[str, Any], str, str, Tensor, int, bool]] = []
         for path, module, _ in self._modules:
             for place in (module._parameters, module._buffers):
@@ -34,8 +42,10 @@ class Guards:
         self._torch = _state_of_torch()
 
     @staticmethod
-    def _size(module: nn.Module) -> tuple[int, ...]:
-        return tuple([len(getattr(module, name)) for name in _HOOKS])
+    def _part(module: nn.Module) -> list[int]:
+        """Its hooks and modules."""
+        found = [id(value) for name in _HOOKS for value in getattr(module, name).values()]
+        return [*found, *[len(getattr(module, name)) for name in _PLACES]]
 
     def held(self) -> dict[str, Tensor]:
         """Parameters and buffers by name."""
@@ -48,11 +58,18 @@ class Guards:
                 return f"'{full}' is another tensor, or lies in other memory"
             if now.requires_grad != requires_grad:
                 return f"'{full}' was {'frozen' if requires_grad else 'unfrozen'}"
-        for (path, module, training), size in zip(self._modules, self._sizes, strict=True):
+            if now._backward_hooks:
+                return f"'{full}' has a hook on its gradient"
+        for number, (path, module, training) in enumerate(self._modules):
             if module.training != training:
                 return f"module '{path}' is in {'training' if module.training else 'evaluation'} mode"
-            if self._size(module) != size:
+            if self._part(module) != self._parts[number]:
                 return f"module '{path}' has got or lost hooks, parameters or modules"
+            if list(map(id, module.__dict__.values())) != self._ids[number]:
+                if (now := _simple(module)) != (before := self._attributes[number]):
+                    changed = next(name for name in {**now, **before} if now.get(name) != before.get(name))
+                    return f"module '{path}' has another '{changed}'"
+                self._ids[number] = list(map(id, module.__dict__.values()))
         return "" if _state_of_torch() == self._torch else "autocast, or another mode of torch, is another"
 
 
@@ -60,6 +77,7 @@ def _state_of_torch() -> tuple[Any, ...]:
     return (
         torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+        *[tuple(map(id, getattr(nn.modules.module, name).values())) for name in _GLOBAL],
     )  # fmt: skip
 
 

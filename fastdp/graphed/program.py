@@ -92,6 +92,9 @@ class Program:
         results = zip(recording.operations, live(recording, with_reads=False), strict=True)
         needed = {slot.number for op, kept in results if kept for slot in _slots(op.args, op.kwargs)}
         self.constants = recording.constants & needed  # that the results take; checks have constants of their own
+        first = recording._replace(outputs=recording.outputs[:1], memory=set())
+        kept = live(first, with_reads=False)
+        self.for_first = [op for op, used in zip(recording.operations, kept, strict=True) if used]
         self._run: Callable[..., Any] | None = None
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
@@ -101,6 +104,28 @@ class Program:
         with torch.no_grad():
             found: tuple[list[Tensor], bool] = self._run(*inputs)
         return found
+
+    def difference_in_numbers(self, other: Program) -> str:
+        """What differs in the first output, the losses, from a recording of the step at another size, beside sizes.
+
+        "" if nothing does. How uses are stored is a matter of the planner, and may differ.
+        """
+        if [op.func for op in self.for_first] != [op.func for op in other.for_first]:
+            return "torch's functions are called for another number of samples in another way"
+        for one, two in zip(self.for_first, other.for_first, strict=True):
+            name = one.func._schema.name.partition("::")[2]
+            if name in ("arange", "linspace"):
+                continue
+            for place, argument in enumerate(one.func._schema.arguments):
+                kind = str(argument.type)
+                if "int" in kind.lower() or "Layout" in kind or "Device" in kind:
+                    continue  # sizes
+                mine, others = (op.kwargs.get(argument.name, op.args[place] if place < len(op.args) else None)
+                                for op in (one, two))  # fmt: skip
+                numbers = [[x for x in tree_leaves(v) if isinstance(x, bool | int | float)] for v in (mine, others)]
+                if numbers[0] != numbers[1]:
+                    return f"{name}() takes {_shown(mine)} for one size, {_shown(others)} for another"
+        return ""
 
     def went_another_way(self, other: Program) -> bool:
         """Whether another recording read other numbers, so that the two cannot be compared."""

@@ -86,10 +86,11 @@ class Recorder(TorchDispatchMode):
         self.batch = {memory_of(tensor) for tensor in inputs}
         self._slots: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no id and no memory is another's
+        self._before: set[int] = set()  # memory that was there before
         self._unwritten: set[int] = set()  # memory that no call has written to yet
-        self._of_batch = set(self.batch)  # memory made of the batch, of parameters or of random numbers
-        self._of_batch |= set(self.held)
-        self._random: Tensor | None = None  # the generator's state after the last draw
+        self._changing = set(self.batch)  # memory made of the batch, or of random numbers
+        self._held_on = set(self.held)  # memory of parameters and buffers, or made of these
+        self._random = torch.get_rng_state()  # of the generator, after the last draw
         self.contiguous: dict[int, tuple[int, ...]] = {}  # shapes of slots whose numbers lie one after the other
         for tensor in inputs:
             self._new(tensor)
@@ -114,6 +115,7 @@ class Recorder(TorchDispatchMode):
                     "its gradient would not be computed. Make it a parameter of the model, or detach() it"
                 )
             number = self._new(tensor)
+            self._before.add(memory_of(tensor))
             self.kept[number] = Kept(tensor, memory_of(tensor) not in self.held)
         return Slot(number)
 
@@ -133,7 +135,7 @@ class Recorder(TorchDispatchMode):
         written = self._written(func, args, kwargs)
         self._check(func, name, given, written)
         frozen = tree_map(lambda leaf: self.slot(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        draws = torch.Tag.nondeterministic_seeded in func.tags and not asking()
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None and not asking()
         if draws:
             self._check_rewound(name)
         out = func(*args, **kwargs)
@@ -150,10 +152,13 @@ class Recorder(TorchDispatchMode):
         changing = func in _READING or torch.Tag.data_dependent_output in func.tags
         shaping = torch.Tag.dynamic_output_shape in func.tags
         frozen_out = tree_map(lambda leaf: self.slot_of_result(leaf) if isinstance(leaf, Tensor) else None, out)
-        if (changing or shaping) and any(memory_of(tensor) in self._of_batch for tensor in given):
+        asked = any(self.changes(tensor) or memory_of(tensor) in self._held_on for tensor in given)
+        if (changing or shaping) and asked:
             value = [tuple(t.shape) for t in results] if results else out
             self.read.append(Read(len(self.operations), value, _reader()))
-        of_check = isinstance(kwargs.get("generator"), torch.Generator) and not _reader()
+        of_check = isinstance(kwargs.get("generator"), torch.Generator)
+        if of_check and _reader():
+            raise GraphError(f"{name}() draws from a generator of its own ({_reader()}): use torch's default generator")
         reads, writes = frozenset(map(memory_of, given)), frozenset(map(memory_of, written))
         self.operations.append(Operation(func, frozen[0], frozen[1], frozen_out, writes, reads, draws, of_check))
         return out
@@ -189,8 +194,10 @@ class Recorder(TorchDispatchMode):
     def _note_memory(self, name: str, given: list[Tensor], results: list[Tensor], written: list[Tensor],
                      draws: bool) -> None:  # fmt: skip
         touched = [*results, *written]
-        if draws or any(memory_of(tensor) in self._of_batch for tensor in given):
-            self._of_batch.update(map(memory_of, touched))
+        if draws or any(map(self.changes, given)):
+            self._changing.update(map(memory_of, touched))
+        elif any(memory_of(tensor) in self._held_on for tensor in given):
+            self._held_on.update(map(memory_of, touched))
         if name in _FILLING:
             self._unwritten.update(map(memory_of, results))
         else:
@@ -200,9 +207,9 @@ class Recorder(TorchDispatchMode):
         """Whether no call of torch's has written its numbers: a kernel outside of the dispatcher did."""
         return memory_of(tensor) in self._unwritten
 
-    def of_batch(self, tensor: Tensor) -> bool:
-        """Whether its numbers may be others at every step."""
-        return memory_of(tensor) in self._of_batch
+    def changes(self, tensor: Tensor) -> bool:
+        """Whether its numbers are made of the batch, or of random numbers."""
+        return memory_of(tensor) in self._changing
 
     # ------------------------------------------------------------------ what cannot be replayed
 
@@ -230,29 +237,31 @@ class Recorder(TorchDispatchMode):
                 f"{name}() writes to '{self.held[memory]}' in the forward: what a step leaves there for the next is "
                 "not replayed"
             )
-        kept = self._slots.get(id(tensor))
-        if memory in self.batch or kept is None or kept in self.kept:
+        if memory in self.batch or memory in self._before or id(tensor) not in self._slots:
             raise GraphError(f"{name}() writes to a tensor that was there before the step: write into a copy")
 
     def _check_rewound(self, name: str) -> None:
-        if self._random is not None and not torch.equal(torch.get_rng_state(), self._random):
+        if not torch.equal(torch.get_rng_state(), self._random):
             raise GraphError(
-                f"{name}() draws random numbers from a state that was set back, as checkpointing does to compute a "
-                "block again: a replay would draw others. Switch off dropout, or checkpointing"
+                f"{name}() draws random numbers from a state that was set (by a seed, or set back, as checkpointing "
+                "does to compute a block again): a replay would draw others. Switch off dropout, or checkpointing"
             )
 
 
 class Watch(TorchFunctionMode):
     """Refuses what gives numbers of the batch to Python without asking the dispatcher."""
 
-    _GIVING = frozenset((Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__))
+    _GIVING = frozenset((
+        Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__, Tensor.apply_, Tensor.map_, Tensor.map2_,
+        Tensor.data.__set__, torch._C._to_dlpack,  # type: ignore[attr-defined]
+    ))  # fmt: skip
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._GIVING and self.recorder.of_batch(args[0]):
+        if func in self._GIVING and args and isinstance(args[0], Tensor) and self.recorder.changes(args[0]):
             raise GraphError(
                 f"{func.__name__}() gives numbers of the batch to Python ({_reader() or 'a check of fastdp'}): what is "
                 "made of them cannot be replayed"

@@ -13,7 +13,7 @@ from ..engine.bundle import Arrangement
 from ..engine.explain import Plan
 from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
-from ..errors import GraphError
+from ..errors import FastDPError, GraphError
 from ..ops.common import exactly
 from . import _RECORDING
 from .guards import Guards, Outside
@@ -35,9 +35,30 @@ class Batch(NamedTuple):
     def tree(self, leaves: Sequence[Any]) -> Any:
         return tree_unflatten(list(leaves), self.spec)
 
+    def changed(self, leaves: Sequence[Any], change: Callable[[Tensor], Tensor]) -> list[Any]:
+        """The leaves, those with samples changed."""
+        return [change(leaf) if by else leaf for leaf, by in zip(leaves, self.by_sample, strict=True)]
+
+    def of_size(self, leaves: Sequence[Any], size: int) -> list[Any]:
+        """A batch of so many samples: the first again and again behind the others, which nobody reads."""
+        return self.changed(leaves, lambda leaf: _resized(leaf, size))
+
+
+class Recorded(NamedTuple):
+    """A recording, and what the very step gave. random: the state of torch's generator when it began."""
+
+    program: Program
+    templates: list[Template]
+    plan: Plan
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    random: Tensor
+
 
 class StepProgram:
-    """A recorded step of one size. leaves: an example of its batch, of that size.
+    """A recorded step of one size. leaves: an example of its batch.
+
+    only: why it takes batches of exactly its size; "" if smaller ones may be padded.
 
     Raises GraphError, by name, where the step is not a function of the batch and the parameters alone.
     """
@@ -50,44 +71,69 @@ class StepProgram:
         self._arranged: dict[tuple[int, ...], Arrangement] = {}
         held = Guards(engine.model).held()
         outside = Outside(held)
+        own = batch.of_size(leaves, batch.size)
         try:
             for _ in range(_REHEARSALS):
-                self._pass(leaves)
-            self.program, self.templates, self.plan = self._recorded(leaves, held)
-            others = [self._recorded(self._changed(leaves, change), held)[0] for change in (_in_turn, _one_twice)]
+                self._pass(own)
+            record = self._recorded(own, held)
+            others = [self._recorded(batch.changed(own, change), held) for change in (_in_turn, _one_twice)]
+            self.program, self.templates, self.plan = record.program, record.templates, record.plan
+            self._check_same(record, *others)
+            self._check_constants()
+            sizes = sorted({2, batch.size + 1} - {batch.size})
+            self.only = next((why for size in sizes if (why := self._differs_at(leaves, size, held))), "")
             outside.check()
         finally:
             outside.restore()
-        self._check_same(*others)
+
+    def _check_constants(self) -> None:
+        """Raises GraphError where a constant may be of the samples."""
         for number in self.program.constants:
-            shape = tuple(self.program.held[number].shape)
-            if batch.size > 1 and batch.size in shape:
+            shape, size = tuple(self.program.held[number].shape), self.batch.size
+            if size in (shape if size > 1 else shape[:1]):
                 raise GraphError(
                     f"the step takes a tensor of shape {shape} that is neither of its batch nor made of it: if it is "
                     "of the samples, pass it as an argument of the loss function"
                 )
 
-    def _changed(self, leaves: Sequence[Any], change: Callable[[Tensor], Tensor]) -> list[Any]:
-        return [change(leaf) if by else leaf for leaf, by in zip(leaves, self.batch.by_sample, strict=True)]
-
-    def _check_same(self, in_turn: Program, one_twice: Program) -> None:
-        """Raises GraphError unless recordings of other batches are the same program."""
-        difference = self.program.difference(in_turn)
-        if not difference and not self.program.went_another_way(one_twice):
-            difference = self.program.difference(one_twice)
+    def _check_same(self, record: Recorded, in_turn: Recorded, one_twice: Recorded) -> None:
+        """Raises GraphError unless other batches give the same program, and that gives what they gave."""
+        difference = self.program.difference(in_turn.program)
+        comparable = [record, record, in_turn]
+        if not difference and not self.program.went_another_way(one_twice.program):
+            difference = self.program.difference(one_twice.program)
+            comparable.append(one_twice)
         if difference:
             raise GraphError(
                 f"the step is not the same for two batches of one size: {difference}. What Python decides by the "
                 "numbers of a batch cannot be replayed"
             )
+        for each in comparable:
+            torch.set_rng_state(each.random)
+            found, same = self.program.run(each.inputs)
+            if not same or not all(_same_bits(a, b) for a, b in zip(found, each.outputs, strict=True)):
+                raise GraphError(
+                    "a replay does not give what the recorded step gave: something in it goes past torch's dispatcher "
+                    "(a constant that is written to, a generator that is seeded anew, numbers changed by Python)"
+                )
 
-    def _pass(self, leaves: Sequence[Any]) -> tuple[Tensor, Gradients]:
+    def _differs_at(self, leaves: Sequence[Any], size: int, held: dict[str, Tensor]) -> str:
+        """Why the step is another for another number of samples; "" if it is not."""
+        other = self.batch._replace(size=size)
+        mine, self.batch = self.batch, other
+        try:
+            recorded = self._recorded(other.of_size(leaves, size), held)
+        except (FastDPError, RuntimeError, ValueError, IndexError) as problem:
+            return f"it fails for {size} samples ({problem})"
+        finally:
+            self.batch = mine
+        return self.program.difference_in_numbers(recorded.program)
+
+    def _pass(self, leaves: Sequence[Any]) -> None:
         """A real forward and backward, whose gradients nobody else hears of."""
         with self._engine.collecting() as found:
-            losses = self._losses(_copies(leaves))
-        if len(found) != 1:
-            raise GraphError("the backward of the losses met no trained parameter, or several backwards ran")
-        return losses, found[0]
+            self._losses(_copies(leaves))
+        _check_one(found)
 
     def _losses(self, leaves: Sequence[Any]) -> Tensor:
         losses = self._loss_fn(self._engine.model, *self.batch.tree(leaves))
@@ -95,8 +141,8 @@ class StepProgram:
         (losses.mean() if self.mean else losses.sum()).backward()
         return losses
 
-    def _recorded(self, leaves: Sequence[Any], held: dict[str, Tensor]) -> tuple[Program, list[Template], Plan]:
-        given = _copies(leaves)
+    def _recorded(self, leaves: Sequence[Any], held: dict[str, Tensor]) -> Recorded:
+        given, random = _copies(leaves), torch.get_rng_state()
         inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
         recorder = Recorder(inputs, held)
         _RECORDING.append(recorder)
@@ -108,10 +154,11 @@ class StepProgram:
                         store(gradients)
         finally:
             _RECORDING.pop()
-        if len(found) != 1:
-            raise GraphError("the backward of the losses met no trained parameter, or several backwards ran")
-        templates, data = templates_of(found[0])
-        return Program(recording_of(recorder, len(inputs), [losses, *data])), templates, Plan(found[0])
+        _check_one(found)
+        templates, data = templates_of(found[0], self.batch.size, recorder)
+        outputs = [losses.detach(), *data]
+        program = Program(recording_of(recorder, len(inputs), [losses, *data]))
+        return Recorded(program, templates, Plan(found[0]), inputs, outputs, random)
 
     def replay(self, leaves: Sequence[Any], samples: int) -> tuple[Tensor, Gradients] | None:
         """The losses [samples] and gradients of the first samples; None where the numbers of the batch decide another
@@ -142,6 +189,22 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
     """The batch in memory of its own."""
     copied = torch.contiguous_format
     return [leaf.detach().clone(memory_format=copied) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _check_one(found: list[Gradients]) -> None:
+    if len(found) != 1:
+        raise GraphError("the backward of the losses met no trained parameter, or several backwards ran")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _resized(leaf: Tensor, size: int) -> Tensor:
+    count = leaf.size(0)
+    if count >= size:
+        return leaf[:size]
+    return torch.cat([leaf, leaf[:1].expand(size - count, *leaf.shape[1:])])
 
 
 def _in_turn(leaf: Tensor) -> Tensor:

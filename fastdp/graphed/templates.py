@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..engine.bundle import Arrangement
 from ..engine.gradients import Gradients
@@ -17,6 +18,7 @@ from ..uses.embedding import Lookup
 from ..uses.linear import Matmul
 from ..uses.links import link_of
 from ..uses.use import Lazy, Stored, Use
+from .recorder import Recorder
 
 _DATA: dict[type[Use], tuple[str, ...]] = {
     Matmul: ("a", "g"),
@@ -43,8 +45,11 @@ class Template(NamedTuple):
     places: dict[str, int]
 
 
-def templates_of(gradients: Gradients) -> tuple[list[Template], list[Tensor]]:
-    """The templates, and the data that a replay must give. Raises GraphError on uses that have no such form."""
+def templates_of(gradients: Gradients, size: int, recorder: Recorder) -> tuple[list[Template], list[Tensor]]:
+    """The templates, and the data that a replay must give: rows of each of `size` samples.
+
+    Raises GraphError on uses that have no such form.
+    """
     if gradients.people is not None:
         raise GraphError("records are grouped (group_by): the groups of a batch are not known when it is recorded")
     if gradients.doubts:
@@ -58,15 +63,21 @@ def templates_of(gradients: Gradients) -> tuple[list[Template], list[Tensor]]:
                 f"{use.name}() uses a parameter of shape {tuple(use.operand.shape)} by a rule ({type(use).__name__}) "
                 "whose numbers of rows, or whose computation, may change from batch to batch"
             )
-        if not _is_fixed_map(use.operand):
+        if not _is_fixed_map(use.operand, recorder):
             raise GraphError(
                 f"{use.name}() uses a tensor made of parameters by other functions (a weight norm, a product): what "
                 "pulls its gradients back is not recorded"
             )
         places = {}
         for name in names:
+            rows = getattr(use, name)
+            if {rows.size(0), use.batch, gradients.batch, gradients.records} != {size}:
+                raise GraphError(
+                    f"{use.name}() has rows of {use.batch} samples, the batch {size}: several rows of each sample "
+                    "(rows_per_sample, batch_first=False) are not replayed"
+                )
             places[name] = len(data)
-            data.append(getattr(use, name))
+            data.append(rows)
         empty = copy.copy(use)
         for name in names:
             setattr(empty, name, torch.empty(0))
@@ -87,7 +98,7 @@ _FIXED = frozenset(
 ) | {"AccumulateGrad"}
 
 
-def _is_fixed_map(operand: Tensor) -> bool:
+def _is_fixed_map(operand: Tensor, recorder: Recorder) -> bool:
     """Whether what pulls gradients of the operand back to its parameters does not depend on the parameters' numbers, so
     that the graph of the recording serves: rows, parts, casts, repetitions and sums of parameters."""
     if link_of(operand) is None:
@@ -97,10 +108,16 @@ def _is_fixed_map(operand: Tensor) -> bool:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            if node.name().rpartition("::")[2] not in _FIXED:
+            if node.name().rpartition("::")[2] not in _FIXED or any(map(recorder.changes, _saved(node))):
                 return False
             nodes += [following for following, _ in node.next_functions]
     return True
+
+
+def _saved(node: Any) -> list[Tensor]:
+    """The tensors that a node of autograd keeps: indices, of which the gradients depend."""
+    found = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
 def filled(

@@ -136,9 +136,7 @@ def _run_again(call: Call, data: Inputs, values: list[Tensor], draw_first: bool 
     """
     state = torch.get_rng_state()
     try:
-        if draw_first:
-            torch.rand(1)
-        return _results(call, {id(t): value for (t, _), value in zip(data, values, strict=True)})
+        return _results(call, {id(t): value for (t, _), value in zip(data, values, strict=True)}, draw_first)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None
     finally:
@@ -149,7 +147,7 @@ def _as_it_was(call: Call, tensor: Tensor) -> Tensor:
     return call.before if call.before is not None and tensor is call.args[0] else tensor
 
 
-def _results(call: Call, replaced: dict[int, Tensor]) -> list[Tensor]:
+def _results(call: Call, replaced: dict[int, Tensor], draw_first: bool = False) -> list[Tensor]:
     """The call with tensors replaced (by id), nothing of the caller's written to."""
     args, kwargs = call.args, {name: value for name, value in call.kwargs.items() if name != "out"}
     if call.before is not None:
@@ -157,6 +155,8 @@ def _results(call: Call, replaced: dict[int, Tensor]) -> list[Tensor]:
     _ASKING.append(call)
     try:
         with torch.no_grad():
+            if draw_first:
+                torch.rand(1)
             return list(tensors_in(call.func(*map_tensors(args, lambda t: replaced.get(id(t), t)),
                                              **map_tensors(kwargs, lambda t: replaced.get(id(t), t)))))  # fmt: skip
     finally:

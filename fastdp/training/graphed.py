@@ -46,11 +46,6 @@ class GraphedStep:
             raise GraphError("memory_budget= runs blocks again within backward, which is not recorded: leave it out")
         if privacy.engine.profile:
             raise GraphError("explain(profile=True) measures every use of a step: graph before, or without it")
-        if others := privacy.engine.others():
-            raise GraphError(
-                f"{len(others)} parameter(s) require grad and are not this optimizer's ({others[0]}): a replay has "
-                "no gradients for them. Freeze them, or give them to this optimizer"
-            )
         leaves, spec = tree_flatten(tuple(example_batch))
         size = _size(leaves)
         self._batch = Batch(
@@ -65,24 +60,28 @@ class GraphedStep:
         self._record()
 
     def _record(self) -> None:
-        self._recordings += 1
-        if self._recordings > _RECORDINGS:
+        """Record the step of each size; if that fails, all stays as it was."""
+        privacy = self._privacy
+        if self._recordings == _RECORDINGS:
             raise GraphError(
                 f"the step was recorded {_RECORDINGS} times, and is another again ({self._guards.changed()}): make one "
                 "graphed step for each way, or train without"
             )
-        self._guards = Guards(self._privacy.engine.model)
-        self._programs = {}
+        if others := privacy.engine.others():
+            raise GraphError(
+                f"{len(others)} parameter(s) require grad and are not this optimizer's ({others[0]}): a replay has "
+                "no gradients for them. Freeze them, or give them to this optimizer"
+            )
         if not torch.is_grad_enabled():
             raise StepError("a step was called with gradients switched off")
-        if self._privacy.busy:
+        if privacy.busy:
             raise StepError("a step cannot be recorded between a backward and its step")
+        programs = {}
         for size in self.sizes:
             batch = self._batch._replace(size=size)
-            leaves = [
-                _resized(leaf, size) if by else leaf for leaf, by in zip(self._example, batch.by_sample, strict=True)
-            ]
-            self._programs[size] = StepProgram(self._privacy.engine, self._loss_fn, batch, leaves, self._mean)
+            programs[size] = StepProgram(privacy.engine, self._loss_fn, batch, self._example, self._mean)
+        self._recordings += 1
+        self._guards, self._programs = Guards(privacy.engine.model), programs
 
     # ------------------------------------------------------------------ the step
 
@@ -110,13 +109,14 @@ class GraphedStep:
         if samples == 0:
             program = self._programs[self.sizes[0]]
             return self._finish(batch, torch.zeros(()), program.none(), program)
-        program = self._programs[next(size for size in self.sizes if size >= samples)]
-        size = program.batch.size
-        padded = [_resized(leaf, size) if by else leaf for leaf, by in zip(leaves, self._batch.by_sample, strict=True)]
-        draws = (
-            torch.get_rng_state() if program.program.draws and (program.program.read or self._verify_every) else None
-        )
-        found = program.replay(padded, samples)
+        fits = [size for size in self.sizes if size >= samples and (size == samples or not self._programs[size].only)]
+        if not fits:
+            why = next(program.only for size, program in self._programs.items() if size >= samples)
+            return self._eagerly(batch, f"the step is another for other numbers of samples: {why}")
+        size, program = fits[0], self._programs[fits[0]]
+        returns = program.program.draws and (program.program.read or self._verify_every)
+        draws = torch.get_rng_state() if returns else None
+        found = program.replay(self._batch.of_size(leaves, size), samples)
         if found is None:
             if draws is not None:
                 torch.set_rng_state(draws)
@@ -149,7 +149,7 @@ class GraphedStep:
         count = samples.pop()
         for leaf, known, by in zip(leaves, self._example, self._batch.by_sample, strict=True):
             if not isinstance(known, Tensor):
-                if leaf is not known and leaf != known:
+                if type(leaf) is not type(known) or leaf != known:
                     return "an argument that is no tensor differs from the example's", count
             elif leaf.dtype != known.dtype or leaf.device != known.device or leaf.shape[by:] != known.shape[by:]:
                 return f"a tensor of shape {tuple(leaf.shape)} {leaf.dtype} is not as the example's", count
@@ -201,24 +201,24 @@ class GraphedStep:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(
-        a.double(), b.double(), rtol=_TOLERANCE, atol=_TOLERANCE * float(b.abs().max() if b.numel() else 0)
-    )
+    largest = float(b.abs().max()) if b.numel() else 0.0
+    return torch.allclose(a.double(), b.double(), rtol=_TOLERANCE, atol=_TOLERANCE * largest)
 
 
 def _size(leaves: Sequence[Any]) -> int:
     """The samples of the example: rows of its first tensor."""
     size = next((leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
-    if size < 1:
-        raise GraphError("the example batch must hold a tensor with a row for each sample, of one sample at least")
+    simple = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+    if odd := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, simple)]:
+        raise GraphError(
+            f"the batch holds a {odd[0]}: a replay takes tensors, numbers and words, in lists, tuples and dicts "
+            "(dict(batch) of a BatchEncoding)"
+        )
+    if size < 2:
+        raise GraphError(
+            "the example batch must hold a tensor with a row for each sample, of two samples or more: of one alone, "
+            "nothing tells samples from constants"
+        )
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         raise GraphError("a tensor of the example batch requires grad: detach() it")
     return size
-
-
-def _resized(leaf: Tensor, size: int) -> Tensor:
-    """So many rows: the first again and again behind the others, which nobody reads."""
-    count = leaf.size(0)
-    if count >= size:
-        return leaf[:size]
-    return torch.cat([leaf, leaf[:1].expand(size - count, *leaf.shape[1:])])
