@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
             return out
         if self._is_same(func, given, results, written):
             self._slots[id(results[0])] = self.slot(given[0]).number
-            self._alive.append(results[0])  # takes the number of no slot: see `slots`
+            self._alive.append(results[0])  # (its place is the number of no slot)
             return out
         self._note_memory(name, given, results, written, draws)
         changing = func in _READING or torch.Tag.data_dependent_output in func.tags

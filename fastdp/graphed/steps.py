@@ -15,6 +15,7 @@ from ..engine.gradients import Gradients
 from ..engine.per_sample import PerSampleGradients
 from ..errors import FastDPError, GraphError
 from ..ops.common import exactly
+from ..ops.registry import watched
 from . import _RECORDING
 from .guards import Guards, Outside
 from .program import Program, recording_of
@@ -147,7 +148,7 @@ class StepProgram:
         recorder = Recorder(inputs, held)
         _RECORDING.append(recorder)
         try:
-            with self._engine.collecting() as found, Watch(recorder), recorder:
+            with self._engine.collecting() as found, watched(), Watch(recorder), recorder:
                 losses = self._losses(given)
                 for gradients in found:
                     with torch.no_grad(), exactly():

@@ -129,14 +129,14 @@ def _drawn(call: Call, data: Inputs, draw: Draw) -> tuple[list[Tensor], list[Ten
     return values, found
 
 
-def _run_again(call: Call, data: Inputs, values: list[Tensor], draw_first: bool = False) -> list[Tensor] | None:
+def _run_again(call: Call, data: Inputs, values: list[Tensor], drawn_anew: bool = False) -> list[Tensor] | None:
     """The results with other values for the data; None where the function does not take them.
 
-    draw_first: with other random numbers than in a run without, if it draws any.
+    drawn_anew: with other random numbers than in a run without, if it draws any (on the CPU; a device goes on).
     """
     state = torch.get_rng_state()
     try:
-        return _results(call, {id(t): value for (t, _), value in zip(data, values, strict=True)}, draw_first)
+        return _results(call, {id(t): value for (t, _), value in zip(data, values, strict=True)}, drawn_anew)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None
     finally:
@@ -147,7 +147,7 @@ def _as_it_was(call: Call, tensor: Tensor) -> Tensor:
     return call.before if call.before is not None and tensor is call.args[0] else tensor
 
 
-def _results(call: Call, replaced: dict[int, Tensor], draw_first: bool = False) -> list[Tensor]:
+def _results(call: Call, replaced: dict[int, Tensor], drawn_anew: bool = False) -> list[Tensor]:
     """The call with tensors replaced (by id), nothing of the caller's written to."""
     args, kwargs = call.args, {name: value for name, value in call.kwargs.items() if name != "out"}
     if call.before is not None:
@@ -155,8 +155,8 @@ def _results(call: Call, replaced: dict[int, Tensor], draw_first: bool = False) 
     _ASKING.append(call)
     try:
         with torch.no_grad():
-            if draw_first:
-                torch.rand(1)
+            if drawn_anew:
+                torch.default_generator.manual_seed(len(replaced) + 1)  # `_run_again` sets it back
             return list(tensors_in(call.func(*map_tensors(args, lambda t: replaced.get(id(t), t)),
                                              **map_tensors(kwargs, lambda t: replaced.get(id(t), t)))))  # fmt: skip
     finally:
@@ -240,6 +240,16 @@ def is_blind_to_order(call: Call, inputs: Inputs, tags: Tags) -> bool:
     return True
 
 
+def draws(call: Call, inputs: Inputs, tags: Tags) -> bool:
+    """Whether the results hold random numbers: with others they are others."""
+    again = _run_again(call, inputs, [_as_it_was(call, t) for t, _ in inputs], drawn_anew=True)
+    known = [layout is None or layout.mixed or layout.alone >= 0 for _, layout in tags]
+    return again is not None and not all(
+        skip or _same_rows(layout, was, now)  # type: ignore[arg-type]
+        for skip, (was, layout), now in zip(known, tags, again, strict=False)
+    )
+
+
 def any_whole(inputs: Inputs) -> bool:
     """Whether some of the data are whole numbers."""
     return any(not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool) for t, _ in inputs)
@@ -270,7 +280,7 @@ def is_blind_to_place(call: Call, inputs: Inputs, tags: Tags) -> bool:
         return True
     values, before = _drawn(call, data, DRAWS[0]) or ([t for t, _ in data], [t for t, _ in tags])
     moved = [_next_samples(t, layout) for t, (_, layout) in zip(values, data, strict=True)]
-    again, after = _run_again(call, data, values, draw_first=True), _run_again(call, data, moved)
+    again, after = _run_again(call, data, values, drawn_anew=True), _run_again(call, data, moved)
     if again is None or after is None:
         return False
     draws = False

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import FastDPError
 from . import kinds, notes, positions, shifted, totals
 from .assumed import with_guesses
-from .by_value import any_whole, coupling, is_blind_to_order
+from .by_value import any_whole, coupling, draws, is_blind_to_order
 from .calls import Call, Inputs, Tags
 from .counted import counted
 from .held import written
@@ -170,7 +170,7 @@ def ask(call: Call) -> Tags:
         ]
     if not mixed and (why := coupling(call, inputs, tags)):
         return call.all_combined(why)
-    judged = order is not None and (order.order is not None or not any_whole(inputs))
+    judged = order is not None and (order.order is not None or not (any_whole(inputs) or draws(call, inputs, tags)))
     if not mixed and judged and not is_blind_to_order(call, inputs, tags):
         data = (
             ", in an order that depends on the data"

@@ -95,10 +95,22 @@ def _serve(operator: Operator, device: str, *args: Any, **kwargs: Any) -> Any:
     return operator.implementation(device)(*args, **kwargs)
 
 
+_watching: list[None] = []
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Within it every kernel is to be seen by a mode of the dispatcher, which would not see one that runs past it."""
+    _watching.append(None)
+    try:
+        yield
+    finally:
+        _watching.pop()
+
+
 def is_watched() -> bool:
-    """Whether somebody watches the dispatcher, who would not see a kernel that runs past it. (Not within a kernel that
-    the dispatcher runs: the watcher waits there.)"""
-    return bool(torch._C._len_torch_dispatch_stack())
+    """Whether it is so here. (Not within a kernel that the dispatcher runs: the mode waits there.)"""
+    return bool(_watching) and bool(torch._C._len_torch_dispatch_stack())
 
 
 @contextlib.contextmanager

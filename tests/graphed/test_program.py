@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
 
+import fastdp
 from fastdp.errors import GraphError
 from fastdp.graphed.program import Program, recording_of
 from fastdp.graphed.recorder import Recorder, Watch
@@ -168,3 +171,21 @@ def test_programs_are_compared() -> None:
     assert program_of(of_lists, x).difference(program_of(of_lists, x + 1)) == ""
     assert "mul() takes 1 on one batch, 2 on another" in program_of(counts, x).difference(program_of(counts, x))
     assert "calls of torch" in program_of(of_lists, x).difference(program_of(several_results, x))
+
+
+def test_other_modes_of_the_dispatcher_change_nothing() -> None:
+    """Who counts flops, say, sees a private step as it is."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    found = []
+    for counted in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(64, 3))
+        optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=0.1, expected_batch_size=4, seed=1)
+        x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+        with FlopCounterMode(display=False) if counted else contextlib.nullcontext():
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
