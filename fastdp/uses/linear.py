@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,16 +23,15 @@ from .routed import Routed, row_sum, use_of_rows
 from .rules import by_sample, refuse_contraction, sample_layout, use_rule
 from .use import Positioned, Stored, Use
 
-# Numbers of a use's data and operand up to which equal uses are taken together. MEASURED on two cores, for 24 uses:
-# 8.3 times as fast at 3,072 numbers, 2.7 at 20,480, 1.3 at 81,920, and as fast as one by one from 400,000 on.
-ABREAST = 1 << 16
-
 
 class Matmul(Positioned):
     """The operand's gradient is g_b^T a_b, with a [B,T,I], g [B,T,O] and operand [O,I]."""
 
     route = "auto"
     overwrites = True
+    # MEASURED on two cores, 24 uses taken together: 8.3 times as fast at 3,072 numbers, 2.7 at 20,480, 1.3 at 81,920,
+    # and as fast as one by one from 400,000 on.
+    abreast_limit = 1 << 16
 
     def __init__(self, operand: Tensor, a: Tensor, g: Tensor, name: str) -> None:
         super().__init__(operand, a.size(0), name)
@@ -66,16 +64,6 @@ class Matmul(Positioned):
         """Rows of one matrix in any order as rows by sample, with zeros behind."""
         counts = torch.bincount(use.owner, minlength=use.batch)
         return Matmul(use.operand, padded(use.a, counts), padded(use.g, counts), use.name)
-
-    def alike(self) -> Any:
-        if not self.fits_abreast(ABREAST):
-            return None
-        return Matmul, self.a.shape, self.g.shape, self.a.dtype, self.g.dtype, self.a.device, self.route
-
-    def abreast(self, others: Sequence[Any]) -> Matmul:
-        one = super().abreast(others)
-        one.route = self.route
-        return one  # type: ignore[no-any-return]
 
     def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
         return ops.linear.clipped_sums(self.a, self.g, factors, count)
@@ -124,6 +112,17 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def as_autocast(ctx: Context, x: Tensor) -> Tensor:
+    """The data, and the operands, in the type autocast computes in. The first operand is kept for the backward."""
+    cast = autocast_dtype(x)
+    if cast is not None:
+        x = x.to(cast)
+        ctx.cast_values(cast)
+    if ctx.wanted[0]:
+        ctx.keep(ctx.values[0])
+    return x
+
+
 class _Product(Captured):
     """Data times an operand matrix, plus a bias; either may be an operand, a constant or (bias) absent."""
 
@@ -168,13 +167,7 @@ class _Linear(_Product):
     """x W^T + b, W [O,I], with its input gradient written out."""
 
     def forward(self, ctx: Context, *data: Tensor) -> Tensor:
-        x, cast = data[0], autocast_dtype(data[0])
-        if cast is not None:
-            x = x.to(cast)
-            ctx.cast_values(cast)
-        if ctx.wanted[0]:
-            ctx.keep(ctx.values[0])
-        return F.linear(_in_rows(x), *ctx.values)
+        return F.linear(_in_rows(as_autocast(ctx, data[0])), *ctx.values)
 
     def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         return [torch.matmul(_in_rows(grads[0]), ctx.values[0])] if ctx.wanted[0] else []

@@ -142,6 +142,9 @@ class Use:
 class Positioned(Use):
     """A use whose data are two tensors [B,K,*] by sample and position; the gradient is a sum over positions."""
 
+    abreast_limit = 0  # numbers of data and operand up to which equal uses are worth the copy that joins them
+    geometry: Any = None  # what else equal uses have in common
+
     def sides(self) -> tuple[Tensor, Tensor]:
         """The data."""
         raise NotImplementedError
@@ -168,16 +171,21 @@ class Positioned(Use):
         first, second = (torch.cat([use.sides()[side] for use in uses], 1) for side in (0, 1))
         return self.of(first, second, name)
 
-    def abreast(self, others: Sequence[Any]) -> Any:
-        first, second = (torch.cat([use.sides()[side] for use in (self, *others)]) for side in (0, 1))
-        return self.of(first, second, self.name)
-
-    def fits_abreast(self, limit: int) -> bool:
-        """Whether data and operand are so small, and of such types, that the uses are worth a copy."""
+    def alike(self) -> Any:
         first, second = self.sides()
         size = first.numel() + second.numel() + self.operand.numel()
-        kinds = {first.dtype, second.dtype, self.operand.dtype}
-        return 0 < size <= limit and min(first.numel(), second.numel()) > 0 and kinds <= _WORTH_A_COPY
+        if size > self.abreast_limit or not first.numel() or not second.numel():
+            return None
+        if not {first.dtype, second.dtype, self.operand.dtype} <= _WORTH_A_COPY:
+            return None
+        kinds = (first.dtype, second.dtype, first.device)
+        return type(self), first.shape, second.shape, kinds, self.geometry, self.route
+
+    def abreast(self, others: Sequence[Any]) -> Positioned:
+        first, second = (torch.cat([use.sides()[side] for use in (self, *others)]) for side in (0, 1))
+        one = self.of(first, second, self.name)
+        one.route = self.route
+        return one
 
     def stack(self, others: Sequence[Any]) -> Use:
         uses = [self, *others]

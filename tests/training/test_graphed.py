@@ -166,7 +166,7 @@ def test_a_poisson_loader(physical: int | None, verify_every: int) -> None:
     models, histories = [], []
     for graphed in (False, True):
         model = Net()
-        optimizer = fastdp.DPAdamW(model, lr=0.05, noise_multiplier=0.7, max_grad_norm=0.5, seed=5)
+        optimizer = fastdp.DPSGD(model, lr=0.05, noise_multiplier=0.7, max_grad_norm=0.5, seed=5)
         step = optimizer.graphed(losses, batch(99), sizes=(2, 4, 12), verify_every=verify_every) if graphed else None
         loader = fastdp.poisson_loader(data, sample_rate=0.08, steps=12, seed=3, max_physical_batch_size=physical)
         sizes = []
@@ -183,7 +183,7 @@ def test_a_poisson_loader(physical: int | None, verify_every: int) -> None:
         assert min(sizes) == 0 and (step is None or step.eager == 0)
     assert histories[0] == histories[1] == [(0.7, 0.08, 12)]
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-3, atol=2e-4)  # Adam magnifies the rounding of padded means
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # products of more rows round otherwise
 
 
 def test_dropout_draws_as_ever() -> None:
