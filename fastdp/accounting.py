@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 from .errors import AccountingError
 
 ACCOUNTANTS = ("prv", "rdp", "gdp")
-History = list[tuple[float, float | None, int]]  # runs of (noise multiplier, sample rate, steps)
+# A run of equal steps: (noise multiplier, sample rate, steps). Where batches have a largest size, a fourth number is
+# the probability, at each step, that a sample was cut to it (`fastdp.sampling.truncation`).
+Run = tuple[float, float | None, int] | tuple[float, float | None, int, float]
+History = list[Run]
 
 
 def check_accountant(name: str) -> str:
@@ -55,8 +58,12 @@ def warn_of_delta(delta: float, samples: float | None, stacklevel: int = 3) -> N
 def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float:
     """Compute the epsilon at delta of runs of (noise multiplier, sample rate, steps).
 
+    Where samples were cut to a largest size, the accountant is given delta - (1 + exp(epsilon)) * p, in which p is the
+    probability that any sample of the run was cut: until then, the run is one of Poisson sampling.
+
     Args:
-        history: the runs. Without runs, epsilon is 0; a run without noise makes it infinite.
+        history: the runs. Without runs, epsilon is 0; a run without noise makes it infinite. A fourth number is the
+            `fastdp.sampling.truncation` of a step.
         delta: in (0, 1).
         accountant: "prv" (exact to 0.01), "rdp" (an upper bound) or "gdp" (an approximation that can be too small).
 
@@ -64,13 +71,16 @@ def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float
         AccountingError: if delta, the accountant or a sample rate is missing or invalid, or GDP has no epsilon.
 
     Source: PRV, Gopi et al. 2021 (arXiv 2106.02848); RDP, Mironov 2017 (arXiv 1702.07476); GDP, Bu et al. 2020 (arXiv
-    1911.11607).
+    1911.11607); truncation, Chua et al. 2024 (arXiv 2411.04205).
     """
     check_accountant(accountant)
     if not 0 < delta < 1:
         raise AccountingError(f"delta must lie in (0, 1), not {delta!r}")
     runs: list[tuple[float, float, int]] = []
-    for sigma, rate, steps in history:
+    truncated = 0.0  # the probability that any sample was cut, by the union bound
+    for run in history:
+        sigma, rate, steps = run[:3]
+        truncated += steps * truncation_in(run)
         if rate is None:
             raise AccountingError(
                 "the sample rate of the steps is not known: give sample_rate= to the optimizer, or train with "
@@ -81,7 +91,30 @@ def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float
         return 0.0
     if any(sigma == 0 for sigma, _, _ in runs):
         return math.inf
-    return max(0.0, _epsilon_by(accountant, runs, delta))  # at a large delta theirs may be below 0, which is none
+    epsilon, slack = 0.0, 1e-6
+    for _ in range(_ROUNDS):  # until it is enough for the delta that it leaves; each round's is larger
+        left = delta - (1 + math.exp(min(epsilon, 700.0))) * truncated
+        if left <= 0:
+            return math.inf
+        found = max(0.0, _epsilon_by(accountant, runs, left))  # at a large delta theirs may be below 0, which is none
+        if not truncated or found <= epsilon:
+            return found if not truncated else epsilon
+        epsilon, slack = found * (1 + slack), slack * 4
+    return math.inf
+
+
+_ROUNDS = 20
+
+
+def truncation_in(run: Run) -> float:
+    """Return the truncation of the steps of a run; 0 where samples have no largest size.
+
+    Raises AccountingError if it is no probability.
+    """
+    chance = run[3] if len(run) > 3 else 0.0
+    if not 0 <= chance <= 1:
+        raise AccountingError(f"the truncation of a step is a probability, not {chance!r}")
+    return chance
 
 
 def _epsilon_by(accountant: str, runs: list[tuple[float, float, int]], delta: float) -> float:
@@ -199,7 +232,7 @@ def table(settings: Iterable[Setting]) -> list[Spent]:
         if setting.steps < 1 or not 0 < setting.batch <= setting.records:
             raise AccountingError(f"no step in {setting}: batch, records and epochs must be positive, batch <= records")
         rate, sigma = setting.batch / setting.records, setting.noise_multiplier
-        runs: list[tuple[float, float | None, int]] = [(sigma, rate, setting.steps)]
+        runs: History = [(sigma, rate, setting.steps)]
         spent = {name: epsilon_of(runs, setting.delta, name) for name in ACCOUNTANTS}
         uniform = math.inf
         if sigma > 0:
@@ -218,6 +251,7 @@ def noise_multiplier_for(
     epochs: float | None = None,
     accountant: str = "prv",
     tolerance: float = 0.01,
+    truncation: float = 0.0,
 ) -> float:
     """Find the smallest noise multiplier that spends at most target_epsilon, up to the tolerance.
 
@@ -230,6 +264,7 @@ def noise_multiplier_for(
         epochs: the number of epochs of ceil(1 / sample_rate) steps each.
         accountant: "prv", "rdp" or "gdp".
         tolerance: how far epsilon may stay below target_epsilon.
+        truncation: the probability that a step's sample is cut to a largest size (`fastdp.sampling.truncation`).
 
     Returns:
         The noise multiplier sigma, in units of the sensitivity.
@@ -259,7 +294,7 @@ def noise_multiplier_for(
 
     def spent(sigma: float) -> float:
         try:
-            return epsilon_of([(sigma, sample_rate, steps)], delta, accountant)
+            return epsilon_of([(sigma, sample_rate, steps, truncation)], delta, accountant)
         except AccountingError:  # GDP has no number for so little noise: too much is spent
             if accountant != "gdp":
                 raise
@@ -271,8 +306,9 @@ def noise_multiplier_for(
             with warnings.catch_warnings():  # said above
                 warnings.simplefilter("ignore")
                 start = noise_multiplier_for(
-                    target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp"
-                )
+                    target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, accountant="rdp",
+                    truncation=truncation,
+                )  # fmt: skip
     low, high, below = 0.0, start, math.inf
     while (above := spent(high)) > target_epsilon:
         low, high, below = high, high * 2, above

@@ -17,6 +17,7 @@ from typing import Any
 from .accounting import epsilon_of
 from .errors import StepError
 from .sampling import PoissonLoader, leave, new_pass, wait
+from .training.ledger import kind_of
 from .training.optim import PrivateOptimizer
 
 
@@ -142,7 +143,7 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
         optimizers = _private(trainer)
         for number, optimizer in enumerate(optimizers):
             suffix = f"_{number}" if len(optimizers) > 1 else ""
-            pl_module.log(f"noised_steps{suffix}", float(sum(n for _, _, n in optimizer.history)))
+            pl_module.log(f"noised_steps{suffix}", float(sum(run[2] for run in optimizer.history)))
             if self.delta is not None:
                 pl_module.log(f"epsilon{suffix}", optimizer.epsilon(self.delta), prog_bar=True)
 
@@ -174,13 +175,14 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
         rate = source.sample_rate if isinstance(source, PoissonLoader) else privacy.sample_rate
         if rate is None:
             raise StepError("target_epsilon= needs the sample rate: train with fastdp.poisson_loader")
-        sigma, done = privacy.noise_multiplier, 0
-        if history and history[-1][:2] == (sigma, rate):
+        kind, done = (privacy.noise_multiplier, rate, getattr(source, "truncation", 0.0)), 0
+        if history and kind_of(history[-1]) == kind:
             history, done = history[:-1], history[-1][2]
-        key = (history, sigma, rate)
+        key = (history, *kind)
         if self._allowed.get(id(optimizer), (None, 0))[0] != key:
             assert self.target_epsilon is not None and self.delta is not None
-            allowed = most_steps(history, sigma, rate, self.target_epsilon, self.delta, privacy.accountant)
+            sigma, _, cut = kind
+            allowed = most_steps(history, sigma, rate, self.target_epsilon, self.delta, privacy.accountant, cut)
             self._allowed[id(optimizer)] = (key, allowed)
         return done < self._allowed[id(optimizer)][1]
 
@@ -189,7 +191,9 @@ def _private(trainer: Any) -> list[PrivateOptimizer]:
     return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, PrivateOptimizer)]
 
 
-def most_steps(history: list[Any], sigma: float, rate: float, target: float, delta: float, accountant: str) -> int:
+def most_steps(
+    history: list[Any], sigma: float, rate: float, target: float, delta: float, accountant: str, truncation: float = 0.0
+) -> int:
     """Return how many steps of this noise multiplier and sample rate may follow the history, within the target epsilon.
 
     Args:
@@ -199,10 +203,11 @@ def most_steps(history: list[Any], sigma: float, rate: float, target: float, del
         target: the largest epsilon.
         delta: the delta of the guarantee.
         accountant: "prv", "rdp" or "gdp".
+        truncation: the probability that a step's sample is cut to a largest size.
     """
 
     def fits(steps: int) -> bool:
-        return epsilon_of([*history, (sigma, rate, steps)], delta, accountant) <= target
+        return epsilon_of([*history, (sigma, rate, steps, truncation)], delta, accountant) <= target
 
     low, high = 0, 1
     while high < 10**8 and fits(high):

@@ -106,7 +106,7 @@ class Schedule:
         """
         if not isinstance(optimizer, PrivateOptimizer):
             raise TypeError(f"a private optimizer of fastdp, not {type(optimizer).__name__}")
-        step = sum(count for _, _, count in optimizer.history) if step is None else step
+        step = sum(run[2] for run in optimizer.history) if step is None else step
         wanted = self.at(step)
         last = self._applied.get(optimizer, 0)
         if step < last:

@@ -47,7 +47,7 @@ def accountant(trainable: Any, *, seed: int = 0, steps: int = 21) -> Finding:
 
 def _entries(found: Any) -> list[tuple[float, float | None, int]]:
     try:
-        return [(float(noise), None if rate is None else float(rate), int(steps)) for noise, rate, steps in found]
+        return [(float(noise), None if rate is None else float(rate), int(steps)) for noise, rate, steps, *_ in found]
     except (TypeError, ValueError):
         raise AuditError("history(model) must give [(noise multiplier, sample rate, steps)]") from None
 

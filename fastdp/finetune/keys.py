@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..ops.common import bytes_of
 from ..ops.noise import native_status
 from ..training.fused import Release
 from .checkpoint import new_file
@@ -164,8 +165,7 @@ def weights_digest(model: nn.Module) -> str:
         found.update(repr((name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)).encode())
         if not parameter.requires_grad:
             flat = parameter.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() >> 14)].cpu()
-            found.update(some.contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(bytes_of(flat[:: max(1, flat.numel() >> 14)]))
     return found.hexdigest()
 
 

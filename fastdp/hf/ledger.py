@@ -9,11 +9,13 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..accounting import History as History
 from ..accounting import epsilon_of
 from ..errors import AccountingError
+from ..training.ledger import kind_of
+from ..training.privacy import run_of
 
 NAME = "privacy.json"
-History = list[tuple[float, float | None, int]]  # (noise multiplier, sample rate, steps)
 
 
 class Spent(NamedTuple):
@@ -25,7 +27,7 @@ class Spent(NamedTuple):
 
     @property
     def steps(self) -> int:
-        return sum(steps for _, _, steps in self.history)
+        return sum(run[2] for run in self.history)
 
 
 def write(folder: str | Path, spent: Spent, epsilon: float | None) -> None:
@@ -53,7 +55,7 @@ def read(folder: str | Path) -> Spent | None:
     path = Path(folder) / NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        history = [(float(s), None if q is None else float(q), int(n)) for s, q, n in content["history"]]
+        history = [run_of(*run) for run in content["history"]]
         loader = {name: int(content["loader"][name]) for name in ("pass", "step") if name in content["loader"]}
     except FileNotFoundError:
         return None
@@ -67,14 +69,10 @@ def continues(longer: History, shorter: History) -> bool:
     """Whether a run whose history is the shorter may have gone on to the longer."""
     if not shorter:
         return True
-    place, (noise_multiplier, sample_rate, steps) = len(shorter) - 1, shorter[-1]
-    if (
-        longer[:place] != shorter[:place]
-        or len(longer) <= place
-        or longer[place][:2] != (noise_multiplier, sample_rate)
-    ):
+    place, last = len(shorter) - 1, shorter[-1]
+    if longer[:place] != shorter[:place] or len(longer) <= place or kind_of(longer[place]) != kind_of(last):
         return False
-    return longer[place][2] >= steps
+    return longer[place][2] >= last[2]
 
 
 def steps_within(

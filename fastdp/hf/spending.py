@@ -114,7 +114,7 @@ class Spending:
         target, history = self.privacy.target_epsilon, self.history
         if target is None:
             return
-        done = sum(steps for _, _, steps in history)
+        done = sum(run[2] for run in history)
         allowed = ledger.steps_within(
             target, history, self._private.noise_multiplier, self._source.loader.sample_rate,
             max_steps - self.state.global_step, self.delta(), self.privacy.accountant,
@@ -141,7 +141,7 @@ class Spending:
             return False
         self._place = self._source.loader.state_dict()
         ledger.write(self.args.output_dir, self._spent(), None)
-        return self._allowed is not None and sum(steps for _, _, steps in self.history) >= self._allowed
+        return self._allowed is not None and sum(run[2] for run in self.history) >= self._allowed
 
     def _options(self) -> dict[str, Any]:
         named = self.privacy.engine_options()

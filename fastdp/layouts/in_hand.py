@@ -24,6 +24,7 @@ class PhysicalBatch(NamedTuple):
     taken: bool = False  # a private optimizer has stepped on it
     skipped: bool = False  # on the batch before it in this iteration, none has
     moment: int = 0  # when it was handed out
+    truncation: float = 0.0  # the probability that its logical batch was cut to a largest size
 
 
 _MOMENTS = itertools.count()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.common import bytes_of
 from . import kinds, notes
 from .calls import Call
 from .code import place_of, users
@@ -190,8 +191,7 @@ def _describe(value: Any, into: list[Any], numbers: bool) -> None:
             whole = value if value._base is None else value._base  # a part of a parameter may be cut anew for each
             into.append((id(whole), value.storage_offset(), value.shape, value.stride()))
         elif not is_random(value) and value.device.type == "cpu" and value.layout == torch.strided:
-            flat = value.detach().resolve_conj().contiguous().flatten()
-            into.append((value.dtype, value.shape, hash(flat.view(torch.uint8).numpy().tobytes())))
+            into.append((value.dtype, value.shape, hash(bytes_of(value))))
     elif isinstance(value, tuple | list):
         for item in value:
             _describe(item, into, numbers)

@@ -65,6 +65,13 @@ def _with_precision(places: list[tuple[str, str]]) -> Iterator[None]:
             torch._C._set_fp32_precision_setter(*place, precision)
 
 
+def bytes_of(tensor: Tensor) -> bytes:
+    """The numbers of a tensor, in order, as bytes."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).cpu().contiguous()
+    # a single number is contiguous whatever its stride, and is not seen as bytes with another one than 1
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().tobytes()
+
+
 def sum_type(tensor: Tensor) -> torch.dtype:
     """The type of sums over such tensors: float64 stays, all else becomes float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

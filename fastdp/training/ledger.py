@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..accounting import History, epsilon_of
+from ..accounting import History, epsilon_of, truncation_in
+from ..accounting import Run as Entry
 
 _UNSAID = ""  # the maker of steps of a history that does not tell who made them
 
@@ -24,6 +25,12 @@ class Run(NamedTuple):
     noise_multiplier: float
     sample_rate: float | None
     steps: int
+    truncation: float = 0.0
+
+    @property
+    def kind(self) -> tuple[float, float | None, float]:
+        """What the steps have in common."""
+        return self.noise_multiplier, self.sample_rate, self.truncation
 
 
 Runs = list[Run]
@@ -60,7 +67,7 @@ class Ledger:
 
         makers: what `makers` gave of both; None, or of other steps: who made them is not known.
         """
-        runs, gone = _unsaid(history), _unsaid(lost, -sum(steps for *_, steps in lost))
+        runs, gone = _unsaid(history), _unsaid(lost, -steps_in(lost))
         if makers is not None:
             said, said_lost = ([Run(*run) for run in found] for found in makers)
             if (_merged(said), _merged(said_lost)) == (_merged(runs), _merged(gone)):
@@ -118,23 +125,21 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        return sum(steps for _, _, steps in self.history)
+        return steps_in(self.history)
 
-    def add(self, noise_multiplier: float, sample_rate: float | None) -> None:
+    def add(self, noise_multiplier: float, sample_rate: float | None, truncation: float = 0.0) -> None:
         if not self.history:
             self._note()
-        if self.history and self.history[-1][:2] == (noise_multiplier, sample_rate):
-            steps = self.history[-1][2] + 1
-            self.history[-1] = (noise_multiplier, sample_rate, steps)
+        kind = noise_multiplier, sample_rate, truncation
+        if self.history and kind_of(self.history[-1]) == kind:
+            self.history[-1] = entry(kind, self.history[-1][2] + 1)
         else:
-            self.history.append((noise_multiplier, sample_rate, 1))
+            self.history.append(entry(kind, 1))
         last = self._runs[-1] if self._runs else None
-        if last is not None and (self._name, self._made) == (last.maker, last.first + last.steps) and (
-            last[2:4] == (noise_multiplier, sample_rate)
-        ):  # fmt: skip
+        if last is not None and (self._name, self._made) == (last.maker, last.first + last.steps) and last.kind == kind:
             self._runs[-1] = last._replace(steps=last.steps + 1)
         else:
-            self._runs.append(Run(self._name, self._made, noise_multiplier, sample_rate, 1))
+            self._runs.append(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
         self._made += 1
 
     def epsilon(self, delta: float, accountant: str = "prv") -> float:
@@ -162,20 +167,36 @@ _TRAINED = WeakIdKeyDictionary()  # {parameter: _Place}
 
 def beyond(history: History, known: History) -> History:
     """The runs of a history after what it has in common with the beginning of another."""
-    for place, (sigma, rate, steps) in enumerate(history):
-        same = place < len(known) and known[place][:2] == (sigma, rate)
+    for place, run in enumerate(history):
+        same, steps = place < len(known) and kind_of(known[place]) == kind_of(run), run[2]
         if not same or known[place][2] != steps:
             rest = steps - min(steps, known[place][2]) if same else steps
-            return [(sigma, rate, rest)] * (rest > 0) + history[place + 1 :]
+            return [entry(kind_of(run), rest)] * (rest > 0) + history[place + 1 :]
     return []
+
+
+def kind_of(run: Entry) -> tuple[float, float | None, float]:
+    """What the steps of a run in a history have in common: noise multiplier, sample rate, truncation."""
+    return run[0], run[1], truncation_in(run)
+
+
+def entry(kind: tuple[float, float | None, float], steps: int) -> Entry:
+    """So many steps of a kind, as a history has them."""
+    sigma, rate, truncation = kind
+    return (sigma, rate, steps, truncation) if truncation else (sigma, rate, steps)
+
+
+def steps_in(history: History) -> int:
+    """The steps of a history."""
+    return sum(run[2] for run in history)
 
 
 def _unsaid(history: History, first: int = 0) -> Runs:
     """The runs of a history that does not say who made them."""
     found = []
-    for sigma, rate, steps in history:
-        found.append(Run(_UNSAID, first, sigma, rate, steps))
-        first += steps
+    for run in history:
+        found.append(Run(_UNSAID, first, run[0], run[1], run[2], truncation_in(run)))
+        first += run[2]
     return found
 
 
@@ -187,10 +208,10 @@ def _merged(runs: Iterable[Run]) -> History:
     """The history that these runs are."""
     found: History = []
     for run in runs:
-        if found and found[-1][:2] == run[2:4]:
-            found[-1] = (*found[-1][:2], found[-1][2] + run.steps)
+        if found and kind_of(found[-1]) == run.kind:
+            found[-1] = entry(run.kind, found[-1][2] + run.steps)
         else:
-            found.append(run[2:])
+            found.append(entry(run.kind, run.steps))
     return found
 
 
@@ -198,11 +219,11 @@ def _without(runs: Runs, known: Runs) -> Runs:
     """The steps of these runs that are not among the known ones."""
     met: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for run in known:
-        met.setdefault((run.maker, *run[2:4]), []).append((run.first, run.first + run.steps))
+        met.setdefault((run.maker, run.kind), []).append((run.first, run.first + run.steps))
     found = []
     for run in runs:
         place, end = run.first, run.first + run.steps
-        for begin, until in sorted(met.get((run.maker, *run[2:4]), ())):
+        for begin, until in sorted(met.get((run.maker, run.kind), ())):
             if until <= place or begin >= end:
                 continue
             if begin > place:

@@ -24,6 +24,7 @@ from ..layouts.in_hand import ACTIVE, TELL, WAITING, PhysicalBatch, now
 from .collating import CollateWithEmpty
 from .grouping import Grouping
 from .missed import Missed, Trainers, Watch, mark_of_key
+from .truncated import max_batch_size_for, truncation
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
 _WATCHED: dict[int, Watch] = {}  # by running iterator, as the batches in hand are
@@ -54,9 +55,10 @@ class PoissonSampler(Sampler[list[int]]):
         max_physical_batch_size: int | None,
         seed: int | None,
         grouping: Grouping | None = None,
+        max_batch_size: int | None = None,
     ) -> None:
         self.size, self.sample_rate, self.steps = size, sample_rate, steps  # size: of samples
-        self.grouping = grouping
+        self.grouping, self.largest = grouping, max_batch_size
         self.limit = max_physical_batch_size
         self.key = secrets.randbits(256) if seed is None else seed
         self.passes, self.first = 0, 0  # passes begun, and the step at which the next one begins
@@ -73,6 +75,8 @@ class PoissonSampler(Sampler[list[int]]):
         for step in range(first, self.steps):
             draw = np.random.default_rng(np.random.SeedSequence(self.key, spawn_key=(place, step)))
             chosen = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
+            if self.largest is not None and len(chosen) > self.largest:
+                chosen = sorted(draw.choice(chosen, self.largest, replace=False).tolist())
             for part, final, people in self._parts(chosen, draw):
                 pending.append((len(part), final, people))
                 yield part
@@ -155,6 +159,12 @@ class PoissonLoader:
         return self.sampler.sample_rate
 
     @property
+    def truncation(self) -> float:
+        """The probability that a logical batch is cut to max_batch_size; 0 without one."""
+        sampler = self.sampler
+        return 0.0 if sampler.largest is None else truncation(sampler.size, sampler.sample_rate, sampler.largest)
+
+    @property
     def steps_per_epoch(self) -> int:
         """The number of logical batches in one pass over the loader."""
         return self.sampler.steps
@@ -197,6 +207,7 @@ class PoissonLoader:
         """Yield the batches of this pass, each with a function to call before training on it, however late."""
         batches = iter(self.loader)
         watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sample_rate)
+        chance = self.truncation
         pending: deque[tuple[int, bool, People | None]] | None = None
         logical, physical, place, step = next(_LOGICAL), 0, 0, 0
         for batch in batches:
@@ -207,8 +218,9 @@ class PoissonLoader:
             size, final, people = pending.popleft()
             step += final
             note = PhysicalBatch(
-                id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people
-            )
+                id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people,
+                truncation=chance,
+            )  # fmt: skip
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
 
@@ -271,6 +283,7 @@ def poisson_loader(
     sample_rate: float | None = None,
     expected_batch_size: float | None = None,
     max_physical_batch_size: int | None = None,
+    max_batch_size: int | None = None,
     steps: int | None = None,
     seed: int | None = None,
     group_by: Any = None,
@@ -287,6 +300,9 @@ def poisson_loader(
         expected_batch_size: sample_rate * len(dataset). It defaults to the batch_size of a DataLoader.
         max_physical_batch_size: the largest number of records in a physical batch. Logical batches are cut into
             physical batches, and the optimizer accumulates until the last one.
+        max_batch_size: the largest number of samples in a logical batch: of a larger Poisson sample, as many are kept
+            at random. What that costs is counted in epsilon. `fastdp.sampling.max_batch_size_for` finds a size that
+            costs little. Leave it out unless the step needs a largest size, as one by `optimizer.graphed` does.
         steps: the number of logical batches in a pass. By default, it is ceil(1 / sample_rate), so that a pass samples
             each record once in expectation.
         seed: a whole number that makes sampling reproducible, for experiments only: sampling must be secret. By
@@ -346,8 +362,8 @@ def poisson_loader(
         expected_batch_size = sample_rate * size
         if abs(expected_batch_size - round(expected_batch_size)) < 1e-9 * size:
             expected_batch_size = round(expected_batch_size)
-    for name, value in (("max_physical_batch_size", max_physical_batch_size), ("steps", steps),
-                        ("max_records_per_group", max_records_per_group)):  # fmt: skip
+    for name, value in (("max_physical_batch_size", max_physical_batch_size), ("max_batch_size", max_batch_size),
+                        ("max_records_per_group", max_records_per_group), ("steps", steps)):  # fmt: skip
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
     if options.get("in_order") is False:
@@ -356,7 +372,13 @@ def poisson_loader(
         raise ValueError("max_records_per_group= needs group_by=, which says whose the records are")
     if grouping is not None:
         grouping.limit_to(max_records_per_group, max_physical_batch_size)
-    sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed, grouping)
+    if max_batch_size is not None and max_batch_size <= expected_batch_size < size:
+        raise ValueError(
+            f"max_batch_size={max_batch_size} would cut about every other batch of {expected_batch_size:g} samples in "
+            "expectation, and no epsilon holds for that. fastdp.sampling.max_batch_size_for finds a size that costs "
+            f"little: {max_batch_size_for(size, sample_rate, steps, 0.1 / size)} here, for delta = {0.1 / size:.2g}"
+        )
+    sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed, grouping, max_batch_size)
     collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
     loader: DataLoader[Any] = DataLoader(
         dataset, batch_sampler=sampler, collate_fn=CollateWithEmpty(collate, dataset), **options

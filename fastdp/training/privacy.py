@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accounting import check_accountant, warn_of_delta
+from ..accounting import Run, check_accountant, warn_of_delta
 from ..engine.buffers import Buffers, add
 from ..engine.explain import Plan
 from ..engine.gradients import Gradients
@@ -24,7 +24,7 @@ from ..ops.noise import Noise
 from . import loader, misuse
 from .clipping import Clipping, ClippingFunction
 from .fused import Release
-from .ledger import Ledger
+from .ledger import Ledger, entry
 from .missed import Missed
 from .rates import Rate
 
@@ -89,6 +89,7 @@ class Privacy:
         self._rate_check = Rate()
         self._born = in_hand.now()
         self._rate: float | None = None
+        self._truncation = 0.0
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
         self.unit, self.missed = Unit(), Missed(model)
@@ -243,6 +244,7 @@ class Privacy:
         self._pending, self._has_pending, self._has_sums = {}, False, True
         self.unit.forget()
         self._rate, self._expected, self._sums_of = rate, expected, logical
+        self._truncation = 0.0 if current is None else current.truncation
         if current is not None:
             self._step_of = (current.logical, current.physical)
             loader.train(current, self.missed, stepped=True)
@@ -302,7 +304,7 @@ class Privacy:
 
     def finish(self) -> None:
         """The noised step was made: count it."""
-        self.ledger.add(self.noise_multiplier, self._rate)
+        self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
         self.noise.step += 1
         if self._buffers is not None:
             self._buffers.give(self._sums)
@@ -384,9 +386,9 @@ def finite(noise_multiplier: float) -> float:
     return float(noise_multiplier)
 
 
-def run_of(sigma: Any, rate: Any, steps: Any) -> tuple[float, float | None, int]:
+def run_of(sigma: Any, rate: Any, steps: Any, truncation: Any = 0.0) -> Run:
     """A run of equal steps in a saved history. Raises ValueError if no steps can have been so."""
-    run = finite(float(sigma)), None if rate is None else float(rate), int(steps)
-    if run[2] < 0 or not (run[1] is None or 0 < run[1] <= 1):
-        raise ValueError(f"{run[2]} steps at a sample rate of {run[1]}")
+    run = entry((finite(float(sigma)), None if rate is None else float(rate), float(truncation)), int(steps))
+    if run[2] < 0 or not (run[1] is None or 0 < run[1] <= 1) or not 0 <= truncation <= 1:
+        raise ValueError(f"{run[2]} steps at a sample rate of {run[1]}, with a truncation of {truncation}")
     return run

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..accounting import History
 from ..engine import following
 from ..errors import ParameterError, StepError
 from . import fused, misuse
@@ -168,8 +169,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return self._attached().nonfinite_samples
 
     @property
-    def history(self) -> list[tuple[float, float | None, int]]:
+    def history(self) -> History:
         """All noised steps as runs of (noise multiplier, sample rate, steps).
+
+        A fourth number, if there is one, is the probability that a step's sample was cut to a largest size.
 
         After `load_state_dict`, the history begins with the history of the loaded state.
         """

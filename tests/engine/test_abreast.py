@@ -38,12 +38,18 @@ def normed() -> nn.Module:
     return nn.Sequential(*[m for _ in range(3) for m in (nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4))])
 
 
+def dilated() -> nn.Module:
+    """Equal shapes, other geometries."""
+    return nn.Sequential(*[nn.Conv1d(4, 4, 3, padding=d, dilation=d) for d in (1, 2, 1, 2)])
+
+
 MODELS = {
     "linear": (lambda: Layers(lambda: nn.Linear(6, 6), 4), (6,)),
     "linear of tokens": (lambda: Layers(lambda: nn.Linear(6, 6), 4), (9, 6)),
     "wide and thin": (thin, (3, 4)),
     "convolutions": (lambda: Layers(lambda: nn.Conv2d(4, 4, 3, padding=1), 3), (4, 5, 6)),
     "dilated and grouped": (lambda: Layers(lambda: nn.Conv1d(4, 4, 3, padding=2, dilation=2, groups=2), 3), (4, 9)),
+    "of several dilations": (dilated, (4, 9)),
     "with GroupNorm": (normed, (4, 3, 3)),
 }
 
@@ -83,13 +89,14 @@ def test_together_is_exact(name: str, dropped: bool, route: str, monkeypatch: py
     model, x, factors = build(), torch.randn(B, *shape), torch.rand(B)
     if dropped:
         factors[1] = 0.0
-    made = []
+    made: list[bundle.Abreast] = []
     own = bundle.Abreast.__init__
     with monkeypatch.context() as patch:
-        patch.setattr(bundle.Abreast, "__init__", lambda self, members: made.append(len(members)) or own(self, members))
+        patch.setattr(bundle.Abreast, "__init__", lambda self, members: made.append(self) or own(self, members))
         with forced(route):
             together = found(model, x, factors)
-    assert made and min(made) >= 2, made
+    assert made and min(len(joined.members) for joined in made) >= 2
+    assert all(joined.one.route != "auto" for joined in made)  # that of its members
     with monkeypatch.context() as patch:
         patch.setattr("fastdp.engine.gradients.arrangement", lambda members: [])
         with forced(route):

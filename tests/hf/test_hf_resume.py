@@ -146,6 +146,14 @@ def test_which_history_goes_on_from_which():
         assert not ledger.continues(other, short)
 
 
+def test_a_history_of_cut_samples_is_kept(tmp_path):
+    cut = [(1.0, 0.1, 5, 1e-9), (1.0, 0.1, 3)]
+    ledger.write(tmp_path, ledger.Spent(cut, {"pass": 0, "step": 8}, {}), 1.0)
+    assert ledger.read(tmp_path).history == cut and ledger.read(tmp_path).steps == 8
+    assert ledger.continues([(1.0, 0.1, 6, 1e-9)], cut[:1]) and ledger.continues([*cut, (2.0, 0.1, 1)], cut)
+    assert not ledger.continues([(1.0, 0.1, 6)], cut[:1])  # other steps: theirs cost less
+
+
 def test_no_key_is_written(tmp_path):
     """Checkpoints get uploaded: whoever had the key of the noise could take it off."""
     keys = []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,6 +96,32 @@ def test_what_goes_past_the_dispatcher_is_refused(function: Callable[[Tensor], T
         warnings.simplefilter("ignore")
         optimizer.graphed(losses, data())
     assert torch.equal(OWN.get_state(), before) or function is of_an_own_generator
+
+
+def test_a_number_beside_torch_is_seen_by_the_order_of_the_samples() -> None:
+    """Where another choice of samples goes another way, so that it tells nothing of the number."""
+    model, (x, y) = Between(lambda x: x), data()
+    both, others = (float(model.layer(batch).detach().sum()) for batch in (x, torch.cat([x[1:], x[-1:]])))
+    middle = (both + others) / 2
+
+    def by_first_byte(h: Tensor) -> Tensor:
+        first = ctypes.c_ubyte.from_address(h.data_ptr()).value
+        return h * (1 + first) if bool(h.detach().sum() > middle) == (both > middle) else h * 2
+
+    model.own = by_first_byte
+    with warnings.catch_warnings(), pytest.raises(GraphError, match="not the same for two batches"):
+        warnings.simplefilter("ignore")
+        fastdp.DPSGD(model, **OPTIONS).graphed(losses, (x, y))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_draws_of_python_and_numpy_are_refused(draw: Callable[[], float]) -> None:
+    """A layer that is dropped once in a million steps is dropped in no recording; a refusal draws nothing."""
+    optimizer = fastdp.DPSGD(Between(lambda x: x if draw() > 1e-6 else x * 0), **OPTIONS)
+    before = random.getstate(), np.random.get_state()[2]
+    with pytest.raises(GraphError, match="random"):
+        optimizer.graphed(losses, data())
+    assert (random.getstate(), np.random.get_state()[2]) == before
 
 
 def test_rows_of_one_sample_are_refused() -> None:

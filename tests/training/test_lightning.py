@@ -69,9 +69,9 @@ def module_of(package=lightning, manual=False, base=None, truth=True, part=False
     return Module()
 
 
-def loader_of(limit=None, steps=STEPS, seed=1):
+def loader_of(limit=None, steps=STEPS, seed=1, **options):
     return fastdp.poisson_loader(
-        records(), expected_batch_size=EXPECTED, max_physical_batch_size=limit, steps=steps, seed=seed
+        records(), expected_batch_size=EXPECTED, max_physical_batch_size=limit, steps=steps, seed=seed, **options
     )
 
 
@@ -228,6 +228,17 @@ def test_a_checkpoint_is_taken_up(tmp_path, limit, every):
     assert again.private.history == whole.private.history == [(1.0, Q, 2 * STEPS)]
     a, b = (torch.nn.utils.parameters_to_vector(m.net.parameters()).detach() for m in (whole, again))
     assert torch.equal(a, b) or every == "epoch"
+
+
+def test_the_budget_pays_for_a_largest_size(tmp_path):
+    """Each step's sample is cut with a small probability, which is in epsilon too: fewer steps are left."""
+    module = module_of(base=fastdp.DPAdamW, truth=False, lr=0.05, noise_multiplier=1.0, accountant="rdp")
+    size = next(size for size in range(EXPECTED + 1, RECORDS) if fastdp.sampling.truncation(RECORDS, Q, size) < 3e-5)
+    loader = loader_of(max_batch_size=size)
+    trainer_of(tmp_path, max_epochs=50, callbacks=[DPCallback(delta=1e-2, target_epsilon=4.0)]).fit(module, loader)
+    ((_, _, steps, chance),) = module.private.history
+    assert chance == loader.truncation
+    assert steps == most_steps([], 1.0, Q, 4.0, 1e-2, "rdp", chance) < most_steps([], 1.0, Q, 4.0, 1e-2, "rdp")
 
 
 @pytest.mark.parametrize("limit", [None, 4])
