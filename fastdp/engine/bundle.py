@@ -6,7 +6,7 @@ What is kept of biases and norm layers becomes one matrix; products and convolut
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +33,16 @@ def is_small(use: Use, parameter: Tensor) -> bool:
 class Bundle:
     """Per-sample gradients [B, n] of several parameters, side by side."""
 
-    def __init__(self, members: Sequence[tuple[Tensor, Use]]) -> None:
-        self.members = {id(parameter): parameter for parameter, _ in members}
-        self.clock = _shared_clock(members)
+    def __init__(self, parameters: Sequence[Tensor], grads: Tensor, clock: Clock | None = None) -> None:
+        self.members = {id(parameter): parameter for parameter in parameters}
+        self.grads, self.clock = grads, clock
+
+    @classmethod
+    def of(cls, members: Sequence[tuple[Tensor, Use]]) -> Bundle:
+        """Of these parameters, each with its one use."""
         rows = [use.grads.reshape(use.batch, -1) for _, use in members if isinstance(use, Stored)]
-        self.grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
+        grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
+        return cls([parameter for parameter, _ in members], grads, _shared_clock(members))
 
     def norm_sq(self) -> Tensor:
         """[B] float64, all members together."""
@@ -57,15 +62,19 @@ class Bundle:
 class Abreast:
     """Uses of equal shape, each of a parameter of its own (`Use.abreast`)."""
 
-    def __init__(self, members: Sequence[tuple[Tensor, Use]]) -> None:
-        self.members = {id(parameter): parameter for parameter, _ in members}
-        self.clock = _shared_clock(members)
+    def __init__(self, parameters: Sequence[Tensor], one: Use, clock: Clock | None = None) -> None:
+        self.members = {id(parameter): parameter for parameter in parameters}
+        self.one, self.clock = one, clock
+
+    @classmethod
+    def of(cls, members: Sequence[tuple[Tensor, Use]]) -> Abreast:
+        """Of these parameters, each with its one use."""
         first, *others = [use for _, use in members]
-        self.one = first.abreast(others)
+        return cls([parameter for parameter, _ in members], first.abreast(others), _shared_clock(members))
 
     def norm_sq(self) -> Tensor:
         """[B] float64, all members together."""
-        found: Tensor = self.one.norm_sq()
+        found = self.one.norm_sq()
         return found.double().view(len(self.members), -1).sum(0)
 
     def clipped_sum(self, factors: Tensor) -> dict[int, Tensor]:
@@ -85,13 +94,26 @@ def _shared_clock(members: Sequence[tuple[Tensor, Use]]) -> Clock | None:
     return clock
 
 
-Arrangement = list[tuple[type[Bundle] | type[Abreast], list[int]]]
+Together = tuple[type[Bundle] | type[Abreast], list[int]]
 
 
-def arrangement(members: Sequence[tuple[Tensor, Use]]) -> Arrangement:
+class Arrangement(NamedTuple):
+    """How the gradients of some parameters are taken. Uses by their places among all uses.
+
+    together: kinds of bundles, each with its parameters and their uses. apart: the other parameters with a use, and the
+    uses of these. doubles: the parameters of float64, which may have been cast to float32 before their use.
+    """
+
+    together: list[tuple[type[Bundle] | type[Abreast], list[tuple[Tensor, int]]]]
+    apart: list[Tensor]
+    uses_apart: list[int]
+    doubles: list[Tensor]
+
+
+def arrangement(members: Sequence[tuple[Tensor, Use]]) -> list[Together]:
     """The bundles that can be made of parameters with one use each, by their places; the others are on their own."""
     kept = [place for place, (parameter, use) in enumerate(members) if is_small(use, parameter)]
-    found: Arrangement = [(Bundle, kept)] if len(kept) > 1 else []
+    found: list[Together] = [(Bundle, kept)] if len(kept) > 1 else []
     groups: dict[Any, list[int]] = {}
     for place, (parameter, use) in enumerate(members):
         if use.operand is parameter and link_of(parameter) is None and (key := use.alike()) is not None:

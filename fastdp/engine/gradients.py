@@ -27,6 +27,8 @@ from ..uses.use import Regrouped, Use
 from .buffers import Buffers
 from .bundle import Abreast, Arrangement, Bundle, arrangement
 
+Arranged = dict[tuple[int, ...], Arrangement]  # by the ids of the parameters
+
 
 class Gradients:
     """The per-sample gradients of one backward, as uses; in units of one sample's own loss.
@@ -53,50 +55,57 @@ class Gradients:
         for use in uses:
             if profile or use.operand.device.type == "cpu":
                 use.clock = Clock(use.operand.device)
-        self._take(uses, batch, scale, device, people, {})
+        self._uses, self._of = uses, places_of(uses)
+        self._take(batch, scale, device, people, {})
         self._versions = [use.versions() for use in self.uses]
 
-    @classmethod
-    def of_joined(
-        cls, uses: list[Use], batch: int, scale: float, device: torch.device,
-        arranged: dict[tuple[int, ...], Arrangement],
-    ) -> Gradients:  # fmt: skip
-        """Of uses that were joined and planned before. arranged: what is known of uses like these, to be added to."""
-        found = cls.__new__(cls)
-        found._take(uses, batch, scale, device, None, arranged)
-        return found
-
-    def _take(
-        self, uses: list[Use], batch: int, scale: float, device: torch.device, people: People | None,
-        arranged: dict[tuple[int, ...], Arrangement],
-    ) -> None:  # fmt: skip
+    def _take(self, batch: int, scale: float, device: torch.device, people: People | None, arranged: Arranged) -> None:
         self.records, self.people = batch, people
         self.doubts: list[tuple[Tensor, str]] = []  # whether the loss mixed samples, where a device knows
         self.batch = batch if people is None else people.count
-        self.scale, self.device, self.uses = scale, device, uses
-        self._of: dict[int, list[Use]] = {}
-        for use in self.uses:
-            for leaf in leaves_of(use.operand):
-                self._of.setdefault(id(leaf), []).append(use)
-        for group in self._of.values():
-            for use in group if len(group) > 1 else ():
-                use.shared = True
+        self.scale, self.device = scale, device
         self.plan: Any = None  # the `engine.explain.Plan`, if it is known already
         self._bundles: dict[tuple[int, ...], list[Bundle | Abreast]] = {}
         self._arranged = arranged
 
+    @property
+    def uses(self) -> list[Use]:
+        """All uses, joined."""
+        return self._uses
+
+    def use(self, place: int) -> Use:
+        return self._uses[place]
+
     def uses_of(self, parameter: Tensor) -> list[Use]:
-        return self._of.get(id(parameter), [])
+        return [self.use(place) for place in self._of.get(id(parameter), ())]
+
+    def arrangement(self, parameters: Sequence[Tensor]) -> Arrangement:
+        """How these parameters' gradients are taken."""
+        key = tuple(map(id, parameters))
+        if (known := self._arranged.get(key)) is not None:
+            return known
+        single = [(p, places[0]) for p in parameters if len(places := self._of.get(id(p), [])) == 1]
+        bundles = arrangement([(p, self.use(place)) for p, place in single])
+        together = {id(single[number][0]) for _, numbers in bundles for number in numbers}
+        apart = [p for p in parameters if id(p) not in together and id(p) in self._of]
+        found = Arrangement(
+            [(kind, [single[number] for number in numbers]) for kind, numbers in bundles],
+            apart,
+            sorted({place for p in apart for place in self._of[id(p)]}),
+            [p for p in parameters if p.dtype == torch.float64],
+        )
+        return self._arranged.setdefault(key, found)
 
     def bundles(self, parameters: Sequence[Tensor]) -> list[Bundle | Abreast]:
         """The small gradients of these parameters, taken together."""
-        key = tuple(id(p) for p in parameters)
+        key = tuple(map(id, parameters))
         if key not in self._bundles:
-            members = [(p, uses[0]) for p in parameters if len(uses := self.uses_of(p)) == 1]
-            if key not in self._arranged:
-                self._arranged[key] = arrangement(members)
-            self._bundles[key] = [kind([members[place] for place in places]) for kind, places in self._arranged[key]]
+            together = self.arrangement(parameters).together
+            self._bundles[key] = [self._bundle(kind, members) for kind, members in together]
         return self._bundles[key]
+
+    def _bundle(self, kind: type[Bundle] | type[Abreast], members: list[tuple[Tensor, int]]) -> Bundle | Abreast:
+        return kind.of([(p, self.use(place)) for p, place in members])
 
     def timed(self) -> list[Use | Bundle | Abreast]:
         """What has a clock."""
@@ -107,16 +116,13 @@ class Gradients:
         total = torch.zeros(self.batch, dtype=torch.float64, device=self.device)
         if not self.batch:
             return total
-        together: set[int] = set()
         for bundle in self.bundles(parameters):
-            together |= bundle.members.keys()
             with bundle.clock or contextlib.nullcontext():
                 total += bundle.norm_sq().to(self.device)
-        for parameter in parameters:
+        for parameter in self.arrangement(parameters).apart:
             uses = self.uses_of(parameter)
-            if uses and id(parameter) not in together:
-                with uses[-1].clock or contextlib.nullcontext():
-                    total += joint_norm_sq(parameter, uses).to(self.device)
+            with uses[-1].clock or contextlib.nullcontext():
+                total += joint_norm_sq(parameter, uses).to(self.device)
         return total * self.scale**2
 
     def clipped_sum(
@@ -126,21 +132,18 @@ class Gradients:
 
         buffers: memory to be used again.
         """
-        wanted = {id(p) for p in parameters}
         total: dict[int, Tensor] = {}
         scaled = factors * self.scale
         if not self.batch:
             return total
-        together: set[int] = set()
         for bundle in self.bundles(parameters):
-            together |= bundle.members.keys()
             with bundle.clock or contextlib.nullcontext():
                 total.update(bundle.clipped_sum(scaled))
-        apart = {id(p) for p in parameters if _in_slices(p, self.uses_of(p))}
-        for use in self.uses:
+        arranged = self.arrangement(parameters)
+        wanted = set(map(id, parameters)) if arranged.uses_apart else set()
+        apart = {id(p) for p in arranged.apart if _in_slices(p, self.uses_of(p))}
+        for use in map(self.use, arranged.uses_apart):
             leaves = leaves_of(use.operand)
-            if not any(id(leaf) in wanted for leaf in leaves) or id(leaves[0]) in together:
-                continue
             with use.clock or contextlib.nullcontext():
                 into = None
                 if id(leaves[0]) in apart:
@@ -167,8 +170,8 @@ class Gradients:
             for key, value in found.items():
                 if key in wanted:
                     total[key] = total[key] + value if key in total else value
-        for p in parameters:  # a float64 parameter may have been cast to float32 before its use
-            if p.dtype == torch.float64 and id(p) in total:
+        for p in arranged.doubles:
+            if id(p) in total:
                 total[id(p)] = total[id(p)].double()
         return total
 
@@ -184,6 +187,18 @@ class Gradients:
     def check_unwritten(self) -> None:
         """Raises StepError where something that the uses hold (the model's input, perhaps) was written to since."""
         check_unwritten(self.uses, self._versions)
+
+
+def places_of(uses: Sequence[Use]) -> dict[int, list[int]]:
+    """The places of each parameter's uses, by its id. Uses of a parameter that has several are `shared` from now on."""
+    found: dict[int, list[int]] = {}
+    for place, use in enumerate(uses):
+        for leaf in leaves_of(use.operand):
+            found.setdefault(id(leaf), []).append(place)
+    for places in found.values():
+        for place in places if len(places) > 1 else ():
+            uses[place].shared = True
+    return found
 
 
 def check_unwritten(uses: Iterable[Use], versions: Iterable[int]) -> None:

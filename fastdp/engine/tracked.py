@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ class Tracked:
         self.model = model
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._chosen: set[str] | None = None
+        self._seen: tuple[list[Tensor | None], list[tuple[bool, int]]] | None = None  # of which the next two are
+        self._named: dict[str, Tensor] = {}
+        self._offsets: dict[str, int] = {}
         self._known: set[tuple[int, str]] = set()  # (module, name) of every parameter, shared and frozen ones too
         self.choose(params)
 
@@ -53,6 +57,7 @@ class Tracked:
                 )
             selected = {seen[id(p)] for p in chosen}
         self._slots, self._chosen, self._known = slots, selected, known
+        self._seen = None
         odd = [name for name, p in self.named().items() if not p.is_floating_point()]
         if odd:
             raise ParameterError(
@@ -79,23 +84,36 @@ class Tracked:
                         "make a new optimizer, or freeze the parameter."
                     )
 
+    def _present(self) -> list[Tensor | None]:
+        """The parameters that stand in the model now, chosen or not."""
+        return [module._parameters.get(name) for module, name, _ in self._slots]
+
     def current(self) -> set[int]:
-        """Ids of all parameters that stand in the model now, chosen or not."""
-        found = (module._parameters.get(name) for module, name, _ in self._slots)
-        return {id(parameter) for parameter in found if parameter is not None}
+        """Their ids."""
+        return {id(parameter) for parameter in self._present() if parameter is not None}
+
+    def _look(self) -> None:
+        """Find names and offsets, unless the parameters are as they were."""
+        now = self._present()
+        facts = [(False, 0) if p is None else (p.requires_grad, 0 if is_lazy(p) else p.numel()) for p in now]
+        if self._seen is not None and all(map(operator.is_, now, self._seen[0])) and facts == self._seen[1]:
+            return
+        named: dict[str, Tensor] = {}
+        offsets, total = {}, 0
+        seen: set[int] = set()  # tied since: one parameter in two places counts once
+        for (_, _, full), parameter, (trained, count) in zip(self._slots, now, facts, strict=True):
+            offsets[full], total = total, total + count
+            if parameter is None or not trained or id(parameter) in seen:
+                continue
+            if self._chosen is None or full in self._chosen:
+                named[full] = parameter
+                seen.add(id(parameter))
+        self._seen, self._named, self._offsets = (now, facts), named, offsets
 
     def named(self) -> dict[str, Tensor]:
         """The tracked parameters that require grad now, by name."""
-        found: dict[str, Tensor] = {}
-        seen: set[int] = set()  # tied since: one parameter in two places counts once
-        for module, name, full in self._slots:
-            parameter = module._parameters.get(name)
-            if parameter is None or not parameter.requires_grad or id(parameter) in seen:
-                continue
-            if self._chosen is None or full in self._chosen:
-                found[full] = parameter
-                seen.add(id(parameter))
-        return found
+        self._look()
+        return dict(self._named)
 
     def others(self) -> list[tuple[str, Tensor]]:
         """The parameters that require grad now and are not tracked, with their names."""
@@ -107,12 +125,8 @@ class Tracked:
 
     def offsets(self) -> dict[str, int]:
         """Where each parameter begins among all the model's elements, frozen ones counted."""
-        found, total = {}, 0
-        for module, name, full in self._slots:
-            parameter = module._parameters.get(name)
-            found[full] = total
-            total += 0 if parameter is None else parameter.numel()
-        return found
+        self._look()
+        return dict(self._offsets)
 
     def tensors(self) -> list[Tensor]:
         return list(self.named().values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -31,7 +32,6 @@ class Guards:
         self._modules = [(path, module, module.training) for path, module in model.named_modules()]
         self._parts = [self._part(module) for _, module, _ in self._modules]
         self._attributes = [_simple(module) for _, module, _ in self._modules]
-        self._ids = [list(map(id, module.__dict__.values())) for _, module, _ in self._modules]
         self._held: list[tuple[dict[str, Any], str, str, Tensor, int, bool]] = []
         for path, module, _ in self._modules:
             for place in (module._parameters, module._buffers):
@@ -40,12 +40,23 @@ class Guards:
                         full = f"{path}.{name}" if path else name
                         self._held.append((place, name, full, tensor, tensor.data_ptr(), tensor.requires_grad))
         self._torch = _state_of_torch()
+        self._look()
 
     @staticmethod
     def _part(module: nn.Module) -> list[int]:
         """Its hooks and modules."""
         found = [id(value) for name in _HOOKS for value in getattr(module, name).values()]
         return [*found, *[len(getattr(module, name)) for name in _PLACES]]
+
+    def _look(self) -> None:
+        """What tells at a glance that nothing has changed: each module's attributes are the very objects that they
+        were, and its dicts hold what they held."""
+        self._ids = [list(map(id, module.__dict__.values())) for _, module, _ in self._modules]
+        dicts = [getattr(module, name) for _, module, _ in self._modules for name in _HOOKS]
+        self._empty = [found for found in dicts if not found]
+        self._filled = [(found, list(map(id, found.values()))) for found in dicts if found]
+        self._places = [getattr(module, name) for _, module, _ in self._modules for name in _PLACES]
+        self._sizes = list(map(len, self._places))
 
     def held(self) -> dict[str, Tensor]:
         """Parameters and buffers by name."""
@@ -60,17 +71,32 @@ class Guards:
                 return f"'{full}' was {'frozen' if requires_grad else 'unfrozen'}"
             if now._backward_hooks:
                 return f"'{full}' has a hook on its gradient"
-        for number, (path, module, training) in enumerate(self._modules):
-            if module.training != training:
-                return f"module '{path}' is in {'training' if module.training else 'evaluation'} mode"
-            if self._part(module) != self._parts[number]:
-                return f"module '{path}' has got or lost hooks, parameters or modules"
-            if list(map(id, module.__dict__.values())) != self._ids[number]:
-                if (now := _simple(module)) != (before := self._attributes[number]):
-                    changed = next(name for name in {**now, **before} if now.get(name) != before.get(name))
-                    return f"module '{path}' has another '{changed}'"
-                self._ids[number] = list(map(id, module.__dict__.values()))
+        suspects = self._suspects()
+        if why := next((why for number in suspects if (why := self._differs(number))), ""):
+            return why
+        if suspects:
+            self._look()
         return "" if _state_of_torch() == self._torch else "autocast, or another mode of torch, is another"
+
+    def _suspects(self) -> Sequence[int]:
+        """The numbers of modules of which something may have changed."""
+        full = any(self._empty) or list(map(len, self._places)) != self._sizes
+        if full or any(list(map(id, found.values())) != ids for found, ids in self._filled):
+            return range(len(self._modules))
+        each = enumerate(zip(self._modules, self._ids, strict=True))
+        return [number for number, ((_, module, _), ids) in each if list(map(id, module.__dict__.values())) != ids]
+
+    def _differs(self, number: int) -> str:
+        """What is another of a module, "" if nothing is."""
+        path, module, training = self._modules[number]
+        if module.training != training:
+            return f"module '{path}' is in {'training' if module.training else 'evaluation'} mode"
+        if self._part(module) != self._parts[number]:
+            return f"module '{path}' has got or lost hooks, parameters or modules"
+        if (now := _simple(module)) != (before := self._attributes[number]):
+            changed = next(name for name in {**now, **before} if now.get(name) != before.get(name))
+            return f"module '{path}' has another '{changed}'"
+        return ""
 
 
 def _state_of_torch() -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import GraphError
 from ..ops.registry import OPERATORS
 from .recorder import Operation, Read, Recorder, Slot, memory_of
-from .views import without_detours
+from .views import SEEING, without_detours
 
 aten = torch.ops.aten
 
@@ -196,8 +196,10 @@ _DIRECTLY = {
 def _compiled(program: Program) -> Callable[..., Any]:
     """The program as a function: each operation a line, each tensor dropped after its last use."""
     names: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "add": torch.add, "mul": torch.mul}
-    names |= {f"v{number}": tensor.detach() for number, tensor in program.held.items()}
-    kept = {slot.number for slot in program.outputs} | set(program.held)
+    fixed = {number: tensor.detach() for number, tensor in program.held.items()}
+    seen_once = _views_of(fixed, program.operations)
+    names |= {f"v{number}": tensor for number, tensor in fixed.items()}
+    kept = {slot.number for slot in program.outputs} | set(fixed)
     last: dict[int, int] = {}
     for place, operation in enumerate(program.operations):
         for slot in _slots(operation.args, operation.kwargs, operation.out):
@@ -221,6 +223,8 @@ def _compiled(program: Program) -> Callable[..., Any]:
         return name
 
     for place, operation in enumerate(program.operations):
+        if place in seen_once:
+            continue
         results = _slots(operation.out)
         call = _call(operation, shown, names)
         single = isinstance(operation.out, Slot)
@@ -249,6 +253,19 @@ def _compiled(program: Program) -> Callable[..., Any]:
     return names["run"]  # type: ignore[no-any-return]
 
 
+def _views_of(fixed: dict[int, Tensor], operations: Sequence[Operation]) -> set[int]:
+    """The places of operations that see parameters and constants otherwise, as long as these lie where they do. What
+    they give is added to `fixed`."""
+    found = set()
+    for place, operation in enumerate(operations):
+        given = _slots(operation.args, operation.kwargs)
+        if operation.func in SEEING and isinstance(operation.out, Slot) and given[0].number in fixed:
+            first, *others = operation.args
+            fixed[operation.out.number] = operation.func(fixed[first.number], *others, **operation.kwargs)
+            found.add(place)
+    return found
+
+
 def _call(operation: Operation, shown: Callable[[Any], str], names: dict[str, Any]) -> str:
     arguments = list(operation.args)
     form = _DIRECTLY.get(operation.func)
@@ -266,4 +283,4 @@ def _function(func: Any) -> Callable[..., Any]:
     if space == "fastdp":
         overload = func._overloadname
         return OPERATORS[name if overload == "default" else f"{name}.{overload}"].implementation("cpu")
-    return func  # type: ignore[no-any-return]
+    return getattr(func, "_op", func)  # type: ignore[no-any-return]  # what the overload calls in the end

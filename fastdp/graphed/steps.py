@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from ..engine.bundle import Arrangement
 from ..engine.explain import Plan
-from ..engine.gradients import Gradients
+from ..engine.gradients import Arranged, Gradients, places_of
 from ..engine.per_sample import PerSampleGradients
 from ..errors import FastDPError, GraphError
 from ..ops.common import exactly
@@ -20,7 +19,7 @@ from . import _RECORDING
 from .guards import Guards, Outside
 from .program import Program, recording_of
 from .recorder import Recorder, Watch
-from .templates import Template, filled, store, templates_of
+from .templates import Replayed, Template, store, templates_of
 
 LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]
 _REHEARSALS = 2  # real passes before the recording, for what is found out once
@@ -69,7 +68,7 @@ class StepProgram:
     ) -> None:
         self.batch, self.mean = batch, mean
         self._engine, self._loss_fn = engine, loss_fn
-        self._arranged: dict[tuple[int, ...], Arrangement] = {}
+        self._arranged: Arranged = {}
         held = Guards(engine.model).held()
         outside = Outside(held)
         own = batch.of_size(leaves, batch.size)
@@ -79,6 +78,7 @@ class StepProgram:
             record = self._recorded(own, held)
             others = [self._recorded(batch.changed(own, change), held) for change in (_in_turn, _one_twice)]
             self.program, self.templates, self.plan = record.program, record.templates, record.plan
+            self._of = places_of([template.use for template in self.templates])
             self._check_same(record, *others)
             self._check_constants()
             sizes = sorted({2, batch.size + 1} - {batch.size})
@@ -173,7 +173,8 @@ class StepProgram:
 
     def gradients(self, data: Sequence[Tensor], samples: int) -> Gradients:
         """The gradients of the first samples, from what a replay gave."""
-        return filled(self.templates, data, samples, float(self.batch.size) if self.mean else 1.0, self._arranged)
+        scale = float(self.batch.size) if self.mean else 1.0
+        return Replayed(self.templates, data, samples, self.batch.size, scale, self._of, self._arranged)
 
     def none(self) -> Gradients:
         """The gradients of no sample."""

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..engine.bundle import Arrangement
-from ..engine.gradients import Gradients
+from ..engine.bundle import Abreast, Bundle
+from ..engine.gradients import Arranged, Gradients
 from ..errors import GraphError
 from ..uses.conv import Conv
 from ..uses.embedding import Lookup
 from ..uses.linear import Matmul
 from ..uses.links import link_of
-from ..uses.use import Lazy, Stored, Use
+from ..uses.use import Lazy, Positioned, Stored, Use
 from .recorder import Recorder
 
 _DATA: dict[type[Use], tuple[str, ...]] = {
@@ -120,18 +120,51 @@ def _saved(node: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
-def filled(
-    templates: Sequence[Template], data: Sequence[Tensor], samples: int, scale: float,
-    arranged: dict[tuple[int, ...], Arrangement],
-) -> Gradients:  # fmt: skip
-    """The gradients of the first samples of a replay. arranged: what was found out of the uses, kept by the caller."""
-    uses: list[Use] = []
-    for use, places in templates:
-        filled_in = object.__new__(type(use))
-        filled_in.__dict__.update(use.__dict__)
-        for name, place in places.items():
-            rows = data[place]
-            setattr(filled_in, name, rows if rows.size(0) == samples else rows[:samples])
-        filled_in.batch = samples
-        uses.append(filled_in)
-    return Gradients.of_joined(uses, samples, scale, templates[0].use.operand.device, arranged)
+class Replayed(Gradients):
+    """The gradients of the first samples of a replay: uses are filled with its data when they are asked for, and those
+    that are taken together never one by one.
+
+    templates, data: of the recording, and what the replay gave. size: samples of the replay.
+    """
+
+    def __init__(
+        self, templates: Sequence[Template], data: Sequence[Tensor], samples: int, size: int, scale: float,
+        of: dict[int, list[int]], arranged: Arranged,
+    ) -> None:  # fmt: skip
+        self._templates, self._data, self._samples, self._size = templates, data, samples, size
+        self._of, self._filled = of, dict[int, Use]()
+        self._take(samples, scale, templates[0].use.operand.device, None, arranged)
+
+    @property
+    def uses(self) -> list[Use]:
+        return [self.use(place) for place in range(len(self._templates))]
+
+    def use(self, place: int) -> Use:
+        if place not in self._filled:
+            template = self._templates[place]
+            use = self._filled[place] = object.__new__(type(template.use))
+            use.__dict__.update(template.use.__dict__)
+            for name, number in template.places.items():
+                rows = self._data[number]
+                setattr(use, name, rows if self._samples == self._size else rows[: self._samples])
+            use.batch = self._samples
+        return self._filled[place]
+
+    def _bundle(self, kind: type[Bundle] | type[Abreast], members: list[tuple[Tensor, int]]) -> Bundle | Abreast:
+        parameters = [parameter for parameter, _ in members]
+        templates = [self._templates[place] for _, place in members]
+        sides = [[self._data[t.places[name]] for t in templates] for name in templates[0].places]
+        if kind is Bundle:
+            rows = [side if side.dim() == 2 else side.reshape(side.size(0), -1) for side in sides[0]]
+            whole = torch.cat(rows, 1)
+            return Bundle(parameters, whole if self._samples == self._size else whole[: self._samples])
+        joined = [self._of_samples(torch.cat(side), len(templates)) for side in sides]
+        one = templates[0].use
+        assert isinstance(one, Positioned)
+        return Abreast(parameters, one.joined(*joined))
+
+    def _of_samples(self, rows: Tensor, count: int) -> Tensor:
+        """Of `count` uses by all samples of the replay, one after the other: without the padding of each."""
+        if self._samples == self._size:
+            return rows
+        return rows.unflatten(0, (count, self._size))[:, : self._samples].flatten(0, 1)

@@ -14,7 +14,7 @@ _FOLDING = {
     aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
     aten.squeeze.default,
 }  # fmt: skip
-_SEEING = {
+SEEING = {
     aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int,
     aten.expand.default,
 }  # fmt: skip
@@ -54,7 +54,7 @@ def without_detours(
                 if source in turned:
                     renamed[out.number] = turned[source]
                 turned[out.number] = source
-            if operation.func in _SEEING and out.number not in renamed:
+            if operation.func in SEEING and out.number not in renamed:
                 first = seen.setdefault((operation.func, repr(args), repr(kwargs)), out.number)
                 if first != out.number:
                     renamed[out.number] = first

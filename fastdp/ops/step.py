@@ -67,6 +67,8 @@ class StepTable:
 
     def __init__(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> None:
         self.params, self.states, self.offsets = list(params), [list(tensors) for tensors in states], list(offsets)
+        self.counters: list[Tensor] = []  # of steps, that whoever owns the table adds to, and their versions since
+        self.counted: list[int] = []
         self._marks = _marks(self.params, self.states)
         self._tables: list[list[list[int]]] = []
         self._order: list[tuple[list[int], torch.dtype, torch.Size]] = []  # row, type of its sum, shape

@@ -7,6 +7,7 @@ not contiguous, a subclass with a step of its own) takes the two-pass way: noise
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,9 @@ def step(
     known, noise = {} if known is None else known, release.noise
     draw = Draw(words_of(noise.key), noise.step, release.std, release.scale)
     for number, group in enumerate(groups):
-        for params in _alike_in_device_and_age(kind, group, state, release.sums):
+        table = known.get(number)
+        same = table is not None and _is_of_one_age(kind, table, state, release.sums)
+        for params in [group["params"]] if same else _alike_in_device_and_age(kind, group, state, release.sums):
             offsets = [release.offsets[id(p)] for p in params]
             update = (_adam if kind == "adam" else _sgd)(group, [state[p] for p in params], params)
             table = known.get(number)
@@ -106,9 +109,21 @@ def step(
             totals = [release.sums[id(p)] for p in params]
             table.run(totals, draw, update)
             if kind == "adam":
-                torch._foreach_add_([state[p]["step"] for p in params], 1)
+                table.counters = [state[p]["step"] for p in params]
+                torch._foreach_add_(table.counters, 1)
+                table.counted = [counter._version for counter in table.counters]
             for p, total in zip(params, totals, strict=True):
                 p.grad = alias(total) if total.dtype == p.dtype else None
+
+
+def _is_of_one_age(kind: str, table: StepTable, state: dict[Tensor, Any], sums: dict[int, Tensor]) -> bool:
+    """Whether a table that fits is of parameters that all have a sum, and were all updated by its last step."""
+    if not all(id(p) in sums for p in table.params):
+        return False
+    if kind == "sgd":
+        return True  # its states are there, or there are none
+    now = [state[p].get("step") for p in table.params]
+    return all(map(operator.is_, now, table.counters)) and table.counted == [t._version for t in table.counters]
 
 
 def _alike_in_device_and_age(

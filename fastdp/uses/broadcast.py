@@ -34,7 +34,7 @@ def uses_of_broadcast(operand: Tensor, grads: Tensor, layout: Layout, ndim: int,
     spans = layout.batch > 1 and 0 <= dim and shape[dim] != 1
     grads = _sum_to(grads, shape, dim if spans else None)
     if not spans:
-        return _follow(operand, grads, name)
+        return use_by_sample(operand, grads, name)
     return _follow_rows(operand, grads, layout._replace(dim=dim), name)
 
 
@@ -43,13 +43,13 @@ def _sum_to(grads: Tensor, shape: torch.Size, kept: int | None) -> Tensor:
     return grads.sum(over, keepdim=True) if over else grads
 
 
-def _follow(operand: Tensor, grads: Tensor, name: str) -> Use:
+def use_by_sample(operand: Tensor, grads: Tensor, name: str) -> Use:
     """Per-sample gradients [B, *operand.shape], taken back through broadcasts and look-ups."""
     link = link_of(operand)
     if link is not None and link.kind == "broadcast":
         lead = operand.dim() - link.parent.dim()
         grads = grads.sum(tuple(range(1, 1 + lead))) if lead else grads
-        return _follow(link.parent, _sum_to(grads, link.parent.shape, None), name)
+        return use_by_sample(link.parent, _sum_to(grads, link.parent.shape, None), name)
     if link is not None and link.kind == "lookup" and link.ids is not None:
         ids = link.ids.unsqueeze(0).expand(grads.size(0), *link.ids.shape)
         return Lookup.rows(link.parent, ids, grads, name)
@@ -64,7 +64,7 @@ def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> U
         grads = grads.sum(tuple(range(1, 1 + lead))) if lead else grads
         dim = layout.dim - lead
         if dim < 0 or link.parent.size(dim) == 1:
-            return _follow(link.parent, _sum_to(grads, link.parent.shape, None), name)
+            return use_by_sample(link.parent, _sum_to(grads, link.parent.shape, None), name)
         return _follow_rows(link.parent, _sum_to(grads, link.parent.shape, dim), layout._replace(dim=dim), name)
     if link is not None and link.kind == "lookup" and link.ids is not None and layout.dim < link.ids.dim():
         return Lookup.rows(link.parent, by_sample(link.ids, layout), grads, name)

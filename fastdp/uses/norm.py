@@ -16,7 +16,7 @@ from ..layouts.calls import Call, bind
 from ..layouts.layout import Layout
 from ..layouts.propagate import layouts_of
 from ..ops.common import accumulate
-from .broadcast import uses_of_broadcast
+from .broadcast import use_by_sample, uses_of_broadcast
 from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
 from .rules import attributed, by_sample, sample_layout, use_rule
@@ -94,9 +94,8 @@ class _Native(Captured):
         """Per-sample gradients of weight and bias, [B, d] each."""
         for operand, learned, grads in zip(ctx.operands, ctx.learned, rows, strict=True):
             if learned and grads is not None:
-                shaped = grads.view(grads.size(0), 1, *operand.shape)
-                use = uses_of_broadcast(operand, shaped, Layout(self.batch), 1 + operand.dim(), self.name)
-                ctx.forward_pass.record(use)
+                shaped = grads if operand.dim() == 1 else grads.view(grads.size(0), *operand.shape)
+                ctx.forward_pass.record(use_by_sample(operand, shaped, self.name))
 
 
 class _LayerNorm(_Native):

@@ -182,7 +182,10 @@ class Positioned(Use):
         return type(self), first.shape, second.shape, kinds, self.geometry, self.route
 
     def abreast(self, others: Sequence[Any]) -> Positioned:
-        first, second = (torch.cat([use.sides()[side] for use in (self, *others)]) for side in (0, 1))
+        return self.joined(*(torch.cat([use.sides()[side] for use in (self, *others)]) for side in (0, 1)))
+
+    def joined(self, first: Tensor, second: Tensor) -> Positioned:
+        """Uses that are `alike`, whose data these are, one use after the other."""
         one = self.of(first, second, self.name)
         one.route = self.route
         return one

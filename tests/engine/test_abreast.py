@@ -92,7 +92,7 @@ def test_together_is_exact(name: str, dropped: bool, route: str, monkeypatch: py
     made: list[bundle.Abreast] = []
     own = bundle.Abreast.__init__
     with monkeypatch.context() as patch:
-        patch.setattr(bundle.Abreast, "__init__", lambda self, members: made.append(self) or own(self, members))
+        patch.setattr(bundle.Abreast, "__init__", lambda self, *given: made.append(self) or own(self, *given))
         with forced(route):
             together = found(model, x, factors)
     assert made and min(len(joined.members) for joined in made) >= 2

@@ -30,7 +30,7 @@ def test_together_or_alone_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     build = bundle.Bundle.__init__
     monkeypatch.setattr(
-        bundle.Bundle, "__init__", lambda self, members: (made.append(len(members)), build(self, members))[1]
+        bundle.Bundle, "__init__", lambda self, *given: (made.append(len(given[0])), build(self, *given))[1]
     )
     one, other = trained(monkeypatch), trained(monkeypatch, together=False)
     assert made == [6], "two biases and two norm layers, once"
