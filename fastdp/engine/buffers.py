@@ -40,13 +40,13 @@ class Buffers:
     def give(self, sums: dict[int, Tensor]) -> None:
         """The step is made: keep the blocks for the next one."""
         for key, total in sums.items():
-            whole = total.is_contiguous() and total.untyped_storage().nbytes() == 4 * total.numel()
             if (
                 key in self._asked
+                and total.numel() >= WORTH
                 and total.device.type == "cpu"
                 and total.dtype == torch.float32
-                and total.numel() >= WORTH
-                and whole
+                and total.is_contiguous()
+                and total.untyped_storage().nbytes() == 4 * total.numel()
             ):
                 self._kept[key] = total
         self._asked.clear()

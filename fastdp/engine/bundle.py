@@ -54,9 +54,11 @@ class Bundle:
         total = weighted_sum(self.grads, factors.to(self.grads.device))
         sizes = [p.numel() for p in self.members.values()]
         parts: tuple[Tensor, ...] = torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment, func-returns-value]
-        return {
-            key: part.view(p.shape).to(p.device) for (key, p), part in zip(self.members.items(), parts, strict=True)
-        }
+        found = dict(zip(self.members, parts, strict=True))
+        for key, p in self.members.items():
+            if p.dim() != 1 or p.device != total.device:
+                found[key] = found[key].view(p.shape).to(p.device)
+        return found
 
 
 class Abreast:

@@ -53,8 +53,11 @@ class Guards:
         were, and its dicts hold what they held."""
         self._ids = [list(map(id, module.__dict__.values())) for _, module, _ in self._modules]
         dicts = [getattr(module, name) for _, module, _ in self._modules for name in _HOOKS]
+        self._dicts = [module.__dict__ for _, module, _ in self._modules]
+        self._all_ids = _ids_in(self._dicts)
         self._empty = [found for found in dicts if not found]
-        self._filled = [(found, list(map(id, found.values()))) for found in dicts if found]
+        self._filled = [found for found in dicts if found]
+        self._values = _ids_in(self._filled)
         self._places = [getattr(module, name) for _, module, _ in self._modules for name in _PLACES]
         self._sizes = list(map(len, self._places))
 
@@ -64,12 +67,11 @@ class Guards:
 
     def changed(self) -> str:
         for place, name, full, tensor, pointer, requires_grad in self._held:
-            now = place.get(name)
-            if now is not tensor or now.data_ptr() != pointer:
+            if place.get(name) is not tensor or tensor.data_ptr() != pointer:
                 return f"'{full}' is another tensor, or lies in other memory"
-            if now.requires_grad != requires_grad:
+            if tensor.requires_grad != requires_grad:
                 return f"'{full}' was {'frozen' if requires_grad else 'unfrozen'}"
-            if now._backward_hooks:
+            if tensor._backward_hooks:
                 return f"'{full}' has a hook on its gradient"
         suspects = self._suspects()
         if why := next((why for number in suspects if (why := self._differs(number))), ""):
@@ -80,11 +82,13 @@ class Guards:
 
     def _suspects(self) -> Sequence[int]:
         """The numbers of modules of which something may have changed."""
-        full = any(self._empty) or list(map(len, self._places)) != self._sizes
-        if full or any(list(map(id, found.values())) != ids for found, ids in self._filled):
+        more = any(self._empty) or list(map(len, self._places)) != self._sizes
+        if more or _ids_in(self._filled) != self._values:
             return range(len(self._modules))
-        each = enumerate(zip(self._modules, self._ids, strict=True))
-        return [number for number, ((_, module, _), ids) in each if list(map(id, module.__dict__.values())) != ids]
+        if _ids_in(self._dicts) == self._all_ids:
+            return ()
+        each = enumerate(zip(self._dicts, self._ids, strict=True))
+        return [number for number, (now, ids) in each if list(map(id, now.values())) != ids]
 
     def _differs(self, number: int) -> str:
         """What is another of a module, "" if nothing is."""
@@ -97,6 +101,11 @@ class Guards:
             changed = next(name for name in {**now, **before} if now.get(name) != before.get(name))
             return f"module '{path}' has another '{changed}'"
         return ""
+
+
+def _ids_in(dicts: Sequence[dict[str, Any]]) -> list[int]:
+    """How many values each holds, and which."""
+    return [*map(len, dicts), *[id(value) for found in dicts for value in found.values()]]
 
 
 def _state_of_torch() -> tuple[Any, ...]:

@@ -58,7 +58,11 @@ def _group(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor, num_groups: int) ->
 
 
 def _native_rows(x: Tensor, g: Tensor, mean: Tensor | None, rstd: Tensor, want_bias: bool) -> tuple[Tensor, Tensor]:
-    x, g, *statistics = (v.contiguous() for v in _rows(x, g, *(s for s in (mean, rstd) if s is not None)))
+    statistics = [s for s in (mean, rstd) if s is not None]
+    rows, kind = x.shape[:2], sum_type(x)
+    if x.dim() != 3 or g.shape != x.shape or any(s.shape != rows or s.dtype != kind for s in statistics):
+        x, g, *statistics = _rows(x, g, *statistics)
+    x, g, *statistics = (v.contiguous() for v in (x, g, *statistics))
     weight = torch.empty(x.size(0), x.size(2), dtype=sum_type(x))
     bias = torch.empty_like(weight) if want_bias else weight
     module: Any = native()

@@ -9,6 +9,7 @@ tensors in one parallel region; results do not depend on the number of threads.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,8 +68,6 @@ class StepTable:
 
     def __init__(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> None:
         self.params, self.states, self.offsets = list(params), [list(tensors) for tensors in states], list(offsets)
-        self.counters: list[Tensor] = []  # of steps, that whoever owns the table adds to, and their versions since
-        self.counted: list[int] = []
         self._marks = _marks(self.params, self.states)
         self._tables: list[list[list[int]]] = []
         self._order: list[tuple[list[int], torch.dtype, torch.Size]] = []  # row, type of its sum, shape
@@ -111,10 +110,10 @@ class StepTable:
 def _marks(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
     """What may change of a tensor that stays the same one (by `.data =`, say) and that a step relies on."""
     all_of = [tensor for tensors in (params, *states) for tensor in tensors]
-    return [
-        [t.data_ptr() for t in all_of], [t.numel() for t in all_of], [t.dtype for t in all_of],
-        [t.is_contiguous() for t in all_of],
-    ]  # fmt: skip
+    return [list(map(ask, all_of)) for ask in _ASKED]
+
+
+_ASKED = (Tensor.data_ptr, Tensor.numel, operator.attrgetter("dtype"), Tensor.is_contiguous)
 
 
 _nothing: Callable[..., None] = lambda *args, **options: None

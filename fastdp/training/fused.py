@@ -49,7 +49,41 @@ def kind_of(base: type) -> str | None:
     return None
 
 
-Tables = dict[int, StepTable]  # what was found out of each group that one launch can take, by its place
+class GroupTable(StepTable):
+    """A table of a group that one launch takes. Adam's numbers of steps lie side by side, to be counted by one call."""
+
+    _counts: Tensor | None = None
+    _counters: list[Tensor] = []
+    _version = -1  # of the counts, once this table has added to them
+
+    def is_of_one_age(self, kind: str, state: dict[Tensor, Any], sums: dict[int, Tensor]) -> bool:
+        """Whether all parameters have a sum, and were last updated together, by this table. (If it fits, so do its
+        states: they are all there, or none is.)"""
+        if not all(id(p) in sums for p in self.params):
+            return False
+        if kind == "sgd":
+            return True
+        now = [state[p].get("step") for p in self.params]
+        return (
+            self._counts is not None
+            and self._counts._version == self._version
+            and all(map(operator.is_, now, self._counters))
+        )
+
+    def count(self, state: dict[Tensor, Any]) -> None:
+        """Add a step to each parameter's number of them."""
+        if self._counts is None or not all(
+            state[p]["step"] is c for p, c in zip(self.params, self._counters, strict=True)
+        ):
+            self._counts = torch.tensor([float(state[p]["step"]) for p in self.params], dtype=torch.float32)
+            self._counters = [self._counts[place] for place in range(len(self.params))]
+            for p, counter in zip(self.params, self._counters, strict=True):
+                state[p]["step"] = counter
+        self._counts.add_(1)
+        self._version = self._counts._version
+
+
+Tables = dict[int, GroupTable]  # what was found out of each group that one launch can take, by its place
 
 
 def can_fuse(kind: str, groups: list[dict[str, Any]], state: dict[Tensor, Any], known: Tables | None = None) -> bool:
@@ -97,33 +131,21 @@ def step(
     draw = Draw(words_of(noise.key), noise.step, release.std, release.scale)
     for number, group in enumerate(groups):
         table = known.get(number)
-        same = table is not None and _is_of_one_age(kind, table, state, release.sums)
+        same = table is not None and table.is_of_one_age(kind, state, release.sums)
         for params in [group["params"]] if same else _alike_in_device_and_age(kind, group, state, release.sums):
             offsets = [release.offsets[id(p)] for p in params]
             update = (_adam if kind == "adam" else _sgd)(group, [state[p] for p in params], params)
             table = known.get(number)
             if table is None or len(params) != len(table.params) or table.offsets != offsets:
-                table = StepTable(params, _states(kind, {**group, "params": params}, state), offsets)
+                table = GroupTable(params, _states(kind, {**group, "params": params}, state), offsets)
                 if len(params) == len(group["params"]):
                     known[number] = table
             totals = [release.sums[id(p)] for p in params]
             table.run(totals, draw, update)
             if kind == "adam":
-                table.counters = [state[p]["step"] for p in params]
-                torch._foreach_add_(table.counters, 1)
-                table.counted = [counter._version for counter in table.counters]
+                table.count(state)
             for p, total in zip(params, totals, strict=True):
                 p.grad = alias(total) if total.dtype == p.dtype else None
-
-
-def _is_of_one_age(kind: str, table: StepTable, state: dict[Tensor, Any], sums: dict[int, Tensor]) -> bool:
-    """Whether a table that fits is of parameters that all have a sum, and were all updated by its last step."""
-    if not all(id(p) in sums for p in table.params):
-        return False
-    if kind == "sgd":
-        return True  # its states are there, or there are none
-    now = [state[p].get("step") for p in table.params]
-    return all(map(operator.is_, now, table.counters)) and table.counted == [t._version for t in table.counters]
 
 
 def _alike_in_device_and_age(

@@ -82,6 +82,39 @@ def test_state_moves_between_the_two_ways_and_plain_torch(name: str, monkeypatch
             torch.testing.assert_close(plain.state[p][key], value, rtol=2e-6, atol=2e-7)
 
 
+@pytest.mark.parametrize("change", ["replaced", "written", "all", "loaded"])
+def test_numbers_of_steps_that_others_change_are_seen(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie side by side and are counted at once; a bias correction of another age is another update."""
+    found = []
+    for two_pass in (False, True):
+        model = model_of()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+        optimizer = fastdp.privatize(inner, model, noise_multiplier=0.0, expected_batch_size=6)
+        x, y = torch.randn(6, 7, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2])
+        with monkeypatch.context() as patch:
+            if two_pass:
+                patch.setattr(fused, "kind_of", lambda base: None)
+            for number in range(6):
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                states = [optimizer.state[p] for p in model.parameters()]
+                if number == 2 and change == "replaced":
+                    states[1]["step"] = torch.tensor(40.0)
+                elif number == 2 and change == "written":
+                    states[1]["step"].fill_(40.0)
+                elif number == 2 and change == "all":
+                    torch._foreach_add_([state["step"] for state in states], 7)
+                elif number == 2:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            assert [float(optimizer.state[p]["step"]) for p in model.parameters()][:2] == {
+                "replaced": [6.0, 43.0], "written": [6.0, 43.0], "all": [13.0, 13.0], "loaded": [6.0, 6.0],
+            }[change]  # fmt: skip
+        found.append(model)
+    for p, q in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_types(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, grads = train(torch.optim.AdamW, dict(lr=0.01), False, monkeypatch, dtype=dtype)
