@@ -133,7 +133,7 @@ class StepProgram:
     def _pass(self, leaves: Sequence[Any]) -> None:
         """A real forward and backward, whose gradients nobody else hears of."""
         with self._engine.collecting() as found:
-            self._losses(_copies(leaves))
+            self._losses(copies(leaves))
         _check_one(found)
 
     def _losses(self, leaves: Sequence[Any]) -> Tensor:
@@ -143,7 +143,7 @@ class StepProgram:
         return losses
 
     def _recorded(self, leaves: Sequence[Any], held: dict[str, Tensor]) -> Recorded:
-        given, random = _copies(leaves), torch.get_rng_state()
+        given, random = copies(leaves), torch.get_rng_state()
         inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
         recorder = Recorder(inputs, held)
         _RECORDING.append(recorder)
@@ -187,10 +187,11 @@ def _plain(leaf: Tensor) -> Tensor:
     return leaf if plain else leaf.clone(memory_format=torch.contiguous_format)
 
 
-def _copies(leaves: Sequence[Any]) -> list[Any]:
-    """The batch in memory of its own."""
+def copies(leaves: Sequence[Any]) -> list[Any]:
+    """The batch in memory of its own, with nothing that says when it was handed out."""
     copied = torch.contiguous_format
-    return [leaf.detach().clone(memory_format=copied) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with torch._C.DisableTorchFunction():
+        return [leaf.detach().clone(memory_format=copied) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _check_one(found: list[Gradients]) -> None:

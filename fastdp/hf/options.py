@@ -29,6 +29,8 @@ class PrivacyArguments:
         group_by: a column; all records with the same value form one sample, so that the guarantee protects persons.
         max_records_per_group: with group_by, the largest number of records of a group in a step.
         memory_budget: the bytes that may be held in backward for norms and sums.
+        graphed: whether forward and backward are recorded once for each shape of a batch, and replayed without Python
+            (`optimizer.graphed`; on the CPU). Pad to few lengths: `pad_to_multiple_of=64` of the collator, say.
         verify: whether to check the model and the loss on a few records before training.
         noise_seed: makes sampling and noise repeatable, for experiments. It voids the guarantee.
         count_lost_steps: after a resume, whether to count the steps that were made after the checkpoint.
@@ -71,6 +73,10 @@ class PrivacyArguments:
     memory_budget: int | None = field(
         default=None, metadata={"help": "The bytes that backward may hold for norms and sums."}
     )
+    graphed: bool = field(
+        default=False,
+        metadata={"help": "Record forward and backward once for each shape of a batch, and replay them (on the CPU)."},
+    )
     verify: bool = field(
         default=True, metadata={"help": "Check the model and the loss on a few records before training."}
     )
@@ -99,6 +105,8 @@ class PrivacyArguments:
             raise ValueError(f"delta must lie in (0, 1), not {self.delta!r}")
         if self.max_records_per_group is not None and self.group_by is None:
             raise ValueError("max_records_per_group needs group_by")
+        if self.graphed and (self.group_by is not None or self.memory_budget is not None):
+            raise ValueError("graphed=True replays batches of records: leave group_by and memory_budget out")
         if self.log_clipped_share and self.style != "flat":
             raise ValueError("log_clipped_share needs style='flat'")
         check_accountant(self.accountant)

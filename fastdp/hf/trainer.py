@@ -6,7 +6,7 @@ import inspect
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,6 +22,9 @@ from .checks import check_model, check_padding, evaluating
 from .losses import Head, find_head, reduced, size_of, without_labels
 from .options import PrivacyArguments
 from .spending import Spending, Watch, logger
+
+if TYPE_CHECKING:
+    from ..training.graphed_shapes import GraphedShapes
 
 
 class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
@@ -56,6 +59,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
             check_dataset(given["train_dataset"])
         self._begin_account(privacy)
         self._head: Head | None = None
+        self._graphed: GraphedShapes | None = None
         self._training = False
         self._trained: Any = None  # the model, or its compiled form
         self._learning = False  # inside the loss of a training step, or of a check of it
@@ -112,7 +116,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         if self._private is not None:
             self._history = self.history
             self._private.detach()
-            self._private = None
+            self._private = self._graphed = None
 
     # ------------------------------------------------------------------ data
 
@@ -187,6 +191,10 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
                 sample_rate=self._source.loader.sample_rate, accountant=self.privacy.accountant,
             )  # fmt: skip
         self._private = privatize(plain, self._trained, noise_multiplier=noise, **self.privacy.engine_options())
+        if self.privacy.graphed and self.args.torch_compile:
+            raise StepError("graphed=True and torch_compile=True are two ways to the same end: leave one of them out")
+        if self.privacy.graphed:
+            self._graphed = self._private.graphed(self._losses, sizes=(self.args.train_batch_size,))
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -239,16 +247,19 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ the step
 
-    def _step_loss(self, model: nn.Module, inputs: Any) -> Tensor:
-        """The loss that is trained on: the mean over the samples' own."""
-        size = size_of(inputs)
+    def _losses(self, model: nn.Module, inputs: Any) -> Tensor:
+        """What compute_loss says of the batch: one loss per sample [B], or their mean."""
         self._learning = True
         try:
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, dict(inputs))
         finally:
             self._learning = False
-        return reduced(loss[0] if isinstance(loss, tuple) else loss, size)
+        return loss[0] if isinstance(loss, tuple) else loss
+
+    def _step_loss(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The loss that is trained on: the mean over the samples' own."""
+        return reduced(self._losses(model, inputs), size_of(inputs))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -298,14 +309,15 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         raw, current = self._source.next()
         if current.size:
             batch = self._prepare_inputs(raw)
-            loss = self._step_loss(model, batch)
+            loss = self._step_loss(model, batch) if self._graphed is None else self._graphed.backward(dict(batch))
             ticket.flops += int(super().floating_point_ops(batch))
             super()._track_num_input_tokens(batch)
             del batch
             every = self.args.torch_empty_cache_steps
             if every is not None and self.state.global_step % every == 0:
                 transformers.trainer.clear_device_cache()
-            self.accelerator.backward(loss)
+            if self._graphed is None:
+                self.accelerator.backward(loss)
             self._note(loss.detach(), current.size, private)
         self._complete = current.final
         if not current.final:

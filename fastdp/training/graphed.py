@@ -7,6 +7,7 @@ only what autograd would have computed for them, the losses and each use's data.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,16 +19,17 @@ from torch.utils._pytree import tree_flatten
 from ..engine.gradients import Gradients
 from ..errors import GraphError, StepError, VerificationError
 from ..graphed.guards import Guards
-from ..graphed.steps import Batch, LossFn, StepProgram, check_losses
+from ..graphed.steps import Batch, LossFn, StepProgram, check_losses, copies
 from ..layouts.marks import mark_of
 from ..ops.common import exactly
+from .graphed_loss import Begun, ReplayedSteps
 from .privacy import Privacy
 
 _RECORDINGS = 4  # of one step, at most: what changes every time is not worth one
 _TOLERANCE = 1e-4
 
 
-class GraphedStep:
+class GraphedStep(ReplayedSteps):
     """`step(*batch)` makes one private step and returns its loss, detached: the mean (or sum) over the samples.
 
     replayed, eager: how many batches went either way; reasons: why those did not, by how many.
@@ -37,7 +39,8 @@ class GraphedStep:
         self, optimizer: torch.optim.Optimizer, privacy: Privacy, loss_fn: LossFn, example_batch: Sequence[Any],
         sizes: Iterable[int] | None, verify_every: int,
     ) -> None:  # fmt: skip
-        self._optimizer, self._privacy, self._loss_fn = optimizer, privacy, loss_fn
+        super().__init__(optimizer)
+        self._privacy, self._loss_fn = privacy, loss_fn
         self._verify_every, self._recordings = verify_every, 0
         self._mean = privacy.loss_reduction == "mean"
         self.replayed = self.eager = 0
@@ -51,7 +54,7 @@ class GraphedStep:
         self._batch = Batch(
             spec, tuple(isinstance(t, Tensor) and t.dim() > 0 and t.size(0) == size for t in leaves), size
         )
-        self._example = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._example = copies(leaves)
         self.sizes = sorted(set(sizes or (size,)))
         if self.sizes[0] < 1 or not all(isinstance(size, int) for size in self.sizes):
             raise ValueError(f"sizes must be whole numbers of samples, 1 or more, not {self.sizes}")
@@ -74,7 +77,7 @@ class GraphedStep:
             )
         if not torch.is_grad_enabled():
             raise StepError("a step was called with gradients switched off")
-        if privacy.busy:
+        if privacy.pending():
             raise StepError("a step cannot be recorded between a backward and its step")
         programs = {}
         for size in self.sizes:
@@ -85,19 +88,7 @@ class GraphedStep:
 
     # ------------------------------------------------------------------ the step
 
-    def __call__(self, *batch: Any) -> Tensor:
-        """Make one private step on a batch.
-
-        Args:
-            batch: as the example; any number of samples. More than the largest size, or rows of another shape, go the
-                way of every other step.
-
-        Returns:
-            The loss of the batch, detached; 0 if it has no sample.
-
-        Raises:
-            What `step` raises, and GraphError if the step changes again and again.
-        """
+    def _begin(self, batch: tuple[Any, ...]) -> Begun:
         if self._privacy.detached:
             raise StepError("this optimizer was detached from its model: make a new one to train on")
         leaves, spec = tree_flatten(batch)
@@ -107,8 +98,7 @@ class GraphedStep:
         if self._guards.changed():
             self._record()
         if samples == 0:
-            program = self._programs[self.sizes[0]]
-            return self._finish(batch, torch.zeros(()), program.none(), program)
+            return self.begin_nothing(batch)
         fits = [size for size in self.sizes if size >= samples and (size == samples or not self._programs[size].only)]
         if not fits:
             why = next(program.only for size, program in self._programs.items() if size >= samples)
@@ -125,15 +115,18 @@ class GraphedStep:
         if self._verify_every and self.replayed % self._verify_every == 0 and (draws is None or size == samples):
             self._verify(batch, samples, gradients, draws)
         self.replayed += 1
-        return self._finish(batch, losses.mean() if self._mean else losses.sum(), gradients, program)
+        loss = losses.mean() if self._mean else losses.sum()
+        return loss, functools.partial(self._hand_over, batch, gradients, program)
 
-    def _finish(self, batch: Any, loss: Tensor, gradients: Gradients, program: StepProgram) -> Tensor:
-        """Clip, and make the optimizer's own step."""
+    def begin_nothing(self, batch: tuple[Any, ...]) -> Begun:
+        """Of a batch without samples."""
+        program = self._programs[self.sizes[0]]
+        return torch.zeros(()), functools.partial(self._hand_over, batch, program.none(), program)
+
+    def _hand_over(self, batch: Any, gradients: Gradients, program: StepProgram) -> None:
+        """To the engine, as a backward does: norms are taken, and clipped sums."""
         gradients.plan = program.plan
         self._privacy.engine.replayed(batch, gradients)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss
 
     def _unlike(self, leaves: list[Any], spec: Any) -> tuple[str, int]:
         """Why a batch does not fit the recording, "" if it does, and its samples."""
@@ -157,24 +150,14 @@ class GraphedStep:
             return f"the batch has more samples than the largest size, {self.sizes[-1]}", count
         return "", count
 
-    def _eagerly(self, batch: Any, why: str) -> Tensor:
-        """The step of a batch that no recording fits."""
+    def _eagerly(self, batch: Any, why: str) -> Begun:
+        """Of a batch that no recording fits."""
         kind = why.split(" of shape")[0]
         if kind not in self.reasons:
-            warnings.warn(f"a batch is not replayed but goes through Python: {why}", stacklevel=3)
+            warnings.warn(f"a batch is not replayed but goes through Python: {why}", stacklevel=5)
         self.reasons[kind] = self.reasons.get(kind, 0) + 1
         self.eager += 1
-        total = self._backward(batch)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return total
-
-    def _backward(self, batch: Any) -> Tensor:
-        losses = self._loss_fn(self._privacy.engine.model, *batch)
-        check_losses(losses, losses.size(0) if isinstance(losses, Tensor) and losses.dim() else 0)
-        total = losses.mean() if self._mean else losses.sum()
-        total.backward()
-        return total.detach()
+        return loss_of(self._privacy, self._loss_fn, batch), None
 
     def _verify(self, batch: Any, samples: int, gradients: Gradients, draws: Tensor | None) -> None:
         """Raises VerificationError where the replay is not what Python makes of the same batch."""
@@ -184,7 +167,7 @@ class GraphedStep:
                 torch.set_rng_state(draws)
                 stack.callback(torch.set_rng_state, after)
             found = stack.enter_context(self._privacy.engine.collecting())
-            self._backward(batch)
+            loss_of(self._privacy, self._loss_fn, batch).backward()  # type: ignore[no-untyped-call]
         params, ones = self._privacy.engine.parameters(), torch.ones(samples)
         with torch.no_grad(), exactly():
             norms = [each.norm_sq(params).sqrt() for each in (gradients, found[0])]
@@ -198,6 +181,13 @@ class GraphedStep:
                 "forward or the loss depends on something beside its batch and the parameters (a counter, an attribute "
                 "that changes): pass it as an argument, or train without graphed()"
             )
+
+
+def loss_of(privacy: Privacy, loss_fn: LossFn, batch: Any) -> Tensor:
+    """The loss of a batch by Python, for autograd."""
+    losses = loss_fn(privacy.engine.model, *batch)
+    check_losses(losses, losses.size(0) if isinstance(losses, Tensor) and losses.dim() else 0)
+    return losses.mean() if privacy.loss_reduction == "mean" else losses.sum()
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

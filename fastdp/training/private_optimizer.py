@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .verified import warn_unverified
 
 if TYPE_CHECKING:
     from .graphed import GraphedStep
+    from .graphed_shapes import GraphedShapes
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -266,10 +267,22 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         return self._attached().explain(profile)
 
+    @overload
     def graphed(
         self, loss_fn: Callable[..., Tensor], example_batch: Sequence[Any], sizes: Iterable[int] | None = None, *,
         verify_every: int = 0,
-    ) -> GraphedStep:  # fmt: skip
+    ) -> GraphedStep: ...  # fmt: skip
+
+    @overload
+    def graphed(
+        self, loss_fn: Callable[..., Tensor], example_batch: None = None, sizes: Iterable[int] | None = None, *,
+        verify_every: int = 0,
+    ) -> GraphedShapes: ...  # fmt: skip
+
+    def graphed(
+        self, loss_fn: Callable[..., Tensor], example_batch: Sequence[Any] | None = None,
+        sizes: Iterable[int] | None = None, *, verify_every: int = 0,
+    ) -> GraphedStep | GraphedShapes:  # fmt: skip
         """Record the forward, loss and backward of a batch, to be replayed without Python. On the CPU only.
 
         What is released does not change: norms, clipping, noise and ledger of a replayed step are those of every step,
@@ -279,19 +292,29 @@ class PrivateOptimizer(torch.optim.Optimizer):
             loss_fn: `loss_fn(model, *batch) -> losses [B]`, the loss of each sample. It must not depend on anything
                 that changes beside the batch and the parameters.
             example_batch: what the loss function takes after the model; tensors with samples in the first dimension.
+                None: each shape of a batch is recorded when it is met for the second time, up to eight shapes (texts
+                that are padded to their own longest, to a multiple of 64, say).
             sizes: the batch sizes to record (default: that of the example). A batch is padded to the next size, and
                 nothing of the padding is read; batches larger than all of them go through Python.
             verify_every: compare every so many replays with Python's step on the same batch; 0 for never.
 
         Returns:
-            `step(*batch) -> loss`: forward, backward, `step` and `zero_grad` in one call.
+            `step(*batch) -> loss`: forward, backward, `step` and `zero_grad` in one call. `step.backward(*batch)` is
+            forward and backward alone.
 
         Raises:
             GraphError: if the step cannot be replayed, with the reason.
         """
         from .graphed import GraphedStep  # imports torch's compiler, which takes seconds
+        from .graphed_shapes import GraphedShapes
 
-        return GraphedStep(self, self._attached(), loss_fn, example_batch, sizes, verify_every)
+        privacy = self._attached()
+        if example_batch is not None:
+            return GraphedStep(self, privacy, loss_fn, example_batch, sizes, verify_every)
+        kept = None if sizes is None else tuple(sizes)
+        return GraphedShapes(
+            self, privacy, loss_fn, lambda batch: GraphedStep(self, privacy, loss_fn, batch, kept, verify_every)
+        )
 
     def detach(self) -> None:
         """Remove the engine from the model, which is then unchanged except for the trained weights."""
