@@ -27,6 +27,7 @@ from torch.utils import cpp_extension
 import fastdp
 
 from . import cases
+from .second_device_syncs import check_seen, check_waits, library_cases
 from .truth import norms_of, truth
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -99,6 +100,17 @@ def check_case(name: str) -> None:
         assert error < 1e-4, (key, float(error))
 
 
+def check_case_waits(name: str) -> None:
+    make = library_cases().get(name, lambda: cases.build(name))
+    model, batch, losses = make()
+    try:
+        check_waits(name, model.to("stub:1"), moved(batch, "stub:1"), losses, "stub:1")
+    except (RuntimeError, NotImplementedError) as problem:
+        if any(function in str(problem) for function in NO_SUCH_FUNCTION):
+            raise Unsupported(str(problem)) from problem
+        raise
+
+
 class Unsupported(Exception):
     """The device itself cannot run this."""
 
@@ -155,6 +167,9 @@ def check_spread(first: str, second: str, make: str, **options: Any) -> None:
 def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for name in cases.CASES:
         yield name, lambda name=name: check_case(name)
+    yield "waits are seen", lambda: check_seen("stub:1")
+    for name in (*cases.CASES, *library_cases()):
+        yield f"waits of {name}", lambda name=name: check_case_waits(name)
     for first, second in PLACES:
         for make, options in (
             ("DPSGD", {"noise_multiplier": 0.0}),

@@ -46,7 +46,8 @@ def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
     key: Any = None
     rows = {call.batch, *[layout.rows for _, layout in inputs]}
     varying = any(not rows.isdisjoint(t.shape) for t in call.constants())
-    if not varying and all(t.is_floating_point() and layout.owner is None for t, layout in data):
+    by_sizes = call.name == "__getitem__" and len(call.tensors) == 1  # an index of whole numbers reads no tensor's
+    if not varying and all((by_sizes or t.is_floating_point()) and layout.owner is None for t, layout in data):
         try:
             key = (call.func, call.batch, key_of(call))
             if key in _INDEPENDENT:

@@ -84,6 +84,14 @@ class Layout(NamedTuple):
         ids = torch.arange(self.batch, device=device)
         return ids.repeat_interleave(self.inner).repeat(self.outer)
 
+    def rows_of(self, sample: int, device: torch.device) -> Tensor:
+        """The rows of a sample, in order: int64 [n]."""
+        if self.owner is not None:
+            return torch.nonzero(self.owner.to(device) == sample).flatten()
+        blocks = torch.arange(self.outer, device=device) * (self.batch * self.inner)
+        within = torch.arange(sample * self.inner, (sample + 1) * self.inner, device=device)
+        return (blocks[:, None] + within).flatten()
+
     def taken(self, dim: int, picked: Tensor, order: Tensor | None = None, anew: bool = False) -> Layout:
         """Layout of a tensor whose rows along `dim` are these rows, int64 [n]; `alone`, if all are of one sample.
 

@@ -68,12 +68,11 @@ def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> U
         return _follow_rows(link.parent, _sum_to(grads, link.parent.shape, dim), layout._replace(dim=dim), name)
     if link is not None and link.kind == "lookup" and link.ids is not None and layout.dim < link.ids.dim():
         return Lookup.rows(link.parent, by_sample(link.ids, layout), grads, name)
-    owners = layout.owners(operand.device)
 
     def own_rows(low: int, high: int) -> Tensor:
         full = grads.new_zeros((high - low, *operand.shape))
         for b in range(low, high):
-            mine = torch.nonzero(owners == b).flatten()
+            mine = layout.rows_of(b, operand.device)
             full[b - low].index_copy_(layout.dim, mine, grads[b].narrow(layout.dim, 0, mine.numel()))
         return full
 

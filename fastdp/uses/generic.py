@@ -188,8 +188,7 @@ class _Generic(Captured):
         if layout.owner is None and not layout.mixed:
             for dim in dims:
                 if tensor.dim() > dim and tensor.size(dim) == layout.rows and layout.rows > 1:
-                    rows = torch.nonzero(layout.owners(tensor.device) == b).flatten()
-                    return tensor.index_select(dim, rows)
+                    return tensor.index_select(dim, layout.rows_of(b, tensor.device))
         return tensor
 
     def check(self, out: Any) -> None:
