@@ -29,7 +29,8 @@ from .progress import Progress
 
 OPTIONS = "options.json"  # in --out: what the run was begun with
 # may differ when a run is resumed: they change neither the guarantee nor what is learnt
-_FREE = ("resume", "dry_run", "out", "device", "max_physical_batch_size", "checkpoint_every", "model", "data", "eval")
+_FREE = ("resume", "dry_run", "out", "device", "max_physical_batch_size", "checkpoint_every", "graphed",
+         "model", "data", "eval")  # fmt: skip
 
 
 def main(options: Namespace) -> int:

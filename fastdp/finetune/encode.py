@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from ..losses import IGNORE, causal_lm_loss, classification_loss
 from ..training.words import count
-from .job import FinetuneError
+from .job import FinetuneError, Graphed
 from .records import Records
 
 _AT_ONCE = 1000
@@ -67,20 +67,27 @@ class Encoded(Dataset[dict[str, Any]]):
 class Collate:
     """Items -> {"input_ids", "attention_mask", "token_type_ids"?, "labels"} [B, T], padded on the right.
 
-    For lm the labels are the tokens themselves, padding left out of the loss.
+    For lm the labels are the tokens themselves, padding left out of the loss. T is the length of the longest item, or
+    the next of `widths`.
     """
 
-    def __init__(self, pad: int) -> None:
-        self.pad = pad
+    def __init__(self, pad: int, widths: Sequence[int] = ()) -> None:
+        self.pad, self.widths = pad, sorted(widths)
+
+    def width(self, longest: int) -> int:
+        """T of a batch with items of this length at most."""
+        return next((width for width in self.widths if width >= longest), longest)
 
     def __call__(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
         def padded(name: str, fill: int) -> Tensor:
             rows = [item[name].long() for item in items]
-            return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+            found = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+            return nn.functional.pad(found, (0, width - found.size(1)), value=fill)
 
         lengths = torch.tensor([len(item["input_ids"]) for item in items])
+        width = self.width(int(lengths.max()))
         batch = {"input_ids": padded("input_ids", self.pad)}
-        batch["attention_mask"] = (torch.arange(int(lengths.max()))[None] < lengths[:, None]).long()
+        batch["attention_mask"] = (torch.arange(width)[None] < lengths[:, None]).long()
         if "token_type_ids" in items[0]:
             batch["token_type_ids"] = padded("token_type_ids", 0)
         if "label" in items[0]:
@@ -107,6 +114,16 @@ def longest(model: nn.Module, tokenizer: Any, task: str, wanted: int | None) -> 
     if wanted is not None and limits and wanted > min(limits):
         raise FinetuneError(f"--max-length {wanted}: the model and its tokenizer take at most {min(limits)} tokens")
     return wanted or min([_DEFAULT_LENGTH[task], *limits])
+
+
+def widths(most: int) -> list[int]:
+    """The lengths that batches are padded to so that few shapes are recorded: up to eight, by `most` tokens alone.
+
+    >>> widths(128), widths(30)
+    ([16, 32, 48, 64, 80, 96, 112, 128], [8, 16, 24, 30])
+    """
+    step = max(8, -(-most // 8))
+    return [min(step * k, most) for k in range(1, -(-most // step) + 1)]
 
 
 def padding(tokenizer: Any) -> str:
@@ -181,6 +198,28 @@ def loss_of(model: nn.Module, task: str) -> Callable[[nn.Module, dict[str, Tenso
     logits = logits_of(model)
     own = classification_loss if task == "classify" else causal_lm_loss
     return lambda model, batch: own(logits(model, batch), batch["labels"])
+
+
+def graphed_of(model: nn.Module, task: str, data: Encoded, collate: Collate) -> Graphed:
+    """What replayed steps of these records need."""
+    logits = logits_of(model)
+    own = classification_loss if task == "classify" else causal_lm_loss
+    width_of = [collate.width(data.length(i)) for i in range(len(data))]
+
+    def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return own(logits(model, batch), batch["labels"], reduction="none")
+
+    def example(batch: dict[str, Tensor], size: int) -> dict[str, Tensor] | None:
+        width = batch["input_ids"].size(1)
+        longest = [i for i, own in enumerate(width_of) if own == width]
+        fitting = [i for i, own in enumerate(width_of) if own <= width]  # short ones too: padded and not
+        if len(fitting) < 2 or not longest:
+            return None
+        count = max(size, 2)
+        chosen = [fitting[k * (len(fitting) - 1) // (count - 1)] for k in range(count)]
+        return collate([data[i] for i in [longest[-1], *chosen[:-1]]])
+
+    return Graphed(losses, example)
 
 
 def logits_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:

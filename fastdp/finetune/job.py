@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -75,6 +75,17 @@ FREE = ("max_physical_batch_size", "checkpoint_steps", "checkpoint_seconds")  # 
 Log = Callable[[str, dict[str, Any]], None]
 
 
+class Graphed(NamedTuple):
+    """What replayed steps need.
+
+    losses: (model, batch) -> [B]: the loss of each sample, of which `Job.loss` is the mean.
+    example: (batch, size) -> `size` records of the data, collated to the shape of the batch; None if there are not two.
+    """
+
+    losses: Callable[[nn.Module, Any], Tensor]
+    example: Callable[[Any, int], Any]
+
+
 @dataclasses.dataclass
 class Job:
     """A run.
@@ -101,6 +112,7 @@ class Job:
         that would have been; False where the user chose another.
     new: names of the parameters that are not pre-trained and learn at `new_lr`.
     length: index -> a number that grows with the memory of the record (tokens); to find the physical batch size.
+    graphed: to replay forward and backward (`optimizer.graphed`); batches are dicts of tensors then.
     """
 
     model: nn.Module
@@ -119,6 +131,7 @@ class Job:
     length: Callable[[int], int] | None = None
     new: Collection[str] = ()
     keep_physical: bool = True
+    graphed: Graphed | None = None
 
 
 @dataclasses.dataclass

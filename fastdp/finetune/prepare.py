@@ -17,11 +17,12 @@ from ..errors import BatchReadWarning
 from ..training.words import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
-from .encode import Collate, Encoded, encode, longest, loss_of, padding
+from .encode import Collate, Encoded, encode, graphed_of, longest, loss_of, padding, widths
 from .evaluation import Evaluation
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
 from .records import Data, load_data
+from .replays import check as check_graphed
 
 _EVALUATED_AT_ONCE = 32
 
@@ -67,7 +68,7 @@ def prepare(options: Namespace) -> Prepared:
         encoded = encoded.by_length()
     units = len(encoded) if groups is None else len(set(groups))
     plan = preflight.make_plan(options, units)
-    collate = Collate(int(tokenizer.pad_token_id))
+    collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else ())
     evaluation = None if held_out is None else Evaluation(held_out, collate, options.task, _EVALUATED_AT_ONCE)
     per_epoch = max(1, round(1 / plan.sample_rate))
     job = Job(
@@ -75,7 +76,10 @@ def prepare(options: Namespace) -> Prepared:
         evaluate=evaluation, evaluate_every=None if evaluation is None else per_epoch,
         fingerprint={"data (training records)": data.train.digest, "tokens": _tokens_digest(encoded)},
         group_by=groups, length=encoded.length, new=new_parameters(model, new),
+        graphed=graphed_of(model, options.task, encoded, collate) if options.graphed else None,
     )  # fmt: skip
+    if job.graphed is not None:
+        check_graphed(job, device)
     sections = [
         ("model", _model_lines(options, model, [*notes, *more])),
         ("data", _data_lines(options, data, encoded, held_out, most, units)),

@@ -20,6 +20,7 @@ from .checkpoint import Checkpoints, SaveError, in_words
 from .job import FREE, FinetuneError, Job
 from .journal import Journal
 from .keys import Keys, environment, weights_digest
+from .replays import Replays
 
 SHOWN = 20  # at so many points of the run epsilon is computed to be shown
 
@@ -54,6 +55,7 @@ class Standing:
         self.reason = ""  # why none is
         self._saved_at = time.monotonic()
         self.optimizer: Any = None
+        self.replays: Replays | None = None
         self.batches: Iterator[Any] | None = None
         self._epsilons: dict[int, float] = {0: 0.0}
 
@@ -85,6 +87,7 @@ class Standing:
             accountant=plan.accountant, seed=plan.seed,
         )  # fmt: skip
         self.privacy = self.optimizer._privacy
+        self.replays = None if self.job.graphed is None else Replays(self.job, self.optimizer, self.device)
         options: dict[str, Any] = {}
         if self.job.group_by is not None:
             options["group_by"] = self.job.group_by

@@ -151,14 +151,22 @@ class _Loop(Standing):
             self._largest = max(self._largest, current.size)
             if current.size:
                 batch = to_device(batch, self.device) if self.job.to_device is None else self.job.to_device(batch)
-                loss = self.job.loss(self.model, batch)
-                loss.backward()
-                total, samples = total + loss.detach() * current.size, samples + current.size
-                del loss
+                total, samples = (
+                    total + self._backward(batch, current.size, size) * current.size,
+                    samples + current.size,
+                )
             self.optimizer.step()
             self.optimizer.zero_grad()
             if current.final:
                 return float(total) / max(samples, 1), samples
+
+    def _backward(self, batch: Any, samples: int, size: int | None) -> Tensor:
+        """The mean loss of a physical batch, detached."""
+        if self.replays is not None:
+            return self.replays.backward(batch, samples, size)
+        loss = self.job.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _witness(self, release: Release) -> None:
         """The sums are there, the noise is not drawn: journal the step, or compare with what was journalled."""
