@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import random
 import types
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy
@@ -18,101 +20,170 @@ _PLACES = ("_parameters", "_buffers")
 _GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 
 
-def _simple(module: nn.Module) -> dict[str, Any]:
-    """Its attributes that are numbers, words or functions, by type and value; `forward`, if it has one of its own."""
-    kinds = (bool, int, float, str, type(None), tuple, torch.dtype, types.FunctionType, types.MethodType)
-    return {name: (type(value), value) for name, value in module.__dict__.items() if isinstance(value, kinds)}
+_KINDS = (
+    bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, numpy.generic, enum.Enum,
+    functools.partial, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
+)  # fmt: skip
+_OWN = frozenset(nn.Module().__dict__)  # of every module: looked at in other ways
+_DEPTH = 3
+Notes = list[dict[str, Any]]  # of each module, what its attributes are as far as that can be compared
+
+
+def _comparable(value: Any, met: list[Any], depth: int = 0) -> Any:
+    """A value as what can be compared: a number, a word or a function with its type, and lists and dicts of such. What
+    cannot (a tensor, an object) is not looked at. met: takes the lists and dicts."""
+    if isinstance(value, _KINDS):
+        return type(value), value
+    if depth < _DEPTH and type(value) is dict:
+        met.append(value)
+        return {key: _comparable(each, met, depth + 1) for key, each in value.items()}
+    if depth < _DEPTH and type(value) in (list, tuple):
+        if type(value) is list:
+            met.append(value)
+        return [_comparable(each, met, depth + 1) for each in value]
+    return None
+
+
+def notes_of(model: nn.Module) -> Notes:
+    """The attributes of all modules."""
+    return [_attributes(module, []) for module in model.modules()]
+
+
+def _attributes(module: nn.Module, met: list[Any]) -> dict[str, Any]:
+    found = module.__dict__.items()
+    return {name: _comparable(value, met) for name, value in found if name not in _OWN or name == "forward"}
+
+
+def changed_notes(before: Notes, now: Notes) -> list[tuple[int, str]]:
+    """The numbers of modules and the names of attributes that differ."""
+    return [
+        (number, name)
+        for number, (a, b) in enumerate(zip(before, now, strict=True))
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    ]
 
 
 class Guards:
-    """The state of a model and of torch. `changed()` says what is another than it was, "" if nothing is."""
+    """The state of a model and of torch. `changed()` says what is another than it was, "" if nothing is.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    constants: memory of tensors that a recording takes; written: attributes that a forward writes (the length of the
+    last batch), which tell nothing of the next.
+    """
+
+    def __init__(
+        self, model: nn.Module, constants: Collection[int] = (), written: Collection[tuple[int, str]] = ()
+    ) -> None:
+        self.model, self._written = model, frozenset(written)
         self._modules = [(path, module, module.training) for path, module in model.named_modules()]
         self._parts = [self._part(module) for _, module, _ in self._modules]
-        self._attributes = [_simple(module) for _, module, _ in self._modules]
-        self._held: list[tuple[dict[str, Any], str, str, Tensor, int, bool]] = []
+        self._held: list[tuple[dict[str, Any], str, str, Tensor, Any, bool]] = []
+        self._absent: list[tuple[dict[str, Any], str, str]] = []
         for path, module, _ in self._modules:
             for place in (module._parameters, module._buffers):
                 for name, tensor in place.items():
-                    if tensor is not None:
-                        full = f"{path}.{name}" if path else name
-                        self._held.append((place, name, full, tensor, tensor.data_ptr(), tensor.requires_grad))
+                    full = f"{path}.{name}" if path else name
+                    if tensor is None:
+                        self._absent.append((place, name, full))
+                    else:
+                        self._held.append((place, name, full, tensor, _lies(tensor), tensor.requires_grad))
         self._torch = _state_of_torch()
-        self._look()
+        self._attributes = self._look()
+        owners: list[Any] = [*self._dicts, *self._lists]
+        self._tensors = [
+            (owner, key, value)
+            for owner in owners
+            for key, value in (owner.items() if isinstance(owner, dict) else enumerate(owner))
+            if isinstance(value, Tensor) and value.layout == torch.strided and _memory(value) in constants
+        ]
 
     @staticmethod
-    def _part(module: nn.Module) -> list[int]:
-        """Its hooks and modules."""
-        found = [id(value) for name in _HOOKS for value in getattr(module, name).values()]
-        return [*found, *[len(getattr(module, name)) for name in _PLACES]]
+    def _part(module: nn.Module) -> list[Any]:
+        """Its class, hooks and modules, and how many parameters and buffers it has."""
+        found = [value for name in _HOOKS for value in getattr(module, name).values()]
+        counts = [len(getattr(module, name)) for name in _PLACES]
+        return [type(module), type(module).forward, *found, *counts]
 
-    def _look(self) -> None:
+    def _look(self) -> Notes:
         """What tells at a glance that nothing has changed: each module's attributes are the very objects that they
         were, and its dicts hold what they held."""
-        self._ids = [list(map(id, module.__dict__.values())) for _, module, _ in self._modules]
+        met: list[Any] = []
+        notes = [_attributes(module, met) for _, module, _ in self._modules]
         dicts = [getattr(module, name) for _, module, _ in self._modules for name in _HOOKS]
-        self._dicts = [module.__dict__ for _, module, _ in self._modules]
-        self._all_ids = _ids_in(self._dicts)
+        self._own = [module.__dict__ for _, module, _ in self._modules]
+        self._dicts = [*self._own, *[each for each in met if isinstance(each, dict)]]
+        self._lists = [each for each in met if isinstance(each, list)]
         self._empty = [found for found in dicts if not found]
         self._filled = [found for found in dicts if found]
-        self._values = _ids_in(self._filled)
         self._places = [getattr(module, name) for _, module, _ in self._modules for name in _PLACES]
-        self._sizes = list(map(len, self._places))
+        # the objects themselves, so that no other has their ids
+        self._alive = [[*found.values()] for found in (*self._dicts, *self._filled)] + [[*each] for each in self._lists]
+        self._seen = self._glance()
+        return notes
+
+    def _glance(self) -> list[Any]:
+        every = (*self._dicts, *self._filled)
+        return [
+            any(self._empty), list(map(len, self._places)), list(map(len, every)), list(map(len, self._lists)),
+            [id(value) for found in every for value in found.values()],
+            [id(value) for found in self._lists for value in found],
+            [type(module).forward for _, module, _ in self._modules],
+        ]  # fmt: skip
 
     def held(self) -> dict[str, Tensor]:
         """Parameters and buffers by name."""
         return {full: tensor for _, _, full, tensor, _, _ in self._held}
 
     def changed(self) -> str:
-        for place, name, full, tensor, pointer, requires_grad in self._held:
-            if place.get(name) is not tensor or tensor.data_ptr() != pointer:
+        for place, name, full in self._absent:
+            if place.get(name) is not None:
+                return f"'{full}' was None"
+        for place, name, full, tensor, lies, requires_grad in self._held:
+            if place.get(name) is not tensor or _lies(tensor) != lies:
                 return f"'{full}' is another tensor, or lies in other memory"
             if tensor.requires_grad != requires_grad:
                 return f"'{full}' was {'frozen' if requires_grad else 'unfrozen'}"
-            if tensor._backward_hooks:
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 return f"'{full}' has a hook on its gradient"
-        suspects = self._suspects()
-        if why := next((why for number in suspects if (why := self._differs(number))), ""):
-            return why
-        if suspects:
+        if self._glance() != self._seen:
+            if why := next((why for number in range(len(self._modules)) if (why := self._differs(number))), ""):
+                return why
             self._look()
+        for owner, key, tensor in self._tensors:
+            now = owner.get(key) if isinstance(owner, dict) else owner[key] if key < len(owner) else None
+            if now is not tensor:
+                return f"a tensor that a module keeps ('{key}') is another"
         return "" if _state_of_torch() == self._torch else "autocast, or another mode of torch, is another"
-
-    def _suspects(self) -> Sequence[int]:
-        """The numbers of modules of which something may have changed."""
-        more = any(self._empty) or list(map(len, self._places)) != self._sizes
-        if more or _ids_in(self._filled) != self._values:
-            return range(len(self._modules))
-        if _ids_in(self._dicts) == self._all_ids:
-            return ()
-        each = enumerate(zip(self._dicts, self._ids, strict=True))
-        return [number for number, (now, ids) in each if list(map(id, now.values())) != ids]
 
     def _differs(self, number: int) -> str:
         """What is another of a module, "" if nothing is."""
         path, module, training = self._modules[number]
         if module.training != training:
             return f"module '{path}' is in {'training' if module.training else 'evaluation'} mode"
-        if self._part(module) != self._parts[number]:
-            return f"module '{path}' has got or lost hooks, parameters or modules"
-        if (now := _simple(module)) != (before := self._attributes[number]):
-            changed = next(name for name in {**now, **before} if now.get(name) != before.get(name))
-            return f"module '{path}' has another '{changed}'"
+        now, before = self._part(module), self._parts[number]
+        if len(now) != len(before) or any(a is not b and a != b for a, b in zip(now, before, strict=True)):
+            return f"module '{path}' has got or lost hooks, parameters or modules, or is of another class"
+        attributes, known = _attributes(module, []), self._attributes[number]
+        for name in {**attributes, **known}:
+            if (number, name) not in self._written and attributes.get(name) != known.get(name):
+                return f"module '{path}' has another '{name}'"
         return ""
 
 
-def _ids_in(dicts: Sequence[dict[str, Any]]) -> list[int]:
-    """How many values each holds, and which."""
-    return [*map(len, dicts), *[id(value) for found in dicts for value in found.values()]]
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _lies(tensor: Tensor) -> Any:
+    """Where, and how, its numbers lie."""
+    return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
 
 
 def _state_of_torch() -> tuple[Any, ...]:
     return (
         torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
-        *[tuple(map(id, getattr(nn.modules.module, name).values())) for name in _GLOBAL],
+        *[tuple(getattr(nn.modules.module, name).values()) for name in _GLOBAL],
     )  # fmt: skip
 
 

@@ -105,6 +105,10 @@ class Program:
             found: tuple[list[Tensor], bool] = self._run(*inputs)
         return found
 
+    def takes(self, constant: Tensor) -> bool:
+        """Whether it takes this constant, or one made anew with the same numbers."""
+        return any(_same_tensor(constant, self.held[number]) for number in self.constants)
+
     def difference_in_numbers(self, other: Program) -> str:
         """What differs in the first output, the losses, from a recording of the step at another size, beside sizes.
 
@@ -122,10 +126,18 @@ class Program:
                     continue  # sizes
                 mine, others = (op.kwargs.get(argument.name, op.args[place] if place < len(op.args) else None)
                                 for op in (one, two))  # fmt: skip
+                scalars = [self._scalar(mine), other._scalar(others)]
+                if not _same_tensor(*scalars):
+                    return f"{name}() takes {_shown(mine)} for one size, {_shown(others)} for another"
                 numbers = [[x for x in tree_leaves(v) if isinstance(x, bool | int | float)] for v in (mine, others)]
                 if numbers[0] != numbers[1]:
                     return f"{name}() takes {_shown(mine)} for one size, {_shown(others)} for another"
         return ""
+
+    def _scalar(self, argument: Any) -> Tensor | None:
+        """A constant of one number."""
+        found = self.held.get(argument.number) if isinstance(argument, Slot) else None
+        return found if found is not None and found.numel() == 1 else None
 
     def went_another_way(self, other: Program) -> bool:
         """Whether another recording read other numbers, so that the two cannot be compared."""

@@ -108,12 +108,14 @@ class Recorder(TorchDispatchMode):
     def slot(self, tensor: Tensor) -> Slot:
         """The slot of a tensor; one that was never seen was there before."""
         number = self._slots.get(id(tensor))
-        if number is None:
-            if tensor.requires_grad and tensor.is_leaf and memory_of(tensor) not in self.held:
+        if number is None or number in self.kept:
+            asked = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
+            if asked and memory_of(tensor) not in self.held:
                 raise GraphError(
                     f"a tensor of shape {tuple(tensor.shape)} that requires grad is none of the model's parameters: "
                     "its gradient would not be computed. Make it a parameter of the model, or detach() it"
                 )
+        if number is None:
             number = self._new(tensor)
             self._before.add(memory_of(tensor))
             self.kept[number] = Kept(tensor, memory_of(tensor) not in self.held)
@@ -266,7 +268,19 @@ class Watch(TorchFunctionMode):
                 f"{func.__name__}() gives numbers of the batch to Python ({_reader() or 'a check of fastdp'}): what is "
                 "made of them cannot be replayed"
             )
+        if func is torch.nn.functional.one_hot and isinstance(count := _classes(args, kwargs), int) and count > 0:
+            return _one_hot(args[0] if args else (kwargs or {})["input"], count)
         return func(*args, **(kwargs or {}))
+
+
+def _classes(args: Any, kwargs: Any) -> Any:
+    return args[1] if len(args) > 1 else (kwargs or {}).get("num_classes")
+
+
+def _one_hot(tensor: Tensor, count: int) -> Tensor:
+    """torch's, which reads the largest index only to compare it: here `scatter` does that."""
+    ids = tensor.unsqueeze(-1)
+    return torch.zeros((*tensor.shape, count), dtype=torch.int64).scatter_(-1, ids, 1)
 
 
 def _is_view(func: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,13 +17,13 @@ from ..errors import FastDPError, GraphError
 from ..ops.common import exactly
 from ..ops.registry import watched
 from . import _RECORDING
-from .guards import Guards, Outside
+from .guards import Guards, Outside, changed_notes, notes_of
 from .program import Program, recording_of
 from .recorder import Recorder, Watch
 from .templates import Replayed, Template, store, templates_of
 
 LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]
-_REHEARSALS = 2  # real passes before the recording, for what is found out once
+_AS_PADDED = 1e-3  # losses and norms of padded batches are within rounding of those of batches as they come
 
 
 class Batch(NamedTuple):
@@ -73,35 +74,54 @@ class StepProgram:
         outside = Outside(held)
         own = batch.of_size(leaves, batch.size)
         try:
-            for _ in range(_REHEARSALS):
-                self._pass(own)
+            self._pass(own)
+            before = notes_of(engine.model)
+            self._pass(own)
+            self._check_uncounted(changed_notes(before, notes_of(engine.model)))
             record = self._recorded(own, held)
-            others = [self._recorded(batch.changed(own, change), held) for change in (_in_turn, _one_twice)]
+            others = [self._recorded(batch.changed(own, _in_turn), held)]
+            with contextlib.suppress(FastDPError, RuntimeError, ValueError, IndexError):  # no such batch, perhaps
+                others.append(self._recorded(batch.changed(own, _one_twice), held))
             self.program, self.templates, self.plan = record.program, record.templates, record.plan
             self._of = places_of([template.use for template in self.templates])
+            constants = [self.program.held[number] for number in self.program.constants]
+            self._suspects = [each for each in constants if batch.size in each.shape[: None if batch.size > 1 else 1]]
             self._check_same(record, *others)
-            self._check_constants()
             sizes = sorted({2, batch.size + 1} - {batch.size})
             self.only = next((why for size in sizes if (why := self._differs_at(leaves, size, held))), "")
+            fewer = sorted({1, 2, batch.size - 1})
+            self.only = self.only or next((why for n in fewer if (why := self._differs_padded(leaves, n))), "")
+            self._check_constants()
+            self.written = changed_notes(before, notes_of(engine.model))
             outside.check()
         finally:
             outside.restore()
 
-    def _check_constants(self) -> None:
-        """Raises GraphError where a constant may be of the samples."""
-        for number in self.program.constants:
-            shape, size = tuple(self.program.held[number].shape), self.batch.size
-            if size in (shape if size > 1 else shape[:1]):
-                raise GraphError(
-                    f"the step takes a tensor of shape {shape} that is neither of its batch nor made of it: if it is "
-                    "of the samples, pass it as an argument of the loss function"
-                )
+    def _check_uncounted(self, notes: list[tuple[int, str]]) -> None:
+        """Raises GraphError where a forward leaves something behind that is another after each."""
+        if notes:
+            number, name = notes[0]
+            path = [path for path, _ in self._engine.model.named_modules()][number]
+            raise GraphError(
+                f"the forward of module '{path or type(self._engine.model).__name__}' changes its '{name}' each time "
+                "(a counter, a list that grows): a replay would not, and the next step may depend on it. Pass it as "
+                "an argument of the loss function, or leave it out while training"
+            )
 
-    def _check_same(self, record: Recorded, in_turn: Recorded, one_twice: Recorded) -> None:
+    def _check_constants(self) -> None:
+        """Raises GraphError where a constant may be of the samples: it has their number, and the step was not the same
+        with it for another number."""
+        for constant in self._suspects:
+            raise GraphError(
+                f"the step takes a tensor of shape {tuple(constant.shape)} that is neither of its batch nor made of "
+                "it: if it is of the samples, pass it as an argument of the loss function"
+            )
+
+    def _check_same(self, record: Recorded, in_turn: Recorded, one_twice: Recorded | None = None) -> None:
         """Raises GraphError unless other batches give the same program, and that gives what they gave."""
         difference = self.program.difference(in_turn.program)
         comparable = [record, record, in_turn]
-        if not difference and not self.program.went_another_way(one_twice.program):
+        if one_twice is not None and not difference and not self.program.went_another_way(one_twice.program):
             difference = self.program.difference(one_twice.program)
             comparable.append(one_twice)
         if difference:
@@ -128,7 +148,33 @@ class StepProgram:
             return f"it fails for {size} samples ({problem})"
         finally:
             self.batch = mine
-        return self.program.difference_in_numbers(recorded.program)
+        if why := self.program.difference_in_numbers(recorded.program):
+            return why
+        self._suspects = [constant for constant in self._suspects if not recorded.program.takes(constant)]
+        return ""
+
+    def _differs_padded(self, leaves: Sequence[Any], samples: int) -> str:
+        """Why losses or norms of so many samples are others if these are padded; "" if they are not."""
+        if self.program.draws or samples < 1 or samples >= self.batch.size:
+            return ""
+        replayed = self.replay(self.batch.of_size(leaves, self.batch.size), samples)
+        mine, self.batch = self.batch, self.batch._replace(size=samples)
+        try:
+            with self._engine.collecting() as found:
+                losses = self._losses(copies(self.batch.of_size(leaves, samples))).detach()
+        except (FastDPError, RuntimeError, ValueError, IndexError):
+            return ""  # as without a replay, then
+        finally:
+            self.batch = mine
+        if replayed is None or len(found) != 1:
+            return ""
+        params = self._engine.parameters()
+        with torch.no_grad(), exactly():
+            norms = [each.norm_sq(params).sqrt() for each in (replayed[1], found[0])]
+        for what, (a, b) in (("losses", (replayed[0], losses)), ("norms", norms)):
+            if not torch.allclose(a.double(), b.double(), rtol=_AS_PADDED, atol=_AS_PADDED * float(b.abs().max())):
+                return f"the {what} of {samples} samples are others if these are padded"
+        return ""
 
     def _pass(self, leaves: Sequence[Any]) -> None:
         """A real forward and backward, whose gradients nobody else hears of."""

@@ -120,6 +120,9 @@ def _saved(node: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
+_GONE = torch.empty(0)
+
+
 class Replayed(Gradients):
     """The gradients of the first samples of a replay: uses are filled with its data when they are asked for, and those
     that are taken together never one by one.
@@ -131,7 +134,7 @@ class Replayed(Gradients):
         self, templates: Sequence[Template], data: Sequence[Tensor], samples: int, size: int, scale: float,
         of: dict[int, list[int]], arranged: Arranged,
     ) -> None:  # fmt: skip
-        self._templates, self._data, self._samples, self._size = templates, data, samples, size
+        self._templates, self._data, self._samples, self._size = templates, list(data), samples, size
         self._of, self._filled = of, dict[int, Use]()
         self._take(samples, scale, templates[0].use.operand.device, None, arranged)
 
@@ -149,6 +152,11 @@ class Replayed(Gradients):
                 setattr(use, name, rows if self._samples == self._size else rows[: self._samples])
             use.batch = self._samples
         return self._filled[place]
+
+    def drop(self, place: int) -> None:
+        self._filled.pop(place, None)
+        for number in self._templates[place].places.values():
+            self._data[number] = _GONE
 
     def _bundle(self, kind: type[Bundle] | type[Abreast], members: list[tuple[Tensor, int]]) -> Bundle | Abreast:
         parameters = [parameter for parameter, _ in members]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,31 +17,34 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..engine.gradients import Gradients
-from ..errors import GraphError, StepError, VerificationError
+from ..errors import FastDPError, GraphError, StepError, VerificationError
 from ..graphed.guards import Guards
+from ..graphed.recorder import memory_of
 from ..graphed.steps import Batch, LossFn, StepProgram, check_losses, copies
 from ..layouts.marks import mark_of
 from ..ops.common import exactly
 from .graphed_loss import Begun, ReplayedSteps
 from .privacy import Privacy
 
-_RECORDINGS = 4  # of one step, at most: what changes every time is not worth one
+_RECORDINGS = 8  # of one step, at most: what changes every time is not worth one
 _TOLERANCE = 1e-4
 
 
 class GraphedStep(ReplayedSteps):
     """`step(*batch)` makes one private step and returns its loss, detached: the mean (or sum) over the samples.
 
+    fixed: the places of tensors in the batch that are not of the samples, though they may have as many rows.
     replayed, eager: how many batches went either way; reasons: why those did not, by how many.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, privacy: Privacy, loss_fn: LossFn, example_batch: Sequence[Any],
-        sizes: Iterable[int] | None, verify_every: int,
+        sizes: Iterable[int] | None, verify_every: int, fixed: Collection[int] = (),
     ) -> None:  # fmt: skip
         super().__init__(optimizer)
         self._privacy, self._loss_fn = privacy, loss_fn
-        self._verify_every, self._recordings = verify_every, 0
+        self._verify_every = verify_every
+        self._known: list[tuple[Guards, dict[int, StepProgram]]] = []  # the recordings, each of a state of the model
         self._mean = privacy.loss_reduction == "mean"
         self.replayed = self.eager = 0
         self.reasons: dict[str, int] = {}
@@ -49,11 +52,10 @@ class GraphedStep(ReplayedSteps):
             raise GraphError("memory_budget= runs blocks again within backward, which is not recorded: leave it out")
         if privacy.engine.profile:
             raise GraphError("explain(profile=True) measures every use of a step: graph before, or without it")
-        leaves, spec = tree_flatten(tuple(example_batch))
+        leaves, spec = tree_flatten(ordered(tuple(example_batch)))
         size = _size(leaves)
-        self._batch = Batch(
-            spec, tuple(isinstance(t, Tensor) and t.dim() > 0 and t.size(0) == size for t in leaves), size
-        )
+        by_sample = [isinstance(t, Tensor) and t.dim() > 0 and t.size(0) == size for t in leaves]
+        self._batch = Batch(spec, tuple(by and place not in fixed for place, by in enumerate(by_sample)), size)
         self._example = copies(leaves)
         self.sizes = sorted(set(sizes or (size,)))
         if self.sizes[0] < 1 or not all(isinstance(size, int) for size in self.sizes):
@@ -62,10 +64,18 @@ class GraphedStep(ReplayedSteps):
         self._guards = Guards(privacy.engine.model)
         self._record()
 
+    def _turn(self) -> None:
+        """The model is not as it was when the step was recorded: as for another recording, or for a new one."""
+        for guards, programs in self._known:
+            if not guards.changed():
+                self._guards, self._programs = guards, programs
+                return
+        self._record()
+
     def _record(self) -> None:
         """Record the step of each size; if that fails, all stays as it was."""
         privacy = self._privacy
-        if self._recordings == _RECORDINGS:
+        if len(self._known) == _RECORDINGS:
             raise GraphError(
                 f"the step was recorded {_RECORDINGS} times, and is another again ({self._guards.changed()}): make one "
                 "graphed step for each way, or train without"
@@ -82,21 +92,35 @@ class GraphedStep(ReplayedSteps):
         programs = {}
         for size in self.sizes:
             batch = self._batch._replace(size=size)
-            programs[size] = StepProgram(privacy.engine, self._loss_fn, batch, self._example, self._mean)
-        self._recordings += 1
-        self._guards, self._programs = Guards(privacy.engine.model), programs
+            try:
+                programs[size] = StepProgram(privacy.engine, self._loss_fn, batch, self._example, self._mean)
+            except (RuntimeError, ValueError, IndexError) as problem:
+                if isinstance(problem, FastDPError) or size == self._batch.size:
+                    raise
+                raise GraphError(
+                    f"the step fails on a batch of {size} samples made of the example's {self._batch.size}: {problem}. "
+                    "An argument with as many rows as the example has samples is taken to be of the samples: if one is "
+                    "not, give an example of another size"
+                ) from problem
+        constants = {
+            memory_of(program.program.held[number])
+            for program in programs.values() for number in program.program.constants
+        }  # fmt: skip
+        written = [note for program in programs.values() for note in program.written]
+        self._guards, self._programs = Guards(privacy.engine.model, constants, written), programs
+        self._known.append((self._guards, programs))
 
     # ------------------------------------------------------------------ the step
 
     def _begin(self, batch: tuple[Any, ...]) -> Begun:
         if self._privacy.detached:
             raise StepError("this optimizer was detached from its model: make a new one to train on")
-        leaves, spec = tree_flatten(batch)
+        leaves, spec = tree_flatten(ordered(batch))
         why, samples = self._unlike(leaves, spec)
         if why:
             return self._eagerly(batch, why)
         if self._guards.changed():
-            self._record()
+            self._turn()
         if samples == 0:
             return self.begin_nothing(batch)
         fits = [size for size in self.sizes if size >= samples and (size == samples or not self._programs[size].only)]
@@ -188,6 +212,13 @@ def loss_of(privacy: Privacy, loss_fn: LossFn, batch: Any) -> Tensor:
     losses = loss_fn(privacy.engine.model, *batch)
     check_losses(losses, losses.size(0) if isinstance(losses, Tensor) and losses.dim() else 0)
     return losses.mean() if privacy.loss_reduction == "mean" else losses.sum()
+
+
+def ordered(tree: Any) -> Any:
+    """A batch with its dicts in the order of their keys."""
+    if type(tree) is dict:
+        return {key: ordered(tree[key]) for key in sorted(tree, key=str)}
+    return type(tree)(map(ordered, tree)) if type(tree) in (tuple, list) else tree
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -14,7 +14,8 @@ from ..engine import following
 from ..errors import ParameterError, StepError
 from . import fused, misuse
 from .clipping import ClippingFunction
-from .privacy import Privacy, finite
+from .ledger import finite
+from .privacy import Privacy
 from .verified import warn_unverified
 
 if TYPE_CHECKING:
@@ -312,9 +313,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if example_batch is not None:
             return GraphedStep(self, privacy, loss_fn, example_batch, sizes, verify_every)
         kept = None if sizes is None else tuple(sizes)
-        return GraphedShapes(
-            self, privacy, loss_fn, lambda batch: GraphedStep(self, privacy, loss_fn, batch, kept, verify_every)
-        )
+
+        def record(batch: Sequence[Any], fixed: frozenset[int]) -> GraphedStep:
+            return GraphedStep(self, privacy, loss_fn, batch, kept, verify_every, fixed)
+
+        return GraphedShapes(self, privacy, loss_fn, record)
 
     def detach(self) -> None:
         """Remove the engine from the model, which is then unchanged except for the trained weights."""

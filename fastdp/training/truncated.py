@@ -38,6 +38,8 @@ def max_batch_size_for(
 ) -> int:
     """Find the smallest max_batch_size whose truncation takes at most a share of delta.
 
+    It is samples + 1, which cuts no sample, if every smaller size would take more.
+
     Args:
         samples: the number of samples in the dataset.
         sample_rate: the rate of Poisson sampling, in (0, 1].
@@ -59,4 +61,4 @@ def max_batch_size_for(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if truncation(samples, sample_rate, middle) <= most else (middle, high)
-    return min(high, samples)
+    return high

@@ -60,7 +60,7 @@ def weight_normed(m: Any, ids: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "a counter": (counting, "not the same for two batches"),
+    "a counter": (counting, "changes its 'count' each time"),
     "a buffer": (buffered, "add_\\(\\) writes to 'seen' in the forward"),
     "numpy": (by_numpy, r"numpy\(\) gives numbers of the batch to Python \(test_graphed_refused.py, line \d+\)"),
     "a list": (by_list, r"tolist\(\) gives numbers of the batch to Python \(test_graphed_refused.py, line \d+\)"),

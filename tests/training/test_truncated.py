@@ -44,7 +44,8 @@ def test_the_size_for_a_share_of_delta_is_the_smallest() -> None:
     most = 0.05 * delta / (1 + math.exp(8.0)) / steps
     assert truncation(samples, rate, size) <= most < truncation(samples, rate, size - 1)
     assert 256 < size < 512
-    assert max_batch_size_for(3, 0.9, 100, 1e-5) == 3
+    assert max_batch_size_for(3, 0.9, 100, 1e-5) == 4  # cuts nothing: any smaller one costs all of delta
+    assert max_batch_size_for(50, 1.0, 10, 1e-5) == 51
     for wrong in (dict(delta=0.0), dict(share=1.0), dict(steps=0), dict(sample_rate=0.0), dict(epsilon=-1.0)):
         with pytest.raises(AccountingError):
             max_batch_size_for(**{**dict(samples=10, sample_rate=0.1, steps=3, delta=1e-5), **wrong})

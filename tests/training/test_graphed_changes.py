@@ -1,0 +1,299 @@
+"""What changes between replayed steps is seen: the same numbers as Python's, or an error by name."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.errors import GraphError, ParameterError, StepError
+
+B = 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.square = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("shift", None)
+        self.factor, self.rate, self.act = 1.0, numpy.float32(1.0), torch.tanh
+        self.table, self.entries, self.weights = {"x": 1.0}, [1.0, 1.0], torch.ones(4)
+        self.c = nn.Linear(4, 3, bias=False).requires_grad_(False)
+        self.seen: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.a(x) @ self.square) * self.factor * float(self.rate) * self.table["x"] * self.entries[1]
+        h = h * self.weights
+        if self.shift is not None:
+            h = h + self.shift
+        self.seen = (h.detach(), len(x))
+        return self.b(h) + self.c(h)
+
+
+class Other(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def data(count: int = B, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 4, generator=generator), torch.randint(3, (count,), generator=generator)
+
+
+def private(model: nn.Module) -> Any:
+    return fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=B)
+
+
+def setter(name: str, value: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        setattr(model, name, value)
+
+    return change
+
+
+def twice_at_one_place(model: Any) -> None:
+    """A number's memory is freed and taken again by another number."""
+    model.factor = float("1.0")
+    changed = id(model.factor)
+    model.factor = 0.5
+    model.factor = next(value for k in range(1000) if id(value := float(f"2.{k}")) == changed or k == 999)
+
+
+def with_bias(model: Any) -> None:
+    model.c.bias = nn.Parameter(torch.ones(3), requires_grad=False)
+
+
+def transposed(model: Any) -> None:
+    model.square.data = model.square.data.t()
+
+
+def changed_forward(model: Any) -> None:
+    model.forward = types.MethodType(lambda self, x: 2 * Net.forward(self, x), model)
+
+
+CHANGES = {
+    "a number": setter("factor", 2.0), "a number of NumPy": setter("rate", numpy.float32(3.0)),
+    "a number in the place of another": twice_at_one_place, "a function of torch": setter("act", torch.relu),
+    "an entry of a dict": lambda m: m.table.update(x=3.0),
+    "an entry of a list": lambda m: m.entries.__setitem__(1, 2.0),
+    "a tensor": setter("weights", torch.tensor([1.0, 2.0, 3.0, 4.0])), "a buffer": setter("shift", torch.ones(4)),
+    "a bias": with_bias, "the strides": transposed, "the class": setter("__class__", Other),
+    "the forward": changed_forward,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_is_replayed_as_python_does_it(name: str) -> None:
+    found = []
+    for graphed in (False, True):
+        model: Any = Net()
+        optimizer = private(model)
+        step = optimizer.graphed(losses, data()) if graphed else None
+        for number in range(4):
+            if number == 2:
+                CHANGES[name](model)
+            if step is not None:
+                step(*data(seed=number))
+            else:
+                losses(model, *data(seed=number)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((optimizer._privacy.norms, [p.detach().clone() for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_states_that_come_again_are_not_recorded_again() -> None:
+    model: Any = Net()
+    step = private(model).graphed(losses, data())
+    for number in range(30):
+        model.a.weight.requires_grad_(number % 2 == 0)
+        with torch.no_grad():
+            model(data(9)[0])  # an evaluation, of another length
+        step(*data(seed=number))
+    assert len(step._known) == 2 and (step.replayed, step.eager) == (30, 0)
+
+
+def test_hooks_on_gradients_are_seen() -> None:
+    model = Net()
+    step = private(model).graphed(losses, data())
+    model.b.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ParameterError, match="hooks on their gradients"):
+        step(*data())
+
+
+@pytest.mark.parametrize("kind", ["a number", "a list"])
+def test_counters_are_refused(kind: str) -> None:
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n, self.calls = 0, list[int]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "a number":
+                self.n += 1
+            else:
+                self.calls.append(1)
+            return super().forward(x) * (2.0 if max(self.n, len(self.calls)) > 12 else 1.0)
+
+    with pytest.raises(GraphError, match="changes its '(n|calls)' each time"):
+        private(Counting()).graphed(losses, data())
+
+
+SIZES = {
+    "a tensor of it": lambda count: torch.tensor(float(count)),
+    "a sum of ones": lambda count: torch.ones(count).sum(),
+    "a branch": lambda count: 3.0 if count == 1 else 1.0,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_loss_of_the_number_of_samples_is_not_padded(name: str) -> None:
+    def by_size(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return losses(model, x, y) / SIZES[name](len(x))
+
+    model, known = Net(), Net()
+    optimizer, eager = private(model), private(known)
+    step = optimizer.graphed(by_size, data(8), sizes=(8,))
+    for count in (8, 3, 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(*data(count))
+            by_size(known, *data(count)).mean().backward()
+        torch.testing.assert_close(optimizer._privacy.norms, eager._privacy.norms, rtol=1e-4, atol=1e-6)
+        eager.step()
+        eager.zero_grad()
+    assert (step.replayed, step.eager) == (1, 2)
+
+
+def test_constants_as_long_as_the_batch() -> None:
+    weights, teacher = torch.tensor([1.0, 2.0, 3.0]), nn.Linear(4, 3)
+
+    def weighted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():  # its parameters require grad, and nobody asks for their gradients
+            soft = teacher(x).softmax(1)
+        return F.cross_entropy(model(x), y, weight=weights, reduction="none") + F.cross_entropy(
+            model(x), soft, reduction="none"
+        )
+
+    for count in (3, 4):
+        step = private(Net()).graphed(weighted, data(count), sizes=(count,))
+        step(*data(2))
+        assert step.replayed == 1
+
+
+def test_of_the_samples_all_the_same() -> None:
+    per_sample = torch.arange(4.0)
+    with pytest.raises(GraphError, match="neither of its batch nor made of it"):
+        private(Net()).graphed(lambda m, x, y: losses(m, x, y) * per_sample, data(4))
+
+
+def test_weights_among_the_arguments() -> None:
+    def weighted(model: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, weight=weight, reduction="none")
+
+    weights = torch.tensor([1.0, 2.0, 3.0])
+    step = private(Net()).graphed(weighted, sizes=(8,))
+    for number, count in enumerate((8, 7, 3, 3, 5, 8)):  # three samples: as many as there are weights
+        step(*data(count, number), weights)
+    assert (step.replayed, step.eager) == (5, 1)
+    with pytest.raises(GraphError, match="give an example of another size"):
+        private(Net()).graphed(weighted, (*data(3), weights), sizes=(8,))
+
+
+def test_classes_one_hot_and_a_batch_that_is_a_permutation() -> None:
+    def hot(model: nn.Module, x: Tensor, y: Tensor, order: Tensor) -> Tensor:
+        back = torch.argsort(order)
+        wanted = F.one_hot(y[order], 1000)[back][:, :3].float()
+        return F.cross_entropy(model(x), wanted, reduction="none")
+
+    model, known = Net(), Net()
+    optimizer, eager = private(model), private(known)
+    step = optimizer.graphed(lambda m, x, y: F.cross_entropy(m(x), F.one_hot(y, 1000)[:, :3].float(), reduction="none"),
+                             data())  # fmt: skip
+    for number in range(3):
+        step(*data(seed=number))
+        x, y = data(seed=number)
+        F.cross_entropy(known(x), F.one_hot(y, 1000)[:, :3].float()).backward()
+        torch.testing.assert_close(optimizer._privacy.norms, eager._privacy.norms, rtol=1e-5, atol=1e-6)
+        eager.step()
+        eager.zero_grad()
+    assert (step.replayed, step.eager) == (3, 0)
+    with pytest.raises((RuntimeError, ValueError), match="index|class"):
+        step(data()[0], torch.full((B,), 1000))
+
+
+def test_dicts_in_any_order() -> None:
+    def of_dict(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+        return losses(model, given["x"], given["y"])
+
+    x, y = data()
+    step = private(Net()).graphed(of_dict, ({"x": x, "y": y},))
+    step({"y": y, "x": x})
+    assert step.replayed == 1
+
+
+# --------------------------------------------------------------------------- the loss of `step.loss`
+
+
+LOSSES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "a sum of two": lambda loss, step, model: loss + step.loss(*data(seed=3)),
+    "a stack": lambda loss, step, model: torch.stack([loss, step.loss(*data(seed=3))]).sum(),
+    "a penalty": lambda loss, step, model: loss + model.a.weight.square().sum(),
+    "a penalty before it": lambda loss, step, model: model.a.weight.square().sum() + loss,
+    "twice": lambda loss, step, model: loss * 2,
+    "in place": lambda loss, step, model: loss.add_(1),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_not_combined_with_anything(name: str) -> None:
+    model = Net()
+    optimizer = private(model)
+    step = optimizer.graphed(losses, data())
+    with pytest.raises(GraphError, match="scaled, or added up with others"):
+        LOSSES[name](step.loss(*data()), step, model).backward()
+    assert not optimizer._privacy.busy
+
+
+def test_a_loss_can_be_looked_at() -> None:
+    model = Net()
+    optimizer = private(model)
+    step = optimizer.graphed(losses, data())
+    loss = step.loss(*data())
+    plain = float(losses(model, *data()).mean())
+    assert float(loss) == loss.item() == pytest.approx(plain) and f"{loss:.3f}" == f"{plain:.3f}"
+    assert loss.requires_grad and loss.shape == () and bool(torch.isfinite(loss)) and loss < 100
+    assert type(loss.detach() + 1) is Tensor and type(loss.detach().clone()) is Tensor
+    (loss / 1).backward()  # as Accelerate does without accumulation
+    optimizer.step()
+    with pytest.raises(GraphError, match="one backward"):
+        torch.autograd.backward([step.loss(*data()), step.loss(*data())])
+    with pytest.raises(GraphError, match="create_graph"):
+        step.loss(*data()).backward(create_graph=True)
+
+
+@pytest.mark.parametrize("what", ["batch", "parameter"])
+def test_what_a_loss_was_made_of_must_stay_until_its_backward(what: str) -> None:
+    model = Net()
+    optimizer = private(model)
+    step, (x, y) = optimizer.graphed(losses, data()), data()
+    loss = step.loss(x, y)
+    with torch.no_grad():
+        (x if what == "batch" else model.a.weight).mul_(2)
+    with pytest.raises(StepError, match="written to between"):
+        loss.backward()
+    assert not optimizer._privacy.busy
