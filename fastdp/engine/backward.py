@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,62 +19,23 @@ from ..errors import (
 )
 from ..layouts.batch import Whose
 from ..layouts.doubts import take as take_doubts
-from ..layouts.groups import People
 from ..layouts.layout import Layout
-from ..layouts.moments import Moment
 from ..ops.common import exactly
 from ..uses.links import leaves_of
 from ..uses.planner import Planner
-from ..uses.streams import Streams
 from ..uses.use import Use
 from .activation_hooks import UNGUARDED
+from .early import ByGroup, Early
+from .explain import Plan
 from .gradients import Gradients, check_unwritten
 from .hook_watch import Owner
 from .others import Others
 from .replay import Replays, Rerun
 from .taken import Known
 from .taken import of as batch_taken
+from .tape import PassRecord, Tape, mixing_error
 from .threads import two_backwards
 from .tracked import Tracked
-
-
-def mixing_error(layout: Layout) -> SampleMixingError:
-    """What to say of an output of the model that several samples made."""
-    remedy = "remove the operation, or use one that works on each sample alone."
-    if layout.guessed:
-        remedy += (
-            f" Or is it a table (of positions, say)? fastdp assumed that an input has several rows for each of the "
-            f"{layout.batch} samples. Call fastdp.mark_rows(tensor, None) if it is of no sample, or "
-            "mark_rows(tensor, sample_of_row) to assign its rows to samples."
-        )
-    return SampleMixingError(
-        f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
-        f"for such a model; {remedy}",
-        layout.mixed,
-    )
-
-
-def joined_error(why: str) -> SampleMixingError:
-    """What to say where a backward goes through a forward, and another one of what was made, beside it, of samples."""
-    return SampleMixingError(
-        "one backward goes through two forwards, and an input of the second one was computed from several samples of "
-        f"the first one's batch: {why}. Clipping does not bound what a sample then does to others. Compute each "
-        "sample's input from that sample alone.",
-        why,
-    )
-
-
-class PassRecord:
-    """What a backward knows of a forward that it goes through.
-
-    count: its uses count (not again, where a forward is recomputed); token_node: where autograd would add up the
-    gradient of what every captured call hangs on.
-    """
-
-    def __init__(self, batch: int, people: People | None, count: bool, moment: Moment, token_node: Any) -> None:
-        self.batch, self.people, self.count, self.moment, self.token_node = batch, people, count, moment, token_node
-        self.thread = threading.get_ident()
-        self.backward_id = 0  # of the backward that went through it
 
 
 class Arrival:
@@ -113,21 +73,6 @@ def backwards() -> int:
     return _BEGUN[0]
 
 
-class _Tape:
-    """What one backward records."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.uses = number, list[Use]()
-        self.versions: list[int] = []  # of the uses, when they were recorded
-        self.thread: int | None = None  # in which the forwards ran
-        self.streams = Streams()
-        self.batch: int | None = None
-        self.people: People | None = None
-        self.failed = False
-        self.judged = False  # whether the loss was followed
-        self.recomputed = False  # went through forwards that reentrant checkpointing repeated
-
-
 class Backward:
     """Records the uses of parameters that a backward goes through; at its end they become `gradients`.
 
@@ -150,8 +95,12 @@ class Backward:
         self.replays = Replays(self.rerun)
         # which elements captured calls used of each parameter since the last backward
         self.uses_of: dict[int, list[tuple[int, int]]] = {}
+        self._counted = False  # whether these are all, of the forwards that no backward has gone through
+        self.by_group: ByGroup | None = None  # how groups of parameters are taken within backward
+        self.clips: Callable[[Gradients], None] | None = None  # what takes them at its end, if nobody watches
+        self._early_plans: dict[int, Plan] = {}
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
-        self._tape: _Tape | None = None
+        self._tape: Tape | None = None
         self._lock = threading.Lock()  # backwards may begin in the threads of several devices
         self._open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
@@ -162,6 +111,7 @@ class Backward:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
         if self.owner is not None:
             self.owner.begins(self._open_forwards == 0)
+        self._counted = self._counted or (self._open_forwards == 0 and not self.uses_of)
         self._open_forwards += 1
         self._tape = None
         self.note_grads()
@@ -182,6 +132,10 @@ class Backward:
         """What stands in `.grad` now did not come of the backwards to follow."""
         leaves = [p for p in self.tracked.tensors() if p.is_leaf]  # of others .grad warns
         self._grads_before = {id(p): (p.grad, p.grad._version) for p in leaves if p.grad is not None}
+
+    def uncounted(self) -> None:
+        """A forward makes calls that are not counted: which use of a parameter is its last is not known."""
+        self._counted = False
 
     def open_forwards(self) -> int:
         """Forwards that no backward has gone through yet."""
@@ -234,7 +188,7 @@ class Backward:
             return None  # nobody followed what this thread called backward on
         return next(iter(self._expected.values()), None)
 
-    def _begin(self) -> _Tape:
+    def _begin(self) -> Tape:
         expected = self._of_this_backward()
         if expected is not None:
             expected.reached = True
@@ -250,10 +204,11 @@ class Backward:
                 tape = self._tape
                 if tape is None:
                     _BEGUN[0] += 1
-                    tape = _Tape(_BEGUN[0])
+                    tape = Tape(_BEGUN[0])
                     tape.judged = expected is not None
                     self.gradients = None  # of the backward before, should this one be refused
                     self.planner.begin()
+                    tape.early = self._early()
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
                     self._tape = tape
         return tape
@@ -304,7 +259,7 @@ class Backward:
         forward_pass.moment.reached = True
         return True
 
-    def _repeats(self, forward_pass: PassRecord, tape: _Tape) -> bool:
+    def _repeats(self, forward_pass: PassRecord, tape: Tape) -> bool:
         """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""
         first = not forward_pass.count and not tape.recomputed
         tape.recomputed = tape.recomputed or first
@@ -327,12 +282,25 @@ class Backward:
         self._tape.versions.append(use.versions())
         self._tape.streams.note(use)
         self.planner.hold(size)
+        if self._tape.early is not None:
+            self._tape.early.recorded(self._tape, use)
+
+    def _early(self) -> Early | None:
+        """What takes groups of parameters within this backward, if that can be."""
+        wanted = self.by_group is not None and self.on_end == self.clips and self._counted and not self.profile
+        if not wanted or self.planner.memory_budget is not None:
+            return None
+        assert self.by_group is not None
+        groups = self.by_group.groups()
+        return (
+            Early(self.by_group, groups, self.uses_of, self.planner, self.mean, self._early_plans) if groups else None
+        )
 
     # ------------------------------------------------------------------ its end
 
     def _end(self) -> None:
         tape, self._tape = self._tape, None
-        self.replays, self.uses_of = Replays(self.rerun), {}
+        self.replays, self.uses_of, self._counted = Replays(self.rerun), {}, False
         self._open_forwards = max(0, self._open_forwards - 1)
         doubts = take_doubts()
         if self.owner is not None:
@@ -342,17 +310,23 @@ class Backward:
         if tape.batch is not None:
             self.ended()
         self._check_uncaptured()
-        self._check_owned(tape.uses)
-        check_unwritten(tape.uses, tape.versions)
+        held = [(use, version) for use, version in zip(tape.uses, tape.versions, strict=True) if use is not None]
+        uses = [use for use, _ in held]
+        self._check_owned(uses)
+        check_unwritten(uses, [version for _, version in held])
         tape.streams.join()
         if tape.batch is None:
             return  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.mean else 1.0
-        device = tape.uses[0].operand.device if tape.uses else self.tracked.tensors()[0].device
+        device = uses[0].operand.device if uses else self.tracked.tensors()[0].device
         self.whose.use(tape.people)
         with torch.no_grad(), exactly():
-            gradients = Gradients(tape.uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
+            gradients = Gradients(uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
             gradients.doubts = doubts
+            if tape.early is not None:
+                gradients.taken = tape.early.taken
+                self._early_plans = {number: each.plan for number, each in tape.early.taken.items()}
+            del uses, held, tape  # nobody else holds the data of a backward
             if self.on_end is not None:
                 self.others.end()
         self._hand_over(gradients)
@@ -360,6 +334,7 @@ class Backward:
     def _hand_over(self, gradients: Gradients) -> None:
         with torch.no_grad(), exactly():
             if self.on_end is not None:
+                gradients.watched = self.on_end != self.clips
                 self.on_end(gradients)
             else:
                 self.gradients = gradients

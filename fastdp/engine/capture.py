@@ -42,12 +42,12 @@ from ..uses.links import Unwritten, leaves_of, link_of, span_of
 from ..uses.rules import USE_RULES
 from ..uses.use import Use
 from .activation_hooks import HOOKING, hooked
-from .backward import PassRecord
 from .checkpointing import custom_function, watch_region
 from .engine import Engine
 from .layout_cache import inquires
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
 from .sight import look_beneath, poisoned, refuse_numbers_of_data, roles_of, unmoved
+from .tape import PassRecord
 
 
 class Watcher:

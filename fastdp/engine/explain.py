@@ -39,6 +39,7 @@ class Plan:
 
     def __init__(self, gradients: Gradients, before: Plan | None = None) -> None:
         self._people = gradients.people
+        self._early: list[Plan] = [taken.plan for taken in gradients.taken.values()]
         self._uses: list[tuple[Any, ...]]
         self._clocks = [use.clock for use in gradients.uses]
         self._key = [(id(u.operand), u.name, u.shape, u.route, u.batch, u.shared) for u in gradients.uses]
@@ -66,7 +67,7 @@ class Plan:
             measured = clock.milliseconds() if clock is not None else None
             route = route + (" + cross terms" if shared else "")
             rows.append(PlanRow(owners, function, text, route, units, held, predicted, measured))
-        return rows
+        return rows + [row for plan in self._early for row in plan.rows(named)]
 
     def table(self, named: Mapping[str, Tensor], profile: bool, compiled: Sequence[str]) -> str:
         """The rows as text; what a sample is, where it is not a record."""

@@ -19,7 +19,7 @@ from ..layouts.moments import Moment, Token, set_moment
 from ..layouts.pieces import OWN_READS, WRITTEN
 from . import following
 from .attachable import refuse_hooks
-from .backward import Arrival, Backward, joined_error
+from .backward import Arrival, Backward
 from .capture import Pass
 from .checkpointing import watch_region
 from .compile_stance import PLAINLY, Switches
@@ -27,6 +27,7 @@ from .engine import ENGINES, Engine
 from .followed import Evaluation
 from .module_hooks import ModuleHook, numbered
 from .replay import Block
+from .tape import joined_error
 from .threads import Turn
 
 

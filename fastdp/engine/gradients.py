@@ -24,7 +24,6 @@ from ..uses.planner import Planner
 from ..uses.routed import Routed
 from ..uses.timing import Clock
 from ..uses.use import Regrouped, Use
-from .buffers import Buffers
 from .bundle import Abreast, Arrangement, Bundle, arrangement
 
 Arranged = dict[tuple[int, ...], Arrangement]  # by the ids of the parameters
@@ -65,6 +64,8 @@ class Gradients:
         self.batch = batch if people is None else people.count
         self.scale, self.device = scale, device
         self.plan: Any = None  # the `engine.explain.Plan`, if it is known already
+        self.watched = True  # others than clipping may ask for norms and sums
+        self.taken: dict[int, Any] = {}  # the `engine.early.Taken` of groups of parameters, which have no uses here
         self._bundles: dict[tuple[int, ...], list[Bundle | Abreast]] = {}
         self._arranged = arranged
 
@@ -75,6 +76,10 @@ class Gradients:
 
     def use(self, place: int) -> Use:
         return self._uses[place]
+
+    def drop(self, place: int) -> None:
+        """Nobody asks for this use again: its data goes, when the last who holds it has let go of it."""
+        self._uses[place] = Use(self._uses[place].operand, self.batch, self._uses[place].name)
 
     def uses_of(self, parameter: Tensor) -> list[Use]:
         return [self.use(place) for place in self._of.get(id(parameter), ())]
@@ -125,12 +130,10 @@ class Gradients:
                 total += joint_norm_sq(parameter, uses).to(self.device)
         return total * self.scale**2
 
-    def clipped_sum(
-        self, factors: Tensor, parameters: Sequence[Tensor], buffers: Buffers | None = None
-    ) -> dict[int, Tensor]:
+    def clipped_sum(self, factors: Tensor, parameters: Sequence[Tensor], last: bool = False) -> dict[int, Tensor]:
         """{id(parameter): sum_b factors_b gradient_b} in float32; parameters without a use are absent.
 
-        buffers: memory to be used again.
+        last: nothing more is asked for of these parameters, so that the data of each use is dropped after its sum.
         """
         total: dict[int, Tensor] = {}
         scaled = factors * self.scale
@@ -142,27 +145,21 @@ class Gradients:
         arranged = self.arrangement(parameters)
         wanted = set(map(id, parameters)) if arranged.uses_apart else set()
         apart = {id(p) for p in arranged.apart if _in_slices(p, self.uses_of(p))}
-        for use in map(self.use, arranged.uses_apart):
+        for place in arranged.uses_apart:
+            use = self.use(place)
             leaves = leaves_of(use.operand)
+            if last and all(id(leaf) in wanted for leaf in leaves):
+                self.drop(place)
             with use.clock or contextlib.nullcontext():
-                into = None
                 if id(leaves[0]) in apart:
                     if id(leaves[0]) not in total:
-                        kept = buffers.take(leaves[0]) if buffers is not None else None
-                        total[id(leaves[0])] = _memory(leaves[0], self.uses_of(leaves[0]), kept)
+                        total[id(leaves[0])] = _memory(leaves[0], self.uses_of(leaves[0]))
                     into = _place(use.operand, leaves[0], total[id(leaves[0])])
                     part = use.clipped_sum(scaled.to(into.device), into)
                     if part.data_ptr() != into.data_ptr():
                         into.copy_(part)
                     continue
-                if (
-                    buffers is not None
-                    and use.overwrites
-                    and use.operand is leaves[0]
-                    and use.operand.dtype != torch.float64
-                ):
-                    into = buffers.take(use.operand)
-                part = use.clipped_sum(scaled.to(use.operand.device), into)
+                part = use.clipped_sum(scaled.to(use.operand.device))
                 if use.operand is not leaves[0] and is_slice(use.operand, leaves):
                     _add_slice(total, use.operand, leaves[0], part)
                     continue
@@ -286,7 +283,13 @@ def _in_slices(parameter: Tensor, uses: list[Use]) -> bool:
     return each and all(is_slice(u.operand, leaves_of(u.operand)) for u in uses) and disjoint(parameter, uses)
 
 
-def _memory(parameter: Tensor, uses: list[Use], kept: Tensor | None) -> Tensor:
+def _memory(parameter: Tensor, uses: list[Use]) -> Tensor:
     """Memory for the sum of slices: zero, unless they cover it."""
-    whole = torch.empty(parameter.shape, dtype=torch.float32) if kept is None else kept
-    return whole if sum(use.operand.numel() for use in uses) == parameter.numel() else whole.zero_()
+    covered = sum(use.operand.numel() for use in uses) == parameter.numel()
+    return torch.empty(parameter.shape, dtype=torch.float32) if covered else torch.zeros(parameter.shape)
+
+
+def add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
+    """Add tensors by key."""
+    for key, value in more.items():
+        total[key] = total[key].add_(value) if key in total else value

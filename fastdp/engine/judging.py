@@ -9,7 +9,7 @@ from ..errors import LossNotFollowedWarning, LossReductionWarning, SampleMixingE
 from ..layouts.labels import TWO_ORDERS, UNKNOWN_ORDER, Labels
 from ..layouts.layout import Layout, tag_of
 from ..layouts.pieces import BY_POSITION
-from .backward import mixing_error
+from .tape import mixing_error
 
 
 def problem_of(

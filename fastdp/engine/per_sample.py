@@ -19,6 +19,7 @@ from ..uses.planner import Planner
 from . import following
 from .attachable import check_unattached
 from .backward import Backward
+from .early import ByGroup
 from .explain import Plan
 from .forward import Forward
 from .gradients import Gradients
@@ -99,6 +100,10 @@ class PerSampleGradients:
             yield found
         finally:
             backward.on_end = own
+
+    def clip_by_group(self, by_group: ByGroup) -> None:
+        """Let groups be taken within backward, if `on_backward` takes the rest. See `fastdp.engine.early`."""
+        self._backward.by_group, self._backward.clips = by_group, self._backward.on_end
 
     def grouped(self) -> bool:
         """Whether the coming batch's records are grouped (`group_by`)."""

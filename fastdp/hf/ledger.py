@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from ..accounting import History as History
 from ..accounting import epsilon_of
 from ..errors import AccountingError
-from ..training.ledger import kind_of
-from ..training.privacy import run_of
+from ..training.ledger import kind_of, run_of
 
 NAME = "privacy.json"
 

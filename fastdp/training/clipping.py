@@ -91,13 +91,19 @@ class Clipping:
             new._own = self._own  # with what it has answered so far
         return new
 
-    def factors(self, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+    @property
+    def apart(self) -> bool:
+        """Whether the factors of a layer need the norms of no other."""
+        return self.style == "layerwise" and self._own is None
+
+    def factors(self, norm_sq: Sequence[Tensor], groups: Sequence[Group] | None = None) -> list[Tensor]:
         """Return the float32 factors [B] of each group.
 
         A factor is 0 if the sample's gradient is not finite in any group, or is 0.
 
         Args:
             norm_sq: the squared norms [B] of each group, in the order of `groups`.
+            groups: these groups only (default: all), if they are `apart`.
 
         Raises:
             ClippingError: if a custom function exceeds its clipping norm or looks at other samples.
@@ -110,7 +116,7 @@ class Clipping:
             kind = str(self.clipping)
             every = [
                 clip_factors(squares, group.max_grad_norm, kind, self.gamma)
-                for group, squares in zip(self.groups, norm_sq, strict=True)
+                for group, squares in zip(self.groups if groups is None else groups, norm_sq, strict=True)
             ]
         found = []
         for squares, c in zip(norm_sq, every, strict=True):

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.buffers import alias
 from ..ops.checks import words_of
 from ..ops.common import DTYPES
 from ..ops.noise import Noise
@@ -38,7 +37,7 @@ class Release(NamedTuple):
         if total is None:
             return None
         noisy = self.noise.add_scaled_(total, self.std, self.scale, self.offsets[id(parameter)])
-        return alias(noisy) if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
+        return noisy if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
 
 
 def kind_of(base: type) -> str | None:
@@ -145,7 +144,7 @@ def step(
             if kind == "adam":
                 table.count(state)
             for p, total in zip(params, totals, strict=True):
-                p.grad = alias(total) if total.dtype == p.dtype else None
+                p.grad = total if total.dtype == p.dtype else None
 
 
 def _alike_in_device_and_age(

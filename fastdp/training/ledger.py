@@ -232,3 +232,18 @@ def _without(runs: Runs, known: Runs) -> Runs:
         if place < end:
             found.append(run._replace(first=place, steps=end - place))
     return found
+
+
+def finite(noise_multiplier: float) -> float:
+    """The noise multiplier. Raises ValueError unless it is 0 or larger, and finite."""
+    if not 0 <= noise_multiplier < float("inf"):
+        raise ValueError(f"noise_multiplier must be 0 or larger and finite, not {noise_multiplier!r}")
+    return float(noise_multiplier)
+
+
+def run_of(sigma: Any, rate: Any, steps: Any, truncation: Any = 0.0) -> Entry:
+    """A run of equal steps in a saved history. Raises ValueError if no steps can have been so."""
+    run = entry((finite(float(sigma)), None if rate is None else float(rate), float(truncation)), int(steps))
+    if run[2] < 0 or not (run[1] is None or 0 < run[1] <= 1) or not 0 <= truncation <= 1:
+        raise ValueError(f"{run[2]} steps at a sample rate of {run[1]}, with a truncation of {truncation}")
+    return run

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accounting import Run, check_accountant, warn_of_delta
-from ..engine.buffers import Buffers, add
+from ..accounting import check_accountant, warn_of_delta
 from ..engine.explain import Plan
-from ..engine.gradients import Gradients
+from ..engine.gradients import Gradients, add
 from ..engine.per_sample import PerSampleGradients
 from ..engine.taken import Known
 from ..errors import AccountingError, SampleMixingError, StepError
@@ -24,7 +23,8 @@ from ..ops.noise import Noise
 from . import loader, misuse
 from .clipping import Clipping, ClippingFunction
 from .fused import Release
-from .ledger import Ledger, entry
+from .ledger import Ledger, finite, run_of
+from .members import Members
 from .missed import Missed
 from .rates import Rate
 
@@ -79,7 +79,6 @@ class Privacy:
         self.ledger.enrol(self.engine.named_parameters().values())
         self.norms: Tensor | dict[str, Tensor] | None = None
         self._plan: Plan | None = None
-        self._buffers = Buffers() if memory_budget is None else None  # time for memory
         self._dropped: Tensor | None = None
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
@@ -94,6 +93,8 @@ class Privacy:
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
         self.unit, self.missed = Unit(), Missed(model)
         self.engine.whose.batch_in_hand = self._in_hand
+        self._members = Members(self._clipping_now)
+        self.engine.clip_by_group(self._members)
         self.discard()
 
     def discard(self) -> None:
@@ -113,8 +114,11 @@ class Privacy:
         self._check_batch(gradients)
         named = self.engine.named_parameters()
         self._check_groups(named)
-        members = [[named[name] for name in group.parameters if name in named] for group in self.clipping.groups]
-        norm_sq = [gradients.norm_sq(parameters) for parameters in members]
+        members, taken = self._members.all(self.clipping, named), gradients.taken
+        self._members.check(taken)
+        norm_sq = [
+            taken[k].norm_sq.to(gradients.device) if k in taken else gradients.norm_sq(p) for k, p in enumerate(members)
+        ]
         factors = self.clipping.factors(norm_sq)
         norms = [squares.sqrt().float() for squares in norm_sq]
         flat = self.clipping.style == "flat"
@@ -122,14 +126,23 @@ class Privacy:
         dropped = (~torch.isfinite(torch.stack(norm_sq))).any(0).sum()
         self._dropped = dropped if self._dropped is None else self._dropped + dropped
         # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
-        sums = [gradients.clipped_sum(c, p, self._buffers) for p, c in zip(members, factors, strict=True)]
+        plan = gradients.plan or Plan(gradients, self._plan)
+        sums = [
+            taken[k].sums if k in taken else gradients.clipped_sum(c, p, not gradients.watched)
+            for k, (p, c) in enumerate(zip(members, factors, strict=True))
+        ]
         self._doubts += gradients.doubts
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending = True
-        self._plan = gradients.plan or Plan(gradients, self._plan)
+        self._plan = plan
         for group in sums:
             add(self._pending, group)
+
+    def _clipping_now(self) -> tuple[Clipping, dict[str, Tensor]]:
+        named = self.engine.named_parameters()
+        self._check_groups(named)
+        return self.clipping, named
 
     def _in_hand(self) -> in_hand.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
@@ -306,8 +319,6 @@ class Privacy:
         """The noised step was made: count it."""
         self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
         self.noise.step += 1
-        if self._buffers is not None:
-            self._buffers.give(self._sums)
         self.discard()
 
     def epsilon(self, delta: float) -> float:
@@ -377,18 +388,3 @@ class Privacy:
         self.noise_multiplier, self.noise.step = noise_multiplier, step
         self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
         self.discard()
-
-
-def finite(noise_multiplier: float) -> float:
-    """The noise multiplier. Raises ValueError unless it is 0 or larger, and finite."""
-    if not 0 <= noise_multiplier < float("inf"):
-        raise ValueError(f"noise_multiplier must be 0 or larger and finite, not {noise_multiplier!r}")
-    return float(noise_multiplier)
-
-
-def run_of(sigma: Any, rate: Any, steps: Any, truncation: Any = 0.0) -> Run:
-    """A run of equal steps in a saved history. Raises ValueError if no steps can have been so."""
-    run = entry((finite(float(sigma)), None if rate is None else float(rate), float(truncation)), int(steps))
-    if run[2] < 0 or not (run[1] is None or 0 < run[1] <= 1) or not 0 <= truncation <= 1:
-        raise ValueError(f"{run[2]} steps at a sample rate of {run[1]}, with a truncation of {truncation}")
-    return run

@@ -8,9 +8,11 @@ the caching allocator hands freed memory to the stream that it was made on, unle
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .use import Use
 
@@ -25,11 +27,17 @@ def current(device: torch.device) -> Any:
     return None if ask is None else ask(device)
 
 
+class Holding(Protocol):
+    """Something that holds tensors."""
+
+    def holds(self) -> tuple[Tensor, ...]: ...
+
+
 class Streams:
     """The streams on which one backward recorded its uses."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[torch.device, Any], tuple[Any, list[Use]]] = {}
+        self._seen: dict[tuple[torch.device, Any], tuple[Any, list[Holding]]] = {}
 
     def note(self, use: Use) -> None:
         """A use is recorded on the stream that is current on its device."""
@@ -40,6 +48,16 @@ class Streams:
         if (device, number) not in self._seen:
             self._seen[device, number] = (current(device), [])
         self._seen[device, number][1].append(use)
+
+    def one(self) -> bool:
+        """Whether all uses so far are of the stream that is current now."""
+        return all(number == _number(device) for device, number in self._seen)
+
+    def replace(self, uses: Sequence[Use], made: Holding) -> None:
+        """These uses are dropped; what was made of them on the current streams is held in their place."""
+        gone = set(map(id, uses))
+        for key, (stream, held) in self._seen.items():
+            self._seen[key] = (stream, [each for each in held if id(each) not in gone] + [made])
 
     def join(self) -> None:
         """Let the streams that are current now wait for the others, and the memory of the uses wait for them."""

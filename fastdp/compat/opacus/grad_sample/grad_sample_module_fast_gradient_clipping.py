@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....engine.buffers import Buffers
 from ....engine.gradients import Gradients
 from ....ops.clip import clip_factors
 from . import samples
@@ -53,13 +52,12 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         self.on_norms: Callable[[Tensor], None] | None = None
         self._per_sample_gradient_norms: Tensor | None = None
         self._clipped = Clipped()
-        self.sums_memory = Buffers()  # memory of the sums
         super().__init__(
             m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, force_functorch=force_functorch
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_clipped": Clipped(), "sums_memory": Buffers()}
+        return {**super().__getstate__(), "_clipped": Clipped()}
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -79,7 +77,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
             if self.on_norms is not None:
                 self.on_norms(self.per_sample_gradient_norms)
             bound = float(self.max_grad_norm)
-            sums = gradients.clipped_sum(clip_factors(norm_sq, bound), parameters, self.sums_memory)
+            sums = gradients.clipped_sum(clip_factors(norm_sq, bound), parameters)
             self._keep(parameters, sums, bound)
 
     def _keep(self, parameters: list[Tensor], sums: dict[int, Tensor], bound: float) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ....engine.buffers import Buffers
-
 
 class Copied:
-    """What an optimizer keeps to itself when it is copied: its noise, which two must not share, and its memory.
+    """What an optimizer keeps to itself when it is copied: its noise, which two must not share.
 
     torch's Optimizer copies groups and state alone, and its `__setstate__` patches the class's step, so that after a
     copy was tried no optimizer of the class would step.
     """
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_noise": None, "_buffers": Buffers(), "_noised": Buffers()}
+        return {**self.__dict__, "_noise": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -18,7 +18,7 @@ def _clip_and_accumulate_parameter(p: nn.Parameter, max_grad_norm: float) -> Non
     held: Any = p
     part = [(p, samples.peek(p))]
     with samples.outside():
-        total = sums(part, clip_factors(norm_sq(part), float(max_grad_norm)), None)[id(p)]
+        total = sums(part, clip_factors(norm_sq(part), float(max_grad_norm)))[id(p)]
     held.summed_grad = total if held.summed_grad is None else held.summed_grad + total
 
 

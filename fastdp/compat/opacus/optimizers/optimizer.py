@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ....engine.buffers import Buffers
 from ....ops.clip import clip_factors
 from ..grad_sample import samples
 from ..grad_sample.gsm_base import owners_of
@@ -100,7 +99,6 @@ class DPOptimizer(Copied, Optimizer):
         self._is_last_step_skipped = False
         self._noise: StepNoise | None = None
         self._bound: float | None = None  # the largest clipping norm of the sums at hand
-        self._buffers, self._noised = Buffers(), Buffers()  # memory of the sums, and of the noisy ones
         for p in self.params:
             p.summed_grad = None  # type: ignore[attr-defined]
 
@@ -211,7 +209,7 @@ class DPOptimizer(Copied, Optimizer):
         """Clip the samples that wait, and add their sums to `p.summed_grad`."""
         for parts in self._backwards():
             with samples.outside():
-                self._add(sums(parts, self._clip_factors(norm_sq(parts)), self._buffers))
+                self._add(sums(parts, self._clip_factors(norm_sq(parts))))
         self._after_clipping(self.max_grad_norm)
 
     def _clip_factors(self, squares: Tensor) -> Tensor:
@@ -266,7 +264,6 @@ class DPOptimizer(Copied, Optimizer):
 
     def _noise_into_grad(self, std: float) -> None:
         std = float(std)
-        made: dict[int, Tensor] = {}
         if std:
             self._next_noise()
         for p in self.params:
@@ -277,16 +274,12 @@ class DPOptimizer(Copied, Optimizer):
                 assert self._noise is not None
                 self._noise.add_(noisy, std)
             p.grad = noisy.view_as(p).to(p.dtype)
-            made[id(p)] = noisy
             _mark_as_processed(total)
-        self._noised.give(made)
 
     def _copy(self, p: nn.Parameter, total: Tensor) -> Tensor:
-        """A contiguous copy of the sum, in `.grad`'s memory where that is of its kind, or in that of a step before."""
+        """A contiguous copy of the sum, in `.grad`'s memory where that is of its kind."""
         grad = p.grad
         if grad is None or grad.layout != torch.strided or not grad.is_contiguous() or not _alike(grad, total):
-            grad = self._noised.take(p)
-        if grad is None or not _alike(grad, total):
             return total.detach().clone(memory_format=torch.contiguous_format)
         return grad.copy_(total)
 
@@ -318,18 +311,10 @@ class DPOptimizer(Copied, Optimizer):
             self._drop_sums()
 
     def _drop_sums(self) -> None:
-        """Forget `p.summed_grad`; its memory serves the next step."""
+        """Forget `p.summed_grad`."""
         self._bound = None
-        held = {  # as other tensors, without the mark of what is used
-            id(p): total.detach() for p in self.params if (total := getattr(p, "summed_grad", None)) is not None
-        }
         for p in self.params:
             p.summed_grad = None  # type: ignore[attr-defined]
-        self._memory().give(held)
-
-    def _memory(self) -> Buffers:
-        """Of the clipped sums."""
-        return self._buffers
 
     def _note_grads(self) -> None:
         """`.grad` was zeroed, maybe between forward and backward: the engine must not take it for autograd's."""

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ....engine.buffers import Buffers
 from ....errors import StepError
 from ..grad_sample import samples
 from ..grad_sample.grad_sample_module_fast_gradient_clipping import Clipped, GradSampleHooksFastGradientClipping
@@ -74,10 +73,6 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         self._add({id(p): _of(p, taken) for p in self.params})
         for p in self.params:
             p.grad = None  # the same memory: zeroing it would zero the sum
-
-    def _memory(self) -> Buffers:
-        owner = self._owner()
-        return self._buffers if owner is None else owner.sums_memory
 
     def _sums_are_used(self) -> bool:
         """Whether a step has used `p.summed_grad`."""

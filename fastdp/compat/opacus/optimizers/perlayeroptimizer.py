@@ -53,6 +53,6 @@ class DPPerLayerOptimizer(DPOptimizer):
                 found = {}
                 for part, bound in zip(parts, self.max_grad_norms, strict=True):
                     factors = clip_factors(norm_sq([part]), float(bound))
-                    found.update(sums([part], factors, None))
+                    found.update(sums([part], factors))
                 self._add(found)
         self._after_clipping(math.hypot(*self.max_grad_norms))

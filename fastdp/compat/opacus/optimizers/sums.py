@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....engine.buffers import Buffers
 from ....ops.rows import square_sum, weighted_sum
 from ..grad_sample.samples import Pending, Record
 
@@ -33,12 +32,12 @@ def _plus(total: Tensor | None, more: Tensor) -> Tensor:
     return total + more.to(total.device)
 
 
-def sums(parts: list[tuple[nn.Parameter, Any]], factors: Tensor, buffers: Buffers | None) -> dict[int, Tensor]:
+def sums(parts: list[tuple[nn.Parameter, Any]], factors: Tensor) -> dict[int, Tensor]:
     """sum_b factors_b gradient_b by id of the parameter, float32 or better."""
     found: dict[int, Tensor] = {}
     for record, parameters in _by_record(parts):
         record.check(parameters)
-        clipped = record.gradients.clipped_sum(factors, parameters, buffers)
+        clipped = record.gradients.clipped_sum(factors, parameters)
         for p in parameters:
             total = clipped.get(id(p))
             if total is None:

@@ -1,0 +1,68 @@
+"""What a backward knows of a forward that it goes through and records of it, and what it says of mixed outputs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ..errors import SampleMixingError
+from ..layouts.groups import People
+from ..layouts.layout import Layout
+from ..layouts.moments import Moment
+from ..uses.streams import Streams
+from ..uses.use import Use
+
+
+def mixing_error(layout: Layout) -> SampleMixingError:
+    """What to say of an output of the model that several samples made."""
+    remedy = "remove the operation, or use one that works on each sample alone."
+    if layout.guessed:
+        remedy += (
+            f" Or is it a table (of positions, say)? fastdp assumed that an input has several rows for each of the "
+            f"{layout.batch} samples. Call fastdp.mark_rows(tensor, None) if it is of no sample, or "
+            "mark_rows(tensor, sample_of_row) to assign its rows to samples."
+        )
+    return SampleMixingError(
+        f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
+        f"for such a model; {remedy}",
+        layout.mixed,
+    )
+
+
+def joined_error(why: str) -> SampleMixingError:
+    """What to say where a backward goes through a forward, and another one of what was made, beside it, of samples."""
+    return SampleMixingError(
+        "one backward goes through two forwards, and an input of the second one was computed from several samples of "
+        f"the first one's batch: {why}. Clipping does not bound what a sample then does to others. Compute each "
+        "sample's input from that sample alone.",
+        why,
+    )
+
+
+class PassRecord:
+    """What a backward knows of a forward that it goes through.
+
+    count: its uses count (not again, where a forward is recomputed); token_node: where autograd would add up the
+    gradient of what every captured call hangs on.
+    """
+
+    def __init__(self, batch: int, people: People | None, count: bool, moment: Moment, token_node: Any) -> None:
+        self.batch, self.people, self.count, self.moment, self.token_node = batch, people, count, moment, token_node
+        self.thread = threading.get_ident()
+        self.backward_id = 0  # of the backward that went through it
+
+
+class Tape:
+    """What one backward records. uses: None for what was taken early."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.uses = number, list[Use | None]()
+        self.versions: list[int] = []  # of the uses, when they were recorded
+        self.thread: int | None = None  # in which the forwards ran
+        self.streams = Streams()
+        self.early: Any = None  # the `engine.early.Early`, if groups are taken within backward
+        self.batch: int | None = None
+        self.people: People | None = None
+        self.failed = False
+        self.judged = False  # whether the loss was followed
+        self.recomputed = False  # went through forwards that reentrant checkpointing repeated
