@@ -99,7 +99,7 @@ class Clipping:
     def factors(self, norm_sq: Sequence[Tensor], groups: Sequence[Group] | None = None) -> list[Tensor]:
         """Return the float32 factors [B] of each group.
 
-        A factor is 0 if the sample's gradient is not finite in any group, or is 0.
+        A factor is 0 if the sample's gradient is not finite in any of these groups, or is 0.
 
         Args:
             norm_sq: the squared norms [B] of each group, in the order of `groups`.
