@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .answers import Answers
 from .calls import Call, Inputs, Tags
-from .draws import DRAWS, Draw, is_close
+from .draws import DRAWS, Draw, are_close, is_close
 from .kinds import UNCHECKED, VIEWS
 from .layout import Layout
 from .nests import map_tensors, tensors_in
@@ -63,6 +63,7 @@ def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
             asked = True
             if not _apart(call, data, tags, *drawn):
                 return False
+            del drawn  # before the next ones are made: they may be large
     if not asked and not _apart(call, data, tags, [t for t, _ in data], [t for t, _ in tags]):
         return False
     if kind is not None:
@@ -94,6 +95,7 @@ def _apart(call: Call, data: Inputs, tags: Tags, values: list[Tensor], before: l
             if not found or whole:
                 new = [_with_samples_changed(t, lay, changed, change) for t, (_, lay) in zip(values, data, strict=True)]
                 found += [] if (after := _run_again(call, data, new)) is None else [after]
+                del new
         if not found:
             return False
         for after in found:
@@ -176,7 +178,7 @@ def _other_numbers(rows: Tensor, layout: Layout) -> Tensor:
     if rows.dtype == torch.bool:
         return ~rows
     if rows.is_floating_point() or rows.is_complex():
-        return rows * -1.75 + 0.9
+        return (rows * -1.75).add_(0.9)
     return (rows.min().long() + rows.max().long() - rows.long()).to(rows.dtype)  # within the range: they may be indices
 
 
@@ -200,7 +202,10 @@ def _with_samples_changed(tensor: Tensor, layout: Layout, samples: Tensor, chang
         return changed
     rows = changed.movedim(layout.dim, 0)
     chosen = samples.to(tensor.device)[layout.owners(tensor.device)]
-    rows[chosen] = change(rows, layout)[chosen]
+    if change is _other_numbers and (rows.is_floating_point() or rows.is_complex()):
+        rows[chosen] = change(rows[chosen], layout)  # each number by itself
+    else:
+        rows[chosen] = change(rows, layout)[chosen]
     return changed
 
 
@@ -211,7 +216,7 @@ def _same_others(layout: Layout, before: Tensor, after: Tensor, changed: Tensor)
     if before.shape != after.shape or before.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return False
     keep = ~changed.to(before.device)[layout.owners(before.device)]
-    return is_close(before.detach().movedim(layout.dim, 0)[keep], after.movedim(layout.dim, 0)[keep])
+    return are_close(before.detach().movedim(layout.dim, 0), after.movedim(layout.dim, 0), keep)
 
 
 def is_blind_to_order(call: Call, inputs: Inputs, tags: Tags) -> bool:
@@ -280,15 +285,22 @@ def is_blind_to_place(call: Call, inputs: Inputs, tags: Tags) -> bool:
     if kind is not None and kind in _BLIND:
         return True
     values, before = _drawn(call, data, DRAWS[0]) or ([t for t, _ in data], [t for t, _ in tags])
-    moved = [_next_samples(t, layout) for t, (_, layout) in zip(values, data, strict=True)]
-    again, after = _run_again(call, data, values, drawn_anew=True), _run_again(call, data, moved)
-    if again is None or after is None:
+    again = _run_again(call, data, values, drawn_anew=True)
+    if again is None:
         return False
-    draws = False
-    for (_, layout), was, same, now in zip(tags, before, again, after, strict=False):
-        if layout is not None and not layout.mixed:
-            draws = draws or not _same_rows(layout, was, same)
-            if not draws and not _same_rows(layout, _next_samples(was, layout), now):
+    known = [(layout, was) for (_, layout), was in zip(tags, before, strict=False)]
+    draws = [layout is not None and not layout.mixed and not _same_rows(layout, was, same)
+             for (layout, was), same in zip(known, again, strict=False)]  # fmt: skip
+    del again  # these may be large: one after the other
+    moved = [_next_samples(t, layout) for t, (_, layout) in zip(values, data, strict=True)]
+    del values
+    after = _run_again(call, data, moved)
+    if after is None:
+        return False
+    del moved
+    for place, ((layout, was), now) in enumerate(zip(known, after, strict=False)):
+        if layout is not None and not layout.mixed and not any(draws[: place + 1]):
+            if not _same_rows(layout, _next_samples(was, layout), now):
                 return False
     if kind is not None:
         _BLIND[kind] = True
