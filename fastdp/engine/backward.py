@@ -133,10 +133,6 @@ class Backward:
         leaves = [p for p in self.tracked.tensors() if p.is_leaf]  # of others .grad warns
         self._grads_before = {id(p): (p.grad, p.grad._version) for p in leaves if p.grad is not None}
 
-    def uncounted(self) -> None:
-        """A forward makes calls that are not counted: which use of a parameter is its last is not known."""
-        self._counted = False
-
     def open_forwards(self) -> int:
         """Forwards that no backward has gone through yet."""
         return self._open_forwards

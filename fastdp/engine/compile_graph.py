@@ -178,7 +178,6 @@ class Run:
 
     def __init__(self, plan: Plan, forward_pass: Pass, contexts: list[Context]) -> None:
         self.plan, self.forward_pass, self.contexts = plan, forward_pass, contexts
-        forward_pass.backward.uncounted()
         self.keeper: Tensor | None = None  # a tensor: before torch 2.13 its node alone drops what it saved
 
     def record(self, grads: Sequence[Tensor | None]) -> None:

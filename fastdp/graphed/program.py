@@ -105,9 +105,16 @@ class Program:
             found: tuple[list[Tensor], bool] = self._run(*inputs)
         return found
 
-    def takes(self, constant: Tensor) -> bool:
-        """Whether it takes this constant, or one made anew with the same numbers."""
-        return any(_same_tensor(constant, self.held[number]) for number in self.constants)
+    def calls_with(self, constant: Tensor) -> list[Any]:
+        """The calls that take this constant, or one made anew with the same numbers: functions, and what they take
+        beside tensors, the sizes to which they cut or expand it among these."""
+        same = {number for number in self.constants if _same_tensor(constant, self.held[number])}
+        found = []
+        for op in self.operations:
+            given = tree_leaves((op.args, op.kwargs))
+            if any(isinstance(leaf, Slot) and leaf.number in same for leaf in given):
+                found.append((op.func, [leaf for leaf in given if not isinstance(leaf, Slot)]))
+        return found
 
     def difference_in_numbers(self, other: Program) -> str:
         """What differs in the first output, the losses, from a recording of the step at another size, beside sizes.

@@ -150,7 +150,8 @@ class StepProgram:
             self.batch = mine
         if why := self.program.difference_in_numbers(recorded.program):
             return why
-        self._suspects = [constant for constant in self._suspects if not recorded.program.takes(constant)]
+        mine_with, with_it = self.program.calls_with, recorded.program.calls_with
+        self._suspects = [constant for constant in self._suspects if mine_with(constant) != with_it(constant)]
         return ""
 
     def _differs_padded(self, leaves: Sequence[Any], samples: int) -> str:

@@ -219,6 +219,64 @@ def test_a_sample_that_is_not_finite_contributes_to_no_layer(taken):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+class Steep(torch.autograd.Function):
+    """The identity, whose gradient is infinite for the third sample."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[2] = float("inf")
+        return grad
+
+
+def test_a_sample_that_is_not_finite_in_the_first_layers_keeps_its_bound(taken):
+    """The last layer is taken before that shows: it contributes there, by no more than the layer's clipping norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 3))
+    optimizer = fastdp.DPSGD(model, lr=1.0, style="layerwise", noise_multiplier=0.0, max_grad_norm=1.0,
+                             expected_batch_size=1.0, loss_reduction="sum")  # fmt: skip
+    x, before = torch.randn(B, D), [p.detach().clone() for p in model.parameters()]
+    model[1](Steep.apply(model[0](x))).square().sum().backward()
+    optimizer.step()
+    assert taken == [2, 2] and optimizer.nonfinite_samples == 1
+    changes = [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
+    for layer, count in ((0, B - 1), (2, B)):
+        moved = torch.cat([change.flatten() for change in changes[layer : layer + 2]])
+        assert moved.isfinite().all() and 0 < float(moved.norm()) <= count / 2**0.5 * 1.0001
+
+
+def test_a_parameter_in_compiled_code_and_beside_it(taken):
+    """Calls of compiled code are counted too."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x)))
+
+    def made():
+        torch.manual_seed(2)
+        model = Mixed()
+        model.first.compile(backend="eager")
+        return model
+
+    def step(model, seed):
+        x = torch.randn(B, D, generator=torch.Generator().manual_seed(seed))
+        model(x).square().sum(1).mean().backward()
+
+    found, _ = trained(made(), steps=6, step=step)
+    assert taken == [1, 2] * 6  # the bias of the second, then the first with the weight of both
+    expected, _ = trained(made(), steps=6, step=step, early=False)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_use_that_comes_late_is_refused_and_nothing_is_kept(monkeypatch):
     model = net()
     optimizer = fastdp.DPSGD(model, lr=0.1, style="layerwise", noise_multiplier=0.0, max_grad_norm=1.0,
@@ -236,6 +294,37 @@ def test_a_use_that_comes_late_is_refused_and_nothing_is_kept(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     loss_of(model, batch(0)).mean().backward()
     optimizer.step()
+
+
+def test_data_that_is_written_to_before_the_last_use_arrives(taken):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(D, D)
+
+        def forward(self, x):
+            first = self.layer(x)
+            between = torch.relu(first)
+            first.register_hook(lambda grad: (between.detach().mul_(2), None)[1])
+            return self.layer(between)
+
+    model = Twice()
+    optimizer = fastdp.DPSGD(model, lr=0.1, style="layerwise", noise_multiplier=0.0, max_grad_norm=1.0,
+                             expected_batch_size=B)  # fmt: skip
+    with pytest.raises((fastdp.errors.StepError, RuntimeError), match="written to in place|inplace operation"):
+        model(torch.randn(B, D)).square().sum(1).mean().backward()
+    assert not taken and not optimizer._privacy.busy
+
+
+def test_clipping_that_changes_within_backward_is_refused(taken):
+    model = net()
+    optimizer = fastdp.DPSGD(model, lr=0.1, style="layerwise", noise_multiplier=0.0, max_grad_norm=1.0,
+                             expected_batch_size=B)  # fmt: skip
+    model.blocks[1].register_full_backward_hook(lambda *_: optimizer.set_clipping(max_grad_norm=0.1))
+    logits = model(batch(0)[:, :-1])
+    with pytest.raises(fastdp.errors.StepError, match="changed within backward"):
+        logits.square().sum((1, 2)).mean().backward()
+    assert taken and not optimizer._privacy.busy
 
 
 @pytest.mark.parametrize("style", ["layerwise", "flat"])
