@@ -26,7 +26,6 @@ from .hook_watch import Owner, Watch
 
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SETTING = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
-HOOKING: frozenset[Any] = frozenset((Tensor.register_hook, _GRAD_FN, _SETTING))
 _MODES = frozenset(
     (__name__, "fastdp.engine.following", "fastdp.engine.capture", "fastdp.engine.hook_watch", "torch.overrides")
 )
@@ -40,7 +39,7 @@ UNGUARDED = (
 
 
 def hooked(owner: Any, batch: int, path: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call of one of `HOOKING` on a tensor that is no parameter. path: of the module in which it stands, or ''."""
+    """A call of `kinds.REACHING_GRAPH` on a tensor that is no parameter. path: of the module where it stands, or ''."""
     tensor = args[0]
     if func == _GRAD_FN:
         node = func(*args, **kwargs)

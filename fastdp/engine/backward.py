@@ -214,6 +214,10 @@ class Backward:
         if self.rerun.collect is not None:
             return True  # a block runs again
         self._recording = path
+        known = self._tape
+        if known is not None and known.checked is forward_pass and not torch.is_grad_enabled():
+            self._unasked = not torch._C._will_engine_execute_node(forward_pass.token_node)
+            return not self._unasked
         tape = self._begin()
         self._unasked = not torch._C._will_engine_execute_node(forward_pass.token_node)
         problem: FastDPError | None = None
@@ -252,6 +256,7 @@ class Backward:
             tape.judged = True
         forward_pass.backward_id, tape.batch, tape.people = tape.number, forward_pass.batch, forward_pass.people
         tape.thread = forward_pass.thread if forward_pass.count else tape.thread
+        tape.checked = forward_pass if forward_pass.count else None
         forward_pass.moment.reached = True
         return True
 

@@ -8,7 +8,7 @@ that combine the two go to a rule (`fastdp.uses`). A call without a rule takes t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..layouts.by_value import keep_target
 from ..layouts.calls import Call
 from ..layouts.exposed import GIVING, Exposed
 from ..layouts.groups import People
-from ..layouts.kinds import COMPUTING, TELLING_SIZES
+from ..layouts.kinds import COMPUTING, REACHING_GRAPH, TELLING_SIZES
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.memory import keep_apart, versions_of, write_unaccounted
 from ..layouts.moments import Moment
@@ -33,6 +33,7 @@ from ..layouts.propagate import format_of, propagate
 from ..layouts.totals import by_size
 from ..uses.alone import one_sample_of
 from ..uses.attention import COMPOSITES
+from ..uses.captured import Applied
 from ..uses.derived import mark_derived
 from ..uses.experts import PRODUCTS, gathered_of
 from ..uses.formats import capture_in_format
@@ -41,23 +42,15 @@ from ..uses.generic import capture_generic
 from ..uses.links import Unwritten, leaves_of, link_of, span_of
 from ..uses.rules import USE_RULES
 from ..uses.use import Use
-from .activation_hooks import HOOKING, hooked
+from .activation_hooks import hooked
 from .checkpointing import custom_function, watch_region
 from .engine import Engine
+from .known_calls import MISSED, captured_by
 from .layout_cache import inquires
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
-from .sight import look_beneath, poisoned, refuse_numbers_of_data, roles_of, unmoved
+from .sight import Watcher, look_beneath, poisoned, refuse_numbers_of_data, roles_of, unmoved
 from .tape import PassRecord
-
-
-class Watcher:
-    """Sees what the calls of a pass are, where a compiled graph is interpreted (`fastdp.engine.compile_watch`)."""
-
-    def captured(self, data: tuple[Tensor, ...]) -> None:
-        """A call of data and parameters is captured."""
-
-    def asked(self, call: Call) -> None:
-        """A call whose layouts may depend on more than on those of its arguments."""
+from .tracked import owned_by
 
 
 class Pass(PassRecord):
@@ -80,12 +73,19 @@ class Pass(PassRecord):
         self.called: set[str] = set()  # paths of all modules called so far
         self.unseen = ""  # what took data out of sight, if something did
         self.mode = _CaptureMode(self)
+        self._applied: list[Applied] | None = None  # captured calls, within a rule
+        self._known_calls = self.memo.calls_of(batch, tracked, self.stack, engine.sizes.asked) if batch > 1 else None
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.watcher: Watcher | None = None
         self.exposed = Exposed(batch, engine.model)
         self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
         self.reads = engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
+
+    @property
+    def at_once(self) -> Any:
+        """The known calls, if nothing need be looked at beside a call's signature; else None."""
+        return None if self.watcher is not None or self.exposed else self._known_calls
 
     @property
     def compiling(self) -> bool:
@@ -173,7 +173,7 @@ class Pass(PassRecord):
             if func in TELLING_SIZES:
                 self.engine.sizes.asked(args[0], out, self.batch)
             return out
-        if func in HOOKING and not self.is_parameter(args[0]):
+        if func in REACHING_GRAPH and not self.is_parameter(args[0]):
             return hooked(self.engine.owner, self.batch, self.path, func, args, kwargs)
         if func in FOLLOWED and self.watcher is None:
             return self._follow(func, args, kwargs)
@@ -258,9 +258,15 @@ class Pass(PassRecord):
                 self.used.add(parameter)
         try:
             one = one_sample_of(self, call)
-            out = call.returned(self._by_rule(self if one is None else one, call))
+            around, self._applied = self._applied, []
+            try:
+                out = call.returned(self._by_rule(self if one is None else one, call))
+            finally:
+                applied, self._applied = self._applied, around
             if one is not None:
                 one.tag_results(call)
+            else:
+                self._learn_capture(call, applied)
         except SampleMixingError as problem:
             if not problem.mixed or call.in_place:
                 raise
@@ -269,6 +275,17 @@ class Pass(PassRecord):
             self.count_uses(parameters)
         note_parts(call, self.is_parameter)
         return out
+
+    def _learn_capture(self, call: Call, applied: Sequence[Applied]) -> None:
+        """Know the captured call that a rule has just made, the next time."""
+        if self.at_once is not None and (known := captured_by(call, applied)) is not None:
+            signature = self.at_once.signature(call.func, *call.given)
+            if signature is not MISSED:
+                self.memo.captures[signature] = known
+
+    def note_applied(self, applied: Applied) -> None:
+        if self._applied is not None:
+            self._applied.append(applied)
 
     def _by_rule(self, forward_pass: ForwardPass, call: Call) -> Any:
         func, (args, kwargs) = call.func, call.given
@@ -343,9 +360,7 @@ class Pass(PassRecord):
 
     def _is_owned(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer of the model."""
-        if self._owned is None:
-            model = self.engine.model
-            self._owned = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._owned = owned_by(self.engine.model) if self._owned is None else self._owned
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._owned
 
     def check_unwritten(self) -> None:
@@ -376,6 +391,9 @@ class _CaptureMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        known = self.forward_pass.at_once
+        if known is not None and (out := known.call(self.forward_pass, func, args, kwargs)) is not MISSED:
+            return out
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly
             look_beneath(self.forward_pass, func, args, kwargs)
             return func(*args, **kwargs)

@@ -24,7 +24,7 @@ from ..layouts.by_value import keep_target
 from ..layouts.calls import Call
 from ..layouts.held import is_of_model, note_parameter
 from ..layouts.inputs import nested_tensors, tag_inputs
-from ..layouts.kinds import TELLING_SIZES
+from ..layouts.kinds import REACHING_GRAPH, TELLING_SIZES
 from ..layouts.layout import Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
 from ..layouts.marks import mark_of
 from ..layouts.moments import LOADERS, Moment, set_moment
@@ -33,7 +33,7 @@ from ..layouts.pieces import NOTED, stamp
 from ..layouts.positions import note_made
 from ..layouts.propagate import propagate
 from ..layouts.totals import by_size
-from .activation_hooks import HOOKING, guard_graph, hooked
+from .activation_hooks import guard_graph, hooked
 from .backward import Arrival, backwards
 from .compile_stance import PLAINLY
 from .engine import ENGINES, Engine
@@ -81,7 +81,7 @@ class Following(TorchFunctionMode):
             return self._backward(func, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
-        if func in HOOKING and not (args[0].is_leaf and args[0].requires_grad):
+        if func in REACHING_GRAPH and not (args[0].is_leaf and args[0].requires_grad):
             return hooked(self.moment.owner, self.batch, "", func, args, kwargs)
         return self._call(func, args, kwargs)
 

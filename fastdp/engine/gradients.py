@@ -48,10 +48,11 @@ class Gradients:
         people: People | None = None,
     ) -> None:
         # first what single samples used, as uses by the batch; then all, by their parameters
-        uses = _joined(_padded([_settled(use) for use in _joined(uses)]))
+        uses = list(uses)
+        if not _are_apart(uses):
+            uses = _joined(_padded([_settled(use) for use in _joined(uses)]))
         for use in uses:
             use.plan(planner)
-        for use in uses:
             if profile or use.operand.device.type == "cpu":
                 use.clock = Clock(use.operand.device)
         self._uses, self._of = uses, places_of(uses)
@@ -207,6 +208,13 @@ def check_unwritten(uses: Iterable[Use], versions: Iterable[int]) -> None:
                 "changes its argument, or as a buffer for the next batch) before norms and sums were taken: they would "
                 "be of other numbers. Take them first, or write into a copy."
             )
+
+
+def _are_apart(uses: Sequence[Use]) -> bool:
+    """Whether each use is of a parameter of its own, by the whole batch: nothing is to be joined."""
+    if len({id(use.operand) for use in uses}) < len(uses):
+        return False
+    return not any(isinstance(use, Regrouped | Routed) or link_of(use.operand) is not None for use in uses)
 
 
 def _settled(use: Use) -> Use:

@@ -7,6 +7,7 @@ no rows in an order of their own, nothing mixed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..layouts.rules import rule_of
 from ..uses.attention import COMPOSITES
 from ..uses.experts import PRODUCTS, gathered_of
 from ..uses.links import link_of
+from .known_calls import known_calls, note_kind
 
 _KINDS = Answers()
 
@@ -33,10 +35,12 @@ def inquires(func: Any) -> bool:
 
 
 def _kind(func: Any) -> str:
-    """ "asks"; "repeats": layouts follow from shapes; "checked": unless values may matter; "depends"; "where"."""
+    """How the layouts of its results are known: "asks"; "repeats": by shapes; "elementwise": so too, number by number;
+    "drawing": so too, of data alone; "checked": by shapes, unless values may matter; "depends"; "where"."""
     found = _KINDS.get(func)
     if found is None:
         found = _KINDS[func] = _classify(func)
+        note_kind(func, found)
     return found
 
 
@@ -48,10 +52,14 @@ def _classify(func: Any) -> str:
     rule = rule_of(func)
     if rule.by_value or rule.refuses or is_in_place(name) or func in COMPOSITES or name in kinds.BY_LENGTHS:
         return "depends"
+    if func in kinds.UNCHECKED and name in kinds.ELEMENTWISE and name in kinds.DRAWING:
+        return "drawing"
     if name in kinds.NUMBERING or name in kinds.DRAWING or name in kinds.FILLING:
         return "depends"
     if name == "where":
         return "where"
+    if func in kinds.UNCHECKED and name in kinds.ELEMENTWISE:
+        return "elementwise"
     return "repeats" if func in kinds.UNCHECKED or name in kinds.VIEWS else "checked"
 
 
@@ -60,6 +68,7 @@ class Memo:
 
     def __init__(self) -> None:
         self._known = Answers()
+        self.captures = Answers()  # `known_calls.KnownCapture` by signature
 
     def signature(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, tracked: dict[int, str]
@@ -74,7 +83,7 @@ class Memo:
             return None
         by_index = func is torch.Tensor.__getitem__
         # ids, and constants that may be made for this batch, count by value where the function is asked by example
-        known = _Described(batch, tracked, rows={batch} if kind == "checked" else None, view=by_index)
+        known = _Described(batch, tracked, kind, view=by_index)
         known.parts += (func, batch, torch.is_grad_enabled())
         try:
             known.add(args if not by_index else args[:1])
@@ -87,6 +96,8 @@ class Memo:
             return None
         if known.made and not known.data:
             return None  # what is made of it is noted
+        if kind in ("elementwise", "drawing") and (known.may_meet_by_place() or (kind == "drawing" and not known.data)):
+            return None
         if known.rows is not None and any(not known.rows.isdisjoint(shape) for shape in known.constants):
             return None
         return tuple(known.parts)
@@ -98,6 +109,10 @@ class Memo:
             return self._known.get(signature)
         except TypeError:  # an argument without a hash
             return None
+
+    def calls_of(self, batch: int, tracked: dict[int, str], stack: list[str], asked: Callable[..., None]) -> Any:
+        """The calls of a pass that are known, as the extension serves them; None without it."""
+        return known_calls(self._known, self.captures, batch, tracked, stack, asked)
 
     def learn(self, signature: Any, out: Any, batch: int) -> None:
         """Keep the layouts of the results, if they are plain."""
@@ -123,13 +138,15 @@ class _Depends(Exception):
 class _Described:
     """The parts of a signature, collected in one pass over the arguments."""
 
-    __slots__ = ("batch", "tracked", "rows", "view", "parts", "constants", "made", "data")
+    __slots__ = ("batch", "tracked", "elementwise", "rows", "view", "parts", "constants", "made", "data")
 
-    def __init__(self, batch: int, tracked: dict[int, str], rows: set[int] | None, view: bool) -> None:
-        self.batch, self.tracked, self.rows, self.view = batch, tracked, rows, view
+    def __init__(self, batch: int, tracked: dict[int, str], kind: str, view: bool) -> None:
+        self.batch, self.tracked, self.view = batch, tracked, view
+        self.elementwise, self.rows = kind in ("elementwise", "drawing"), {batch} if kind == "checked" else None
         self.parts: list[Any] = []
         self.constants: list[torch.Size] = []
-        self.made = self.data = False  # whether a constant was made in sight; whether there is data
+        self.made: list[torch.Size] = []  # of constants that were made in sight
+        self.data: list[tuple[int, int]] = []  # where the samples lie, counted from the last dimension; rows
 
     def add(self, values: Any) -> None:
         parts = self.parts
@@ -145,12 +162,12 @@ class _Described:
                     if needs_grad and not value.is_leaf:
                         raise _Depends  # of unseen origin, perhaps
                     if made_in_sight(value):
-                        if may_matter(value, self.batch):
+                        if not self.elementwise and may_matter(value, self.batch):
                             raise _Depends
-                        self.made = True
+                        self.made.append(shape)
                     self.constants.append(shape)
                 else:
-                    self.data = True
+                    self.data.append((layout.dim - len(shape), layout.rows))
                     if layout.mixed or layout.owner is not None or layout.piece is not None:
                         raise _Depends
                     if self.rows is not None:
@@ -160,12 +177,22 @@ class _Described:
                         self.rows.add(layout.rows)
                 parts += (shape, value.dtype, needs_grad, layout)
             elif isinstance(value, tuple | list):
-                parts.append((type(value), len(value)))
+                parts += (type(value), len(value))
                 self.add(value)
             elif isinstance(value, dict):
                 raise _Depends
             else:
                 parts += (type(value), value)
+
+    def may_meet_by_place(self) -> bool:
+        """Whether a constant made in sight may have a number for each row of data (`propagate.meets_places`)."""
+        return any(
+            shape[dim] == rows
+            for shape in self.made
+            for beside, rows in self.data
+            for dim in {0, len(shape) + beside}
+            if 0 <= dim < len(shape)
+        )
 
 
 def _describe_index(index: Any, parts: list[Any]) -> None:

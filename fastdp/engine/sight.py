@@ -22,6 +22,16 @@ from ..uses.links import link_of
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
+class Watcher:
+    """Sees what the calls of a pass are, where a compiled graph is interpreted (`fastdp.engine.compile_watch`)."""
+
+    def captured(self, data: tuple[Tensor, ...]) -> None:
+        """A call of data and parameters is captured."""
+
+    def asked(self, call: Call) -> None:
+        """A call whose layouts may depend on more than on those of its arguments."""
+
+
 class Sees(Protocol):
     """The pass (`fastdp.engine.capture.Pass`)."""
 

@@ -64,5 +64,6 @@ class Tape:
         self.batch: int | None = None
         self.people: People | None = None
         self.failed = False
+        self.checked: PassRecord | None = None  # of this forward all is known that a backward through it must meet
         self.judged = False  # whether the loss was followed
         self.recomputed = False  # went through forwards that reentrant checkpointing repeated

@@ -11,7 +11,11 @@ from torch.nn.parameter import is_lazy
 from ..errors import ParameterError
 
 
-def _all_modules(model: nn.Module) -> list[nn.Module]:
+def _count(parameter: Tensor | None) -> int:
+    return 0 if parameter is None or is_lazy(parameter) else parameter.numel()
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
     """What model.modules() yields, in another order, several times as fast: it is asked for in every forward."""
     found, stack = {id(model): model}, [model]
     while stack:
@@ -22,6 +26,12 @@ def _all_modules(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
+def owned_by(model: nn.Module) -> set[int]:
+    """Ids of the model's parameters and buffers."""
+    held = [tensors for m in all_modules(model) for tensors in (m._parameters, m._buffers) if tensors]
+    return {id(tensor) for tensors in held for tensor in tensors.values()}
+
+
 class Tracked:
     """The chosen parameters of a model, looked up anew at every call: they may be frozen, swapped or sharded since."""
 
@@ -29,7 +39,8 @@ class Tracked:
         self.model = model
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._chosen: set[str] | None = None
-        self._seen: tuple[list[Tensor | None], list[tuple[bool, int]]] | None = None  # of which the next two are
+        # parameters, whether they are trained, and numbers of elements, of which the next two are
+        self._seen: tuple[list[Tensor | None], list[bool], list[int]] | None = None
         self._named: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
         self._known: set[tuple[int, str]] = set()  # (module, name) of every parameter, shared and frozen ones too
@@ -74,7 +85,7 @@ class Tracked:
 
     def check_complete(self) -> None:
         """Raises ParameterError where the model has got a trainable parameter that the choice did not know."""
-        for module in _all_modules(self.model):
+        for module in all_modules(self.model):
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad and (id(module), name) not in self._known:
                     path = next((path for path, m in self.model.named_modules() if m is module), "")
@@ -95,20 +106,25 @@ class Tracked:
     def _look(self) -> None:
         """Find names and offsets, unless the parameters are as they were."""
         now = self._present()
-        facts = [(False, 0) if p is None else (p.requires_grad, 0 if is_lazy(p) else p.numel()) for p in now]
-        if self._seen is not None and all(map(operator.is_, now, self._seen[0])) and facts == self._seen[1]:
+        trained = [p is not None and p.requires_grad for p in now]
+        counts = [p.numel() if type(p) is nn.Parameter else _count(p) for p in now]  # (asked for several times a step)
+        if (
+            self._seen is not None
+            and (trained, counts) == self._seen[1:]
+            and all(map(operator.is_, now, self._seen[0]))
+        ):
             return
         named: dict[str, Tensor] = {}
         offsets, total = {}, 0
         seen: set[int] = set()  # tied since: one parameter in two places counts once
-        for (_, _, full), parameter, (trained, count) in zip(self._slots, now, facts, strict=True):
+        for (_, _, full), parameter, learns, count in zip(self._slots, now, trained, counts, strict=True):
             offsets[full], total = total, total + count
-            if parameter is None or not trained or id(parameter) in seen:
+            if parameter is None or not learns or id(parameter) in seen:
                 continue
             if self._chosen is None or full in self._chosen:
                 named[full] = parameter
                 seen.add(id(parameter))
-        self._seen, self._named, self._offsets = (now, facts), named, offsets
+        self._seen, self._named, self._offsets = (now, trained, counts), named, offsets
 
     def named(self) -> dict[str, Tensor]:
         """The tracked parameters that require grad now, by name."""

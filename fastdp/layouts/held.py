@@ -62,7 +62,7 @@ class _Holding:
         return None
 
 
-_HOLDING = _Holding()
+HOLDING = _Holding()
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -82,9 +82,9 @@ def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
     held: Held | None = getattr(storage, HELD, None)
     if held is None:
         held = storage._fastdp_held = [layout, moment]
-        _HOLDING.storages.append(_ref(storage))
-        if len(_HOLDING.storages) > _HOLDING.prune:
-            _HOLDING.drop_gone()
+        HOLDING.storages.append(_ref(storage))
+        if len(HOLDING.storages) > HOLDING.prune:
+            HOLDING.drop_gone()
     elif (
         held[1] is not moment
         and held[1] is not None
@@ -108,7 +108,7 @@ def written(tensor: Tensor, layout: Any, before: Any) -> None:
     if storage is None or tensor.is_nested:
         return
     if before is None:
-        _HOLDING.turn += 1
+        HOLDING.turn += 1
     known: Held | None = getattr(storage, HELD, None)
     held = [layout, known and known[1], tensor.shape, tensor.stride(), tensor.storage_offset()]
     setattr(storage, HELD, held)
@@ -117,7 +117,7 @@ def written(tensor: Tensor, layout: Any, before: Any) -> None:
 
 def was_filled() -> bool:
     """Whether memory of constants ever became data."""
-    return _HOLDING.turn > 0
+    return HOLDING.turn > 0
 
 
 def note_parameter(parameter: Tensor) -> None:
@@ -141,9 +141,9 @@ def is_new_foreign(tensor: Tensor) -> bool:
 def foreign(storage: torch.UntypedStorage) -> Held | None:
     """Of memory that came from outside of torch (numpy, dlpack): what is known of the same addresses. Searched once,
     and again where constants became data since."""
-    if storage.resizable() or getattr(storage, FOREIGN, -1) == _HOLDING.turn:
+    if storage.resizable() or getattr(storage, FOREIGN, -1) == HOLDING.turn:
         return None
-    found = _HOLDING.over(storage)
+    found = HOLDING.over(storage)
     if found is None:
-        setattr(storage, FOREIGN, _HOLDING.turn)
+        setattr(storage, FOREIGN, HOLDING.turn)
     return found

@@ -148,6 +148,7 @@ T = torch.Tensor
 TELLING_SIZES = frozenset((T.__len__, T.size, T.numel, T.nelement, T.shape.__get__))  # type: ignore[attr-defined]
 GIVING_NUMBERS: frozenset[Any] = frozenset((T.numpy, T.__array__, T.tolist, T.item, T.__float__, T.__complex__))
 GIVING_MEMORY: frozenset[Any] = frozenset((T.numpy, T.__array__, T.__dlpack__, T.untyped_storage, T.storage))
+REACHING_GRAPH: frozenset[Any] = frozenset((T.register_hook, T.grad_fn.__get__, T._backward_hooks.__set__))  # type: ignore
 READING: frozenset[Any] = frozenset((
     T.numpy, T.tolist, T.item, T.__float__, T.__int__, T.__bool__, T.__index__, T.__format__, torch.is_nonzero,
 ))  # fmt: skip
@@ -157,6 +158,8 @@ OF_PYTHONS_NUMBERS: frozenset[Any] = frozenset((torch.tensor, torch.as_tensor, t
 RENORMING: frozenset[Any] = frozenset((F.embedding, F.embedding_bag, torch.embedding_bag))
 SHARING_MEMORY = _names("numpy __array__ __dlpack__ storage untyped_storage _typed_storage")
 CHANGING_MEMORY = _names("set_ swap_ resize_ resize_as_")
+# that show a tensor with its dimensions in another order, or more or fewer of size 1
+RESHAPING = _names("permute transpose t T mT movedim moveaxis swapaxes swapdims squeeze unsqueeze")
 HOOKING = _names("register_hook register_post_accumulate_grad_hook")
 
 # --------------------------------------------------------------------------- of a batch's labels

@@ -40,7 +40,7 @@ class OneSample:
             forward_pass.token_for,
             forward_pass.begin_record,
         )
-        self.names_of = forward_pass.names_of
+        self.names_of, self.note_applied = forward_pass.names_of, forward_pass.note_applied
 
     @property
     def compiling(self) -> bool:

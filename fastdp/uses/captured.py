@@ -6,8 +6,8 @@ What follows from the kind of the call is in a `Captured`, what is of one step i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,20 +28,31 @@ class Context:
     wanted: which of the data want a gradient.
     """
 
+    wanted: Sequence[bool] = ()
+    made: tuple[Tensor, ...] = ()  # by the forward beside its result: saved behind what `saved` gives
+    inner: tuple[list[Tensor], Any] | None = None  # the graph for the input gradients
+    again: tuple[str, torch.dtype, bool] | None = None  # autocast, if backward runs it again: no graph is kept
+    found: list[Tensor | None] | None = None  # input gradients, if `record_uses` computed them, too
+    saved_count = 0  # what is saved beside the data, where these are saved to run again
+    fingerprints: list[Tensor] | None = None  # of what is saved, where hooks of the user's may change it
+    _kept: Sequence[tuple[Tensor, int]] = ()
+
     def __init__(self, forward_pass: ForwardPass, *operands: Any) -> None:
         self.forward_pass, self.operands = forward_pass, operands
         self.values: list[Any] = [None if t is None else t.detach() for t in operands]
         self.learned = [t is not None and forward_pass.is_parameter(t) for t in operands]
-        self.wanted: list[bool] = []
-        self.made: tuple[Tensor, ...] = ()  # by the forward beside its result: saved behind what `saved` gives
-        self.inner: tuple[list[Tensor], Any] | None = None  # the graph for the input gradients
-        self.again: tuple[str, torch.dtype, bool] | None = None  # autocast, if backward runs it again: no graph is kept
-        self.found: list[Tensor | None] | None = None  # input gradients, if `record_uses` computed them, too
-        self._kept: list[tuple[Tensor, int]] = []
+
+    @classmethod
+    def repeated(cls, forward_pass: ForwardPass, operands: Sequence[Any], learned: list[bool]) -> Context:
+        """Of operands of which it is known which are parameters."""
+        ctx = cls.__new__(cls)
+        ctx.forward_pass, ctx.operands, ctx.learned = forward_pass, tuple(operands), learned
+        ctx.values = [None if t is None else t.detach() for t in operands]
+        return ctx
 
     def keep(self, *values: Tensor | None) -> None:
         """Note tensors beside the data whose numbers the backward reads: autograd does not watch over these."""
-        self._kept += [(t, t._version) for t in values if t is not None and not t.is_inference()]
+        self._kept = [*self._kept, *[(t, t._version) for t in values if t is not None and not t.is_inference()]]
 
     def cast_values(self, to: torch.dtype) -> None:
         """Let the forward use the operands in this type."""
@@ -64,6 +75,7 @@ class Captured:
     not. Nothing here changes once the call is made.
     """
 
+    by_shapes = False  # whether all that its rule looked at follows from shapes, types and layouts of the arguments
     repeatable = False  # whether compiled code may repeat the call, as long as it holds no tensors
     reads_values = False  # whether `record_uses` reads those of the operands
     with_made: Callable[..., Any] | None = None  # for compiled code: the function, as (result, *the two of `made`)
@@ -125,6 +137,9 @@ class Captured:
         return [next(found) if t.requires_grad else None for t in inputs]
 
 
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
+
 def _owned(out: Tensor, data: tuple[Tensor, ...]) -> Tensor:
     """The result as no view of anything, so that an activation may write into it."""
     if not out._is_view():
@@ -132,7 +147,7 @@ def _owned(out: Tensor, data: tuple[Tensor, ...]) -> Tensor:
     storage = out.untyped_storage().data_ptr()
     if any(t.untyped_storage().data_ptr() == storage for t in data):
         return out.clone()
-    return torch.ops.aten._unsafe_view(out, out.shape)
+    return _UNSAFE_VIEW(out, out.shape)
 
 
 def autocast_of(tensor: Tensor) -> tuple[str, torch.dtype, bool]:
@@ -150,9 +165,9 @@ class CaptureFunction(torch.autograd.Function):
         ctx.wanted = [t.requires_grad for t in data]
         out = call.forward(ctx, *data)
         saved, ctx.made = (*call.saved(ctx, *data), *ctx.made), ()
-        node.saved_count = len(saved)
-        saved = (*saved, *(data if ctx.again is not None else ()))
-        node.fingerprints = fingerprints(saved)
+        if ctx.again is not None:
+            ctx.saved_count, saved = len(saved), (*saved, *data)
+        ctx.fingerprints = fingerprints(saved)
         node.save_for_backward(*saved)
         return _owned(out, data) if isinstance(out, Tensor) else tuple(_owned(t, data) for t in out)
 
@@ -162,9 +177,10 @@ class CaptureFunction(torch.autograd.Function):
         ctx: Context = node.context
         asked = ctx.forward_pass.begin_record(call.path)
         ctx.check_kept(call)
-        kept = node.saved_tensors
-        check_same(kept, node.fingerprints, call.name, call.path)
-        saved, data = kept[: node.saved_count], kept[node.saved_count :]
+        saved, data = node.saved_tensors, ()
+        check_same(saved, ctx.fingerprints, call.name, call.path)
+        if ctx.again is not None:
+            saved, data = saved[: ctx.saved_count], saved[ctx.saved_count :]
         if ctx.forward_pass.batch and asked:
             with exactly():
                 call.record_uses(ctx, saved, grads)
@@ -178,9 +194,20 @@ class CaptureFunction(torch.autograd.Function):
         return (None, None, None, *inputs)
 
 
+class Applied(NamedTuple):
+    """One application of a captured call."""
+
+    call: Captured
+    ctx: Context
+    data: tuple[Tensor, ...]
+    out: Any
+
+
 def applied(call: Captured, ctx: Context, *data: Tensor) -> Any:
     """The result of a captured call."""
-    return CaptureFunction.apply(ctx.forward_pass.token_for(data), call, ctx, *data)  # type: ignore[no-untyped-call]
+    out = CaptureFunction.apply(ctx.forward_pass.token_for(data), call, ctx, *data)  # type: ignore[no-untyped-call]
+    ctx.forward_pass.note_applied(Applied(call, ctx, data, out))
+    return out
 
 
 def capture(call: Captured, ctx: Context, *data: Tensor) -> Any:

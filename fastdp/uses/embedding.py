@@ -74,7 +74,7 @@ class Lookup(Positioned):
 class _Embedding(Captured):
     """Rows of a table, by ids; those at `padding_idx` have no gradient."""
 
-    repeatable = True
+    repeatable = by_shapes = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, padding_idx: int | None = None) -> None:
         super().__init__(forward_pass, name, layout)
@@ -151,6 +151,8 @@ def _without_choices(forward_pass: ForwardPass, table: Tensor, index: Any) -> An
 
 
 class _RowIndex(_Embedding):
+    by_shapes = False  # what was gathered is noted on the result
+
     def run(self, ctx: Context, *data: Tensor) -> Any:
         return ctx.values[0][data[0]]
 

@@ -35,6 +35,9 @@ class ForwardPass(Protocol):
     def token_for(self, data: tuple[Tensor, ...]) -> Tensor:
         """A scalar that requires grad, so that backward reaches uses whose data does not."""
 
+    def note_applied(self, applied: Any) -> None:
+        """A captured call was applied (`captured.Applied`)."""
+
     def begin_record(self, path: str) -> bool:
         """A captured call's backward begins. Returns whether the gradients of parameters are asked for."""
 

@@ -87,8 +87,10 @@ class Matmul(Positioned):
 
 def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:
     """The use of an operand [O,I] by a [B,T,I] with output gradient g [B,T,O], stored as the planner says."""
-    use: Use = forward_pass.regrouped(Matmul(operand, a, g, name))
-    shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
+    product = Matmul(operand, a, g, name)
+    use, shape = forward_pass.regrouped(product), product.shape
+    if use is not product:
+        shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
     if not forward_pass.planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
         return use
     return Stored(operand, use.per_sample(0, use.batch), name, shape)
@@ -126,7 +128,7 @@ def as_autocast(ctx: Context, x: Tensor) -> Tensor:
 class _Product(Captured):
     """Data times an operand matrix, plus a bias; either may be an operand, a constant or (bias) absent."""
 
-    repeatable = True
+    repeatable = by_shapes = True
     flipped = False  # whether the operand is stored [I,O]
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
@@ -140,9 +142,9 @@ class _Product(Captured):
             self._back_of_rows(ctx, saved, grads[0])
             return
         (weight, bias), forward_pass = ctx.operands, ctx.forward_pass
-        g = steps(by_sample(grads[0], self.layout))
+        g = steps_by_sample(grads[0], self.layout)
         if ctx.learned[0]:
-            a = steps(by_sample(saved[0], self.layout))
+            a = steps_by_sample(saved[0], self.layout)
             a, o = (g, a) if self.flipped else (a, g)
             forward_pass.record(use_of_product(forward_pass, weight, a, o, self.name))
         if ctx.learned[1]:
@@ -178,15 +180,31 @@ class _Right(_Product):
 
     flipped = True
 
-    def run(self, ctx: Context, *data: Tensor) -> Tensor:
+    def forward(self, ctx: Context, *data: Tensor) -> Tensor:
+        x = _in_rows(as_autocast(ctx, data[0]))
         weight, bias = ctx.values
-        out = torch.matmul(data[0], weight)
+        if bias is not None and x.dim() == 2:
+            return torch.addmm(bias, x, weight)
+        out = torch.matmul(x, weight)
         return out if bias is None else out + bias
+
+    def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        return [torch.matmul(_in_rows(grads[0]), ctx.values[0].t())] if ctx.wanted[0] else []
 
 
 def steps(tensor: Tensor) -> Tensor:
     """[B, ..., I] -> [B, T, I], I perhaps 0."""
     return tensor.reshape(tensor.size(0), math.prod(tensor.shape[1:-1]), tensor.size(-1))
+
+
+def steps_by_sample(tensor: Tensor, layout: Layout) -> Tensor:
+    """[B, T, I]: the rows of each sample, with all that is not the last dimension."""
+    if layout.batch > 1 and layout.owner is None and layout.dim == 0 and layout.outer == 1 and tensor.dim() > 1:
+        if layout.inner == 1 and tensor.dim() == 3:
+            return tensor
+        shape = tensor.shape  # views of one call, as samples lie one after the other
+        return tensor.reshape(layout.batch, layout.inner * math.prod(shape[1:-1]), shape[-1])
+    return steps(by_sample(tensor, layout))
 
 
 def row_sums(g: Tensor) -> Tensor:
@@ -214,7 +232,7 @@ def capture_linear(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], 
 class _Left(Captured):
     """W @ x with W [O,I], x [..., I, T]: the gradient is sum_t g_t x_t^T."""
 
-    repeatable = True
+    repeatable = by_shapes = True
 
     def run(self, ctx: Context, *data: Tensor) -> Any:
         return torch.matmul(ctx.values[0], data[0])

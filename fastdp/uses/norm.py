@@ -70,13 +70,17 @@ def _group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, ep
     return torch.native_group_norm(x, weight, bias, x.size(0), x.size(1), positions, groups, eps)
 
 
+_LAYER_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+_GROUP_BACKWARD = torch.ops.aten.native_group_norm_backward.default
+
+
 class _Native(Captured):
     """Layer and group norm by torch's own kernels, whose statistics give the affine gradients in one pass.
 
     along: the shape that a layer norm goes over; the number of groups.
     """
 
-    repeatable = True
+    repeatable = by_shapes = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, along: Any, eps: float) -> None:
         super().__init__(forward_pass, name, layout)
@@ -104,8 +108,7 @@ class _LayerNorm(_Native):
     def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if not ctx.wanted[0]:
             return []
-        backward = torch.ops.aten.native_layer_norm_backward
-        return [backward(grads[0], saved[0], self.along, *saved[1:], *ctx.values, [True, False, False])[0]]
+        return [_LAYER_BACKWARD(grads[0], saved[0], self.along, *saved[1:], *ctx.values, [True, False, False])[0]]
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         lead = saved[0].dim() - len(self.along)
@@ -124,8 +127,7 @@ class _GroupNorm(_Native):
         if not ctx.wanted[0]:
             return []
         (x, mean, rstd), g = saved, grads[0].contiguous()
-        backward = torch.ops.aten.native_group_norm_backward
-        return [backward(g, x, mean, rstd, ctx.values[0], *self._sizes(x), [True, False, False])[0]]
+        return [_GROUP_BACKWARD(g, x, mean, rstd, ctx.values[0], *self._sizes(x), [True, False, False])[0]]
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         if saved[0].device.type == "cpu" and saved[0].dtype in (torch.float32, torch.float64):
@@ -145,7 +147,7 @@ class _GroupNorm(_Native):
         rows, channels, positions, groups = self._sizes(x)
         weight, one = ctx.values[0], (1, rows * channels, positions)
         wanted = any(ctx.wanted)
-        dx, *found = torch.ops.aten.native_group_norm_backward(
+        dx, *found = _GROUP_BACKWARD(
             g.view(one), x.view(one), *(t.view(1, -1) for t in statistics),
             None if weight is None else weight.repeat(rows), 1, rows * channels, positions, rows * groups,
             [wanted, *ctx.learned],

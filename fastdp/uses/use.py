@@ -82,7 +82,7 @@ class Use:
 
     def versions(self) -> int:
         """Grows with every write in place to what the use holds."""
-        return sum([t._version for t in self.holds() if not t.is_inference()])
+        return versions(self.holds())
 
     @property
     def short(self) -> bool:
@@ -137,6 +137,14 @@ class Use:
     def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
         """Of so many uses that were taken `abreast`: the clipped sum of each, [count, *operand.shape]."""
         raise NotImplementedError
+
+
+def versions(tensors: Iterable[Tensor]) -> int:
+    """The versions of tensors, added up."""
+    try:
+        return sum([t._version for t in tensors])
+    except RuntimeError:  # inference tensors have none
+        return sum([t._version for t in tensors if not t.is_inference()])
 
 
 class Positioned(Use):

@@ -1,0 +1,138 @@
+"""Known calls without Python: `csrc/python/known_calls.cpp` knows a call by the signature of `layout_cache`, makes it,
+and notes the layouts of its results.
+
+It serves the ordinary cases alone. What it does not serve it leaves undone (`MISSED`), and the pass goes on in Python,
+which is also what happens if the extension is not there. Calls of data and parameters are known if everything that
+their rule looked at follows from shapes, types and layouts (`Captured.by_shapes`): the call that the rule made is then
+applied to the tensors of this step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layouts import held, moments, notes
+from ..layouts.answers import Answers
+from ..layouts.calls import Call
+from ..layouts.kinds import REACHING_GRAPH, RESHAPING, TELLING_SIZES, function_name
+from ..layouts.layout import Layout, tag
+from ..ops.registry import native
+from ..uses.captured import Applied, Captured, CaptureFunction, Context
+from ..uses.experts import PRODUCTS
+from ..uses.links import link_of, span_of
+from ..uses.rules import USE_RULES
+from .parts import FOLLOWED
+
+MISSED = object()
+_KINDS = {
+    "asks": 0,
+    "repeats": 1,
+    "checked": 2,
+    "depends": 3,
+    "where": 4,
+    "elementwise": 5,
+    "drawing": 6,
+}  # as known_calls.cpp numbers them
+_FOLLOWED, _GATHERING, _INDEXING, _COMBINING, _RESHAPING = 8, 16, 32, 64, 128
+_codes = Answers()  # of functions
+# past the part of apply() that sees to transforms of torch.func: there are none where a call is known
+_APPLY = super(torch.autograd.Function, CaptureFunction).apply
+
+
+def note_kind(func: Any, kind: str) -> None:
+    """A function is of this kind (`layout_cache.kind_of`)."""
+    code = _KINDS["depends" if func in REACHING_GRAPH else kind]
+    code += _FOLLOWED * (func in FOLLOWED) + _GATHERING * (func in PRODUCTS) + _COMBINING * (func in USE_RULES)
+    code += _RESHAPING * (function_name(func) in RESHAPING)
+    _codes[func] = code + _INDEXING * (func is torch.Tensor.__getitem__)
+
+
+class KnownCapture(NamedTuple):
+    """A captured call, and which arguments it takes."""
+
+    call: Captured
+    operands: tuple[int, ...]  # places among the arguments, those by name behind the others; -1: none
+    data: tuple[int, ...]
+    learned: list[bool]  # which operands are parameters
+    uses: list[tuple[int, tuple[int, int]]]  # of parameters, by id: the first and the last element
+
+
+def captured_by(call: Call, applied: Sequence[Applied]) -> KnownCapture | None:
+    """What a rule made of a call, if the same is right wherever shapes, types and layouts are the same."""
+    if len(applied) != 1 or applied[0].out is not call.out or not applied[0].call.by_shapes:
+        return None
+    _, ctx, data, _ = applied[0]
+    found = [_place(call, tensor) for tensor in (*ctx.operands, *data)]
+    places = [place for place in found if place is not None]
+    if len(places) < len(found) or any(link_of(t) is not None for t in ctx.operands if t is not None):
+        return None
+    operands, count = ctx.operands, len(ctx.operands)
+    learned = [t for t, own in zip(operands, ctx.learned, strict=True) if own]
+    uses = [(id(t), span_of(t, t)) for t in learned]
+    return KnownCapture(applied[0].call, tuple(places[:count]), tuple(places[count:]), ctx.learned, uses)
+
+
+def _place(call: Call, tensor: Tensor | None) -> int | None:
+    """Where a tensor stands among a call's arguments; -1 of none, None if it does not."""
+    args, kwargs = call.given
+    if tensor is None:
+        return -1
+    return next((place for place, value in enumerate((*args, *kwargs.values())) if value is tensor), None)
+
+
+def repeat(known: KnownCapture, forward_pass: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a captured call, of these arguments."""
+    call, operands, data, learned, uses = known
+    given: Any = (*args, *kwargs.values(), None)
+    ctx = Context.repeated(forward_pass, [given[place] for place in operands], learned)
+    out = _APPLY(forward_pass.token, call, ctx, *[given[place] for place in data])
+    tag(out, call.layout)
+    if forward_pass.count:
+        uses_of = forward_pass.backward.uses_of
+        for parameter, span in uses:
+            uses_of.setdefault(parameter, []).append(span)
+    return out
+
+
+def known_calls(
+    known: Answers, captures: Answers, batch: int, tracked: dict[int, str], stack: list[str], asked: Callable[..., None]
+) -> Any:
+    """The `KnownCalls` of a pass; None if the extension is not there.
+
+    known: layouts of results by signature; captures: `KnownCapture` by signature; stack: the modules whose forwards
+    run; asked: told of sizes that Python asks for.
+    """
+    module = native()
+    if isinstance(module, str) or not hasattr(module, "KnownCalls"):
+        return None
+    if module not in _told:
+        module.set_vocabulary(_vocabulary(), {name: place for place, name in enumerate(Layout._fields)})
+        _told.append(module)
+    return module.KnownCalls(known, captures, batch, tracked, stack, asked)
+
+
+_told: list[Any] = []  # the module that has the vocabulary
+
+
+def _autocast() -> tuple[Any, ...]:
+    """What autocast does, where it does something."""
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda", "privateuseone")
+    )
+
+
+def _vocabulary() -> dict[str, Any]:
+    names = "LAYOUT MOMENT TAGGED_AT RELAID INPUT PRESUMED TOKEN HELD MADE LINK UNTRACKED PARTS GATHERED".split()
+    return {
+        "Tensor": Tensor, "Parameter": nn.Parameter, "Layout": Layout, "kinds": _codes, "moments": moments,
+        "telling": set(TELLING_SIZES), "holding": held.HOLDING, "drop_gone": held.HOLDING.drop_gone, "tag": tag,
+        "MISSED": MISSED, "under_functorch": torch._C._functorch.peek_interpreter_stack,
+        "grad_enabled": torch.is_grad_enabled, "any_autocast": torch._C._is_any_autocast_enabled,
+        "autocast": _autocast, "saving_hooks": torch._C._autograd._top_saved_tensors_default_hooks, "repeat": repeat,
+        **{name: getattr(notes, name) for name in names},
+    }  # fmt: skip
