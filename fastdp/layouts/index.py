@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
+from .known import at, both_known, is_order
 from .layout import Layout
 
 
@@ -88,6 +89,8 @@ def found_in(mask: Tensor, layout: Layout | None) -> tuple[tuple[Tensor, ...], T
 
 def spread(values: Tensor, dim: int, shape: torch.Size) -> Tensor:
     """Values by position along `dim`, as a tensor of this shape."""
+    if shape == values.shape:
+        return values
     view = [1] * len(shape)
     view[dim] = values.numel()
     return values.view(view).expand(shape)
@@ -96,7 +99,7 @@ def spread(values: Tensor, dim: int, shape: torch.Size) -> Tensor:
 def problem_of(entries: dict[int, Entry], position: int, layout: Layout) -> str:
     """Why a choice of rows mixes samples, or ''. position: of the entry along the samples, rows laid as `layout`."""
     picked = entries[position].tensor
-    chosen = layout.owners(picked.device)[picked]
+    chosen = at(layout.owners(picked.device), picked)
     for entry in entries.values():
         if entry.layout is not None and entry.layout.mixed:
             if entry.tensor is picked and _covers_evenly(picked, layout.rows) and entry.layout.is_row_index:
@@ -125,6 +128,8 @@ def permutes(index: Tensor, rows: int) -> bool:
 
 def _covers_evenly(index: Tensor, rows: int) -> bool:
     """Whether every row is named equally often: an order, not a choice."""
+    if is_order(index, rows):
+        return True
     if index.dtype not in (torch.int64, torch.int32) or not index.numel() or index.numel() % max(rows, 1):
         return False
     flat = index.flatten().long()
@@ -133,6 +138,8 @@ def _covers_evenly(index: Tensor, rows: int) -> bool:
 
 
 def _same(own: Tensor, chosen: Tensor) -> bool:
+    numbers = both_known(own, chosen) if own.shape == chosen.shape else None
+    own, chosen = numbers or (own, chosen)
     try:
         own, chosen = torch.broadcast_tensors(own, chosen.to(own.device))  # an index may lie on the CPU
     except RuntimeError:
