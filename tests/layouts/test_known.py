@@ -82,18 +82,23 @@ def test_there_and_back():
 
 def test_an_order_undone_by_what_is_no_inverse_of_it():
     """One order undone by another's inverse, or by a descending sort, is not known."""
-    first, second = (torch.sort(torch.zeros(6, device=META))[1] for _ in range(2))
+    plain = Layout(3, inner=2)
+    first, second = (torch.argsort(torch.zeros(6, device=META)) for _ in range(2))
     for order in (first, second):
         source = torch.zeros(6, device=META)
-        tag(source, Layout(3, inner=2))
-        layouts_of(Call(torch.argsort, (source,), {}, 3, out=order))
-    owner = at(Layout(3, inner=2).owners(META), first)
-    assert known(owner) is not None and both_known(owner, at(Layout(3, inner=2).owners(META), second)) is None
+        tag(source, plain)
+        ((_, found),) = layouts_of(Call(torch.argsort, (source,), {}, 3, out=order))
+        tag(order, found)
+    owner = at(plain.owners(META), first)
+    assert known(owner) is not None and both_known(owner, at(plain.owners(META), second)) is None
     inverse = torch.argsort(second)
-    tag(second, Layout(3, inner=2, is_row_index=True))
     layouts_of(Call(torch.argsort, (second,), {}, 3, out=inverse))
     assert known(inverse).undoes is known(second).order
     assert known(at(owner, inverse)) is None
+    falling = torch.argsort(second, descending=True)
+    with pytest.raises(RuntimeError, match="meta"):  # asked
+        layouts_of(Call(torch.argsort, (second,), {"descending": True}, 3, out=falling))
+    assert known(falling) is None
 
 
 def test_what_ends_it():
