@@ -73,9 +73,13 @@ def expanded(call: Call, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[
     return tuple(items), entries
 
 
-def found_in(mask: Tensor, layout: Layout | None) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
-    """Coordinates of the elements that are not zero, the sample of each, and the groups in which they come."""
-    coordinates = torch.nonzero(mask, as_tuple=True)
+def found_in(
+    mask: Tensor, layout: Layout | None, coordinates: tuple[Tensor, ...] | None = None
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
+    """Coordinates of the elements that are not zero (these, if they are found), the sample of each, and the groups in
+    which they come."""
+    if coordinates is None:
+        coordinates = torch.nonzero(mask, as_tuple=True)
     if layout is None or layout.mixed:
         return coordinates, None, None
     if layout.alone >= 0:

@@ -68,7 +68,8 @@ def _nonzero(call: Call) -> Tags:
     if layout is None or layout.mixed:
         mixed = layout.mixed if layout is not None else call.mixed("keeps rows by value")
         return [(tensor, Layout(call.batch, mixed=mixed, is_row_index=True)) for tensor in out]
-    coordinates, _, order = found_in(source, layout)
+    coordinates = call.out.unbind(1) if isinstance(call.out, Tensor) else tuple(out)
+    _, _, order = found_in(source, layout, coordinates)
     found = layout.taken(0, coordinates[layout.dim], order)
     if isinstance(call.out, Tensor):
         mark_coordinates(call.out, layout.dim)

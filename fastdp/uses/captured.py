@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepError
+from ..layouts.doubts import Doubt
 from ..layouts.layout import Layout, tag
 from ..ops.common import exactly
 from .forward_pass import ForwardPass
@@ -37,6 +38,7 @@ class Context:
         self.inner: tuple[list[Tensor], Any] | None = None  # the graph for the input gradients
         self.again: tuple[str, torch.dtype, bool] | None = None  # autocast, if backward runs it again: no graph is kept
         self.found: list[Tensor | None] | None = None  # input gradients, if `record_uses` computed them, too
+        self.doubt: Doubt | None = None  # of the call, which stands if the backward goes through it
         self._kept: list[tuple[Tensor, int]] = []
 
     def keep(self, *values: Tensor | None) -> None:
