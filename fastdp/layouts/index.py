@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
-from .known import at, both_known, is_order
+from .known import at, both_known, is_asked, is_order, made_known, on_host
 from .layout import Layout
 
 
@@ -123,6 +123,27 @@ def order_of(entries: dict[int, Entry], rows: int) -> Tensor | None:
         device = next(entry.tensor.device for entry in entries.values())
         return torch.zeros(rows, dtype=torch.long, device=device)
     return None
+
+
+def index_on_host(items: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], Layout] | None:
+    """An index of numbers that are known without asking a device for them, and the layout that it looks up, on the CPU;
+    None of any other, and on the CPU."""
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    owner = None if layout.owner is None else on_host(layout.owner)
+    if layout.order is not None or (owner is None) is not (layout.owner is None) or not any(map(is_asked, tensors)):
+        return None
+    found = [on_host(item) if isinstance(item, Tensor) else item for item in items]
+    if any(isinstance(item, Tensor) and host is None for item, host in zip(items, found, strict=True)):
+        return None
+    return tuple(found), layout._replace(owner=owner)
+
+
+def brought_back(layout: Layout | None, device: torch.device) -> Layout | None:
+    """A layout that was found on the CPU, with its owners on the device of its rows."""
+    if layout is None or layout.owner is None:
+        return layout
+    owner = layout.owner
+    return layout._replace(owner=made_known(owner.to(device), lambda: owner))
 
 
 def permutes(index: Tensor, rows: int) -> bool:

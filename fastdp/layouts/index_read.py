@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .calls import Call, Tags
 from .coordinates import is_position_within
-from .index import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
-from .known import at, in_some_order, is_asked, made_known, numbered, on_host
+from .index import Entry, brought_back, expanded, found_in, index_on_host, index_tuple, order_of, problem_of, spread
+from .known import at, in_some_order, numbered
 from .layout import Layout, is_one
 from .pieces import cut
 from .positions import WHY, is_fixed, rows_alike
@@ -200,7 +200,7 @@ def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
                 return call.all_combined("cuts rows off an order that depends on other samples")
             order = torch.zeros_like(picked.flatten()) if order is None else order
     device = source.device
-    if order is None and (host := _on_host(items, layout)) is not None:
+    if order is None and (host := index_on_host(items, layout)) is not None:
         items, layout, device = *host, torch.device("cpu")
     numbers = spread(numbered(layout.rows, device), layout.dim, source.shape)
     leading = source.dim() if any(item is Ellipsis for item in items) else 1 + max(layout.dim, *used)
@@ -209,7 +209,7 @@ def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
     one = len(items) == 1 and narrowed.dim() == 1 and isinstance(items[0], Tensor)
     found = _one_dimension(call, at(narrowed, items[0]) if one else narrowed[items], layout, order, own_order)
     if device != source.device:
-        found, layout = _back(found, source.device), given
+        found, layout = brought_back(found, source.device), given
     if found is not None and all(entry.layout is None for entry in entries.values()):
         found = cut(source, layout, found)  # by constants
     if found is not None and found.alone >= 0:
@@ -217,27 +217,6 @@ def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
             size_from_data=any(e.layout is not None and e.layout.size_from_data for e in entries.values())
         )
     return [(call.out, found)]
-
-
-def _on_host(items: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], Layout] | None:
-    """An index of numbers that are known without asking a device for them, and the layout that it looks up, on the CPU;
-    None of any other, and on the CPU."""
-    tensors = [item for item in items if isinstance(item, Tensor)]
-    owner = None if layout.owner is None else on_host(layout.owner)
-    if layout.order is not None or (owner is None) is not (layout.owner is None) or not any(map(is_asked, tensors)):
-        return None
-    found = [on_host(item) if isinstance(item, Tensor) else item for item in items]
-    if any(isinstance(item, Tensor) and host is None for item, host in zip(items, found, strict=True)):
-        return None
-    return tuple(found), layout._replace(owner=owner)
-
-
-def _back(layout: Layout | None, device: torch.device) -> Layout | None:
-    """A layout that was found on the CPU, with its owners on the device of its rows."""
-    if layout is None or layout.owner is None:
-        return layout
-    owner = layout.owner
-    return layout._replace(owner=made_known(owner.to(device), lambda: owner))
 
 
 def _position(entries: dict[int, Entry], items: tuple[Any, ...]) -> int:
