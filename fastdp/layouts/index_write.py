@@ -27,7 +27,8 @@ def _setitem(call: Call) -> Tags:
     target, index, value = call.args
     layout, source = call.layout(target), call.layout(value)
     items, entries = expanded(call, index_tuple(call, index, target.device))
-    all_anew = len(items) == 1 and 0 in entries and is_order(entries[0].tensor, target.size(0))
+    one = len(items) == 1 and 0 in entries and target.dim() > 0
+    all_anew = one and is_order(entries[0].tensor, target.size(0))
     if all_anew and not call.kwargs:
         _note_numbers(target, entries[0].tensor, value)
     found = next((entry.layout for entry in entries.values() if entry.layout is not None), None)
