@@ -26,7 +26,7 @@ from torch.utils import cpp_extension
 
 import fastdp
 
-from . import cases
+from . import cases, second_device_experts
 from .second_device_syncs import check_seen, check_waits, library_cases
 from .truth import norms_of, truth
 
@@ -170,6 +170,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "waits are seen", lambda: check_seen("stub:1")
     for name in (*cases.CASES, *library_cases()):
         yield f"waits of {name}", lambda name=name: check_case_waits(name)
+    yield from second_device_experts.checks("stub:1", moved)
     for first, second in PLACES:
         for make, options in (
             ("DPSGD", {"noise_multiplier": 0.0}),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepError
+from ..layouts.doubts import Doubt
 from ..layouts.groups import People
 from ..uses.derived import pull_back_sum
 from ..uses.embedding import Lookup
@@ -61,7 +62,7 @@ class Gradients:
 
     def _take(self, batch: int, scale: float, device: torch.device, people: People | None, arranged: Arranged) -> None:
         self.records, self.people = batch, people
-        self.doubts: list[tuple[Tensor, str]] = []  # whether the loss mixed samples, where a device knows
+        self.doubts: list[Doubt] = []  # whether samples were mixed, where a device knows
         self.batch = batch if people is None else people.count
         self.scale, self.device = scale, device
         self.plan: Any = None  # the `engine.explain.Plan`, if it is known already

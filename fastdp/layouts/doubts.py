@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from ..errors import SampleMixingError
 
-_OPEN: list[tuple[Tensor, str]] = []
+
+class Doubt(NamedTuple):
+    """If the flag (a bool on a device) is true, samples were mixed, for this reason; message: what to say then."""
+
+    flag: Tensor
+    why: str
+    message: str
 
 
-def doubt(flag: Tensor, why: str) -> None:
-    """If the flag (a bool on a device) is true, the backward to follow mixes samples, for this reason."""
-    _OPEN.append((flag, why))
+_OPEN: list[Doubt] = []
 
 
-def take() -> list[tuple[Tensor, str]]:
+def doubt(flag: Tensor, why: str, message: str = "") -> None:
+    """If the flag (a bool on a device) is true, the backward that runs or follows mixes samples, for this reason.
+
+    message: of the error, if not the loss is to blame.
+    """
+    _OPEN.append(Doubt(flag, why, message or f"the loss is no sum or mean of each sample's own loss: {why}."))
+
+
+def take() -> list[Doubt]:
     """The open questions, which are then the caller's."""
     found = list(_OPEN)
     _OPEN.clear()
     return found
 
 
-def settle(doubts: list[tuple[Tensor, str]]) -> None:
-    """Read the flags. Raises SampleMixingError if one is true."""
-    for flag, why in doubts:
-        if bool(flag):
-            raise SampleMixingError(f"the loss is no sum or mean of each sample's own loss: {why}.", why)
+def settle(doubts: list[Doubt]) -> None:
+    """Read the flags, those of a device at once. Raises SampleMixingError if one is true."""
+    by_device: dict[torch.device, list[Doubt]] = {}
+    for one in doubts:
+        by_device.setdefault(one.flag.device, []).append(one)
+    for together in by_device.values():
+        flags = torch.stack([one.flag.reshape(()) for one in together]).tolist()
+        for one, mixes in zip(together, flags, strict=True):
+            if mixes:
+                raise SampleMixingError(one.message, one.why)

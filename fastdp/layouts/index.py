@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
+from .known import at, both_known, is_asked, is_order, made_known, on_host
 from .layout import Layout
 
 
@@ -72,9 +73,13 @@ def expanded(call: Call, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[
     return tuple(items), entries
 
 
-def found_in(mask: Tensor, layout: Layout | None) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
-    """Coordinates of the elements that are not zero, the sample of each, and the groups in which they come."""
-    coordinates = torch.nonzero(mask, as_tuple=True)
+def found_in(
+    mask: Tensor, layout: Layout | None, coordinates: tuple[Tensor, ...] | None = None
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
+    """Coordinates of the elements that are not zero (these, if they are found), the sample of each, and the groups in
+    which they come."""
+    if coordinates is None:
+        coordinates = torch.nonzero(mask, as_tuple=True)
     if layout is None or layout.mixed:
         return coordinates, None, None
     if layout.alone >= 0:
@@ -88,6 +93,8 @@ def found_in(mask: Tensor, layout: Layout | None) -> tuple[tuple[Tensor, ...], T
 
 def spread(values: Tensor, dim: int, shape: torch.Size) -> Tensor:
     """Values by position along `dim`, as a tensor of this shape."""
+    if shape == values.shape:
+        return values
     view = [1] * len(shape)
     view[dim] = values.numel()
     return values.view(view).expand(shape)
@@ -96,7 +103,7 @@ def spread(values: Tensor, dim: int, shape: torch.Size) -> Tensor:
 def problem_of(entries: dict[int, Entry], position: int, layout: Layout) -> str:
     """Why a choice of rows mixes samples, or ''. position: of the entry along the samples, rows laid as `layout`."""
     picked = entries[position].tensor
-    chosen = layout.owners(picked.device)[picked]
+    chosen = at(layout.owners(picked.device), picked)
     for entry in entries.values():
         if entry.layout is not None and entry.layout.mixed:
             if entry.tensor is picked and _covers_evenly(picked, layout.rows) and entry.layout.is_row_index:
@@ -118,6 +125,27 @@ def order_of(entries: dict[int, Entry], rows: int) -> Tensor | None:
     return None
 
 
+def index_on_host(items: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], Layout] | None:
+    """An index of numbers that are known without asking a device for them, and the layout that it looks up, on the CPU;
+    None of any other, and on the CPU."""
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    owner = None if layout.owner is None else on_host(layout.owner)
+    if layout.order is not None or (owner is None) is not (layout.owner is None) or not any(map(is_asked, tensors)):
+        return None
+    found = [on_host(item) if isinstance(item, Tensor) else item for item in items]
+    if any(isinstance(item, Tensor) and host is None for item, host in zip(items, found, strict=True)):
+        return None
+    return tuple(found), layout._replace(owner=owner)
+
+
+def brought_back(layout: Layout | None, device: torch.device) -> Layout | None:
+    """A layout that was found on the CPU, with its owners on the device of its rows."""
+    if layout is None or layout.owner is None:
+        return layout
+    owner = layout.owner
+    return layout._replace(owner=made_known(owner.to(device), lambda: owner))
+
+
 def permutes(index: Tensor, rows: int) -> bool:
     """Whether the index names every row once."""
     return index.dim() == 1 and index.numel() == rows and _covers_evenly(index, rows)
@@ -125,6 +153,8 @@ def permutes(index: Tensor, rows: int) -> bool:
 
 def _covers_evenly(index: Tensor, rows: int) -> bool:
     """Whether every row is named equally often: an order, not a choice."""
+    if is_order(index, rows):
+        return True
     if index.dtype not in (torch.int64, torch.int32) or not index.numel() or index.numel() % max(rows, 1):
         return False
     flat = index.flatten().long()
@@ -133,6 +163,8 @@ def _covers_evenly(index: Tensor, rows: int) -> bool:
 
 
 def _same(own: Tensor, chosen: Tensor) -> bool:
+    numbers = both_known(own, chosen) if own.shape == chosen.shape else None
+    own, chosen = numbers or (own, chosen)
     try:
         own, chosen = torch.broadcast_tensors(own, chosen.to(own.device))  # an index may lie on the CPU
     except RuntimeError:

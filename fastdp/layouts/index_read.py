@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .calls import Call, Tags
 from .coordinates import is_position_within
-from .index import Entry, expanded, found_in, index_tuple, order_of, problem_of, spread
+from .index import Entry, brought_back, expanded, found_in, index_on_host, index_tuple, order_of, problem_of, spread
+from .known import at, in_some_order, numbered
 from .layout import Layout, is_one
 from .pieces import cut
 from .positions import WHY, is_fixed, rows_alike
@@ -53,7 +54,7 @@ def _items(call: Call, source: Tensor, layout: Layout | None) -> Tags:
         if not layout.may_end(start, stop) or (layout.order is not None and step != 1):
             return call.all_combined("cuts rows off an order that depends on other samples")
     if isinstance(entry, slice) and basic:
-        picked = torch.arange(layout.rows, device=source.device)[entry]
+        picked = numbered(layout.rows, source.device)[entry]
         found = layout.taken(_kept_position(index, source.dim(), layout.dim), picked)
         return [(call.out, cut(source, layout, found))]
     if isinstance(entry, int):
@@ -183,7 +184,7 @@ def _index_elsewhere(call: Call, layout: Layout, index: tuple[Any, ...], used: d
 
 def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
     """Index a map of row numbers in the same way, and read off which rows the result holds."""
-    source = call.args[0]
+    source, given = call.args[0], layout
     items, entries = expanded(call, index)
     used, _ = _source_dims(items, source.dim())
     order = None
@@ -198,11 +199,17 @@ def _index_rows(call: Call, layout: Layout, index: tuple[Any, ...]) -> Tags:
             if not layout.may_take(picked):
                 return call.all_combined("cuts rows off an order that depends on other samples")
             order = torch.zeros_like(picked.flatten()) if order is None else order
-    numbers = spread(torch.arange(layout.rows, device=source.device), layout.dim, source.shape)
+    device = source.device
+    if order is None and (host := index_on_host(items, layout)) is not None:
+        items, layout, device = *host, torch.device("cpu")
+    numbers = spread(numbered(layout.rows, device), layout.dim, source.shape)
     leading = source.dim() if any(item is Ellipsis for item in items) else 1 + max(layout.dim, *used)
     narrowed = numbers[(slice(None),) * leading + (0,) * (source.dim() - leading)] if source.numel() else numbers
     own_order = any(entry.own is not None for entry in entries.values()) and bool(along)
-    found = _one_dimension(call, narrowed[items], layout, order, own_order)
+    one = len(items) == 1 and narrowed.dim() == 1 and isinstance(items[0], Tensor)
+    found = _one_dimension(call, at(narrowed, items[0]) if one else narrowed[items], layout, order, own_order)
+    if device != source.device:
+        found, layout = brought_back(found, source.device), given
     if found is not None and all(entry.layout is None for entry in entries.values()):
         found = cut(source, layout, found)  # by constants
     if found is not None and found.alone >= 0:
@@ -230,13 +237,13 @@ def _one_dimension(
     if rows.numel() == 0:
         dim = next((d for d, size in enumerate(rows.shape) if size == 0), 0)
         return layout.taken(dim, rows.new_zeros(rows.size(dim) if rows.dim() else 0), order)
-    if order is None and (own_order or layout.order is None) and is_one(owners[rows].flatten()):
-        return layout.of_sample(int(owners[rows].flatten()[0]))
+    if order is None and (own_order or layout.order is None) and is_one(at(owners, rows).flatten()):
+        return layout.of_sample(int(in_some_order(at(owners, rows).flatten())[0]))
     for dim in range(rows.dim()):
         flat = rows.movedim(dim, 0).reshape(rows.size(dim), -1)
-        if bool((owners[flat] == owners[flat[:, :1]]).all()):
+        if flat.size(1) == 1 or bool((owners[flat] == owners[flat[:, :1]]).all()):
             order = order if order is not None and len(order) == len(flat) else None
-            return layout.taken(dim, flat[:, 0], order, own_order)
+            return layout.taken(dim, rows if rows.dim() == 1 else flat[:, 0], order, own_order)
     return call.combined("gathers rows of different samples")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .calls import Call, Tags
 from .index import Entry, expanded, index_tuple, permutes, spread
 from .kinds import spellings
+from .known import is_order, numbered, same_numbers, written_by
 from .layout import Layout
 from .pieces import BY_POSITION
 from .propagate import ask
@@ -26,6 +27,10 @@ def _setitem(call: Call) -> Tags:
     target, index, value = call.args
     layout, source = call.layout(target), call.layout(value)
     items, entries = expanded(call, index_tuple(call, index, target.device))
+    one = len(items) == 1 and 0 in entries and target.dim() > 0
+    all_anew = one and is_order(entries[0].tensor, target.size(0))
+    if all_anew and not call.kwargs:
+        _note_numbers(target, entries[0].tensor, value)
     found = next((entry.layout for entry in entries.values() if entry.layout is not None), None)
     if found is None and layout is not None and _by_place(layout, source, target, items):
         return [(target, call.combined(BY_POSITION))]
@@ -43,7 +48,8 @@ def _setitem(call: Call) -> Tags:
         return [
             (target, Layout(call.batch, mixed=mixed, is_row_index=all(one.is_row_index for one in known if one.mixed)))
         ]
-    if layout is not None and _written_by_itself(call, layout, source, items, entries):
+    # (of rows that are known to be all written anew, `_new_layout` says the same)
+    if layout is not None and not all_anew and _written_by_itself(call, layout, source, items, entries):
         return [(target, layout)]
     return [(target, _new_layout(call, layout, source, items, entries))]
 
@@ -55,6 +61,13 @@ def _index_put(call: Call) -> Tags:
     kwargs = {"accumulate": bool(call.argument(3, "accumulate", False))}
     same = Call(T.__setitem__, (target, tuple(index), value), kwargs, call.batch, call.path)
     return [(call.out, layout) for _, layout in _setitem(same)]
+
+
+def _note_numbers(target: Tensor, index: Tensor, value: Any) -> None:
+    """Of target[index] = value, by an order of all rows: the target's own numbers, if they follow."""
+    if target.dim() == 1 and target.dtype == torch.int64 and isinstance(value, Tensor) and value.shape == target.shape:
+        if (numbers := written_by(index, value)) is not None:
+            numbers.of(target)
 
 
 def _by_place(layout: Layout, source: Layout | None, target: Tensor, items: tuple[Any, ...]) -> bool:
@@ -136,13 +149,15 @@ def _in_new_order(
         return None
     if source is not None:
         rows = source.owners(target.device)
-        owners = rows if source.dim == 0 and (own is None or torch.equal(rows, own)) else None
+        owners = rows if source.dim == 0 and (own is None or same_numbers(rows, own)) else None
     if owners is None:
         return None
     new = torch.empty_like(owners)
     new[index] = owners
+    if (numbers := written_by(index, owners)) is not None:
+        numbers.of(new)
     places = source.is_row_index if source is not None else by_position and not target.is_floating_point()
-    found = Layout(call.batch, 0, owner=new, is_row_index=places).taken(0, torch.arange(len(new), device=new.device))
+    found = Layout(call.batch, 0, owner=new, is_row_index=places).taken(0, numbered(len(new), new.device))
     return found if found.owner is None else found._replace(order=torch.zeros_like(new))
 
 

@@ -137,6 +137,9 @@ UNCHECKED = frozenset(
     )
 )
 
+# views of whole rows, wherever these lie (functions, no names, as above)
+MOVING_DIMS = frozenset(spellings(*"permute transpose t movedim moveaxis swapaxes swapdims squeeze unsqueeze".split()))
+
 # --------------------------------------------------------------------------- what is told of a tensor, or done to it
 
 ASKING = _names(

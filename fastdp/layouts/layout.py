@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from . import moments
 from .held import LABELS, hold, storage_of
+from .known import at, in_some_order, made_known, on_host, same_numbers
 from .moments import Moment, is_forgotten, is_past, pickled, unpickled
 from .notes import HELD, INPUT, LAYOUT, MOMENT, PRESUMED, RELAID, TAGGED_AT, TOKEN
 
@@ -82,7 +83,8 @@ class Layout(NamedTuple):
         if self.owner is not None:
             return self.owner
         ids = torch.arange(self.batch, device=device)
-        return ids.repeat_interleave(self.inner).repeat(self.outer)
+        out = ids.repeat_interleave(self.inner).repeat(self.outer)
+        return made_known(out, lambda: self.owners(torch.device("cpu")))
 
     def rows_of(self, sample: int, device: torch.device) -> Tensor:
         """The rows of a sample, in order: int64 [n]."""
@@ -97,12 +99,12 @@ class Layout(NamedTuple):
 
         order: given by the data that picked them; anew: in place of the order that the rows had, also if None.
         """
-        owner = self.owners(picked.device)[picked]
+        owner = at(self.owners(picked.device), picked)
         if order is None and not anew and self.order is not None:
             order = self.order[picked]
         kept = self._replace(dim=dim, outer=1, inner=1, owner=owner, order=order)
         if order is None and not self.mixed and is_one(owner):
-            return self.of_sample(int(owner[0]))
+            return self.of_sample(int(in_some_order(owner)[0]))
         each = rows_each(owner, self.batch) if order is None else 0
         return kept._replace(owner=None, inner=each) if each else kept
 
@@ -161,7 +163,7 @@ class Layout(NamedTuple):
         return (
             self.owner is not None
             and self.owner is other.owner
-            or torch.equal(self.owners(device), other.owners(device))
+            or same_numbers(self.owners(device), other.owners(device))
         )
 
 
@@ -336,6 +338,7 @@ def single(tensor: Tensor) -> Layout | None:
 
 def is_one(owner: Tensor) -> bool:
     """Whether there are rows, and all of one sample."""
+    owner = in_some_order(owner)
     return owner.numel() > 0 and bool((owner == owner[0]).all())
 
 
@@ -344,5 +347,7 @@ def rows_each(owner: Tensor, batch: int) -> int:
     each, rest = divmod(owner.numel(), max(batch, 1))
     if rest or not each:
         return 0
+    host = on_host(owner)
+    owner = owner if host is None else host
     regular = torch.arange(batch, device=owner.device).repeat_interleave(each)
     return each if torch.equal(owner, regular) else 0

@@ -28,6 +28,7 @@ GATHERED = "_fastdp_gathered"  # a parameter's rows, one for each row of data (`
 # ------------------------------------------------------------------ on constants
 MADE = "_fastdp_made"  # how it was made within sight, and during which batch's forward or loss
 ALIKE = "_fastdp_alike"  # a dimension, the version, and whether the rows along it are alike
+KNOWN = "_fastdp_known"  # its numbers, of sizes alone (`layouts.known`), in the batch and version noted there
 SHAPED = "_fastdp_shaped"  # the layout of the data whose shape it took
 NUMBER = "_fastdp_number"  # made of one number: that number
 NUMBER_OF = "_fastdp_number_of"  # of which size such a number was made

@@ -20,6 +20,7 @@ from ..ops.common import bytes_of
 from . import kinds, notes
 from .calls import Call
 from .code import place_of, users
+from .known import in_some_order
 from .layout import Layout, layout_on, tag, tag_of
 from .nests import tensors_in
 from .positions import is_random
@@ -61,8 +62,9 @@ def cut(source: Tensor, layout: Layout, found: Layout) -> Layout:
     else:
         if found.owner is None:
             return found._replace(piece=layout.piece)
-        counts = torch.bincount(found.owner, minlength=layout.batch).tolist()
-        before = None if layout.owner is None else torch.bincount(layout.owner, minlength=layout.batch).tolist()
+        owners = [None if o is None else in_some_order(o) for o in (found.owner, layout.owner)]
+        counts, before = (None if o is None else torch.bincount(o, minlength=layout.batch).tolist() for o in owners)
+        assert counts is not None
         if before is None:
             if len(set(counts)) == 1:
                 return found._replace(piece=layout.piece)

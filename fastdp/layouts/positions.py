@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import kinds
 from .calls import Call
+from .known import note_known
 from .layout import Layout, layout_on
 from .moments import now
 from .nests import tensors_in
@@ -39,6 +40,8 @@ def note_made(call: Call, is_owned: Callable[[Tensor], bool], of_loss: bool = Fa
     comes after the forward, where the first rows of a tensor may be the batch's labels.
     """
     name, out = call.name, call.out
+    if call.batch > 1:
+        note_known(call.func, name, *call.given, out)
     if call.batch <= 1 or (isinstance(out, Tensor) and layout_on(out) is not None):
         return
     results = [*call.results(), *(tensors_in(call.args[:1]) if call.in_place else ())]

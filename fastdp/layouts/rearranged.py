@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from .known import in_some_order
 from .layout import Layout, rows_each
 
 
@@ -23,9 +24,9 @@ def samplewise(tensor: Tensor, layout: Layout) -> Tensor:
         return cut.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
     owner = layout.owner.to(tensor.device)
     order = torch.argsort(owner, stable=True)
-    counts = torch.bincount(owner, minlength=batch)
+    counts = torch.bincount(in_some_order(owner), minlength=batch)
     width = int(counts.max()) if owner.numel() else 0
-    first = counts.cumsum(0) - counts
+    first = (counts.cumsum(0) - counts).to(owner.device)
     by_owner = owner[order]
     slot = torch.arange(owner.numel(), device=owner.device) - first[by_owner]
     rows = tensor.movedim(dim, 0)[order]

@@ -16,6 +16,7 @@ from .coordinates import mark_coordinates
 from .index import found_in
 from .index_read import getitem
 from .kinds import spellings
+from .known import note_sorted
 from .layout import Layout
 from .nests import tensors_in
 from .propagate import ask
@@ -35,6 +36,7 @@ def _sort(call: Call) -> Tags:
         return _sort_along(call) if layout is None or not layout.is_row_index else _sorted_places(call, layout)
     out = call.results()
     picked = out[-1]
+    note_sorted(picked, source)
     if source.is_floating_point():
         order = torch.zeros_like(picked)
         values = call.combined("works along the batch dimension")
@@ -50,6 +52,8 @@ def _sorted_places(call: Call, layout: Layout) -> Tags:
     if layout.mixed or call.args[0].dim() != 1:
         return _sort_along(call)
     picked = call.results()[-1]
+    if call.args[1:] in ((), (0,), (-1,)) and not call.kwargs:  # from the smallest to the largest
+        note_sorted(picked, call.args[0])
     found = layout.taken(0, picked, anew=True)
     if found.owner is not None:
         found = found._replace(order=torch.zeros_like(picked))
@@ -64,7 +68,8 @@ def _nonzero(call: Call) -> Tags:
     if layout is None or layout.mixed:
         mixed = layout.mixed if layout is not None else call.mixed("keeps rows by value")
         return [(tensor, Layout(call.batch, mixed=mixed, is_row_index=True)) for tensor in out]
-    coordinates, _, order = found_in(source, layout)
+    coordinates = call.out.unbind(1) if isinstance(call.out, Tensor) else tuple(out)
+    _, _, order = found_in(source, layout, coordinates)
     found = layout.taken(0, coordinates[layout.dim], order)
     if isinstance(call.out, Tensor):
         mark_coordinates(call.out, layout.dim)

@@ -2,7 +2,8 @@
 rows t of sample b that went to matrix e.
 
 Gradients of different matrices share no element, so |G_b|^2 = sum_e |G_be|^2, each of a product with few rows: S rows
-sorted by (matrix, sample) fall into segments, and a segment of n rows costs n^2 (I + O) by the gram route.
+sorted by (matrix, sample) fall into segments, and a segment of n rows costs n^2 (I + O) by the gram route. On a device
+the host knows no n: there `segments` takes the sums of g_t a_t^T themselves.
 Source: ghost norm, Li et al. 2022, section 4.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import bounds, extension
+from . import bounds, extension, segments
 from .common import accumulate, full_float32, norm_type, of_kept, scaled, sum_type, without_dropped
 from .linear import GRAM_TOLERANCE, ROUNDING_COMPILED, UNDERFLOW, compiled_gram_is_cheaper, reference_norm_sq
 from .registry import Kernel, define, native
@@ -53,6 +54,11 @@ def _in_order(
     return a, g, owner, torch.searchsorted(keys, torch.arange(experts * batch + 1, device=keys.device))
 
 
+def _by_tiles(a: Tensor, g: Tensor, batch: int) -> bool:
+    """Whether segments are cut into tiles, as on a device, where a look at their lengths would stop the stream."""
+    return a.device.type != "cpu" and batch > 0 and a.numel() > 0 and g.numel() > 0
+
+
 def _matrices(starts: Tensor, batch: int) -> Iterator[tuple[int, slice]]:
     """Each matrix and its rows, which may be none."""
     ends = starts[:: max(batch, 1)].tolist()
@@ -77,6 +83,8 @@ def _norm_sq(
 ) -> Tensor:
     kind = norm_type(a, dtype)
     a, g, _, starts = _in_order(a, g, ids, owner, experts, batch)
+    if _by_tiles(a, g, batch):
+        return segments.norm_sq(a, g, starts).view(experts, batch).sum(0).to(kind)
     total = torch.zeros(batch, dtype=torch.float64, device=a.device)
     for expert, rows in _matrices(starts, batch) if batch else ():
         if rows.start < rows.stop:
@@ -87,6 +95,9 @@ def _norm_sq(
 
 def _per_sample(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, experts: int, batch: int) -> Tensor:
     a, g, _, starts = _in_order(a, g, ids, owner, experts, batch)
+    if _by_tiles(a, g, batch):
+        out = a.new_empty(experts * batch, g.size(1), a.size(1), dtype=sum_type(a))
+        return segments.overwrite_sums(a, g, starts, out).unflatten(0, (experts, batch)).transpose(0, 1).contiguous()
     out = a.new_zeros(batch, experts, g.size(1), a.size(1), dtype=sum_type(a))
     ends = starts.tolist()
     for segment, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
@@ -100,6 +111,8 @@ def overwrite_routed_sum(a: Tensor, g: Tensor, ids: Tensor, owner: Tensor, c: Te
     """`routed_clipped_sum` into memory [E,O,I] whose contents do not matter."""
     batch = c.numel()
     a, g, owner, starts = _in_order(a, g, ids, owner, into.size(0), batch)
+    if _by_tiles(a, g, batch):
+        return segments.overwrite_sums(a, g, starts[::batch].contiguous(), into, c[owner])
     for expert, rows in _matrices(starts, batch) if batch else ():
         if rows.start == rows.stop:
             into[expert].zero_()
@@ -147,15 +160,15 @@ def _norm_sq_cpu(
         return _norm_sq(a, g, ids, owner, experts, batch, dtype=dtype)
     kind = norm_type(a, dtype)
     a, g, _, starts = _in_order(a, g, ids, owner, experts, batch)
-    kernels, threads, segments = extension.module(), torch.get_num_threads(), experts * batch
+    kernels, threads, count = extension.module(), torch.get_num_threads(), experts * batch
     inputs, outputs = a.size(1), g.size(1)
     longest = longest_gram(inputs, outputs)
-    first = torch.empty(segments + 1, dtype=torch.int64)
-    jobs = kernels.routed_jobs(starts.data_ptr(), segments, longest, inputs, outputs, first.data_ptr())
-    out, parts = extension.doubles(segments), extension.doubles(4 * jobs)
+    first = torch.empty(count + 1, dtype=torch.int64)
+    jobs = kernels.routed_jobs(starts.data_ptr(), count, longest, inputs, outputs, first.data_ptr())
+    out, parts = extension.doubles(count), extension.doubles(4 * jobs)
     memory = extension.scratch(threads * kernels.routed_scratch())
     kernels.routed_norm(
-        extension.matrix(a.unsqueeze(0)), extension.matrix(g.unsqueeze(0)), starts.data_ptr(), segments, longest,
+        extension.matrix(a.unsqueeze(0)), extension.matrix(g.unsqueeze(0)), starts.data_ptr(), count, longest,
         first.data_ptr(), ROUNDING_COMPILED, GRAM_TOLERANCE, UNDERFLOW, out.data_ptr(), parts.data_ptr(),
         memory.data_ptr(), threads,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from ..engine.taken import Known
 from ..errors import AccountingError, SampleMixingError, StepError
 from ..layouts import in_hand
 from ..layouts.batch import Unit
-from ..layouts.doubts import settle
+from ..layouts.doubts import Doubt, settle
 from ..ops.clip import GAMMA
 from ..ops.noise import Noise
 from . import loader, misuse
@@ -102,7 +102,7 @@ class Privacy:
         self._pending: dict[int, Tensor] = {}  # of backwards since the last call of step
         self._sums: dict[int, Tensor] = {}  # of the logical batch's steps so far
         self._has_pending = self._has_sums = False
-        self._doubts: list[tuple[Tensor, str]] = []
+        self._doubts: list[Doubt] = []
         self._taken: list[Known] = []  # the batches of these backwards, if they were taken out of their loader before
         self.unit.forget()
 

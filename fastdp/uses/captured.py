@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepError
+from ..layouts.doubts import Doubt
 from ..layouts.layout import Layout, tag
 from ..ops.common import exactly
 from .forward_pass import ForwardPass
@@ -33,6 +34,7 @@ class Context:
     inner: tuple[list[Tensor], Any] | None = None  # the graph for the input gradients
     again: tuple[str, torch.dtype, bool] | None = None  # autocast, if backward runs it again: no graph is kept
     found: list[Tensor | None] | None = None  # input gradients, if `record_uses` computed them, too
+    doubt: Doubt | None = None  # of the call, which stands if the backward goes through it
     saved_count = 0  # what is saved beside the data, where these are saved to run again
     fingerprints: list[Tensor] | None = None  # of what is saved, where hooks of the user's may change it
     _kept: Sequence[tuple[Tensor, int]] = ()

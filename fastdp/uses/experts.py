@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import SampleMixingError
 from ..layouts import notes
 from ..layouts.calls import Call, bind
+from ..layouts.doubts import Doubt, doubt
 from ..layouts.index import spread
 from ..layouts.kinds import spellings
 from ..layouts.layout import Layout, tag_of
@@ -32,6 +33,8 @@ class _GroupedProduct(Captured):
         return self.func(data[0], stack, offs=ends, **self.options)
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        if ctx.doubt is not None:
+            doubt(*ctx.doubt)
         x, g = saved[0], grads[0]
         rows = torch.arange(x.size(0), device=x.device)
         ids = torch.searchsorted(ctx.values[1].long(), rows, right=True)
@@ -55,24 +58,38 @@ def capture_grouped_mm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ..
     if forward_pass.is_parameter(x) or not forward_pass.is_parameter(stack) or x.dim() != 2 or stack.dim() != 3:
         return NotImplemented
     layout = sample_layout(forward_pass, x, "grouped_mm")
+    ctx = Context(forward_pass, stack, ends)
     if layout.batch > 1:
-        _check_groups(forward_pass, layout, ends)
-    return capture(_GroupedProduct(forward_pass, layout, func, options), Context(forward_pass, stack, ends), x)
+        ctx.doubt = _check_groups(forward_pass, layout, ends)
+    return capture(_GroupedProduct(forward_pass, layout, func, options), ctx, x)
 
 
-def _check_groups(forward_pass: ForwardPass, layout: Layout, ends: Tensor) -> None:
-    """Rows in dimension 0; ends that depend on the batch must be those of the groups in which the rows came."""
-    problem = "sums over the batch" if layout.dim != 0 else ""
-    found = tag_of(ends, forward_pass.batch)
+def _check_groups(forward_pass: ForwardPass, layout: Layout, ends: Tensor) -> Doubt | None:
+    """Rows in dimension 0; ends that depend on the batch must be those of the groups in which the rows came: on a
+    device that is asked later."""
+    problem, place = "sums over the batch" if layout.dim != 0 else "", forward_pass.place("grouped_mm")
+    found, later = tag_of(ends, forward_pass.batch), False
     if not problem and found is not None:
-        inside = ends[(ends > 0) & (ends < layout.rows)].long()
-        if layout.order is None or bool((layout.order[inside] == layout.order[inside - 1]).any()):
-            problem = "divides rows into groups by what other samples hold"
-    if problem:
-        place = forward_pass.place("grouped_mm")
-        raise SampleMixingError(
-            f"{place}: {problem}. Sort the rows by the number of their own expert.", f"{place} {problem}"
-        )
+        problem = "divides rows into groups by what other samples hold"
+        if layout.order is not None and layout.rows:
+            apart = _cuts_groups(layout.order, ends)
+            later = apart.device.type != "cpu"
+            problem = problem if later or bool(apart) else ""
+        elif layout.order is not None:
+            problem = ""
+    if not problem:
+        return None
+    message = f"{place}: {problem}. Sort the rows by the number of their own expert."
+    if not later:
+        raise SampleMixingError(message, f"{place} {problem}")
+    return Doubt(apart, f"{place} {problem}", message)
+
+
+def _cuts_groups(order: Tensor, ends: Tensor) -> Tensor:
+    """Whether one of the ends lies within rows [n] of equal order, as a tensor: true or false."""
+    inside = (ends > 0) & (ends < order.numel())
+    place = torch.where(inside, ends, 1).long().clamp(max=order.numel() - 1)
+    return (inside & (order[place] == order[(place - 1).clamp(min=0)])).any()
 
 
 # --------------------------------------------------------------------------- matrices gathered for each token
