@@ -7,6 +7,8 @@ Source: book-keeping, Bu et al. 2023, arXiv 2210.00038.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -23,20 +25,24 @@ from .common import (
     has_kernel,
     is_half,
     precision,
+    start_of,
     wide,
 )
-from .linear import as_rows, matrix_tile
+from .linear import Layers, as_rows
+from .tiles import matrix_tile
 
 SHORT = 32  # samples of fewer rows are scaled row by row
 MOST_SPLITS = 16
+PART_ROWS = 600  # 8 bytes an element at 4 TB/s, over 2 flops a row and element at 600 TFLOP/s: a guess until measured
 
 
 @triton.jit
-def _program(n_o, n_i, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
-    """This program's group of samples, and the rows and columns of its tile."""
+def _program(n_o, n_i, parts, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+    """This program's layer and group of samples, and the rows and columns of its tile."""
     pid = tl.program_id(0)
     i_o, i_i = grouped(pid % (n_o * n_i), n_o, n_i, 8)
-    return pid // (n_o * n_i), i_o * BLOCK_O + tl.arange(0, BLOCK_O), i_i * BLOCK_I + tl.arange(0, BLOCK_I)
+    i_all = pid // (n_o * n_i)
+    return i_all // parts, i_all % parts, i_o * BLOCK_O + tl.arange(0, BLOCK_O), i_i * BLOCK_I + tl.arange(0, BLOCK_I)
 
 
 @triton.jit
@@ -50,11 +56,13 @@ def _put(p_out, total, mask, ADD: tl.constexpr):
 @triton.jit
 def clipped_kernel(
     p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
-    stride_os, stride_oo, stride_oi, n_o, n_i, share,
+    stride_ol, stride_os, stride_oo, stride_oi, n_o, n_i, parts, share,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    TYPE: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the sum over `share` samples; the factor goes on each sample's float32 sum."""
-    i_split, o_o, o_i = _program(n_o, n_i, BLOCK_O, BLOCK_I)
+    """One tile of a layer's sum over `share` samples; the factor goes on each sample's float32 sum."""
+    i_layer, i_split, o_o, o_i = _program(n_o, n_i, parts, BLOCK_O, BLOCK_I)
+    p_a, p_g = start_of(p_a, i_layer, TYPE), start_of(p_g, i_layer, TYPE)
     o_step = tl.arange(0, BLOCK_T)
     m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
     p_g += o_o.to(tl.int64)[:, None] * stride_go
@@ -76,7 +84,8 @@ def clipped_kernel(
             c = tl.load(p_c + i_b * stride_c).to(tl.float32)
             total += tl.where(c != 0, c * acc, 0.0)  # sum += c_b G_b; 0 * inf never formed into it
             acc = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
-    p_out += i_split.to(tl.int64) * stride_os + o_o.to(tl.int64)[:, None] * stride_oo + o_i[None, :] * stride_oi
+    p_out = start_of(p_out, i_layer, OUT) + i_layer.to(tl.int64) * stride_ol + i_split.to(tl.int64) * stride_os
+    p_out += o_o.to(tl.int64)[:, None] * stride_oo + o_i.to(tl.int64)[None, :] * stride_oi
     _put(p_out, total, m_o & m_i, ADD)
 
 
@@ -89,11 +98,13 @@ def _upper(x):
 @triton.jit
 def clipped_rows_kernel(
     p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
-    stride_os, stride_oo, stride_oi, n_o, n_i, share,
+    stride_ol, stride_os, stride_oo, stride_oi, n_o, n_i, parts, share,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, HALF: tl.constexpr,
+    TYPE: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """The same with the factor on each row of g, in float32: for samples of few rows."""
-    i_split, o_o, o_i = _program(n_o, n_i, BLOCK_O, BLOCK_I)
+    i_layer, i_split, o_o, o_i = _program(n_o, n_i, parts, BLOCK_O, BLOCK_I)
+    p_a, p_g = start_of(p_a, i_layer, TYPE), start_of(p_g, i_layer, TYPE)
     m_o, m_i = (o_o < D_O)[:, None], (o_i < D_I)[None, :]
     p_g += o_o.to(tl.int64)[:, None] * stride_go
     p_a += o_i.to(tl.int64)[None, :] * stride_ai
@@ -115,15 +126,20 @@ def clipped_rows_kernel(
             total = tl.dot(scaled - upper, a, total, input_precision="tf32")
         else:
             total = tl.dot(scaled, a, total, input_precision="ieee")
-    p_out += i_split.to(tl.int64) * stride_os + o_o.to(tl.int64)[:, None] * stride_oo + o_i[None, :] * stride_oi
+    p_out = start_of(p_out, i_layer, OUT) + i_layer.to(tl.int64) * stride_ol + i_split.to(tl.int64) * stride_os
+    p_out += o_o.to(tl.int64)[:, None] * stride_oo + o_i.to(tl.int64)[None, :] * stride_oi
     _put(p_out, total, m_o & m_i, ADD)
 
 
 @triton.jit
-def add_parts_kernel(p_part, p_out, parts, D_O, D_I, stride_oo, stride_oi, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of groups of samples, [parts, O, I], added in their order."""
+def add_parts_kernel(p_part, p_out, parts, D_O, D_I, stride_oo, stride_oi, ADD: tl.constexpr, BLOCK: tl.constexpr,
+                     OUT: tl.constexpr):  # fmt: skip
+    """Sums of groups of samples, [layers, parts, O, I], added in their order."""
     o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = D_O.to(tl.int64) * D_I
+    i_layer = tl.program_id(1).to(tl.int64)
+    size = tl.cast(D_O, tl.int64) * D_I
+    p_part += i_layer * parts * size
+    p_out = start_of(p_out, i_layer, OUT)
     m_n = o_n < size
     p_to = p_out + o_n // D_I * stride_oo + o_n % D_I * stride_oi
     total = tl.zeros([BLOCK], tl.float32)
@@ -137,9 +153,18 @@ def add_parts_kernel(p_part, p_out, parts, D_O, D_I, stride_oo, stride_oi, ADD: 
 # ---------------------------------------------------------------------- choices
 
 
-def splits(batch: int, tiles: int, units: int) -> int:
-    """Into how many groups of samples the sum is cut, so that every multiprocessor has a tile."""
-    return max(1, min(batch, MOST_SPLITS, units // tiles))
+def splits(batch: int, t: int, tiles: int, units: int) -> int:
+    """Into how many groups of samples the sum is cut, so that multiprocessors end together: whole waves of tiles.
+
+    Of a group more its sum is written and read: as long as multiplying PART_ROWS rows. Samples are not cut.
+    """
+    best, least = 1, math.inf
+    for parts in range(1, min(batch, MOST_SPLITS) + 1):
+        waves = triton.cdiv(tiles * parts, units)
+        rows = waves * triton.cdiv(batch, parts) * t + (parts * PART_ROWS * tiles / units if parts > 1 else 0)
+        if rows < 0.95 * least:
+            best, least = parts, rows
+    return best
 
 
 def rows_tile(a: Tensor, g: Tensor) -> Tile:
@@ -191,25 +216,31 @@ def add_linear_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None
     linear_clipped_sum(a, g, c, out)
 
 
-def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile | None, parts: int | None) -> None:
+def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile | None, parts: int | None,
+            layers: Layers | None = None, outs: Tensor | None = None) -> None:  # fmt: skip
+    """Sums into `out`, or of several layers into the memory at the addresses `outs`, all with the strides of `out`."""
     (batch, t, i), o = a.shape, g.size(2)
+    p_a, p_g, count, type_ = (a, g, 1, None) if layers is None else (layers.a, layers.g, layers.count, layers.type)
     half = is_half(a)
     by_rows = not half or t < SHORT
     tile = tile or (rows_tile(a, g) if by_rows else matrix_tile(o, i, t, a, g))
     n_o, n_i = triton.cdiv(o, tile.m), triton.cdiv(i, tile.n)
-    share = triton.cdiv(batch, parts or splits(batch, n_o * n_i, device_limits(a.device).units))
+    units = device_limits(a.device).units
+    share = triton.cdiv(batch, parts or splits(batch, t, count * n_o * n_i, units))
     parts = triton.cdiv(batch, share)
-    part = out if parts == 1 else a.new_empty((parts, o, i), dtype=torch.float32)
-    strides = (0, *part.stride()) if parts == 1 else part.stride()
+    target, at = (out, None) if outs is None else (outs, tl.float32)
+    whole = parts == 1
+    part = target if whole else torch.empty((count, parts, o, i), dtype=torch.float32, device=a.device)
+    strides = (0, 0, *out.stride()) if whole else part.stride()
     kernel, extra = (clipped_rows_kernel, {"HALF": half}) if by_rows else (clipped_kernel, {"PRECISION": precision(a)})
-    kernel[(parts * n_o * n_i,)](
-        a, g, c, part, batch, t, i, o, *a.stride(), *g.stride(), c.stride(0), *strides, n_o, n_i, share,
-        BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, ADD=add and parts == 1, **extra,
-        num_warps=tile.warps, num_stages=tile.stages,
+    kernel[(count * parts * n_o * n_i,)](
+        p_a, p_g, c, part, batch, t, i, o, *a.stride(), *g.stride(), c.stride(0), *strides, n_o, n_i, parts, share,
+        BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, ADD=add and whole, **extra, TYPE=type_,
+        OUT=at if whole else None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if parts > 1:
-        add_parts_kernel[(triton.cdiv(o * i, 1024),)](
-            part, out, parts, o, i, *out.stride(), ADD=add, BLOCK=1024, num_warps=4
+    if not whole:
+        add_parts_kernel[(triton.cdiv(o * i, 1024), count)](
+            part, target, parts, o, i, *out.stride(), ADD=add, BLOCK=1024, OUT=at, num_warps=4
         )
 
 

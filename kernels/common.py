@@ -13,12 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rounding of the gram route is taken as random: ROUNDING * sqrt(sum M^2), M_ts the summands. Where that is
-# more than GRAM_TOLERANCE of the norm (summands cancel), it is added: rather a norm too large than too small.
-ROUNDING = tl.constexpr(4 * 2.0**-24)
-GRAM_TOLERANCE = tl.constexpr(4e-6)
-# Products below 1e-38 are lost by the gram route; a norm as small as this is reported as this.
-UNDERFLOW = tl.constexpr(1e-28)
 SMALLEST = tl.constexpr(1e-37)
 
 CHUNK = 1024  # so many products are summed by a matrix unit before the sum goes to an accumulator of its own
@@ -75,35 +69,15 @@ def tile_sums(m):
 
 
 @triton.jit
-def finish_kernel(p_value, p_spread, p_out, n, enlarge, GUARD: tl.constexpr, BLOCK: tl.constexpr):
-    """Partial sums of one sample, [n] float64, added in their order; with GUARD enlarged where summands cancel."""
-    i_b = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([BLOCK], tl.float64)
-    spread = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, n, BLOCK):
-        o_n = start + tl.arange(0, BLOCK)
-        total += tl.load(p_value + i_b * n + o_n, mask=o_n < n, other=0.0)
-        if GUARD:
-            spread += tl.load(p_spread + i_b * n + o_n, mask=o_n < n, other=0.0)
-    value = tl.sum(total, 0)
-    value += value * enlarge
-    if GUARD:
-        doubt = ROUNDING * tl.sqrt(tl.sum(spread, 0))
-        value = tl.where(value < 0, 0.0, value)  # keeps NaN
-        value += tl.where(doubt > GRAM_TOLERANCE * value, doubt, 0.0)
-        value = tl.where((value > 0) & (value < UNDERFLOW), UNDERFLOW, value)
-    tl.store(p_out + i_b, value.to(p_out.dtype.element_ty))
+def start_of(p, i_layer, TYPE: tl.constexpr):
+    """Where the numbers of a layer begin: at p, or, given their type, at its address in a table at p.
 
-
-def finish(value: Tensor, spread: Tensor | None, enlarge: float, dtype: torch.dtype) -> Tensor:
-    """Partial sums [B, n] float64 (and sums of squared summands, for the guard) -> [B]."""
-    out = torch.empty(value.size(0), dtype=dtype, device=value.device)
-    with torch.cuda.device_of(value):
-        finish_kernel[(value.size(0),)](
-            value, value if spread is None else spread, out, value.size(1), enlarge,
-            GUARD=spread is not None, BLOCK=256, num_warps=4,
-        )  # fmt: skip
-    return out
+    Addresses are multiples of 16 bytes (`grouped` launchers see to it).
+    """
+    if TYPE is None:
+        return p
+    else:
+        return tl.multiple_of(tl.load(p + i_layer).to(tl.pointer_type(TYPE)), 16)
 
 
 def is_half(tensor: Tensor) -> bool:

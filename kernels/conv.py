@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import common, linear
+from . import common, linear, products, tiles
 from .common import CHUNK, Tile, dot, extent, grouped, has_kernel, is_half, tile_sums, triangle, truncation
+from .finish import finish
 
 Size = int | Sequence[int]
 
@@ -113,7 +114,7 @@ def conv_kernel(
 
 @triton.jit
 def conv_gram_kernel(
-    p_x, p_g, p_value, p_spread, P, N, D_O, depth, height, width, out_h, out_w,
+    p_x, p_g, p_partial, P, N, D_O, depth, height, width, out_h, out_w,
     stride_xb, stride_xg, stride_c, stride_d, stride_h, stride_w, stride_gb, stride_gg, stride_go, stride_gp,
     groups, n,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
@@ -143,12 +144,13 @@ def conv_gram_kernel(
                 acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     m += acc
     # M_pq = (patch_p . patch_q)(g_p . g_q)
-    m *= linear._rows_product(p_g + i_b * stride_gb + i_group * stride_gg, o_row, o_col, P, D_O, stride_gp, stride_go,
+    m *= products.rows_product(p_g + i_b * stride_gb + i_group * stride_gg, o_row, o_col, P, D_O, stride_gp, stride_go,
                               BLOCK, BLOCK_O, CHUNK, CHUNK_O, PRECISION)  # fmt: skip
     value, spread = tile_sums(m)
     weight = tl.where(i_row == i_col, 1.0, 2.0).to(tl.float64)
-    tl.store(p_value + pid, weight * value)
-    tl.store(p_spread + pid, weight * spread)
+    p_partial += i_b * (2 * tiles * groups) + pid % (tiles * groups)
+    tl.store(p_partial, weight * value)
+    tl.store(p_partial + tiles * groups, weight * spread)
 
 
 # ---------------------------------------------------------------------- launchers
@@ -275,28 +277,29 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
     if _pointwise(p):
         return linear.linear_norm_sq(*_rows(p), method, dtype=kind, tile=tile)
     outputs = p.weight[0] // groups
-    if method == "gram" or (method == "auto" and linear.gram_is_cheaper(p.g.size(2), p.inputs, outputs)):
+    if method == "gram" or (method == "auto" and tiles.gram_is_cheaper(p.g.size(2), p.inputs, outputs)):
         return _gram(p, kind, tile)
     tile = _tile(p, tile)
-    tiles = groups * triton.cdiv(outputs, tile.m) * triton.cdiv(p.inputs, tile.n)
-    partial = x.new_empty((x.size(0), tiles), dtype=torch.float64)
+    count = groups * triton.cdiv(outputs, tile.m) * triton.cdiv(p.inputs, tile.n)
+    partial = x.new_empty((x.size(0), count), dtype=torch.float64)
     _launch(p, "norm", partial, tile, 1)
-    return common.finish(partial, None, 2 * truncation(p.g.size(2)) if is_half(p.x) else 0.0, kind)
+    return finish(partial, count, 2 * truncation(p.g.size(2)) if is_half(p.x) else 0.0, kind)[0]
 
 
 def _gram(p: Problem, kind: torch.dtype, tile: Tile | None) -> Tensor:
     positions, outputs, half = p.g.size(2), p.weight[0] // p.groups, is_half(p.x)
     tile = tile or Tile(extent(positions, 64), extent(positions, 64), 32 if half else 16, 8, 3)
     n = triton.cdiv(positions, tile.m)
-    partial = p.x.new_empty((2, p.x.size(0), p.groups * (n * (n + 1) // 2)), dtype=torch.float64)
+    count = p.groups * (n * (n + 1) // 2)
+    partial = p.x.new_empty((p.x.size(0), 2 * count), dtype=torch.float64)
     with torch.cuda.device_of(p.x):
-        conv_gram_kernel[(partial[0].numel(),)](
-            p.x, p.g, partial[0], partial[1], *p.sizes(), *p.strides(), p.groups, n, **p.constants(),
+        conv_gram_kernel[(partial.numel() // 2,)](
+            p.x, p.g, partial, *p.sizes(), *p.strides(), p.groups, n, **p.constants(),
             BLOCK=tile.m, BLOCK_N=tile.k, BLOCK_O=tile.k, CHUNK=CHUNK, CHUNK_N=half and p.inputs > CHUNK,
             CHUNK_O=half and outputs > CHUNK, PRECISION=common.precision(p.x),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        return common.finish(partial[0], partial[1], truncation(p.inputs) + truncation(outputs) if half else 0.0, kind)
+        return finish(partial, count, truncation(p.inputs) + truncation(outputs) if half else 0.0, kind, True)[0]
 
 
 def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padding: Size = 0, dilation: Size = 1,

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from . import clipped, common, conv, linear, norm
+from . import clipped, common, conv, linear, many, norm, rows
 
 ARCHITECTURES = {
     80: common.Device(108, 163 * 1024, 80),
@@ -35,6 +35,7 @@ TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int64: "i64",
     torch.int32: "i32",
 }  # fmt: skip
+WIDE = re.compile(r"cp\.async\S* [^;]*, (?:0x10|16)[,;]|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|bulk\.tensor")
 MATRIX = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)[.\w:]*")
 
 
@@ -47,7 +48,8 @@ class Launch(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What became of it. Spilled registers show as bytes of stack; `local` is memory declared as such."""
+    """What became of it. Spilled registers show as bytes of stack; `local` is memory declared as such; `wide` counts
+    loads of 16 bytes."""
 
     kernel: str
     arch: int
@@ -56,6 +58,7 @@ class Build(NamedTuple):
     shared: int
     matrix: str
     local: int
+    wide: int
 
 
 class Case(NamedTuple):
@@ -116,7 +119,8 @@ def build(launch: Launch, arch: int) -> Build:
     matrix = MATRIX.search(done.asm["ptx"])
     registers, stack, local = (int(found[key]) for key in ("REG", "STACK", "LOCAL"))
     name = launch.kernel.fn.__name__.removesuffix("_kernel")
-    return Build(name, arch, registers, stack, done.metadata.shared, matrix[1] if matrix else "", local)
+    return Build(name, arch, registers, stack, done.metadata.shared, matrix[1] if matrix else "", local,
+                 len(WIDE.findall(done.asm["ptx"])))  # fmt: skip
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -175,9 +179,24 @@ def norm_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"group norm C=64 32^2{name}", dtype, call)
 
 
+def many_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Twelve layers at once, found by their addresses; stored rows."""
+    c, limits = meta(8, dtype=torch.float32), (1e-6, 5e-5, 512)
+    for t, i, o in ((512, 768, 3072), (1, 768, 768)):
+        pairs = [(meta(8, t, i, dtype=dtype), meta(8, t, o, dtype=dtype)) for _ in range(12)]
+        name = f"many T={t} I={i} O={o}"
+        for method in ("gram", "direct") if t > 1 else ("auto",):
+            yield Case(f"{method} {name}", dtype, lambda p=pairs, m=method: many.linear_norm_sq(p, m, *limits))
+        if dtype.itemsize == 2:
+            yield Case(f"sum {name}", dtype, lambda p=pairs, c=c: many.linear_clipped_sum(list(p), c))
+    stored = meta(8, 768, 768, dtype=dtype)
+    yield Case("stored square sum", dtype, lambda: rows.square_sum(stored))
+    yield Case("stored weighted sum", dtype, lambda: rows.weighted_sum(stored, c))
+
+
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Every launcher."""
-    for family in (linear_cases, conv_cases, norm_cases):
+    for family in (linear_cases, many_cases, conv_cases, norm_cases):
         yield from family(dtype)
 
 
@@ -189,7 +208,7 @@ def builds(case: Case, arch: int) -> Iterator[Build]:
         yield build(launch, arch)
 
 
-def rows(options: argparse.Namespace) -> Iterator[tuple[Case, Build]]:
+def compiled(options: argparse.Namespace) -> Iterator[tuple[Case, Build]]:
     """Every case asked for, compiled."""
     for dtype in (dtype for dtype, name in TYPES.items() if name in options.dtype):
         for case in cases(dtype):
@@ -210,15 +229,15 @@ def main() -> None:
     if knobs.runtime.interpret:
         parser.error("unset TRITON_INTERPRET: interpreted kernels are not compiled")
     if not options.json:
-        print(
-            f"{'kernel':<18}{'case':<36}{'type':<6}{'arch':<8}{'regs':>5}{'stack':>7}{'local':>7}{'shared':>8}  matrix"
-        )
-    for case, made in rows(options):
+        print(f"{'kernel':<18}{'case':<36}{'type':<6}{'arch':<8}{'regs':>5}{'stack':>7}{'local':>7}{'shared':>8}"
+              f"{'wide':>6}  matrix")  # fmt: skip
+    for case, made in compiled(options):
         if options.json:
             print(json.dumps({"case": case.name, "type": TYPES[case.dtype], **made._asdict()}), flush=True)
         else:
             print(f"{made.kernel:<18}{case.name:<36}{TYPES[case.dtype]:<6}sm_{made.arch:<5}{made.registers:>5}"
-                  f"{made.stack:>7}{made.local:>7}{made.shared:>8}  {made.matrix}", flush=True)  # fmt: skip
+                  f"{made.stack:>7}{made.local:>7}{made.shared:>8}{made.wide:>6}  {made.matrix}",
+                  flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops.rows import square_sum, weighted_sum
+from ..uses.linear import Many
 from ..uses.links import link_of
 from ..uses.timing import Clock
 from ..uses.use import Stored, Use
@@ -48,7 +49,7 @@ class Bundle:
         """[B] float64, all members together."""
         return square_sum(self.grads)
 
-    def clipped_sum(self, factors: Tensor) -> dict[int, Tensor]:
+    def clipped_sum(self, factors: Tensor, last: bool = False) -> dict[int, Tensor]:
         """{id(parameter): sum_b factors_b gradient_b}, each in memory of its own: they become `.grad`, which users may
         save (with all of its storage) or resize."""
         total = weighted_sum(self.grads, factors.to(self.grads.device))
@@ -64,7 +65,7 @@ class Bundle:
 class Abreast:
     """Uses of equal shape, each of a parameter of its own (`Use.abreast`)."""
 
-    def __init__(self, parameters: Sequence[Tensor], one: Use, clock: Clock | None = None) -> None:
+    def __init__(self, parameters: Sequence[Tensor], one: Use | Many, clock: Clock | None = None) -> None:
         self.members = {id(parameter): parameter for parameter in parameters}
         self.one, self.clock = one, clock
 
@@ -79,9 +80,17 @@ class Abreast:
         found = self.one.norm_sq()
         return found.double().view(len(self.members), -1).sum(0)
 
-    def clipped_sum(self, factors: Tensor) -> dict[int, Tensor]:
+    @property
+    def lets_go(self) -> bool:
+        """Whether the data of each member goes with its sum, if that is the last that is asked for."""
+        return isinstance(self.one, Many)
+
+    def clipped_sum(self, factors: Tensor, last: bool = False) -> dict[int, Tensor]:
         """As of `Bundle`."""
-        total = self.one.sums_abreast(len(self.members), factors.to(self.one.operand.device))
+        one, factors = self.one, factors.to(self.one.operand.device)
+        if isinstance(one, Many):
+            return dict(zip(self.members, one.sums_abreast(len(self.members), factors, last), strict=True))
+        total = one.sums_abreast(len(self.members), factors)
         parts: tuple[Tensor, ...] = torch.unbind_copy(total)  # type: ignore[assignment, func-returns-value]
         return dict(zip(self.members, parts, strict=True))
 

@@ -141,10 +141,13 @@ class Gradients:
         scaled = factors * self.scale
         if not self.batch:
             return total
-        for bundle in self.bundles(parameters):
-            with bundle.clock or contextlib.nullcontext():
-                total.update(bundle.clipped_sum(scaled))
         arranged = self.arrangement(parameters)
+        for bundle, (_, members) in zip(self.bundles(parameters), arranged.together, strict=True):
+            if last and isinstance(bundle, Abreast) and bundle.lets_go:
+                for _, place in members:
+                    self.drop(place)
+            with bundle.clock or contextlib.nullcontext():
+                total.update(bundle.clipped_sum(scaled, last))
         wanted = set(map(id, parameters)) if arranged.uses_apart else set()
         apart = {id(p) for p in arranged.apart if _in_slices(p, self.uses_of(p))}
         for place in arranged.uses_apart:

@@ -23,6 +23,12 @@ def accumulate(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) or tensor.is_complex() else tensor.float()
 
 
+def sum_over(tensor: Tensor, over: int | list[int]) -> Tensor:
+    """`accumulate(tensor).sum(over)`, on a GPU without a copy of 16-bit numbers: torch's sum casts as it reads."""
+    kind = tensor.dtype if tensor.is_complex() else sum_type(tensor)
+    return tensor.sum(over, dtype=kind)
+
+
 def exactly() -> contextlib.AbstractContextManager[None]:
     """Without autocast: a backward within it would turn products of float32 into 16 bits."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]

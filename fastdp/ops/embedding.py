@@ -113,10 +113,11 @@ def cross_term_and_spread(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_he
     """`tied_cross_term` and what its rounding is to be told from: sum_{k,t} |g_head[t, ids_k]| |g_embedding_k| |h_t|,
     [B] float64 each."""
     ids, e = _two(ids, g_embedding)
-    e, h, g = accumulate(e), accumulate(h_head), accumulate(g_head)
+    e, h = accumulate(e), accumulate(h_head)
     out, spread = (e.new_empty(ids.size(0), dtype=torch.float64) for _ in range(2))
     for low, high in chunks(ids.size(0), 3 * ids.size(1) * h.size(1) * e.element_size()):
-        picked = g[low:high].gather(2, ids[low:high, None, :].expand(-1, h.size(1), -1))  # [b, T, K]
+        # of all logits' gradients [b, T, V] only those picked are cast: [b, T, K]
+        picked = accumulate(g_head[low:high].gather(2, ids[low:high, None, :].expand(-1, h.size(1), -1)))
         sizes = torch.bmm(torch.linalg.vector_norm(h[low:high], dim=2).unsqueeze(1), picked.abs()).squeeze(1)  # [b, K]
         spread[low:high] = (sizes.double() * torch.linalg.vector_norm(e[low:high], dim=2)).sum(1)
         dots = torch.bmm(h[low:high], e[low:high].mT)

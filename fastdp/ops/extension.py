@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from .common import DTYPES
-from .registry import Kernel, is_watched, native, triton
+from .registry import Kernel, is_forced, is_watched, native, triton, triton_module
 
 TYPES = {dtype: code for dtype, code in DTYPES.items() if dtype != torch.float64}  # of matrices
 KEPT = 32 * 2**20  # scratch of at most so many bytes waits for the next call: fresh pages cost more than a small kernel
+
+BY_TRITON = {"cuda"}  # kinds of devices that Triton's kernels serve
 
 _memory = threading.local()
 
@@ -31,6 +33,14 @@ def module() -> ModuleType:
 def takes(*tensors: Tensor) -> bool:
     """Whether the kernels take these types, all of one device."""
     return all(t.dtype in TYPES and t.device == tensors[0].device for t in tensors)
+
+
+def on_device(name: str, *tensors: Tensor) -> ModuleType | None:
+    """The Triton kernels of this stem, where they serve such tensors beside an operator's own; else None."""
+    if tensors[0].device.type not in BY_TRITON or is_watched() or is_forced() or not takes(*tensors):
+        return None
+    found = triton_module(name)
+    return None if isinstance(found, str) else found
 
 
 def matrix(t: Tensor) -> tuple[int, int, int, int, int, int]:

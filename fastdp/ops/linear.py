@@ -6,6 +6,8 @@ Source: ghost norm, Goodfellow 2015 (T = 1) and Li et al. 2022, section 4 (T > 1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -255,6 +257,10 @@ def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tenso
     that bound (`fastdp.ops.bounds`)."""
     if a.size(1) <= 1 or a.numel() == 0 or g.numel() == 0:
         return linear_norm_sq(a, g, method, dtype=torch.float64), None
+    if (kernels := extension.on_device("linear", a, g)) is not None:
+        check_method(method)
+        limits = bounds.units_of_products(a, g), bounds.TOLERANCE, bounds.BLOCK
+        return kernels.linear_norm_sq_and_bound(a, g, method, *limits)  # type: ignore[no-any-return]
     built = a.device.type == "cpu" and _norm_sq_op.implementation("cpu") is not _norm_sq_op.reference
     if built and extension.takes(a, g):
         units = bounds.units_of_products(a, g)
@@ -269,6 +275,26 @@ def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tenso
         return found, None  # enlarged there by what cancels, which is more than the bound
     products = bounds.of_products(a, g)
     return bounds.enlarged(found, products), products
+
+
+def norm_sq_of_many(pairs: Sequence[tuple[Tensor, Tensor]], method: str = "auto") -> Tensor:
+    """`norm_sq_and_bound` of products of equal shapes and types, by few launches: [len(pairs), B] float64."""
+    kernels = extension.on_device("many", *pairs[0])
+    if kernels is None:
+        return torch.stack([norm_sq_and_bound(a, g, method)[0] for a, g in pairs])
+    limits = bounds.units_of_products(*pairs[0]), bounds.TOLERANCE, bounds.BLOCK
+    return kernels.linear_norm_sq(pairs, method, *limits)  # type: ignore[no-any-return]
+
+
+def clipped_sums_of_many(pairs: list[tuple[Tensor, Tensor]], c: Tensor, drop: bool = False) -> list[Tensor]:
+    """`linear_clipped_sum` of products of equal shapes and types with the same factors, by few launches.
+
+    drop: take those that are done out of the list.
+    """
+    kernels = extension.on_device("many", *pairs[0])
+    if kernels is None:
+        return [linear_clipped_sum(a, g, c) for a, g in pairs]
+    return kernels.linear_clipped_sum(pairs, c, drop)  # type: ignore[no-any-return]
 
 
 def bound_by_blocks(norm_sq: Tensor, parts: Tensor, units: float) -> tuple[Tensor, int]:

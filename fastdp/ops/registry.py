@@ -45,7 +45,7 @@ class Operator:
     def implementation(self, device_type: str) -> Callable[..., Any]:
         """The function that serves a device."""
         kernel = self.kernels.get(device_type)
-        if kernel is None or (_forced and _forced[-1] == "reference"):
+        if kernel is None or is_forced():
             return self.reference
         found = kernel.load()
         return self.reference if isinstance(found, str) else found
@@ -123,6 +123,11 @@ def forced(backend: str) -> Iterator[None]:
         yield
     finally:
         _forced.pop()
+
+
+def is_forced() -> bool:
+    """Whether the reference is to run here, whatever there is."""
+    return bool(_forced) and _forced[-1] == "reference"
 
 
 # ---------------------------------------------------------------------- where kernels come from

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from . import extension
-from .registry import cpp, define
+from .registry import Kernel, cpp, define, triton_module
 
 BLOCK = 1024  # elements whose squares are added in float32
 
@@ -84,17 +86,38 @@ def _compiled_weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
     return out.view(rows.shape[1:])
 
 
+def _by_triton(name: str, reference: Callable[..., Tensor]) -> Kernel:
+    """A kernel of `fastdp.kernels.rows` for what it takes: it reads each number once, and copies none."""
+
+    def load() -> Callable[..., Tensor] | str:
+        found = triton_module("rows")
+        if isinstance(found, str):
+            return found
+        takes, function = found.takes, getattr(found, name)
+
+        def serve(rows: Tensor, *c: Tensor) -> Tensor:
+            for factors in c:
+                _check(rows, factors)
+            return (function if rows.numel() and takes(rows) else reference)(rows, *c)  # type: ignore[no-any-return]
+
+        return serve
+
+    return Kernel("Triton", load)
+
+
 _square_sum_op = define(
     "square_sum(Tensor rows) -> Tensor",
     _square_sum,
     lambda rows: rows.new_empty(rows.size(0), dtype=torch.float64),
     CPU=cpp(_compiled_square_sum),
+    CUDA=_by_triton("square_sum", _square_sum),
 )
 _weighted_sum_op = define(
     "weighted_sum(Tensor rows, Tensor c) -> Tensor",
     _weighted_sum,
     lambda rows, c: rows.new_empty(rows.shape[1:]),
     CPU=cpp(_compiled_weighted_sum),
+    CUDA=_by_triton("weighted_sum", _weighted_sum),
 )
 
 

@@ -13,7 +13,7 @@ from ..layouts.calls import bind
 from ..layouts.groups import Groups
 from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
-from ..ops.common import accumulate
+from ..ops.common import sum_over
 from ..ops.geometry import Geometry, spatial
 from .captured import Captured, Context, capture
 from .costs import Shape
@@ -127,7 +127,7 @@ class _Conv(Captured):
             forward_pass.record(use)
         if ctx.learned[1]:
             over = [d for d in range(1, g.dim()) if d != 2]
-            forward_pass.record(Stored(bias, accumulate(g).sum(over), self.name))
+            forward_pass.record(Stored(bias, sum_over(g, over), self.name))
 
 
 _DIMENSIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,16 @@ class Matmul(Positioned):
         counts = torch.bincount(use.owner, minlength=use.batch)
         return Matmul(use.operand, padded(use.a, counts), padded(use.g, counts), use.name)
 
+    def alike(self) -> Any:
+        if self.operand.dtype == torch.float64 or not by_address(self.a, self.g):
+            return super().alike()
+        if not self.a.numel() or not self.g.numel():
+            return None
+        return type(self), self.a.shape, self.g.shape, self.a.dtype, self.g.dtype, self.a.device, self.route
+
+    def abreast(self, others: Sequence[Any]) -> Any:
+        return Many([self, *others]) if by_address(self.a, self.g) else super().abreast(others)
+
     def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
         return ops.linear.clipped_sums(self.a, self.g, factors, count)
 
@@ -83,6 +94,31 @@ class Matmul(Positioned):
         if into is not None:
             return ops.linear.overwrite_clipped_sum(self.a, self.g, factors, into)
         return ops.linear_clipped_sum(self.a, self.g, factors)
+
+
+def by_address(a: Tensor, g: Tensor) -> bool:
+    """Whether kernels find such products where they lie, so that those of equal shape go together whatever their size:
+    nothing is copied."""
+    return ops.extension.on_device("many", a, g) is not None
+
+
+class Many:
+    """Products of equal shape, each of a parameter of its own, that kernels find by their addresses."""
+
+    def __init__(self, uses: Sequence[Matmul]) -> None:
+        self.operand, self.route = uses[0].operand, uses[0].route
+        self._pairs = [(use.a, use.g) for use in uses]
+
+    def norm_sq(self) -> Tensor:
+        """Squared norms, one use after the other."""
+        return ops.linear.norm_sq_of_many(self._pairs, "auto" if self.route == "T=1" else self.route).flatten()
+
+    def sums_abreast(self, count: int, factors: Tensor, last: bool = False) -> list[Tensor]:
+        """The clipped sum of each. last: nothing more is asked for, and the data goes, one launch's after the other."""
+        pairs = self._pairs
+        if last:
+            self._pairs = []
+        return ops.linear.clipped_sums_of_many(pairs, factors, last)
 
 
 def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:
@@ -208,8 +244,8 @@ def steps_by_sample(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def row_sums(g: Tensor) -> Tensor:
-    """[B,T,O] -> [B,O] in float32."""
-    return g.squeeze(1) if g.size(1) == 1 else ops.common.accumulate(g).sum(1)
+    """[B,T,O] -> [B,O] in float32 (float64 of float64)."""
+    return g.squeeze(1) if g.size(1) == 1 else ops.common.sum_over(g, 1)
 
 
 def _linear(forward_pass: ForwardPass, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:

@@ -18,7 +18,7 @@ from .. import ops
 from ..layouts.groups import Groups
 from ..layouts.layout import Layout
 from ..ops.bounds import enlarged
-from ..ops.common import accumulate
+from ..ops.common import accumulate, sum_over
 from .costs import Segments, Shape
 from .forward_pass import ForwardPass
 from .links import link_of
@@ -141,6 +141,6 @@ def use_of_rows(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor
 def row_sum(g: Tensor, layout: Layout) -> Tensor:
     """Output gradients [..., O], rows in any order -> their sums by sample [B,O] in float32."""
     if g.device.type != "cpu":  # there index_add adds in any order: not the same bits each time
-        return accumulate(by_sample(g, layout)).flatten(1, -2).sum(1)
+        return sum_over(by_sample(g, layout).flatten(1, -2), 1)
     rows = accumulate(rows_of(g, layout))
     return rows.new_zeros(layout.batch, rows.size(1)).index_add_(0, owners_below(layout, g), rows)

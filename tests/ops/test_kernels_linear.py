@@ -10,7 +10,7 @@ from .kernels_truth import DEVICE, DTYPES, check_close, check_norms, linear_grad
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from fastdp.kernels import clipped, common, linear  # noqa: E402
+from fastdp.kernels import clipped, common, finish, linear  # noqa: E402
 from fastdp.kernels.clipped import add_linear_clipped_sum, linear_clipped_sum  # noqa: E402
 from fastdp.kernels.common import Tile, triangle  # noqa: E402
 from fastdp.kernels.linear import linear_norm_sq, linear_per_sample  # noqa: E402
@@ -117,7 +117,7 @@ def test_products_lost_by_underflow_leave_no_small_norm() -> None:
 
 def test_norms_from_stored_products() -> None:
     a, g = pair(3, 70, 12, 10, torch.float32)
-    found = linear._reduce_products(a @ a.mT, g @ g.mT, 0.0, torch.float64)
+    found = linear._reduce_products(a @ a.mT, g @ g.mT, 0.0, torch.float64, finish.Sums(70, 12, 10))[0]
     check_norms(found, linear_gradients(a, g), linear_gradients(a, g).square().sum((1, 2)))
 
 

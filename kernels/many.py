@@ -1,0 +1,92 @@
+"""Layers of equal shape in one launch: norms and clipped sums of many matrix products, which stay where they are.
+
+A kernel finds the numbers of a layer by its address, so nothing is copied together. One launch fills the device where
+one layer does not, and its last wave is one of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from . import clipped, linear
+from .common import aligned, float32_is_exact, is_half
+from .linear import Layers, as_rows
+
+Pair = tuple[Tensor, Tensor]  # a [B,T,I] and g [B,T,O]
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_GONE = (torch.empty(0), torch.empty(0))
+MOST = 1 << 28  # bytes of sums of one launch: what they are of is held as long
+
+
+def addresses(device: torch.device, *columns: Sequence[Tensor]) -> Tensor:
+    """Where tensors lie, int64 [columns, length] on the device. The host waits for nothing."""
+    table = torch.tensor([[t.data_ptr() for t in column] for column in columns], dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+def _key(pair: Pair) -> Any:
+    """What pairs of one launch have in common. None: it is launched on its own, as copies of it may have to be made."""
+    a, g = pair
+    if a.dtype != g.dtype or a.data_ptr() % 16 or g.data_ptr() % 16 or 0 in (*a.shape, *g.shape):
+        return None
+    if is_half(a) and a.size(1) > 1 and not aligned(a, g):
+        return None
+    return a.dtype, a.device, a.shape, g.shape, a.stride(), g.stride()
+
+
+def _groups(pairs: Sequence[Pair], most: int) -> list[list[int]]:
+    """The places of pairs that go together, at most so many."""
+    groups: dict[Any, list[int]] = {}
+    alone = pairs[0][0].is_cuda and torch.cuda.is_current_stream_capturing()  # a graph would read the table anew
+    for place, pair in enumerate(pairs):
+        key = None if alone else _key(pair)
+        groups.setdefault((place,) if key is None else key, []).append(place)
+    return [group[low : low + most] for group in groups.values() for low in range(0, len(group), most)]
+
+
+def _layers(pairs: Sequence[Pair], places: list[int], *columns: list[Tensor]) -> tuple[Layers, Tensor]:
+    """Their addresses, and a table of those of other columns below."""
+    a = pairs[places[0]][0]
+    table = addresses(a.device, *zip(*(pairs[place] for place in places), strict=True), *columns)
+    return Layers(table[0], table[1], len(places), TYPES[a.dtype]), table[2:]
+
+
+def linear_norm_sq(pairs: Sequence[Pair], method: str, units: float, tolerance: float, short: int) -> Tensor:
+    """`linear.linear_norm_sq_and_bound` of each pair, [len(pairs), B] float64 without the bounds."""
+    found: list[tuple[list[int], Tensor]] = []
+    for places in _groups(pairs, len(pairs)):
+        layers = _layers(pairs, places)[0] if len(places) > 1 else None
+        a, g = as_rows(*pairs[places[0]])
+        norms, _ = linear._norms(a, g, method, torch.float64, None, (units, tolerance, short), layers)
+        found.append((places, norms.view(len(places), -1)))
+    if len(found) == 1:
+        return found[0][1]
+    rows = [(place, row) for places, norms in found for place, row in zip(places, norms.unbind(), strict=True)]
+    return torch.stack([row for _, row in sorted(rows, key=lambda each: each[0])])
+
+
+def linear_clipped_sum(pairs: list[Pair], c: Tensor, drop: bool = False) -> list[Tensor]:
+    """`clipped.linear_clipped_sum` of each pair, each in memory of its own. drop: pairs that are done are let go of."""
+    a, g = as_rows(*pairs[0])
+    shape, device = (g.size(2), a.size(2)), a.device
+    sums: list[Tensor] = [c] * len(pairs)
+    most = 1 if not is_half(a) and float32_is_exact() else max(1, MOST // (4 * shape[0] * shape[1]))  # 1: by cuBLAS
+    del a, g
+    for places in _groups(pairs, most):
+        if len(places) == 1:
+            sums[places[0]] = clipped.linear_clipped_sum(*pairs[places[0]], c)
+        else:
+            outs = [torch.empty(shape, dtype=torch.float32, device=device) for _ in places]
+            with torch.cuda.device_of(outs[0]):
+                layers, table = _layers(pairs, places, outs)
+                clipped._launch(*as_rows(*pairs[places[0]]), c, outs[0], False, None, None, layers, table[0])
+            for place, out in zip(places, outs, strict=True):
+                sums[place] = out
+        for place in places if drop else ():
+            pairs[place] = _GONE
+    return sums

@@ -1,0 +1,142 @@
+"""A whole step as on a GPU, in Triton's interpreter: layers of equal shape go in one launch each for norms and sums,
+found by their addresses; norms and sums are float64's, and data goes with the last sum."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.engine.bundle import Abreast
+from fastdp.uses.linear import Many
+
+from ..ops.by_triton import launches, serve_by_triton
+from ..routes import forced
+from ..truth import norms_of, truth
+
+pytest.importorskip("triton")
+B, LAYERS, D = 3, 4, 16
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_by_triton(monkeypatch)
+
+
+class Net(nn.Module):
+    """Blocks of a norm and two products, between a table and a head which are one."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(19, D), nn.Linear(D, 19, bias=False)
+        self.norms = nn.ModuleList(norm(D) for _ in range(LAYERS))
+        self.up = nn.ModuleList(nn.Linear(D, 2 * D) for _ in range(LAYERS))
+        self.down = nn.ModuleList(nn.Linear(2 * D, D) for _ in range(LAYERS))
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return self.head(x)
+
+
+def losses(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).float().mT, ids.roll(1, 1), reduction="none").mean(1)
+
+
+def batch(t: int = 16, size: int = B, seed: int = 0) -> Tensor:
+    return torch.randint(0, 19, (size, t), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("t", [16, 37])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("route", ["gram", "direct"])
+def test_norms_and_sums_of_float32(route: str, norm: type[nn.Module], t: int) -> None:
+    model, ids = Net(norm), batch(t)
+    exact, factors = truth(model, ids, losses), torch.tensor([0.3, 0.0, 1.7])
+    engine = fastdp.PerSampleGradients(model)
+    with forced(route):
+        losses(model, ids).mean().backward()
+        norms = engine.norms()
+        sums = engine.clipped_sum(factors)
+    torch.testing.assert_close(norms.double(), norms_of(exact), rtol=1e-5, atol=0)
+    assert bool((norms.double() >= norms_of(exact) * (1 - 1e-6)).all())
+    for name, total in sums.items():
+        want = torch.einsum("b,b...->...", factors.double(), exact[name])
+        torch.testing.assert_close(total.double(), want, rtol=1e-4, atol=1e-6)
+
+
+def test_norms_and_sums_of_bfloat16() -> None:
+    """Against the same step by the reference: the forward's rounding is in both."""
+    model, ids, factors = Net(tied=False).to(torch.bfloat16), batch(), torch.tensor([0.3, 0.0, 1.7])
+    found = []
+    for backend in ("auto", "reference"):
+        engine = fastdp.PerSampleGradients(model)
+        losses(model, ids).mean().backward()
+        with fastdp.ops.registry.forced(backend):
+            found.append((engine.norms(), engine.clipped_sum(factors)))
+        engine.detach()
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-5, atol=0)
+    for name, total in found[0][1].items():
+        torch.testing.assert_close(total, found[1][1][name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_launch_for_all_layers_of_a_shape(dtype: torch.dtype) -> None:
+    """Norms: one for `up`, one for `down`, and what is left: the head, the table, and the bundle of small gradients."""
+    model, ids = Net(tied=False).to(dtype), batch(48)
+    engine = fastdp.PerSampleGradients(model)
+    with forced("gram"):
+        losses(model, ids).mean().backward()
+        with launches() as found:
+            engine.norms()
+    assert found["gram_kernel"] == 3 and found["square_kernel"] == 2, dict(found)
+    made = [bundle.one for bundle in next(iter(engine._last()._bundles.values())) if isinstance(bundle, Abreast)]
+    assert [type(one) for one in made] == [Many, Many]
+    with launches() as found:
+        engine.clipped_sum(torch.ones(B))
+    assert found["clipped_kernel"] == (3 if dtype == torch.bfloat16 else 0), "by cuBLAS where nothing is rounded"
+    assert found["weighted_kernel"] == 1
+
+
+def test_data_goes_with_the_last_sum() -> None:
+    """What a launch took is dropped before the next: only sums stand beside what is still to come."""
+    model, ids = Net(tied=False).to(torch.bfloat16), batch(48)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=B)
+    held: list[weakref.ref[Tensor]] = []
+    own = Many.__init__
+
+    def noted(self: Many, uses: list) -> None:
+        own(self, uses)
+        held.extend(weakref.ref(tensor) for pair in self._pairs for tensor in pair)
+
+    with pytest.MonkeyPatch.context() as patch, forced("gram"):
+        patch.setattr(Many, "__init__", noted)
+        losses(model, ids).mean().backward()
+        optimizer.step()
+    gc.collect()
+    assert held and not any(tensor() is not None for tensor in held)
+
+
+def test_steps_are_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, ids = Net(), batch()
+    second = copy.deepcopy(first)
+    for model, backend in ((first, "auto"), (second, "reference")):
+        optimizer = fastdp.DPSGD(model, lr=0.5, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B)
+        for _ in range(2):
+            with fastdp.ops.registry.forced(backend):
+                losses(model, ids).mean().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
