@@ -15,7 +15,7 @@ from ..errors import SampleMixingError
 from ..layouts.calls import Call, bind
 from ..layouts.layout import Layout
 from ..layouts.propagate import layouts_of
-from ..ops.common import accumulate
+from ..ops.common import accumulate, sum_type
 from .broadcast import use_by_sample, uses_of_broadcast
 from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
@@ -55,6 +55,21 @@ class _Norm(Captured):
             return uses_of_broadcast(operand, rows, self.layout, full.dim(), self.name)
         over = tuple(d for d in range(1, rows.dim()) if d != 2)  # channels in dimension 1: sum over the rest
         return uses_of_broadcast(operand, rows.sum(over).unsqueeze(1), Layout(self.batch), 2, self.name)
+
+
+class _RMSNorm(_Norm):
+    """RMS norm over the last dimensions, `along`: the weight's gradients in one pass over x and g, without copies."""
+
+    along: tuple[int, ...] = ()
+    eps = 0.0
+
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        operand, lead = ctx.operands[0], saved[0].dim() - len(self.along)
+        x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
+        sizes = torch.linalg.vector_norm(x, dim=2, dtype=sum_type(x))
+        rstd = sizes.square().div_(x.size(2)).add_(self.eps).rsqrt_()
+        rows = ops.rms_affine_per_sample(x, g, rstd)
+        ctx.forward_pass.record(use_by_sample(operand, rows.view(rows.size(0), *operand.shape), self.name))
 
 
 def _layer_norm(x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
@@ -209,7 +224,19 @@ def capture_rms_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...]
         eps = torch.finfo(x.dtype).eps
     if forward_pass.is_data(x) and not forward_pass.is_parameter(x):
         _refuse_mixing(forward_pass, func, x, shape)
-    return _capture(forward_pass, func, x, weight, None, (), lambda x, w, b: F.rms_norm(x, shape, w, eps))
+    normalise = lambda x, w, b: F.rms_norm(x, shape, w, eps)
+    if not forward_pass.is_parameter(x) and forward_pass.is_data(x) and _rms_takes(forward_pass, x, weight, shape):
+        call = _RMSNorm(forward_pass, func.__name__, sample_layout(forward_pass, x, func.__name__), (), normalise)
+        call.along, call.eps = tuple(shape), eps
+        return capture(call, Context(forward_pass, weight, None), x)
+    return _capture(forward_pass, func, x, weight, None, (), normalise)
+
+
+def _rms_takes(forward_pass: ForwardPass, x: Tensor, weight: Tensor | None, shape: Sequence[int]) -> bool:
+    """A trained weight of its own shape over the last dimensions of real numbers, of which there are some."""
+    if weight is None or not forward_pass.is_parameter(weight) or tuple(weight.shape) != tuple(shape):
+        return False
+    return x.is_floating_point() and x.numel() > 0 and x.dim() > len(shape) and x.shape[-len(shape) :] == weight.shape
 
 
 def _refuse_mixing(forward_pass: ForwardPass, func: Any, x: Tensor, *beside: Any) -> None:
