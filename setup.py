@@ -1,7 +1,8 @@
 """Builds the optional extensions fastdp._C and fastdp._CUDA; all else is in pyproject.toml.
 
 Without a compiler, or where compiling fails, fastdp installs without them and runs on plain PyTorch and Triton.
-fastdp._CUDA is built where nvcc is on the PATH and a GPU is present, or FASTDP_CUDA=1 is set (FASTDP_CUDA=0: never).
+fastdp._CUDA is built where nvcc and a GPU are found, or FASTDP_CUDA=1 is set (FASTDP_CUDA=0: never). nvcc is looked for
+on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which GPUs it knows.
 torch is never needed to build.
 """
 
@@ -25,8 +26,28 @@ FLAGS = "-std=c++17 -O3 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping
 # streams are the driver's handles, which it takes.
 CUDA_FLAGS = "-std=c++17 -O3 -cudart static -Xcompiler -fPIC,-fvisibility=hidden,-g0".split()
 CUDA_TARGETS = ("80", "90", "100")
-CUDA_FLAGS += [f"-gencode=arch=compute_{target},code=sm_{target}" for target in CUDA_TARGETS]
-CUDA_FLAGS += [f"-gencode=arch=compute_{CUDA_TARGETS[-1]},code=compute_{CUDA_TARGETS[-1]}"]
+
+
+def find_nvcc() -> str | None:
+    """Where nvcc is."""
+    usual = [Path(os.environ.get(name, "/usr/local/cuda")) / "bin" for name in ("CUDA_HOME", "CUDA_PATH")]
+    return shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, usual)]))
+
+
+def cuda_targets(nvcc: str) -> list[str]:
+    """Of CUDA_TARGETS those that this nvcc makes code for: older ones know no newer GPUs, newer ones drop old ones."""
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=False).stdout.split()
+    targets = [target for target in CUDA_TARGETS if f"sm_{target}" in known]
+    if not targets:
+        raise RuntimeError(f"nvcc makes code for none of {', '.join(CUDA_TARGETS)}: {nvcc}")
+    return targets
+
+
+def target_flags(targets: list[str]) -> list[str]:
+    """Machine code for each, PTX of the last, and a word of which there is code (`fastdp.ops.registry` asks)."""
+    flags = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
+    flags += [f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}"]
+    return [*flags, f"-DFASTDP_CUDA_TARGETS={'_'.join(targets)}"]  # nvcc cuts arguments at commas
 
 
 def wants_cuda() -> bool:
@@ -34,7 +55,7 @@ def wants_cuda() -> bool:
     setting = os.environ.get("FASTDP_CUDA", "")
     if setting not in ("", "0", "1"):
         raise SystemExit(f"FASTDP_CUDA must be 0 or 1, not {setting!r}")
-    present = shutil.which("nvcc") is not None and Path("/dev/nvidiactl").exists()
+    present = find_nvcc() is not None and Path("/dev/nvidiactl").exists()
     return setting == "1" or (setting == "" and present)
 
 
@@ -73,19 +94,20 @@ class OptionalBuild(build_ext):
 
     def _build_with_nvcc(self, ext: Extension) -> None:
         """nvcc compiles and links all of it: it knows where its headers and libraries are."""
-        nvcc = shutil.which("nvcc")
+        nvcc = find_nvcc()
         if nvcc is None:
-            raise RuntimeError("nvcc is not on the PATH")
+            raise RuntimeError("nvcc is neither on the PATH nor at its usual place")
         target = Path(self.get_ext_fullpath(ext.name))
         if not (self.force or newer_group([*ext.sources, *ext.depends], str(target), "newer")):
             return
         includes = [f"-I{folder}" for folder in [*ext.include_dirs, *self.compiler.include_dirs]]
+        flags = [*CUDA_FLAGS, *target_flags(cuda_targets(nvcc))]
         folder = Path(self.build_temp) / "cuda"
         folder.mkdir(parents=True, exist_ok=True)
 
         def compile_one(source: str) -> str:
             result = str(folder / f"{Path(source).name}.o")
-            run([nvcc, *CUDA_FLAGS, *includes, "-c", source, "-o", result])
+            run([nvcc, *flags, *includes, "-c", source, "-o", result])
             return result
 
         with ThreadPool(os.cpu_count() or 1) as pool:

@@ -66,8 +66,15 @@ void checked(py::module_ &module, const char *name, const char *doc) {
 
 }  // namespace
 
+#ifndef FASTDP_CUDA_TARGETS
+#define FASTDP_CUDA_TARGETS 80_90_100
+#endif
+#define FASTDP_TEXT(text) #text
+#define FASTDP_EXPANDED(text) FASTDP_TEXT(text)
+
 PYBIND11_MODULE(_CUDA, module) {
     module.doc() = "CUDA kernels of fastdp on raw pointers; arguments in the order of csrc/fastdp_cuda.h";
+    module.attr("targets") = FASTDP_EXPANDED(FASTDP_CUDA_TARGETS);  // of which there is machine code, and PTX of the last
     module.def("noise", &noise, "data = ((keep ? data : 0) + std * N(0, 1)) * scale, in place");
     module.def("noisy_sgd", &step<fastdp_sgd, fastdp_cuda_noisy_sgd>, "noise and SGD for a table of parameters");
     module.def("noisy_adamw", &step<fastdp_adam, fastdp_cuda_noisy_adamw>, "noise and Adam or AdamW for such a table");

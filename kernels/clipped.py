@@ -112,7 +112,7 @@ def clipped_rows_kernel(
     first = i_split.to(tl.int64) * share
     end = tl.minimum(first + share, B) * T
     for row in range(first * T, end, BLOCK_T):
-        o_row = row + tl.arange(0, BLOCK_T)
+        o_row = tl.cast(row, tl.int64) + tl.arange(0, BLOCK_T)
         o_b, o_t = o_row // T, o_row % T
         c = tl.load(p_c + o_b * stride_c, mask=o_row < end, other=0.0).to(tl.float32)
         m_row = (o_row < end) & (c != 0)  # rows of dropped samples are not read at all

@@ -48,19 +48,19 @@ def _patches(p_x, o_p, o_n, P, N, depth, height, width, out_h, out_w, stride_c, 
     o_tap = o_n % taps
     m = (o_p < P)[:, None] & (o_n < N)[None, :]
     at, inside = _inside(o_p % out_w, o_tap % KERNEL[2], width, STRIDE[2], PADDING[2], DILATION[2])
-    offset = (o_n // taps).to(tl.int64)[None, :] * stride_c + at * stride_w
+    offset = (o_n // taps).to(tl.int64)[None, :] * stride_c + at.to(tl.int64) * stride_w
     m &= inside
     at, inside = _inside(o_p // out_w % out_h, o_tap // KERNEL[2] % KERNEL[1], height, STRIDE[1], PADDING[1],
                          DILATION[1])  # fmt: skip
-    offset += at * stride_h
+    offset += at.to(tl.int64) * stride_h
     m &= inside
     if KERNEL[0] > 1 or STRIDE[0] > 1 or PADDING[0] > 0:
         at, inside = _inside(o_p // (out_w * out_h), o_tap // (KERNEL[2] * KERNEL[1]), depth, STRIDE[0], PADDING[0],
                              DILATION[0])  # fmt: skip
-        offset += at * stride_d
+        offset += at.to(tl.int64) * stride_d
         m &= inside
     else:
-        offset += (o_p // (out_w * out_h))[:, None] * stride_d
+        offset += (o_p // (out_w * out_h)).to(tl.int64)[:, None] * stride_d
     return tl.load(p_x + offset, mask=m, other=0.0)
 
 

@@ -141,14 +141,43 @@ def native() -> ModuleType | str:
 
 @functools.cache
 def native_cuda() -> ModuleType | str:
-    """The compiled CUDA module, or why it is absent."""
-    return _module("fastdp._CUDA", "reinstall where nvcc is on the PATH")
+    """The compiled CUDA module, or why it is absent, or has no code for a GPU that is here."""
+    found = _module("fastdp._CUDA", "reinstall where nvcc is found, with FASTDP_CUDA=1 if no GPU is")
+    if isinstance(found, str):
+        return found
+    targets = [int(target) for target in getattr(found, "targets", "80_90_100").split("_")]
+    return next(
+        (
+            f"fastdp._CUDA has code for sm_{', sm_'.join(map(str, targets))}, and none for {gpu}, which is sm_{arch}: "
+            "reinstall with an nvcc that knows it"
+            for gpu, arch in gpus()
+            if not runs_on(arch, targets)
+        ),
+        found,
+    )
 
 
 @functools.cache
 def triton_module(name: str) -> ModuleType | str:
-    """A module of `fastdp.kernels`, or why it is absent."""
-    return _module(f"fastdp.kernels.{name}", "install triton")
+    """A module of `fastdp.kernels`, or why it is absent, or a GPU that is here too old for it."""
+    old = next((f"Triton needs sm_{OLDEST}; {gpu} is sm_{arch}" for gpu, arch in gpus() if arch < OLDEST), None)
+    return old or _module(f"fastdp.kernels.{name}", "install triton")
+
+
+OLDEST = 80  # GPUs that Triton makes code for
+
+
+def gpus() -> list[tuple[str, int]]:
+    """The NVIDIA GPUs that torch sees, and their capabilities: 90 for 9.0."""
+    if not torch.version.cuda or not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())]
+    return [(f"cuda:{number}", 10 * major + minor) for number, (major, minor) in enumerate(found)]
+
+
+def runs_on(arch: int, targets: list[int]) -> bool:
+    """Whether a GPU runs machine code for one of these (of its own generation, not newer), or PTX for the last."""
+    return arch >= targets[-1] or any(target // 10 == arch // 10 and target <= arch for target in targets)
 
 
 def _module(name: str, remedy: str) -> ModuleType | str:

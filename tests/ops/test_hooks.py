@@ -39,6 +39,8 @@ def arguments(name: str) -> tuple[list, dict]:
         "linear_per_sample": ([a, g], {}),
         "linear_clipped_sum": ([a, g, c], {}),
         "linear_clipped_sum.out": ([a, g, c, draw(17, 18)], {}),
+        "square_sum": ([a], {}),
+        "weighted_sum": ([a, c], {}),
         "conv_norm_sq": ([x, out_grads, *sizes, 1, "direct"], {"dtype": torch.float64}),
         "conv_per_sample": ([x, out_grads, *sizes, 1], {}),
         "conv_clipped_sum": ([x, out_grads, c, *sizes, 1], {}),
