@@ -144,6 +144,9 @@ def sums_of(uses: list[Use]) -> Callable[[], Any]:
 def cases() -> dict[str, Callable[[], Any]]:
     """What is counted, by name."""
     ids, e, h, g = meta(8, 512, dtype=torch.int64), meta(8, 512, 1280), meta(8, 512, 1280), meta(8, 512, 50257)
+    routed = OPERATORS["routed_norm_sq"].reference, OPERATORS["routed_clipped_sum"].reference
+    # 2,048 rows of 8 samples, sorted by 16 experts of 1024 -> 2816
+    sent = meta(2048, 1024), meta(2048, 2816), meta(2048, dtype=torch.int64), meta(2048, dtype=torch.int64)
     return {
         "GPT-2-large 8 x 512: norms": norms_of(gpt2_large()),
         "GPT-2-large 8 x 512: clipped sums": sums_of(gpt2_large()),
@@ -151,6 +154,8 @@ def cases() -> dict[str, Callable[[], Any]]:
         "its head's norm": norms_of(gpt2_large(layers=0)),
         "48 stored 768 x 768, B = 32: norms": norms_of(stored_products()),
         "48 stored 768 x 768, B = 32: sums": sums_of(stored_products()),
+        "16 experts, 8 samples, 2,048 rows: norms": lambda: routed[0](*sent, 16, 8),
+        "16 experts, 8 samples, 2,048 rows: sums": lambda: routed[1](*sent, meta(8, dtype=torch.float32), 16),
         "bias of 8 x 512 x 5120": lambda: row_sums(meta(8, 512, 5120)),
         "tied cross term, V = 50257": lambda: embedding.cross_term_and_spread(ids, e, h, g),
     }
@@ -161,12 +166,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.launches", description=main.__doc__)
     parser.add_argument("--calls", action="store_true", help="every kernel and how often")
     options = parser.parse_args()
-    print(f"{'case':<40}{'launches':>9}{'ours':>6}{'GB':>9}")
+    print(f"{'case':<42}{'launches':>9}{'ours':>6}{'GB':>9}")
     for name, call in cases().items():
         with torch.no_grad(), counted() as found:
             call()
         ours = sum(count for kernel, count in found.launches.items() if kernel.endswith("_kernel"))
-        print(f"{name:<40}{found.launches.total():>9}{ours:>6}{found.bytes / 1e9:>9.2f}")
+        print(f"{name:<42}{found.launches.total():>9}{ours:>6}{found.bytes / 1e9:>9.2f}")
         if options.calls:
             print("   " + ", ".join(f"{kernel} {count}" for kernel, count in found.launches.most_common()))
 

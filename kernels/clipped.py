@@ -90,7 +90,7 @@ def clipped_kernel(
 
 
 @triton.jit
-def _upper(x):
+def upper(x):
     """The part of a float32 that a tf32 holds exactly."""
     return (x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
 
@@ -121,9 +121,9 @@ def clipped_rows_kernel(
         scaled = g.to(tl.float32) * c[None, :]
         a = a.to(tl.float32)
         if HALF:  # a is exact in tf32, c g in two of them
-            upper = _upper(scaled)
-            total = tl.dot(upper, a, total, input_precision="tf32")
-            total = tl.dot(scaled - upper, a, total, input_precision="tf32")
+            top = upper(scaled)
+            total = tl.dot(top, a, total, input_precision="tf32")
+            total = tl.dot(scaled - top, a, total, input_precision="tf32")
         else:
             total = tl.dot(scaled, a, total, input_precision="ieee")
     p_out = start_of(p_out, i_layer, OUT) + i_layer.to(tl.int64) * stride_ol + i_split.to(tl.int64) * stride_os

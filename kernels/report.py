@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from . import clipped, common, conv, linear, many, norm, rows
+from . import clipped, common, conv, linear, many, norm, rows, segments
 
 ARCHITECTURES = {
     80: common.Device(108, 163 * 1024, 80),
@@ -179,6 +179,15 @@ def norm_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"group norm C=64 32^2{name}", dtype, call)
 
 
+def segment_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Rows of 8 samples routed to 16 experts."""
+    a, g, c = meta(2048, 1024, dtype=dtype), meta(2048, 2816, dtype=dtype), meta(2048, dtype=torch.float32)
+    starts, into = meta(129, dtype=torch.int64), meta(128, 2816, 1024, dtype=torch.float32)
+    yield Case("norm of segments", dtype, lambda: segments.norm_sq(a, g, starts))
+    yield Case("store segments", dtype, lambda: segments.overwrite_sums(a, g, starts, into))
+    yield Case("sum of segments", dtype, lambda: segments.overwrite_sums(a, g, starts[:17], into[:16], c))
+
+
 def many_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Twelve layers at once, found by their addresses; stored rows."""
     c, limits = meta(8, dtype=torch.float32), (1e-6, 5e-5, 512)
@@ -196,7 +205,7 @@ def many_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Every launcher."""
-    for family in (linear_cases, many_cases, conv_cases, norm_cases):
+    for family in (linear_cases, many_cases, segment_cases, conv_cases, norm_cases):
         yield from family(dtype)
 
 

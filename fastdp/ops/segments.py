@@ -3,7 +3,8 @@
 Rows of segment k are the rows [starts[k], starts[k + 1]), and what is wanted is sum_t g_t a_t^T over each. Segments are
 cut into tiles of as many rows as a segment has on the average, the last of each filled up with zeros. S rows in K
 segments of any lengths make at most S / tile + K tiles, so every size follows from the sizes of the arguments. Of the
-products [O,I] of the tiles, a few rows are held at a time.
+products [O,I] of the tiles, a few rows are held at a time. Where Triton's kernels serve, they read `starts` themselves,
+and there are no tiles.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import extension
 from .common import CHUNK_BYTES, accumulate, full_float32, scaled, sum_type, without_dropped
 from .rows import square_sum
 
@@ -64,6 +66,8 @@ def products(a: Tensor, g: Tensor, starts: Tensor) -> Iterator[tuple[slice, Tens
 
 def norm_sq(a: Tensor, g: Tensor, starts: Tensor) -> Tensor:
     """The squared norm of each segment's sum of g_t a_t^T: [K] float64."""
+    if (kernels := extension.on_device("segments", a, g)) is not None and a.dtype == g.dtype:
+        return kernels.norm_sq(a, g, starts)  # type: ignore[no-any-return]
     total = torch.zeros(starts.numel() - 1, dtype=torch.float64, device=a.device)
     for _, found in products(a, g, starts):
         total += square_sum(found)
@@ -72,6 +76,9 @@ def norm_sq(a: Tensor, g: Tensor, starts: Tensor) -> Tensor:
 
 def overwrite_sums(a: Tensor, g: Tensor, starts: Tensor, into: Tensor, factors: Tensor | None = None) -> Tensor:
     """The sums of g_t a_t^T, times the factor of each row [S], into memory [K,O,I] whose contents do not matter."""
+    kernels = extension.on_device("segments", a, g)
+    if kernels is not None and a.dtype == g.dtype and into.dtype == torch.float32:
+        return kernels.overwrite_sums(a, g, starts, into, factors)  # type: ignore[no-any-return]
     if factors is not None:
         a, g = accumulate(a), accumulate(g)
         smaller = a.size(1) < g.size(1)
