@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from . import common, linear, products, tiles
-from .common import CHUNK, Tile, dot, extent, grouped, has_kernel, is_half, tile_sums, triangle, truncation
+from . import common, linear, tiles
+from .common import CHUNK, VECTOR, Tile, extent, has_kernel, is_half, truncation
 from .finish import finish
+from .patches import conv_gram_kernel, conv_kernel
 
 Size = int | Sequence[int]
 
@@ -31,126 +31,6 @@ class Geometry(NamedTuple):
     stride: tuple[int, int, int]
     padding: tuple[int, int, int]
     dilation: tuple[int, int, int]
-
-
-@triton.jit
-def _inside(o_out, o_tap, size, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr):
-    """Where an output position and a tap meet in the input along one dimension, and whether that is inside it."""
-    at = (o_out * STRIDE - PADDING)[:, None] + (o_tap * DILATION)[None, :]
-    return at, (at >= 0) & (at < size)
-
-
-@triton.jit
-def _patches(p_x, o_p, o_n, P, N, depth, height, width, out_h, out_w, stride_c, stride_d, stride_h, stride_w,
-             KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr):  # fmt: skip
-    """Elements o_n of the patches at output positions o_p of one sample, 0 in the padding."""
-    taps: tl.constexpr = KERNEL[0] * KERNEL[1] * KERNEL[2]
-    o_tap = o_n % taps
-    m = (o_p < P)[:, None] & (o_n < N)[None, :]
-    at, inside = _inside(o_p % out_w, o_tap % KERNEL[2], width, STRIDE[2], PADDING[2], DILATION[2])
-    offset = (o_n // taps).to(tl.int64)[None, :] * stride_c + at.to(tl.int64) * stride_w
-    m &= inside
-    at, inside = _inside(o_p // out_w % out_h, o_tap // KERNEL[2] % KERNEL[1], height, STRIDE[1], PADDING[1],
-                         DILATION[1])  # fmt: skip
-    offset += at.to(tl.int64) * stride_h
-    m &= inside
-    if KERNEL[0] > 1 or STRIDE[0] > 1 or PADDING[0] > 0:
-        at, inside = _inside(o_p // (out_w * out_h), o_tap // (KERNEL[2] * KERNEL[1]), depth, STRIDE[0], PADDING[0],
-                             DILATION[0])  # fmt: skip
-        offset += at.to(tl.int64) * stride_d
-        m &= inside
-    else:
-        offset += (o_p // (out_w * out_h)).to(tl.int64)[:, None] * stride_d
-    return tl.load(p_x + offset, mask=m, other=0.0)
-
-
-@triton.jit
-def conv_kernel(
-    p_x, p_g, p_c, p_out, B, P, N, D_O, depth, height, width, out_h, out_w,
-    stride_xb, stride_xg, stride_c, stride_d, stride_h, stride_w, stride_gb, stride_gg, stride_go, stride_gp,
-    groups, n_o, n_n, share, flush,
-    KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr, MODE: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of G of one group, of `share` samples: MODE "norm" sums its squares, "store" and "sum" store it.
-
-    A sum goes to the total after `flush` steps and at the end of a sample, then times the sample's factor.
-    """
-    pid = tl.program_id(0)
-    tiles = n_o * n_n
-    i_split, i_group = pid // (tiles * groups), pid // tiles % groups
-    i_o, i_n = grouped(pid % tiles, n_o, n_n, 8)
-    o_o = i_o * BLOCK_O + tl.arange(0, BLOCK_O)
-    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    p_x += i_group.to(tl.int64) * stride_xg
-    p_g += i_group.to(tl.int64) * stride_gg
-    p_row = p_g + o_o.to(tl.int64)[:, None] * stride_go
-    steps = tl.cdiv(P, BLOCK_P)
-    first = i_split * share
-    total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    for step in range(first * steps, tl.minimum(first + share, B) * steps):
-        i_b, i_p = (step // steps).to(tl.int64), step % steps
-        o_p = i_p * BLOCK_P + tl.arange(0, BLOCK_P)
-        m_g = (o_o < D_O)[:, None] & (o_p < P)[None, :]
-        g = tl.load(p_row + i_b * stride_gb + o_p.to(tl.int64)[None, :] * stride_gp, mask=m_g, other=0.0)
-        x = _patches(p_x + i_b * stride_xb, o_p, o_n, P, N, depth, height, width, out_h, out_w,
-                     stride_c, stride_d, stride_h, stride_w, KERNEL, STRIDE, PADDING, DILATION)  # fmt: skip
-        acc = dot(g, x, acc, PRECISION)
-        if (i_p == steps - 1) | (i_p % flush == flush - 1):
-            if MODE == "sum":
-                c = tl.load(p_c + i_b).to(tl.float32)
-                total += tl.where(c != 0, c * acc, 0.0)  # sum += c_b G_b; 0 * inf never formed into it
-            else:
-                total += acc
-            acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
-    if MODE == "norm":
-        value, squares = tile_sums(total)  # |tile of G|^2
-        tl.store(p_out + pid, squares)
-    else:
-        row = (i_split.to(tl.int64) * groups + i_group) * D_O + o_o
-        tl.store(p_out + row[:, None] * N + o_n[None, :], total, mask=(o_o < D_O)[:, None] & (o_n < N)[None, :])
-
-
-@triton.jit
-def conv_gram_kernel(
-    p_x, p_g, p_partial, P, N, D_O, depth, height, width, out_h, out_w,
-    stride_xb, stride_xg, stride_c, stride_d, stride_h, stride_w, stride_gb, stride_gg, stride_go, stride_gp,
-    groups, n,
-    KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, CHUNK: tl.constexpr, CHUNK_N: tl.constexpr,
-    CHUNK_O: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of the triangle of P x P summands of one group of one sample."""
-    tiles = n * (n + 1) // 2
-    pid = tl.program_id(0)
-    i_b, i_group = (pid // (tiles * groups)).to(tl.int64), (pid // tiles % groups).to(tl.int64)
-    i_row, i_col = triangle(pid % tiles, n, 8)
-    o_row = i_row * BLOCK + tl.arange(0, BLOCK)
-    o_col = i_col * BLOCK + tl.arange(0, BLOCK)
-    p_x += i_b * stride_xb + i_group * stride_xg
-    m = tl.zeros([BLOCK, BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for k in range(0, N, BLOCK_N):
-        o_n = k + tl.arange(0, BLOCK_N)
-        row = _patches(p_x, o_row, o_n, P, N, depth, height, width, out_h, out_w,
-                       stride_c, stride_d, stride_h, stride_w, KERNEL, STRIDE, PADDING, DILATION)  # fmt: skip
-        col = _patches(p_x, o_col, o_n, P, N, depth, height, width, out_h, out_w,
-                       stride_c, stride_d, stride_h, stride_w, KERNEL, STRIDE, PADDING, DILATION)  # fmt: skip
-        acc = dot(row, tl.trans(col), acc, PRECISION)
-        if CHUNK_N:
-            if (k + BLOCK_N) % CHUNK == 0:
-                m += acc
-                acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-    m += acc
-    # M_pq = (patch_p . patch_q)(g_p . g_q)
-    m *= products.rows_product(p_g + i_b * stride_gb + i_group * stride_gg, o_row, o_col, P, D_O, stride_gp, stride_go,
-                              BLOCK, BLOCK_O, CHUNK, CHUNK_O, PRECISION)  # fmt: skip
-    value, spread = tile_sums(m)
-    weight = tl.where(i_row == i_col, 1.0, 2.0).to(tl.float64)
-    p_partial += i_b * (2 * tiles * groups) + pid % (tiles * groups)
-    tl.store(p_partial, weight * value)
-    tl.store(p_partial + tiles * groups, weight * spread)
 
 
 # ---------------------------------------------------------------------- launchers
@@ -165,6 +45,7 @@ class Problem(NamedTuple):
     geometry: Geometry
     groups: int
     weight: tuple[int, ...]
+    last: bool = False  # channels are the inner elements of patches: `wide`
 
     @property
     def inputs(self) -> int:
@@ -172,15 +53,34 @@ class Problem(NamedTuple):
         return math.prod(self.weight[1:])
 
     def sizes(self) -> tuple[int, ...]:
-        return (self.g.size(2), self.inputs, self.weight[0] // self.groups, *self.x.shape[2:], *self.out)
+        return (
+            self.g.size(2),
+            self.inputs,
+            self.weight[1],
+            self.weight[0] // self.groups,
+            *self.x.shape[2:],
+            *self.out,
+        )
 
     def strides(self) -> tuple[int, ...]:
         x, g = self.x.stride(), self.g.stride()
         channels, outputs = self.weight[1], self.weight[0] // self.groups
         return (x[0], x[1] * channels, *x[1:], g[0], g[1] * outputs, *g[1:])
 
-    def constants(self) -> dict[str, tuple[int, ...]]:
-        return {name.upper(): values for name, values in self.geometry._asdict().items()}
+    def constants(self) -> dict[str, tuple[int, ...] | bool]:
+        return {name.upper(): values for name, values in self.geometry._asdict().items()} | {"LAST": self.last}
+
+    def wide(self) -> Problem:
+        """With 16-bit numbers as they are loaded 16 bytes at a time, where channels come in whole vectors: both sides
+        with channels last, copied once unless they lie so. A number is gathered some ten times or more."""
+        if not is_half(self.x) or self.weight[1] % VECTOR:
+            return self
+        x, g = self.x, self.g
+        if not _channels_last(x):
+            x = x.contiguous(memory_format=torch.channels_last_3d)
+        if g.size(1) // self.groups % VECTOR == 0 and g.stride(1) != 1 and (g.stride(2) != 1 or g.size(2) % VECTOR):
+            g = g.mT.contiguous().mT
+        return self._replace(x=x, g=g, last=True)
 
 
 def _three(value: Size, n: int, default: int) -> tuple[int, int, int]:
@@ -224,6 +124,12 @@ def _empty(p: Problem) -> bool:
     return 0 in (p.x.size(0), p.g.size(2), *p.weight) or p.x.numel() == 0
 
 
+def _channels_last(x: Tensor) -> bool:
+    """Whether channels are neighbours, and all else whole vectors apart."""
+    rest = [stride for d, stride in enumerate(x.stride()) if d != 1 and x.size(d) > 1]
+    return x.stride(1) == 1 and all(stride % VECTOR == 0 for stride in rest) and x.storage_offset() % VECTOR == 0
+
+
 def _tile(p: Problem, tile: Tile | None) -> Tile:
     """Gathered elements come one a load: fewer of them a thread than in a plain matrix product."""
     if tile is not None:
@@ -231,6 +137,8 @@ def _tile(p: Problem, tile: Tile | None) -> Tile:
     outputs = p.weight[0] // p.groups
     if not is_half(p.x):
         return Tile(extent(outputs, 64), extent(p.inputs, 32), 16, 8, 2)
+    if p.last:
+        return Tile(extent(outputs, 128), extent(p.inputs, 128), 32, 8, 3)
     return Tile(extent(outputs, 128), extent(p.inputs, 64), 32, 8, 3)
 
 
@@ -278,7 +186,8 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
         return linear.linear_norm_sq(*_rows(p), method, dtype=kind, tile=tile)
     outputs = p.weight[0] // groups
     if method == "gram" or (method == "auto" and tiles.gram_is_cheaper(p.g.size(2), p.inputs, outputs)):
-        return _gram(p, kind, tile)
+        return _gram(p.wide(), kind, tile)
+    p = p.wide()
     tile = _tile(p, tile)
     count = groups * triton.cdiv(outputs, tile.m) * triton.cdiv(p.inputs, tile.n)
     partial = x.new_empty((x.size(0), count), dtype=torch.float64)
@@ -315,6 +224,7 @@ def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, p
     if _pointwise(p):
         return linear.linear_per_sample(*_rows(p), tile=tile).view(batch, *p.weight)
     out = x.new_empty((batch, *p.weight), dtype=torch.float32)
+    p = p.wide()
     _launch(p, "store", out, _tile(p, tile), 1)
     return out
 
@@ -338,6 +248,7 @@ def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Size, stride:
         rows = torch.where(drop[:, None, None], zero, p.g * factors)
         total = _by_pytorch(p, torch.where(drop[:, None, None, None, None], zero, p.x), rows)
     else:
+        p = p.wide()
         total = _clipped_sum(p, c, _tile(p, tile), parts)
     return total if out is None else out.add_(total)
 

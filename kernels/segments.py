@@ -23,7 +23,8 @@ from .tiles import matrix_tile
 @triton.jit
 def segment_kernel(
     p_a, p_g, p_starts, p_c, p_out, D_I, D_O, stride_as, stride_ai, stride_gs, stride_go,
-    stride_ok, stride_oo, stride_oi, n_o, n_i, MODE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
+    stride_ok, stride_oo, stride_oi, n_o, n_i, MODE: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """MODE "norm": squares of a tile of the sum; "store": the tile; "sum": of rows times a factor each, in float32."""

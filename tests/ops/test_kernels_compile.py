@@ -14,14 +14,14 @@ CASES = {
     "bf16": [
         "gram T=1024 I=4096", "direct T=1024 I=4096", "per sample T=1024 I=768 O=8", "sum T=512", "gram T=197", "T=1 ",
         "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "layer norm", "group norm C=64 32^2 last",
-        "many T=512", "stored",
+        "many T=512", "stored", "segments",
     ],
     "fp32": ["gram T=512", "direct T=512", "sum T=197", "direct 3x3/2", "gram 16x16"],
 }  # fmt: skip
 # ptxas puts a register or four on the stack where that lets one program more run on a multiprocessor.
 STACK = 16
 MATRIX = {80: ("mma.sync",), 90: ("wgmma.mma_async",), 100: ("tcgen05.mma", "mma.sync")}
-GEMM_LIKE = {"gram", "direct", "clipped", "clipped_rows", "conv", "conv_gram"}
+GEMM_LIKE = {"gram", "direct", "clipped", "clipped_rows", "conv", "conv_gram", "segment"}
 
 
 @pytest.mark.parametrize("dtype", CASES)
@@ -32,9 +32,19 @@ def test_kernels_compile(dtype: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     built = [json.loads(line) for line in done.stdout.splitlines()]
-    expected = GEMM_LIKE | {"finish", "vector", "rows", "channels", "add_parts", "sizes", "square", "weighted"}
+    expected = GEMM_LIKE | {
+        "finish",
+        "vector",
+        "rows",
+        "channels",
+        "add_parts",
+        "sizes",
+        "square",
+        "weighted",
+        "segment",
+    }
     if dtype == "fp32":
-        expected = GEMM_LIKE - {"clipped"} | {"finish", "add_parts"}
+        expected = GEMM_LIKE - {"clipped", "segment"} | {"finish", "add_parts"}
     for arch in MATRIX:
         assert {b["kernel"] for b in built if b["arch"] == arch} == expected, arch
     for b in built:
@@ -43,6 +53,8 @@ def test_kernels_compile(dtype: str) -> None:
         if dtype == "bf16" and b["kernel"] in GEMM_LIKE:
             narrow = "O=8" in b["case"] or "depthwise" in b["case"]  # tiles of 16 rows do not fill Hopper's instruction
             assert b["matrix"] in (*MATRIX[b["arch"]], *(("mma.sync",) if narrow else ())), f"no matrix unit: {b}"
+        if dtype == "bf16" and "direct 3x3/2" in b["case"] and b["kernel"] == "conv":
+            assert b["wide"] >= 12, f"patches are not gathered 16 bytes at a time: {b}"
         if "many" in b["case"] and b["kernel"] != "finish":  # behind addresses loads stay wide
             assert b["wide"], f"narrow loads: {b}"
         if dtype == "fp32":

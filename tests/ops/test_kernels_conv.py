@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels_truth import DEVICE, DTYPES, check_close, check_norms, conv_gradients, numbers, poisoned, weighted
+from .kernels_truth import DEVICE, check_close, check_norms, conv_gradients, numbers, poisoned, weighted
 
 pytest.importorskip("triton")
 
@@ -26,10 +26,23 @@ SHAPES = (
     pytest.param((2, 4, 3, 4, 5), (6, 4, 3, 3, 3), (1, 2, 2), (1, 1, 0), (1, 1, 1), 1, id="3-D"),
     pytest.param((3, 20, 5, 4), (18, 20, 1, 1), (1, 1), (0, 0), (1, 1), 1, id="pointwise"),
     pytest.param((3, 3, 4, 4), (18, 3, 4, 4), (4, 4), (0, 0), (1, 1), 1, id="one position"),
+    # channels of whole vectors: with 16 bits the inner elements of patches
+    pytest.param((2, 16, 5, 6), (17, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1, id="wide"),
+    pytest.param((2, 32, 7, 6), (32, 16, 3, 2), (2, 1), (1, 0), (1, 2), 2, id="wide groups"),
+    pytest.param((2, 16, 13), (10, 16, 3), (2,), (1,), (1,), 1, id="wide 1-D"),
+    pytest.param((2, 16, 2, 3, 3), (16, 16, 2, 2, 2), (1, 1, 1), (1, 0, 1), (1, 1, 1), 1, id="wide 3-D"),
+    pytest.param((2, 16, 5, 4), (18, 16, 1, 1), (2, 2), (0, 0), (1, 1), 1, id="wide and strided"),
 )  # fmt: skip
+
+
 # float16 is loaded as bfloat16 is, by the same lines
+def _dtypes(name: str) -> list[torch.dtype]:
+    few = [torch.bfloat16] if "wide" in name else [torch.float32, torch.bfloat16]
+    return [*few, torch.float16] if "groups" in name else few
+
+
 CASES = [pytest.param(*shape.values, dtype, id=f"{shape.id}-{dtype}".replace("torch.", ""))
-         for shape in SHAPES for dtype in DTYPES if dtype != torch.float16 or shape.id == "2-D groups"]  # fmt: skip
+         for shape in SHAPES for dtype in _dtypes(str(shape.id))]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +104,17 @@ def test_per_sample_gradients_and_clipped_sums(
     out = torch.ones(weight, device=DEVICE)
     assert conv_clipped_sum(s.x, s.g, c, *s.geometry, out) is out
     check_close(out, truth + 1, plain + 1)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_channels_last_are_not_copied(last: bool) -> None:
+    """Copies of both sides, or none where they lie so; the same norms."""
+    s = Setting((2, 16, 6, 6), (32, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1, torch.bfloat16)
+    x, g = (t.contiguous(memory_format=torch.channels_last) if last else t for t in (s.x, s.g))
+    p = conv.problem(x, g, *s.geometry).wide()
+    assert p.last and p.x.stride(1) == 1 and p.g.stride(1) == 1
+    assert (p.x.data_ptr() == x.data_ptr()) is last and (p.g.data_ptr() == g.data_ptr()) is last
+    check_norms(conv_norm_sq(x, g, *s.geometry, "direct"), s.truth, s.plain().flatten(1).square().sum(1))
 
 
 def test_the_rules_tiles_and_numbers_for_all_dimensions() -> None:
