@@ -17,6 +17,7 @@ from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import look
 from ..layouts.moments import Moment, Token, set_moment
 from ..layouts.pieces import OWN_READS, WRITTEN
+from ..uses import streams
 from . import following
 from .attachable import refuse_hooks
 from .backward import Arrival, Backward
@@ -141,6 +142,7 @@ class Forward(Engine):
         known = self._argument_layouts.get(path) if recomputing and path else None
         tag_inputs((args, kwargs), self.batch, self.batching.dim, known, self.batching.folded)
         tag_packed((args, kwargs), self.batch)
+        streams.keep(nested_tensors((args, kwargs)))
         active.mode.__enter__()
         PLAINLY.begin()
         if (block := self._running(path)) is not None:

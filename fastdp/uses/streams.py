@@ -8,7 +8,7 @@ the caching allocator hands freed memory to the stream that it was made on, unle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,17 @@ def current(device: torch.device) -> Any:
         return None
     ask = getattr(getattr(torch, device.type, None), "current_stream", None)
     return None if ask is None else ask(device)
+
+
+def keep(inputs: Iterable[Tensor]) -> None:
+    """Let the memory of a forward's inputs wait for the stream that it runs on.
+
+    Uses read inputs until the clipped sum is taken, which is later than any backward does. A loader that copies batches
+    on a stream of its own may have made sure only that the backward is done before it copies the next one.
+    """
+    for tensor in inputs:
+        if (stream := current(tensor.device)) is not None:
+            tensor.record_stream(stream)  # nothing, if the memory is of this stream
 
 
 class Holding(Protocol):
