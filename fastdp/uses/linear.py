@@ -91,7 +91,10 @@ def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Ten
     use, shape = forward_pass.regrouped(product), product.shape
     if use is not product:
         shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
-    if not forward_pass.planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
+    planner = forward_pass.planner
+    if planner.memory_budget is None and product.is_small:
+        return use  # taken together with its like, by fewer calls
+    if not planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
         return use
     return Stored(operand, use.per_sample(0, use.batch), name, shape)
 

@@ -179,10 +179,15 @@ class Positioned(Use):
         first, second = (torch.cat([use.sides()[side] for use in uses], 1) for side in (0, 1))
         return self.of(first, second, name)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether a call of its own would cost more than what it computes."""
+        first, second = self.sides()
+        return first.numel() + second.numel() + self.operand.numel() <= self.abreast_limit
+
     def alike(self) -> Any:
         first, second = self.sides()
-        size = first.numel() + second.numel() + self.operand.numel()
-        if size > self.abreast_limit or not first.numel() or not second.numel():
+        if not self.is_small or not first.numel() or not second.numel():
             return None
         if not {first.dtype, second.dtype, self.operand.dtype} <= _WORTH_A_COPY:
             return None
