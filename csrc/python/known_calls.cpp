@@ -7,76 +7,14 @@
 // A call that combines data with parameters is known by more (`known_calls.KnownCapture`): what its rule in Python found out
 // from the shapes, types and layouts of the arguments, in this module's forward.
 #include "known_calls.h"
+#include "ref.h"
 
 #include <string>
 #include <vector>
 
 namespace {
 
-// A reference that is given back.
-class Ref {
-  public:
-    Ref() = default;
-    explicit Ref(PyObject *owned) : object_(owned) {}
-    Ref(Ref &&other) noexcept : object_(other.release()) {}
-    Ref(const Ref &) = delete;
-    Ref &operator=(Ref &&other) noexcept {
-        std::swap(object_, other.object_);
-        return *this;
-    }
-    ~Ref() { Py_XDECREF(object_); }
-    static Ref of(PyObject *borrowed) { return Ref(Py_XNewRef(borrowed)); }
-    PyObject *get() const { return object_; }
-    explicit operator bool() const { return object_ != nullptr; }
-    PyObject *release() {
-        PyObject *object = object_;
-        object_ = nullptr;
-        return object;
-    }
-
-  private:
-    PyObject *object_ = nullptr;
-};
-
 struct Missed {};  // out of the ordinary
-struct Raised {};  // a Python exception is set
-
-Ref checked(PyObject *owned) {
-    if (owned == nullptr) throw Raised{};
-    return Ref(owned);
-}
-
-bool truth(PyObject *object) {
-    const int found = PyObject_IsTrue(object);
-    if (found < 0) throw Raised{};
-    return found != 0;
-}
-
-Ref attribute(PyObject *object, PyObject *name) { return checked(PyObject_GetAttr(object, name)); }
-bool is(PyObject *object, PyObject *name) { return truth(attribute(object, name).get()); }
-bool asks(PyObject *object, PyObject *method) { return truth(checked(PyObject_CallMethodNoArgs(object, method)).get()); }
-Ref called(PyObject *object, PyObject *method) { return checked(PyObject_CallMethodNoArgs(object, method)); }
-Ref notes_of(PyObject *object) { return checked(PyObject_GenericGetDict(object, nullptr)); }
-
-// A borrowed entry; nullptr if there is none.
-PyObject *entry(PyObject *dict, PyObject *key) {
-    PyObject *found = PyDict_GetItemWithError(dict, key);
-    if (found == nullptr && PyErr_Occurred()) throw Raised{};
-    return found;
-}
-
-void put(PyObject *dict, PyObject *key, PyObject *value) {
-    if (PyDict_SetItem(dict, key, value) < 0) throw Raised{};
-}
-
-std::int64_t number(PyObject *object) {
-    const std::int64_t found = PyLong_AsLongLong(object);
-    if (found == -1 && PyErr_Occurred()) throw Raised{};
-    return found;
-}
-
-PyObject *interned(const char *text) { return PyUnicode_InternFromString(text); }
-
 // What the rules in Python are written with; borrowed from `vocabulary`, which lives as long as the process.
 struct Words {
     PyObject *vocabulary = nullptr;
@@ -93,7 +31,7 @@ struct Words {
              *floating = interned("is_floating_point"), *number = interned("number"), *before = interned("before"),
              *token = interned("token"), *out = interned("out"), *start = interned("start"), *stop = interned("stop"),
              *step = interned("step"), *all_storages = interned("storages"), *prune = interned("prune"),
-             *turn = interned("turn"), *device = interned("device"), *numel = interned("numel"), *is_contiguous = interned("is_contiguous");
+             *turn = interned("turn"), *device = interned("device"), *layout_of_data = interned("layout"), *numel = interned("numel"), *is_contiguous = interned("is_contiguous");
 };
 Words *words = nullptr;
 
@@ -441,7 +379,10 @@ class KnownCalls {
         } catch (const Missed &) {
             return Py_NewRef(words->missed);
         } catch (const Raised &) {
-            throw py::error_already_set();
+            return nullptr;
+        } catch (const std::exception &problem) {
+            PyErr_SetString(PyExc_RuntimeError, problem.what());
+            return nullptr;
         }
     }
 
@@ -533,8 +474,11 @@ class KnownCalls {
         if (checked(PyObject_CallNoArgs(words->grad_enabled)).get() != Py_True) throw Missed{};
         const Ref capture = looked_up(captures_.ptr(), capture_of(function, code, args, kwargs));
         if (!capture) throw Missed{};
-        return checked(PyObject_CallFunctionObjArgs(words->repeat, capture.get(), forward_pass, args, kwargs, nullptr))
-            .release();
+        Ref out = checked(
+            PyObject_CallFunctionObjArgs(words->repeat, capture.get(), forward_pass, args, kwargs, nullptr));
+        const Ref layout = attribute(PyTuple_GET_ITEM(capture.get(), 0), words->layout_of_data);
+        tag(out.get(), layout.get(), attribute(words->moments, words->current).get());
+        return out.release();
     }
 
     Ref described(PyObject *function, std::int64_t code, PyObject *args, PyObject *kwargs, bool combined) {
@@ -601,6 +545,28 @@ class KnownCalls {
     const std::int64_t batch_;
 };
 
+// call(forward_pass, function, args, kwargs) without pybind11 in between.
+PyObject *call_known(PyObject *capsule, PyObject *const *args, Py_ssize_t count) {
+    if (count != 4 || !PyTuple_Check(args[2]) || !PyDict_Check(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "call(forward_pass, function, args, kwargs)");
+        return nullptr;
+    }
+    auto *known = static_cast<KnownCalls *>(PyCapsule_GetPointer(capsule, nullptr));
+    return known == nullptr ? nullptr : known->call(args[0], args[1], args[2], args[3]);
+}
+
+PyMethodDef known_call = {"call", (PyCFunction)(void (*)())call_known, METH_FASTCALL, nullptr};
+
+py::object caller_of(const py::object &self) {
+    PyObject *capsule = PyCapsule_New(self.cast<KnownCalls *>(), nullptr, [](PyObject *gone) {
+        Py_DECREF((PyObject *)PyCapsule_GetContext(gone));
+    });
+    if (capsule == nullptr) throw py::error_already_set();
+    PyCapsule_SetContext(capsule, Py_NewRef(self.ptr()));
+    const py::object held = py::reinterpret_steal<py::object>(capsule);
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&known_call, held.ptr()));
+}
+
 void set_vocabulary(const py::dict &vocabulary, const py::dict &places) {
     Words *found = new Words();
     PyObject *v = vocabulary.ptr();
@@ -630,11 +596,7 @@ void bind_known_calls(py::module_ &module) {
     module.def("set_vocabulary", &set_vocabulary, "what `KnownCalls` is written with; see known_calls.cpp");
     py::class_<KnownCalls>(module, "KnownCalls", "the known calls of a pass; see fastdp/engine/known_calls.py")
         .def(py::init<py::dict, py::dict, std::int64_t, py::dict, py::list, py::object>())
-        .def("call", [](KnownCalls &self, py::handle forward_pass, py::handle function, const py::tuple &args,
-                        const py::dict &kwargs) {
-            return py::reinterpret_steal<py::object>(
-                self.call(forward_pass.ptr(), function.ptr(), args.ptr(), kwargs.ptr()));
-        })
+        .def("caller", &caller_of, "call(forward_pass, function, args, kwargs) -> what the call gives, or MISSED")
         .def("signature", [](KnownCalls &self, py::handle function, const py::tuple &args, const py::dict &kwargs) {
             return py::reinterpret_steal<py::object>(self.signature(function.ptr(), args.ptr(), kwargs.ptr()));
         });

@@ -131,7 +131,7 @@ def as_autocast(ctx: Context, x: Tensor) -> Tensor:
 class _Product(Captured):
     """Data times an operand matrix, plus a bias; either may be an operand, a constant or (bias) absent."""
 
-    repeatable = by_shapes = True
+    repeatable = by_shapes = fresh = True
     flipped = False  # whether the operand is stored [I,O]
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
@@ -200,9 +200,14 @@ def steps(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.size(0), math.prod(tensor.shape[1:-1]), tensor.size(-1))
 
 
+def lies_in_order(layout: Layout) -> bool:
+    """Whether the samples lie one after the other, each in equally many rows of the first dimension."""
+    return layout.batch > 1 and layout.owner is None and layout.dim == 0 and layout.outer == 1
+
+
 def steps_by_sample(tensor: Tensor, layout: Layout) -> Tensor:
     """[B, T, I]: the rows of each sample, with all that is not the last dimension."""
-    if layout.batch > 1 and layout.owner is None and layout.dim == 0 and layout.outer == 1 and tensor.dim() > 1:
+    if lies_in_order(layout) and tensor.dim() > 1:
         if layout.inner == 1 and tensor.dim() == 3:
             return tensor
         shape = tensor.shape  # views of one call, as samples lie one after the other
