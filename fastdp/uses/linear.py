@@ -89,7 +89,7 @@ def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Ten
     """The use of an operand [O,I] by a [B,T,I] with output gradient g [B,T,O], stored as the planner says."""
     use: Use = forward_pass.regrouped(Matmul(operand, a, g, name))
     shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
-    if not forward_pass.planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
+    if not forward_pass.planner.materialises(shape, forward_pass.planner.adds(a, g), a.device, is_short(a)):
         return use
     return Stored(operand, use.per_sample(0, use.batch), name, shape)
 

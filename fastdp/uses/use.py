@@ -89,10 +89,6 @@ class Use:
         """Whether it holds 16-bit numbers."""
         return any(t.dtype in (torch.bfloat16, torch.float16) for t in self.data())
 
-    def held_bytes(self) -> int:
-        """Memory that the use holds until the end of backward."""
-        return sum(t.nbytes for t in self.data())
-
     def segments(self) -> Segments | None:
         """Of routed rows: for the table, without the rows."""
         return None
@@ -285,9 +281,6 @@ class Stack(Use):
     def holds(self) -> tuple[Tensor, ...]:
         return tuple(tensor for use in self.uses for tensor in use.holds())
 
-    def held_bytes(self) -> int:
-        return sum(use.held_bytes() for use in self.uses)
-
     def norm_sq(self) -> Tensor:
         return torch.cat([use.norm_sq().double() for use in self.uses])
 
@@ -330,9 +323,6 @@ class Regrouped(Use):
 
     def holds(self) -> tuple[Tensor, ...]:
         return self.inner.holds()
-
-    def held_bytes(self) -> int:
-        return self.inner.held_bytes()
 
     def norm_sq(self) -> Tensor:
         return self._spread(self.inner.norm_sq().double()) if self.groups.most <= 1 else super().norm_sq()
