@@ -1,8 +1,8 @@
 """What a step frees on the CPU is there for the next one: glibc would else give it back to the system.
 
 glibc gives back what is free at the end of its heap as soon as that is more than twice the largest block that was
-freed, 64 MiB at most. A step frees more than that, so a part of its memory is made and zeroed anew in the next. It is kept
-instead. Blocks of over 32 MiB are of the system's own in either case.
+freed, 64 MiB at most. A step frees more than that, so a part of its memory is made and zeroed anew in the next. It is
+kept instead. Blocks of over 32 MiB are of the system's own in either case.
 
 MEASURED, one thread, private steps in a process of their own, without and with this: fresh pages of a step, its time on
 the processor, the peak of resident memory:
