@@ -94,7 +94,7 @@ def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Ten
     planner = forward_pass.planner
     if planner.memory_budget is None and product.is_small:
         return use  # taken together with its like, by fewer calls
-    if not planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
+    if not planner.materialises(shape, planner.adds(a, g), a.device, is_short(a)):
         return use
     return Stored(operand, use.per_sample(0, use.batch), name, shape)
 
