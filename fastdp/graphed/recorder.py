@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
             return out
         self._note_memory(name, given, results, written, draws)
         changing = func in _READING or torch.Tag.data_dependent_output in func.tags
-        shaping = torch.Tag.dynamic_output_shape in func.tags
+        shaping = torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_places(func, given)
         frozen_out = tree_map(lambda leaf: self.slot_of_result(leaf) if isinstance(leaf, Tensor) else None, out)
         asked = any(self.changes(tensor) or memory_of(tensor) in self._held_on for tensor in given)
         if (changing or shaping) and asked:
@@ -281,6 +281,11 @@ def _one_hot(tensor: Tensor, count: int) -> Tensor:
     """torch's, which reads the largest index only to compare it: here `scatter` does that."""
     ids = tensor.unsqueeze(-1)
     return torch.zeros((*tensor.shape, count), dtype=torch.int64).scatter_(-1, ids, 1)
+
+
+def _is_index_by_places(func: Any, given: list[Tensor]) -> bool:
+    """Whether rows are picked by their places, so that the number of rows is that of the places."""
+    return func is aten.index.Tensor and not any(t.dtype in (torch.bool, torch.uint8) for t in given[1:])
 
 
 def _is_view(func: Any) -> bool:

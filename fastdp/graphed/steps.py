@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from ..errors import FastDPError, GraphError
 from ..ops.common import exactly
 from ..ops.registry import watched
 from . import _RECORDING
+from .compiled import Compiled, NotCompiled
 from .guards import Guards, Outside, changed_notes, notes_of
 from .program import Program, recording_of
 from .recorder import Recorder, Watch
@@ -59,15 +61,20 @@ class Recorded(NamedTuple):
 class StepProgram:
     """A recorded step of one size. leaves: an example of its batch.
 
+    compile: replay what Inductor makes of the recording (`Compiled`). Where it makes nothing of it, a warning says why.
+
     only: why it takes batches of exactly its size; "" if smaller ones may be padded.
+    compiled: what replays run as; None if it is the recording itself.
 
     Raises GraphError, by name, where the step is not a function of the batch and the parameters alone.
     """
 
     def __init__(
-        self, engine: PerSampleGradients, loss_fn: LossFn, batch: Batch, leaves: Sequence[Any], mean: bool
-    ) -> None:
+        self, engine: PerSampleGradients, loss_fn: LossFn, batch: Batch, leaves: Sequence[Any], mean: bool,
+        compile: bool = False,
+    ) -> None:  # fmt: skip
         self.batch, self.mean = batch, mean
+        self.compiled: Compiled | None = None
         self._engine, self._loss_fn = engine, loss_fn
         self._arranged: Arranged = {}
         held = Guards(engine.model).held()
@@ -86,7 +93,7 @@ class StepProgram:
             self._of = places_of([template.use for template in self.templates])
             constants = [self.program.held[number] for number in self.program.constants]
             self._suspects = [each for each in constants if batch.size in each.shape[: None if batch.size > 1 else 1]]
-            self._check_same(record, *others)
+            comparable = self._check_same(record, *others)
             sizes = sorted({2, batch.size + 1} - {batch.size})
             self.only = next((why for size in sizes if (why := self._differs_at(leaves, size, held))), "")
             fewer = sorted({1, 2, batch.size - 1})
@@ -94,6 +101,8 @@ class StepProgram:
             self._check_constants()
             self.written = changed_notes(before, notes_of(engine.model))
             outside.check()
+            if compile:
+                self._compile(comparable)
         finally:
             outside.restore()
 
@@ -117,10 +126,22 @@ class StepProgram:
                 "it: if it is of the samples, pass it as an argument of the loss function"
             )
 
-    def _check_same(self, record: Recorded, in_turn: Recorded, one_twice: Recorded | None = None) -> None:
-        """Raises GraphError unless other batches give the same program, and that gives what they gave."""
+    def _compile(self, records: Sequence[Recorded]) -> None:
+        """Replay Inductor's code from now on. Raises GraphError if that gives another step than these."""
+        try:
+            compiled = Compiled(self.program, records[0].inputs)
+        except NotCompiled as why:
+            warnings.warn(f"a step is replayed, but not compiled: {why}", stacklevel=6)
+            return
+        for each in records:
+            compiled.check(each.inputs, each.outputs, each.random)
+        self.compiled = compiled
+
+    def _check_same(self, record: Recorded, in_turn: Recorded, one_twice: Recorded | None = None) -> list[Recorded]:
+        """The recordings that the program gives what they gave. Raises GraphError unless other batches give the same
+        program, and that does."""
         difference = self.program.difference(in_turn.program)
-        comparable = [record, record, in_turn]
+        comparable = [record, in_turn]
         if one_twice is not None and not difference and not self.program.went_another_way(one_twice.program):
             difference = self.program.difference(one_twice.program)
             comparable.append(one_twice)
@@ -129,7 +150,7 @@ class StepProgram:
                 f"the step is not the same for two batches of one size: {difference}. What Python decides by the "
                 "numbers of a batch cannot be replayed"
             )
-        for each in comparable:
+        for each in (record, *comparable):
             torch.set_rng_state(each.random)
             found, same = self.program.run(each.inputs)
             if not same or not all(_same_bits(a, b) for a, b in zip(found, each.outputs, strict=True)):
@@ -137,6 +158,7 @@ class StepProgram:
                     "a replay does not give what the recorded step gave: something in it goes past torch's dispatcher "
                     "(a constant that is written to, a generator that is seeded anew, numbers changed by Python)"
                 )
+        return comparable
 
     def _differs_at(self, leaves: Sequence[Any], size: int, held: dict[str, Tensor]) -> str:
         """Why the step is another for another number of samples; "" if it is not."""
@@ -212,7 +234,7 @@ class StepProgram:
         """The losses [samples] and gradients of the first samples; None where the numbers of the batch decide another
         way than that of the recording."""
         inputs = [_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        found, same = self.program.run(inputs)
+        found, same = (self.compiled or self.program).run(inputs)
         if not same:
             return None
         losses, *data = found

@@ -40,10 +40,11 @@ class GraphedStep(ReplayedSteps):
     def __init__(
         self, optimizer: torch.optim.Optimizer, privacy: Privacy, loss_fn: LossFn, example_batch: Sequence[Any],
         sizes: Iterable[int] | None, verify_every: int, fixed: Collection[int] = (),
+        compile: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(optimizer)
         self._privacy, self._loss_fn = privacy, loss_fn
-        self._verify_every = verify_every
+        self._verify_every, self._compile = verify_every, compile
         self._known: list[tuple[Guards, dict[int, StepProgram]]] = []  # the recordings, each of a state of the model
         self._mean = privacy.loss_reduction == "mean"
         self.replayed = self.eager = 0
@@ -93,7 +94,9 @@ class GraphedStep(ReplayedSteps):
         for size in self.sizes:
             batch = self._batch._replace(size=size)
             try:
-                programs[size] = StepProgram(privacy.engine, self._loss_fn, batch, self._example, self._mean)
+                programs[size] = StepProgram(
+                    privacy.engine, self._loss_fn, batch, self._example, self._mean, self._compile
+                )
             except (RuntimeError, ValueError, IndexError) as problem:
                 if isinstance(problem, FastDPError) or size == self._batch.size:
                     raise
@@ -109,6 +112,11 @@ class GraphedStep(ReplayedSteps):
         written = [note for program in programs.values() for note in program.written]
         self._guards, self._programs = Guards(privacy.engine.model, constants, written), programs
         self._known.append((self._guards, programs))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether Inductor's code is what replays (`compile=True`), for every size."""
+        return all(program.compiled is not None for program in self._programs.values())
 
     # ------------------------------------------------------------------ the step
 

@@ -1,0 +1,197 @@
+"""A recorded program that Inductor, torch's compiler, has fused.
+
+Inductor rounds in another way than one call of torch after the other, so what it gives is not equal bit by bit. That
+costs no privacy. What a program gives are the losses and, for each use of a parameter, its rows `a` and `g` of each
+sample. Norms, factors and clipped sums are taken of these very rows afterwards, by the code of every step: whatever
+the rows are, no sample's contribution is larger than the clipping norm. What is needed beside is that the rows of a
+sample are made of nothing but this sample and the parameters. That was checked when the step was recorded, of the
+calls that Inductor is given; it keeps what depends on what.
+
+So the compiled program only has to compute the same step, within rounding, and this is checked on the batches of the
+recordings before it replays any (`Compiled.check`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from ..errors import GraphError
+from ..ops.registry import OPERATORS
+from .program import Program
+from .recorder import Slot
+
+aten = torch.ops.aten
+_OPTIONS = {
+    "fallback_random": True,  # dropout draws the numbers that it draws in Python
+    "emulate_precision_casts": True,  # 16-bit numbers are rounded where Python's are
+    "freezing": False,  # parameters change
+    "triton.cudagraphs": False,  # what a replay gives must outlive the next
+}
+# by the coarsest numbers of a program: of those of a result, and of the largest result, as some are but rounding
+_TOLERANCES: tuple[tuple[set[torch.dtype], float, float], ...] = (
+    ({torch.bfloat16, torch.float16}, 5e-2, 1e-3),
+    ({torch.float32}, 1e-3, 1e-6),
+    (set(), 1e-9, 1e-13),
+)
+_IN_TORCH = {"norm_affine_per_sample", "rms_affine_per_sample", "group_affine_per_sample"}
+
+
+class NotCompiled(Exception):
+    """Why Inductor does not take a program; it can be replayed as it is."""
+
+
+class Compiled:
+    """Replays a program as Inductor's code. inputs: an example; shapes and strides are those of every replay.
+
+    Raises NotCompiled.
+    """
+
+    def __init__(self, program: Program, inputs: Sequence[Tensor]) -> None:
+        if any(isinstance(leaf, Slot) for read in program.read for leaf in _leaves(program.operations[read.operation])):
+            raise NotCompiled("it picks rows by the numbers of the batch, whose count a compiled program cannot take")
+        self.program = program
+        # as arguments: parameters are read anew at every replay, and no number of theirs becomes a constant
+        self._held = [tensor.detach() for tensor in program.held.values()]
+        try:
+            graph, self._questions = _graph_of(program)
+            with _plainly():
+                from torch import _inductor  # imports a compiler: seconds
+
+                compiled = _inductor.compile(graph, [*inputs, *self._held], options=dict(_OPTIONS))
+                found = compiled(*inputs, *self._held)  # the first call finishes what is compiled aside
+        except Exception as problem:  # of a compiler: whatever it is, it is a reason not to use it
+            words = str(problem).strip().splitlines() or [""]
+            raise NotCompiled(f"Inductor fails ({type(problem).__name__}: {words[0][:200]})") from problem
+        self._function: Callable[..., Sequence[Tensor]] = compiled
+        kinds = {tensor.dtype for tensor in (*found, *self._held)} | _casts(program)
+        self._relative, self._absolute = next((a, b) for coarse, a, b in _TOLERANCES if not coarse or coarse & kinds)
+
+    def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+        """As `Program.run`."""
+        count = len(self.program.outputs)
+        with _plainly():
+            found = list(self._function(*inputs, *self._held))
+            given = iter(found[count:])
+            same = True
+            for func, args, kwargs, value in self._questions:
+                taken = tree_map(lambda leaf: next(given) if leaf is _GIVEN else leaf, (args, kwargs))
+                same = func(*taken[0], **taken[1]) == value and same
+        return found[:count], same
+
+    def check(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], random: Tensor) -> None:
+        """Raises GraphError unless a replay gives what the recorded step gave, within rounding, and draws as many
+        random numbers. random: the state of torch's generator when that step began."""
+        torch.set_rng_state(random)
+        self.program.run(inputs)
+        after = torch.get_rng_state()
+        torch.set_rng_state(random)
+        found, same = self.run(inputs)
+        if not torch.equal(torch.get_rng_state(), after):
+            raise GraphError(
+                "the compiled step draws other random numbers than the recorded one: leave out compile=True, or dropout"
+            )
+        largest = max((_size_of(b) for b in outputs if b.is_floating_point()), default=0.0)
+        wrong = [
+            number
+            for number, (a, b) in enumerate(zip(found, outputs, strict=True))
+            if not _is_close(a, b, self._relative, self._absolute * largest)
+        ]
+        if wrong or not same:
+            what = "the losses" if 0 in wrong else f"{len(wrong)} of {len(outputs)} results"
+            raise GraphError(
+                f"the compiled step is not the recorded one: {what if wrong else 'numbers that Python reads'} differ "
+                "by more than rounding. Inductor computes something in another way: leave out compile=True"
+            )
+
+
+@contextlib.contextmanager
+def _plainly() -> Any:
+    """The recorded calls lie below autograd and autocast."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+_GIVEN = object()  # the place of a tensor that the program gives
+Question = tuple[Any, Any, Any, Any]  # a function that reads a number, its arguments, and what it gave
+
+
+def _graph_of(program: Program) -> tuple[fx.GraphModule, list[Question]]:
+    """The program as a graph of inputs and held tensors, which gives the outputs and then what numbers are read of.
+    Those are copied where they stand: memory may be written to behind."""
+    graph = fx.Graph()
+    numbers = [*range(program.inputs), *program.held]
+    nodes = {number: graph.placeholder(f"v{number}") for number in numbers}
+    values = {read.operation: read.value for read in program.read}
+    asked: list[fx.Node] = []
+    questions: list[Question] = []
+
+    def node_of(leaf: Any) -> Any:
+        return nodes[leaf.number] if isinstance(leaf, Slot) else leaf
+
+    def copy_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Slot):
+            return leaf
+        asked.append(graph.call_function(aten.clone.default, (nodes[leaf.number],)))
+        return _GIVEN
+
+    for place, operation in enumerate(program.operations):
+        if place in values:
+            args, kwargs = tree_map(copy_of, (operation.args, operation.kwargs))
+            questions.append((operation.func, args, kwargs, values[place]))
+            continue
+        args, kwargs = tree_map(node_of, (operation.args, operation.kwargs))
+        node = graph.call_function(_as_torch(operation.func), tuple(args), kwargs)
+        if isinstance(operation.out, Slot):
+            nodes.setdefault(operation.out.number, node)
+            continue
+        for number, leaf in enumerate(operation.out or ()):
+            if isinstance(leaf, Slot):
+                nodes.setdefault(leaf.number, graph.call_function(operator.getitem, (node, number)))
+    graph.output((*[nodes[slot.number] for slot in program.outputs], *asked))
+    return fx.GraphModule({}, graph), questions
+
+
+def _as_torch(func: Any) -> Callable[..., Any]:
+    """What Inductor is given for a call: of fastdp's per-sample gradients of norms the reference, plain torch, which it
+    fuses with what stands around; a small kernel costs less than the call of an operator."""
+    space, _, name = func._schema.name.partition("::")
+    return OPERATORS[name].reference if space == "fastdp" and name in _IN_TORCH else func  # type: ignore[no-any-return]
+
+
+def _leaves(operation: Any) -> list[Any]:
+    """What a call gave: nothing that a slot stands for if it was a number."""
+    out = operation.out
+    return list(out) if isinstance(out, tuple | list) else [out]
+
+
+def _casts(program: Program) -> set[torch.dtype]:
+    """The types of numbers that its calls ask for."""
+    given = (value for operation in program.operations for value in (*operation.args, *operation.kwargs.values()))
+    return {value for value in given if isinstance(value, torch.dtype)}
+
+
+def _size_of(tensor: Tensor) -> float:
+    """The norm of what is finite."""
+    return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).norm())
+
+
+def _is_close(a: Tensor, b: Tensor, relative: float, absolute: float) -> bool:
+    """By their norms: one number that falls on the other side of a step of the model tells little."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
+        return False
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return False
+    return _size_of(a.double() - b.double()) <= relative * _size_of(b) + absolute
