@@ -8,7 +8,7 @@ sample are made of nothing but this sample and the parameters. That was checked 
 calls that Inductor is given; it keeps what depends on what.
 
 So the compiled program only has to compute the same step, within rounding, and this is checked on the batches of the
-recordings before it replays any (`Compiled.check`).
+recordings before it replays any (`StepProgram`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from ..errors import GraphError
 from ..ops.registry import OPERATORS
 from .program import Program
 from .recorder import Slot
@@ -34,12 +33,6 @@ _OPTIONS = {
     "freezing": False,  # parameters change
     "triton.cudagraphs": False,  # what a replay gives must outlive the next
 }
-# by the coarsest numbers of a program: of those of a result, and of the largest result, as some are but rounding
-_TOLERANCES: tuple[tuple[set[torch.dtype], float, float], ...] = (
-    ({torch.bfloat16, torch.float16}, 5e-2, 1e-3),
-    ({torch.float32}, 1e-3, 1e-6),
-    (set(), 1e-9, 1e-13),
-)
 _IN_TORCH = {"norm_affine_per_sample", "rms_affine_per_sample", "group_affine_per_sample"}
 
 
@@ -65,13 +58,11 @@ class Compiled:
                 from torch import _inductor  # imports a compiler: seconds
 
                 compiled = _inductor.compile(graph, [*inputs, *self._held], options=dict(_OPTIONS))
-                found = compiled(*inputs, *self._held)  # the first call finishes what is compiled aside
+                compiled(*inputs, *self._held)  # the first call finishes what is compiled aside
         except Exception as problem:  # of a compiler: whatever it is, it is a reason not to use it
             words = str(problem).strip().splitlines() or [""]
             raise NotCompiled(f"Inductor fails ({type(problem).__name__}: {words[0][:200]})") from problem
         self._function: Callable[..., Sequence[Tensor]] = compiled
-        kinds = {tensor.dtype for tensor in (*found, *self._held)} | _casts(program)
-        self._relative, self._absolute = next((a, b) for coarse, a, b in _TOLERANCES if not coarse or coarse & kinds)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
         """As `Program.run`."""
@@ -84,31 +75,6 @@ class Compiled:
                 taken = tree_map(lambda leaf: next(given) if leaf is _GIVEN else leaf, (args, kwargs))
                 same = func(*taken[0], **taken[1]) == value and same
         return found[:count], same
-
-    def check(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], random: Tensor) -> None:
-        """Raises GraphError unless a replay gives what the recorded step gave, within rounding, and draws as many
-        random numbers. random: the state of torch's generator when that step began."""
-        torch.set_rng_state(random)
-        self.program.run(inputs)
-        after = torch.get_rng_state()
-        torch.set_rng_state(random)
-        found, same = self.run(inputs)
-        if not torch.equal(torch.get_rng_state(), after):
-            raise GraphError(
-                "the compiled step draws other random numbers than the recorded one: leave out compile=True, or dropout"
-            )
-        largest = max((_size_of(b) for b in outputs if b.is_floating_point()), default=0.0)
-        wrong = [
-            number
-            for number, (a, b) in enumerate(zip(found, outputs, strict=True))
-            if not _is_close(a, b, self._relative, self._absolute * largest)
-        ]
-        if wrong or not same:
-            what = "the losses" if 0 in wrong else f"{len(wrong)} of {len(outputs)} results"
-            raise GraphError(
-                f"the compiled step is not the recorded one: {what if wrong else 'numbers that Python reads'} differ "
-                "by more than rounding. Inductor computes something in another way: leave out compile=True"
-            )
 
 
 @contextlib.contextmanager
@@ -173,25 +139,3 @@ def _leaves(operation: Any) -> list[Any]:
     """What a call gave: nothing that a slot stands for if it was a number."""
     out = operation.out
     return list(out) if isinstance(out, tuple | list) else [out]
-
-
-def _casts(program: Program) -> set[torch.dtype]:
-    """The types of numbers that its calls ask for."""
-    given = (value for operation in program.operations for value in (*operation.args, *operation.kwargs.values()))
-    return {value for value in given if isinstance(value, torch.dtype)}
-
-
-def _size_of(tensor: Tensor) -> float:
-    """The norm of what is finite."""
-    return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).norm())
-
-
-def _is_close(a: Tensor, b: Tensor, relative: float, absolute: float) -> bool:
-    """By their norms: one number that falls on the other side of a step of the model tells little."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
-        return False
-    if not b.is_floating_point():
-        return torch.equal(a, b)
-    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
-        return False
-    return _size_of(a.double() - b.double()) <= relative * _size_of(b) + absolute

@@ -28,6 +28,8 @@ class Recording(NamedTuple):
     held: dict[int, Tensor]  # parameters, buffers and constants, by slot
     constants: set[int]  # which of these are constants
     memory: set[int]  # of the outputs
+    device: torch.device
+    beside: str = ""  # a function that computes with changing numbers elsewhere
 
 
 def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> Recording:
@@ -45,7 +47,9 @@ def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> 
     memory = set(map(memory_of, outputs))
     operations, renamed = without_detours(recorder.operations, recorder.contiguous)
     slots = [Slot(renamed.get(slot.number, slot.number)) for slot in slots]
-    return Recording(operations, recorder.read, inputs, slots, held, constants, memory)
+    return Recording(
+        operations, recorder.read, inputs, slots, held, constants, memory, recorder.device, recorder.beside
+    )
 
 
 def _slots(*values: Any) -> list[Slot]:
@@ -82,6 +86,7 @@ class Program:
         self.read = [read._replace(operation=places[read.operation]) for read in recording.read]
         self.draws = any(operation.draws for operation in self.operations)
         self.inputs, self.outputs = recording.inputs, recording.outputs
+        self.device, self.beside = recording.device, recording.beside
         used = {
             leaf.number
             for op in self.operations
@@ -245,7 +250,7 @@ def _compiled(program: Program) -> Callable[..., Any]:
         if place in seen_once:
             continue
         results = _slots(operation.out)
-        call = _call(operation, shown, names)
+        call = _call(operation, shown, names, program.device)
         single = isinstance(operation.out, Slot)
         if single:
             lines.append(f"{shown(operation.out)} = {call}")
@@ -285,21 +290,23 @@ def _views_of(fixed: dict[int, Tensor], operations: Sequence[Operation]) -> set[
     return found
 
 
-def _call(operation: Operation, shown: Callable[[Any], str], names: dict[str, Any]) -> str:
+def _call(
+    operation: Operation, shown: Callable[[Any], str], names: dict[str, Any], device: torch.device
+) -> str:  # fmt: skip
     arguments = list(operation.args)
     form = _DIRECTLY.get(operation.func)
     if form is not None and not operation.kwargs and len(arguments) == form.count("{"):
         return form.format(*map(shown, arguments))
     name = f"f{len(names)}"
-    names[name] = _function(operation.func)
+    names[name] = _function(operation.func, device)
     given = [shown(value) for value in arguments] + [f"{key}={shown(value)}" for key, value in operation.kwargs.items()]
     return f"{name}({', '.join(given)})"
 
 
-def _function(func: Any) -> Callable[..., Any]:
+def _function(func: Any, device: torch.device) -> Callable[..., Any]:
     """What a call runs: fastdp's kernels past the dispatcher."""
     space, _, name = func._schema.name.partition("::")
     if space == "fastdp":
         overload = func._overloadname
-        return OPERATORS[name if overload == "default" else f"{name}.{overload}"].implementation("cpu")
+        return OPERATORS[name if overload == "default" else f"{name}.{overload}"].implementation(device.type)
     return getattr(func, "_op", func)  # type: ignore[no-any-return]  # what the overload calls in the end

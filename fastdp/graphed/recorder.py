@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import GraphError
 from ..layouts.by_value import asking
+from .random_states import random_states, same_states
 
 aten = torch.ops.aten
 
@@ -59,6 +60,7 @@ class Kept(NamedTuple):
     is_constant: bool
 
 
+_CPU = torch.device("cpu")
 _META = torch.device("meta")
 _READING = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _FILLING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
@@ -72,25 +74,28 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Within it every call is recorded. inputs: the tensors of the batch; held: parameters and buffers by name.
+    """Within it every call is recorded. inputs: the tensors of the batch; held: parameters and buffers by name; device:
+    where all of them lie.
 
     Raises GraphError, by name, where a call cannot be replayed.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], held: dict[str, Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], held: dict[str, Tensor], device: torch.device = _CPU) -> None:
         super().__init__()
+        self.device = device
         self.operations: list[Operation] = []
         self.read: list[Read] = []
         self.kept: dict[int, Kept] = {}  # by slot
         self.held = {memory_of(tensor): name for name, tensor in held.items()}
         self.batch = {memory_of(tensor) for tensor in inputs}
+        self.beside = ""  # a function that takes or gives numbers beside the device, which change from step to step
         self._slots: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no id and no memory is another's
         self._before: set[int] = set()  # memory that was there before
         self._unwritten: set[int] = set()  # memory that no call has written to yet
         self._changing = set(self.batch)  # memory made of the batch, or of random numbers
         self._held_on = set(self.held)  # memory of parameters and buffers, or made of these
-        self._random = torch.get_rng_state()  # of the generator, after the last draw
+        self._random = random_states(device)  # after the last draw
         self.contiguous: dict[int, tuple[int, ...]] = {}  # shapes of slots whose numbers lie one after the other
         for tensor in inputs:
             self._new(tensor)
@@ -142,7 +147,7 @@ class Recorder(TorchDispatchMode):
             self._check_rewound(name)
         out = func(*args, **kwargs)
         if draws:
-            self._random = torch.get_rng_state()
+            self._random = random_states(self.device)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if func in _UNCHANGED and results[0] is given[0]:
             return out
@@ -151,11 +156,12 @@ class Recorder(TorchDispatchMode):
             self._alive.append(results[0])  # (its place is the number of no slot)
             return out
         self._note_memory(name, given, results, written, draws)
+        if any(t.device != self.device and self._is_of_step(t) for t in (*given, *results)):
+            self.beside = self.beside or name
         changing = func in _READING or torch.Tag.data_dependent_output in func.tags
         shaping = torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_places(func, given)
         frozen_out = tree_map(lambda leaf: self.slot_of_result(leaf) if isinstance(leaf, Tensor) else None, out)
-        asked = any(self.changes(tensor) or memory_of(tensor) in self._held_on for tensor in given)
-        if (changing or shaping) and asked:
+        if (changing or shaping) and any(map(self._is_of_step, given)):
             value = [tuple(t.shape) for t in results] if results else out
             self.read.append(Read(len(self.operations), value, _reader()))
         of_check = isinstance(kwargs.get("generator"), torch.Generator)
@@ -213,13 +219,19 @@ class Recorder(TorchDispatchMode):
         """Whether its numbers are made of the batch, or of random numbers."""
         return memory_of(tensor) in self._changing
 
+    def _is_of_step(self, tensor: Tensor) -> bool:
+        """Whether its numbers may be others in the next step: made of the batch, of random numbers or of parameters."""
+        return self.changes(tensor) or memory_of(tensor) in self._held_on
+
     # ------------------------------------------------------------------ what cannot be replayed
 
     def _check(self, func: Any, name: str, given: list[Tensor], written: list[Tensor]) -> None:
         if name in _MOVING_MEMORY or torch.Tag.inplace_view in func.tags:
             raise GraphError(f"{name}() changes where a tensor's numbers lie, which a replay cannot repeat")
-        if any(tensor.device.type != "cpu" for tensor in given):
-            raise GraphError("a tensor lies on a device: the steps of devices are not recorded yet")
+        if odd := [t.device for t in given if t.device != self.device and (t.dim() or t.device != _CPU)]:
+            raise GraphError(
+                f"{name}() takes a tensor on {odd[0]}, and the model lies on {self.device}: move the batch there before"
+            )
         if any(tensor.layout != torch.strided for tensor in given):
             raise GraphError(f"{name}() takes sparse numbers")
         for tensor in written:
@@ -243,7 +255,7 @@ class Recorder(TorchDispatchMode):
             raise GraphError(f"{name}() writes to a tensor that was there before the step: write into a copy")
 
     def _check_rewound(self, name: str) -> None:
-        if not torch.equal(torch.get_rng_state(), self._random):
+        if not same_states(random_states(self.device), self._random):
             raise GraphError(
                 f"{name}() draws random numbers from a state that was set (by a seed, or set back, as checkpointing "
                 "does to compute a block again): a replay would draw others. Switch off dropout, or checkpointing"
@@ -280,7 +292,7 @@ def _classes(args: Any, kwargs: Any) -> Any:
 def _one_hot(tensor: Tensor, count: int) -> Tensor:
     """torch's, which reads the largest index only to compare it: here `scatter` does that."""
     ids = tensor.unsqueeze(-1)
-    return torch.zeros((*tensor.shape, count), dtype=torch.int64).scatter_(-1, ids, 1)
+    return torch.zeros((*tensor.shape, count), dtype=torch.int64, device=tensor.device).scatter_(-1, ids, 1)
 
 
 def _is_index_by_places(func: Any, given: list[Tensor]) -> bool:

@@ -10,6 +10,8 @@ from torch import Tensor
 import fastdp.ops
 from fastdp.errors import GraphError
 from fastdp.graphed.compiled import Compiled, NotCompiled
+from fastdp.graphed.random_states import random_states
+from fastdp.graphed.ways import Example, way_of
 from fastdp.ops.registry import watched
 
 from .test_program import FUNCTIONS, program_of
@@ -22,11 +24,10 @@ def numbers(seed: int, *shape: int) -> Tensor:
 def compiled_of(function, x: Tensor, **options) -> Compiled:
     with watched():
         program = program_of(function, x, **options)
-    found = Compiled(program, [x.clone()])
-    random = torch.get_rng_state()
+    random = random_states(torch.device("cpu"))
     outputs, _ = program.run([x.clone()])
-    found.check([x.clone()], outputs, random)
-    return found
+    way_of(program, [Example([x.clone()], outputs, random)], True, None)
+    return Compiled(program, [x.clone()])
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -150,7 +151,7 @@ def test_another_result_is_refused(monkeypatch, change) -> None:
     if change is rounded:
         compiled_of(lambda x: [x.sum(1), x.exp()], x)
         return
-    words = "other random numbers" if change is drawing else "differ by more than rounding"
+    words = "draws other random numbers" if change is drawing else "differ by more than rounding"
     with pytest.raises(GraphError, match=words):
         compiled_of(lambda x: [x.sum(1), x.exp()], x)
 
