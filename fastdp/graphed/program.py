@@ -29,7 +29,6 @@ class Recording(NamedTuple):
     constants: set[int]  # which of these are constants
     memory: set[int]  # of the outputs
     device: torch.device
-    beside: str = ""  # a function that computes with changing numbers elsewhere
 
 
 def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> Recording:
@@ -47,9 +46,7 @@ def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> 
     memory = set(map(memory_of, outputs))
     operations, renamed = without_detours(recorder.operations, recorder.contiguous)
     slots = [Slot(renamed.get(slot.number, slot.number)) for slot in slots]
-    return Recording(
-        operations, recorder.read, inputs, slots, held, constants, memory, recorder.device, recorder.beside
-    )
+    return Recording(operations, recorder.read, inputs, slots, held, constants, memory, recorder.device)
 
 
 def _slots(*values: Any) -> list[Slot]:
@@ -86,7 +83,9 @@ class Program:
         self.read = [read._replace(operation=places[read.operation]) for read in recording.read]
         self.draws = any(operation.draws for operation in self.operations)
         self.inputs, self.outputs = recording.inputs, recording.outputs
-        self.device, self.beside = recording.device, recording.beside
+        self.device = recording.device
+        # a function that computes with numbers beside the device
+        self.beside = next((op.func._schema.name.partition("::")[2] for op in self.operations if op.beside), "")
         used = {
             leaf.number
             for op in self.operations

@@ -43,6 +43,7 @@ class Operation(NamedTuple):
     reads: frozenset[int]  # memory of its arguments
     draws: bool  # random numbers, for the step itself
     of_check: bool  # random numbers of a generator of fastdp's own, to ask a function with
+    beside: bool = False  # numbers that are not on the device, and change from step to step or are copied there
 
 
 class Read(NamedTuple):
@@ -65,6 +66,7 @@ _META = torch.device("meta")
 _READING = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _FILLING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _MOVING_MEMORY = ("set_", "resize_", "resize_as_", "swap", "storage_resize_")
+_COPYING = ("_to_copy", "copy_")
 _UNCHANGED = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
@@ -88,7 +90,6 @@ class Recorder(TorchDispatchMode):
         self.kept: dict[int, Kept] = {}  # by slot
         self.held = {memory_of(tensor): name for name, tensor in held.items()}
         self.batch = {memory_of(tensor) for tensor in inputs}
-        self.beside = ""  # a function that takes or gives numbers beside the device, which change from step to step
         self._slots: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no id and no memory is another's
         self._before: set[int] = set()  # memory that was there before
@@ -156,8 +157,8 @@ class Recorder(TorchDispatchMode):
             self._alive.append(results[0])  # (its place is the number of no slot)
             return out
         self._note_memory(name, given, results, written, draws)
-        if any(t.device != self.device and self._is_of_step(t) for t in (*given, *results)):
-            self.beside = self.beside or name
+        apart = [t for t in (*given, *results) if t.device != self.device]
+        beside = any(t.dim() or name in _COPYING or self._is_of_step(t) for t in apart)
         changing = func in _READING or torch.Tag.data_dependent_output in func.tags
         shaping = torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_places(func, given)
         frozen_out = tree_map(lambda leaf: self.slot_of_result(leaf) if isinstance(leaf, Tensor) else None, out)
@@ -168,7 +169,9 @@ class Recorder(TorchDispatchMode):
         if of_check and _reader():
             raise GraphError(f"{name}() draws from a generator of its own ({_reader()}): use torch's default generator")
         reads, writes = frozenset(map(memory_of, given)), frozenset(map(memory_of, written))
-        self.operations.append(Operation(func, frozen[0], frozen[1], frozen_out, writes, reads, draws, of_check))
+        self.operations.append(
+            Operation(func, frozen[0], frozen[1], frozen_out, writes, reads, draws, of_check, beside)
+        )
         return out
 
     def slot_of_result(self, tensor: Tensor) -> Slot:
@@ -228,10 +231,8 @@ class Recorder(TorchDispatchMode):
     def _check(self, func: Any, name: str, given: list[Tensor], written: list[Tensor]) -> None:
         if name in _MOVING_MEMORY or torch.Tag.inplace_view in func.tags:
             raise GraphError(f"{name}() changes where a tensor's numbers lie, which a replay cannot repeat")
-        if odd := [t.device for t in given if t.device != self.device and (t.dim() or t.device != _CPU)]:
-            raise GraphError(
-                f"{name}() takes a tensor on {odd[0]}, and the model lies on {self.device}: move the batch there before"
-            )
+        if odd := [t.device for t in given if t.device not in (self.device, _CPU)]:
+            raise GraphError(f"{name}() takes a tensor on {odd[0]}, and the model lies on {self.device}")
         if any(tensor.layout != torch.strided for tensor in given):
             raise GraphError(f"{name}() takes sparse numbers")
         for tensor in written:
