@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ops.registry import OPERATORS
 from .program import Program
@@ -47,13 +47,13 @@ class Compiled:
     """
 
     def __init__(self, program: Program, inputs: Sequence[Tensor]) -> None:
-        if any(isinstance(leaf, Slot) for read in program.read for leaf in _leaves(program.operations[read.operation])):
+        if program.counts_rows:
             raise NotCompiled("it picks rows by the numbers of the batch, whose count a compiled program cannot take")
         self.program = program
         # as arguments: parameters are read anew at every replay, and no number of theirs becomes a constant
         self._held = [tensor.detach() for tensor in program.held.values()]
         try:
-            graph, self._questions = _graph_of(program)
+            graph = _graph_of(program)
             with _plainly():
                 from torch import _inductor  # imports a compiler: seconds
 
@@ -66,15 +66,15 @@ class Compiled:
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
         """As `Program.run`."""
-        count = len(self.program.outputs)
+        found, asked = self.run_apart(inputs)
+        return found, self.program.is_same(asked)
+
+    def run_apart(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """As `Program.run_apart`."""
         with _plainly():
             found = list(self._function(*inputs, *self._held))
-            given = iter(found[count:])
-            same = True
-            for func, args, kwargs, value in self._questions:
-                taken = tree_map(lambda leaf: next(given) if leaf is _GIVEN else leaf, (args, kwargs))
-                same = func(*taken[0], **taken[1]) == value and same
-        return found[:count], same
+        count = len(self.program.outputs)
+        return found[:count], found[count:]
 
 
 @contextlib.contextmanager
@@ -88,35 +88,23 @@ def _plainly() -> Any:
         yield
 
 
-_GIVEN = object()  # the place of a tensor that the program gives
-Question = tuple[Any, Any, Any, Any]  # a function that reads a number, its arguments, and what it gave
-
-
-def _graph_of(program: Program) -> tuple[fx.GraphModule, list[Question]]:
-    """The program as a graph of inputs and held tensors, which gives the outputs and then what numbers are read of.
-    Those are copied where they stand: memory may be written to behind."""
+def _graph_of(program: Program) -> fx.GraphModule:
+    """The program as a graph of inputs and held tensors, which gives what `Program.run_apart` gives, in a row."""
     graph = fx.Graph()
     numbers = [*range(program.inputs), *program.held]
     nodes = {number: graph.placeholder(f"v{number}") for number in numbers}
-    values = {read.operation: read.value for read in program.read}
+    read = {read.operation for read in program.read}
     asked: list[fx.Node] = []
-    questions: list[Question] = []
 
     def node_of(leaf: Any) -> Any:
         return nodes[leaf.number] if isinstance(leaf, Slot) else leaf
 
-    def copy_of(leaf: Any) -> Any:
-        if not isinstance(leaf, Slot):
-            return leaf
-        asked.append(graph.call_function(aten.clone.default, (nodes[leaf.number],)))
-        return _GIVEN
-
     for place, operation in enumerate(program.operations):
-        if place in values:
-            args, kwargs = tree_map(copy_of, (operation.args, operation.kwargs))
-            questions.append((operation.func, args, kwargs, values[place]))
-            continue
         args, kwargs = tree_map(node_of, (operation.args, operation.kwargs))
+        if place in read:  # copied where it stands: memory may be written to behind
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Node)]
+            asked += [graph.call_function(aten.clone.default, (node,)) for node in given]
+            continue
         node = graph.call_function(_as_torch(operation.func), tuple(args), kwargs)
         if isinstance(operation.out, Slot):
             nodes.setdefault(operation.out.number, node)
@@ -125,7 +113,7 @@ def _graph_of(program: Program) -> tuple[fx.GraphModule, list[Question]]:
             if isinstance(leaf, Slot):
                 nodes.setdefault(leaf.number, graph.call_function(operator.getitem, (node, number)))
     graph.output((*[nodes[slot.number] for slot in program.outputs], *asked))
-    return fx.GraphModule({}, graph), questions
+    return fx.GraphModule({}, graph)
 
 
 def _as_torch(func: Any) -> Callable[..., Any]:
@@ -133,9 +121,3 @@ def _as_torch(func: Any) -> Callable[..., Any]:
     fuses with what stands around; a small kernel costs less than the call of an operator."""
     space, _, name = func._schema.name.partition("::")
     return OPERATORS[name].reference if space == "fastdp" and name in _IN_TORCH else func  # type: ignore[no-any-return]
-
-
-def _leaves(operation: Any) -> list[Any]:
-    """What a call gave: nothing that a slot stands for if it was a number."""
-    out = operation.out
-    return list(out) if isinstance(out, tuple | list) else [out]

@@ -11,8 +11,9 @@ used by whichever runs. They run one after the other, on whatever stream (`Pool.
 Random numbers: torch registers the device's default generator with every graph, and each launch draws on from the
 generator's state, as calls would. Parameters are read where they lie: that they do not move is what `Guards` checks.
 
-Numbers that the host has (a number that Python reads, a tensor of one number on the CPU) would stand in the graph as
-they were in the capture. Programs with such numbers that change are not captured.
+Numbers that Python read in the recording are read after the launch, of copies, which waits for the device once
+(`Program.is_same`). Numbers of tensors on the CPU would stand in the graph as they were in the capture: programs with
+such numbers that change are not captured.
 
 Written without a GPU, by torch's documentation: what asks torch.cuda is `Cuda` alone, and tests put another in its
 place.
@@ -32,6 +33,7 @@ from .program import Program
 _WARM = 3  # runs before a capture: libraries make their handles, kernels are loaded and tuned
 Outputs = list[Tensor]
 Run = Callable[[Sequence[Tensor]], tuple[Outputs, bool]]
+RunApart = Callable[[Sequence[Tensor]], tuple[Outputs, Outputs]]
 
 
 class NotCaptured(Exception):
@@ -113,24 +115,23 @@ class Pool:
 
 
 class Captured:
-    """Replays a program as a CUDA graph. run: `Program.run`, or `Compiled.run`; inputs: an example.
+    """Replays a program as a CUDA graph. run: `Program.run_apart`, or that of `Compiled`; inputs: an example.
 
     Raises NotCaptured.
     """
 
-    def __init__(self, program: Program, run: Run, inputs: Sequence[Tensor], pool: Pool) -> None:
-        if program.read:
-            where = next((read.where for read in program.read if read.where), "a check of fastdp")
-            raise NotCaptured(f"Python reads a number of each batch ({where}), for which it has to wait for the device")
+    def __init__(self, program: Program, run: RunApart, inputs: Sequence[Tensor], pool: Pool) -> None:
+        if program.counts_rows:
+            raise NotCaptured("it picks rows by the numbers of the batch, for whose count it waits for the device")
         if program.beside or any(tensor.device != program.device for tensor in inputs):
             what = f"{program.beside}()" if program.beside else "the loss function"
             raise NotCaptured(f"{what} takes numbers on the CPU, which a graph would keep as they are")
-        self._pool = pool
+        self._program, self._pool = program, pool
         self._inputs = [tensor.clone() for tensor in inputs]
         try:
             for _ in range(_WARM):
-                pool.device.warm(lambda: run(self._inputs)[0])
-            self._replay, self._outputs = pool.device.capture(lambda: run(self._inputs)[0])
+                pool.device.warm(lambda: _in_a_row(run(self._inputs)))
+            self._replay, self._found = pool.device.capture(lambda: _in_a_row(run(self._inputs)))
         except RuntimeError as problem:
             words = str(problem).strip().splitlines() or [""]
             raise NotCaptured(f"CUDA does not capture it ({words[0][:200]})") from problem
@@ -139,9 +140,14 @@ class Captured:
     def run(self, inputs: Sequence[Tensor]) -> tuple[Outputs, bool]:
         """As `Program.run`; the results stand until the next launch of the pool."""
         self.number = self._pool.launch(self._inputs, inputs, self._replay)
-        return list(self._outputs), True
+        count = len(self._program.outputs)
+        return self._found[:count], self._program.is_same(self._found[count:])
 
     def lasting(self) -> Callable[[], None]:
         """What raises StepError once the results of the last replay are overwritten."""
         number = self.number
         return lambda: self._pool.check(number)
+
+
+def _in_a_row(found: tuple[Outputs, Outputs]) -> Outputs:
+    return [*found[0], *found[1]]

@@ -42,10 +42,11 @@ def way_of(program: Program, examples: Sequence[Example], compile: bool, pool: P
     compile: ask Inductor; pool: capture CUDA graphs. Where that does not go, a warning says why. Raises GraphError if
     Inductor makes another step.
     """
-    way = Way(program.run)
+    way, apart = Way(program.run), program.run_apart
     if compile:
         try:
-            way = Way(Compiled(program, examples[0].inputs).run, True)
+            compiled = Compiled(program, examples[0].inputs)
+            way, apart = Way(compiled.run, True), compiled.run_apart
         except NotCompiled as why:
             warnings.warn(f"a step is replayed, but not compiled: {why}", stacklevel=7)
         else:
@@ -56,7 +57,7 @@ def way_of(program: Program, examples: Sequence[Example], compile: bool, pool: P
                 )
     if pool is not None:
         try:
-            captured = Captured(program, way.run, examples[0].inputs, pool)
+            captured = Captured(program, apart, examples[0].inputs, pool)
             if different := _difference(program, captured.run, examples):
                 raise NotCaptured(f"launched, it is another step: {different}")
             way = way._replace(run=captured.run, captured=captured)

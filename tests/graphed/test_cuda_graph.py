@@ -26,7 +26,7 @@ def doubled(x: Tensor) -> list[Tensor]:
 
 def captured_of(function, x: Tensor, cuda: FakeCuda) -> Captured:
     program = program_of(function, x)
-    return Captured(program, program.run, [x], Pool(cuda))
+    return Captured(program, program.run_apart, [x], Pool(cuda))
 
 
 def test_batches_are_copied_into_the_memory_of_the_graph_before_it_is_launched() -> None:
@@ -45,7 +45,7 @@ def test_results_stand_until_the_next_launch_of_any_size() -> None:
     cuda = FakeCuda()
     pool = Pool(cuda)
     programs = [program_of(doubled, torch.ones(size, 4)) for size in (3, 5)]
-    small, large = (Captured(p, p.run, [torch.ones(n, 4)], pool) for p, n in zip(programs, (3, 5), strict=True))
+    small, large = (Captured(p, p.run_apart, [torch.ones(n, 4)], pool) for p, n in zip(programs, (3, 5), strict=True))
     found, _ = small.run([torch.ones(3, 4)])
     lasting = small.lasting()
     lasting()
@@ -67,9 +67,25 @@ def test_a_launch_on_another_stream_waits_for_the_last() -> None:
     assert cuda.calls[4:] == ["launch", "other waits for main", "launch", "launch"]
 
 
-def test_programs_that_python_reads_numbers_of_are_not_captured() -> None:
-    with pytest.raises(NotCaptured, match=r"Python reads a number of each batch \(test_cuda_graph.py, line"):
-        captured_of(lambda x: [x * 2] if bool((x > 0).all()) else [x], torch.ones(3, 4), FakeCuda())
+def test_numbers_that_python_read_are_read_after_the_launch_as_they_were() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        least = x.min().view(1)
+        positive = bool((least > 0).all())
+        equal = torch.equal(least, torch.full((1,), 2.0))
+        least.zero_()
+        return [x * 2 + least if positive or equal else x * 3]
+
+    cuda = FakeCuda()
+    captured = captured_of(function, torch.ones(3, 4), cuda)
+    found, same = captured.run([torch.full((3, 4), 3.0)])
+    assert same and torch.equal(found[0], torch.full((3, 4), 6.0)) and len(found) == 1
+    assert not captured.run([torch.full((3, 4), 2.0)])[1] and not captured.run([-torch.ones(3, 4)])[1]
+    assert captured.run([torch.ones(3, 4)])[1] and cuda.calls[4:] == ["launch"] * 4
+
+
+def test_programs_that_count_rows_are_not_captured() -> None:
+    with pytest.raises(NotCaptured, match="picks rows by the numbers of the batch"):
+        captured_of(lambda x: [x[x[:, 0] > 0].sum(0)], torch.ones(3, 4), FakeCuda())
 
 
 def test_numbers_beside_the_device_are_not_captured() -> None:
@@ -77,10 +93,10 @@ def test_numbers_beside_the_device_are_not_captured() -> None:
     program = program_of(doubled, torch.ones(3, 4))
     program.device = torch.device("cuda")
     with pytest.raises(NotCaptured, match="numbers on the CPU, which a graph would keep"):
-        Captured(program, program.run, [torch.ones(3, 4)], Pool(FakeCuda()))
+        Captured(program, program.run_apart, [torch.ones(3, 4)], Pool(FakeCuda()))
     program.beside = "mul"
     with pytest.raises(NotCaptured, match=r"mul\(\) takes numbers on the CPU"):
-        Captured(program, program.run, [], Pool(FakeCuda()))
+        Captured(program, program.run_apart, [], Pool(FakeCuda()))
 
 
 def way(cuda: FakeCuda, function=doubled):

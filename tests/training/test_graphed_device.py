@@ -13,7 +13,7 @@ import fastdp.graphed.steps
 import fastdp.training.graphed
 from fastdp.errors import GraphError, StepError, VerificationError
 
-from ..graphed.fake_cuda import FakeCuda
+from ..graphed.fake_cuda import FakeCuda, NoGraphs
 from .test_graphed import B, Net, assert_equal, batch, conv_net, eagerly, losses, pair, pictures
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -134,21 +134,53 @@ def test_replays_are_verified(cuda: FakeCuda) -> None:
         step(*rows(1))
 
 
-def test_where_a_number_is_read_the_step_is_replayed_without_a_graph(cuda: FakeCuda) -> None:
-    class Branching(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x if bool((x < 100).all()) else x * 0)
+class Branching(nn.Sequential):
+    """With dropout, whose masks Python draws again for a batch that goes the other way."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if bool((x < 100).all()) else x * 0)
+
+
+def test_a_batch_that_branches_another_way_goes_through_python(cuda: FakeCuda) -> None:
     def branching() -> nn.Module:
         torch.manual_seed(0)
-        return Branching(nn.Linear(8, 3))
+        return Branching(nn.Linear(8, 3), nn.Dropout(0.3))
 
     (one, first), (two, second) = pair(branching, "DPSGD")
-    with pytest.warns(UserWarning, match="not as a CUDA graph: Python reads a number of each batch"):
+    step = second.graphed(flat, rows(99))
+    assert step.captured
+    for k, factor in enumerate((1, 1000, 1)):
+        x, y = rows(k)
+        torch.manual_seed(k)
+        eagerly(one, first, (x * factor, y), flat)
+        torch.manual_seed(k)
+        if factor > 1:
+            with pytest.warns(UserWarning, match="Python decides by the numbers of this batch another way"):
+                step(x * factor, y)
+        else:
+            step(x, y)
+        assert_equal(one, two)
+    assert (step.replayed, step.eager) == (2, 1)
+
+
+def test_where_nothing_is_captured_the_step_is_replayed_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastdp.training.graphed, "device_of", lambda device: NoGraphs())
+    (one, first), (two, second) = pair(mlp, "DPSGD")
+    with pytest.warns(UserWarning, match="not as a CUDA graph: CUDA does not capture it"):
         step = second.graphed(flat, rows(99))
     eagerly(one, first, rows(0), flat), step(*rows(0))
     assert_equal(one, two)
-    assert step.replayed == 1 and not step.captured and "capture" not in cuda.calls
+    assert step.replayed == 1 and not step.captured
+
+
+def test_inductor_s_code_is_captured(cuda: FakeCuda) -> None:
+    (one, first), (two, second) = pair(mlp, "DPSGD")
+    step = second.graphed(flat, rows(99), compile=True)
+    assert step.captured and step.compiled
+    for k in range(2):
+        torch.testing.assert_close(eagerly(one, first, rows(k), flat), step(*rows(k)))
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
 def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +215,7 @@ def test_cuda_graphs_give_python_s_steps(name: str, dropout: float, monkeypatch:
         return tuple(t.cuda() for t in data(seed, size))
 
     step = second.graphed(loss_fn, moved(99), (3, B))
-    assert step.captured or name != "mlp"
+    assert step.captured
     for k in range(8):
         size = (B, 3, B, 2)[k % 4] if not dropout else (B, 3)[k % 2]  # padding draws masks of its own
         for optimizer in (first, second):
