@@ -284,7 +284,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self, loss_fn: Callable[..., Tensor], example_batch: Sequence[Any] | None = None,
         sizes: Iterable[int] | None = None, *, verify_every: int = 0, compile: bool = False,
     ) -> GraphedStep | GraphedShapes:  # fmt: skip
-        """Record the forward, loss and backward of a batch, to be replayed without Python. On the CPU only.
+        """Record the forward, loss and backward of a batch, to be replayed without Python.
+
+        On the CPU, or on one CUDA device, where each size becomes a CUDA graph if it can.
 
         What is released does not change: norms, clipping, noise and ledger of a replayed step are those of every step,
         and without randomness in the forward so are its numbers. Physical batches of a `poisson_loader` add up as ever.
