@@ -33,7 +33,9 @@ _OPTIONS = {
     "freezing": False,  # parameters change
     "triton.cudagraphs": False,  # what a replay gives must outlive the next
 }
-_IN_TORCH = {"norm_affine_per_sample", "rms_affine_per_sample", "group_affine_per_sample"}
+_IN_TORCH = {
+    "norm_affine_per_sample", "rms_affine_per_sample", "group_affine_per_sample", "linear_per_sample",
+}  # fmt: skip
 
 
 class NotCompiled(Exception):
@@ -117,7 +119,8 @@ def _graph_of(program: Program) -> fx.GraphModule:
 
 
 def _as_torch(func: Any) -> Callable[..., Any]:
-    """What Inductor is given for a call: of fastdp's per-sample gradients of norms the reference, plain torch, which it
-    fuses with what stands around; a small kernel costs less than the call of an operator."""
+    """What Inductor is given for a call: of the per-sample gradients of norms and of small products the reference,
+    plain torch, which it fuses with what stands around: the call of an operator costs more than a small kernel. What
+    these give is stored, and norms and sums are both taken of it, so that its rounding is none of theirs."""
     space, _, name = func._schema.name.partition("::")
     return OPERATORS[name].reference if space == "fastdp" and name in _IN_TORCH else func  # type: ignore[no-any-return]

@@ -75,7 +75,7 @@ class PrivacyArguments:
     )
     graphed: bool = field(
         default=False,
-        metadata={"help": "Record forward and backward once for each shape of a batch, and replay them (on the CPU)."},
+        metadata={"help": "Record forward and backward once for each shape of a batch, and replay them."},
     )
     verify: bool = field(
         default=True, metadata={"help": "Check the model and the loss on a few records before training."}
