@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphError
+from .random_states import random_states, set_random_states
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 _PLACES = ("_parameters", "_buffers")
@@ -181,7 +182,8 @@ def _lies(tensor: Tensor) -> Any:
 
 def _state_of_torch() -> tuple[Any, ...]:
     return (
-        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled(),
+        *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
         *[tuple(getattr(nn.modules.module, name).values()) for name in _GLOBAL],
     )  # fmt: skip
@@ -190,9 +192,10 @@ def _state_of_torch() -> tuple[Any, ...]:
 class Outside:
     """The state beside torch's tensors that a recording must leave alone: random numbers and buffers."""
 
-    def __init__(self, held: dict[str, Tensor]) -> None:
+    def __init__(self, held: dict[str, Tensor], device: torch.device) -> None:
+        self._device = device
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
-        self._torch = torch.get_rng_state()
+        self._torch = random_states(device)
         self._held = {name: (tensor, tensor._version, tensor.detach().clone()) for name, tensor in held.items()
                       if not isinstance(tensor, nn.Parameter)}  # fmt: skip
 
@@ -208,7 +211,7 @@ class Outside:
         """All as it was."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
+        set_random_states(self._device, self._torch)
         with torch.no_grad():
             for tensor, version, before in self._held.values():
                 if tensor._version != version:
