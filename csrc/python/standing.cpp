@@ -9,7 +9,8 @@ namespace {
 
 PyObject *const REQUIRES_GRAD = interned("requires_grad"), *const DATA_PTR = interned("data_ptr"),
          *const STRIDE = interned("stride"), *const SHAPE = interned("shape"), *const DTYPE = interned("dtype"),
-         *const HOOKS = interned("_backward_hooks"), *const POST_HOOKS = interned("_post_accumulate_grad_hooks");
+         *const HOOKS = interned("_backward_hooks"), *const POST_HOOKS = interned("_post_accumulate_grad_hooks"),
+         *const NUMEL = interned("numel"), *const IS_CONTIGUOUS = interned("is_contiguous");
 
 // The values of dicts and lists, with the keys of dicts: kept, so that no other object comes to have their places.
 class Standing {
@@ -78,6 +79,24 @@ bool is_as_it_was(PyObject *known) {
            equal(attribute(tensor, DTYPE).get(), PyTuple_GET_ITEM(lies, 3));
 }
 
+// Whether tensors lie as lists of their addresses, numbers of elements, types and of whether they are contiguous say.
+bool lie_as(const py::list &tensors, const py::list &addresses, const py::list &counts, const py::list &types,
+            const py::list &contiguous) {
+    const auto known = [](const py::list &list, Py_ssize_t place) { return PyList_GET_ITEM(list.ptr(), place); };
+    try {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.ptr()); ++i) {
+            PyObject *tensor = known(tensors, i);
+            if (attribute(tensor, DTYPE).get() != known(types, i)) return false;
+            if (called(tensor, IS_CONTIGUOUS).get() != known(contiguous, i)) return false;
+            if (!equal(called(tensor, DATA_PTR).get(), known(addresses, i))) return false;
+            if (!equal(called(tensor, NUMEL).get(), known(counts, i))) return false;
+        }
+        return true;
+    } catch (const Raised &) {
+        throw py::error_already_set();
+    }
+}
+
 bool all_as_they_were(const py::list &held) {
     try {
         for (const py::handle &known : held) {
@@ -95,5 +114,6 @@ void bind_standing(py::module_ &module) {
     py::class_<Standing>(module, "Standing", "what stands in dicts and lists; see standing.cpp")
         .def(py::init<py::list>())
         .def("same", &Standing::same);
+    module.def("lie_as", &lie_as, "whether tensors lie as they did");
     module.def("all_as_they_were", &all_as_they_were, "whether tensors stand, and lie, where they did");
 }
