@@ -1,10 +1,12 @@
 """Host time of a private step: models of many layers and tiny widths, where every kernel is over before Python is.
 
-    python -m benchmarks.host [--models gpt cnn] [--layers 24] [--rounds 15] [--profile] [--out FILE.csv]
+    python -m benchmarks.host [--models gpt cnn] [--layers 24] [--rounds 15] [--compiled] [--profile] [--out FILE.csv]
 
 Steps of all contenders are interleaved in one process of one thread, on equal weights and data; `ratio` is to the
 ordinary step of the same model, `us_per_use` the time beyond it over the number of layers with parameters. What the CPU
 computes here is little but not nothing. AdamW, a noise multiplier of 1, clipping norm 1; the medians of the rounds.
+--compiled: also the ordinary step of a compiled model (`model.compile()`), and the replayed step that Inductor compiled
+(`graphed(compile=True)`); `of_compiled` is the ratio to the former. Inductor takes a minute or two for each.
 --profile prints where the private step's time goes, by functions of fastdp.
 """
 
@@ -12,9 +14,10 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import functools
 import pstats
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,15 +32,25 @@ from .timing import Row, append, interleaved, keep_memory, show, versions
 B, T, D, WORDS = 4, 8, 32, 64
 CPU = torch.device("cpu")
 NAMES = ("non-private", "fastdp", "fastdp graphed", "opacus hooks", "opacus ghost")
-COLUMNS = ("model", "contender", "ratio", "median_ms", "us_per_use", "uses")
+COMPILED = ("non-private compiled", "fastdp graphed compiled")
+COLUMNS = ("model", "contender", "ratio", "of_compiled", "median_ms", "us_per_use", "uses")
 
 
-def graphed(model: nn.Module, work: Workload) -> Step:
+def graphed(model: nn.Module, work: Workload, compile: bool = False) -> Step:
     """fastdp's step, recorded on another batch."""
     optimizer = fastdp.DPAdamW(
         model, lr=LR, noise_multiplier=SIGMA, max_grad_norm=R, expected_batch_size=work.batch_size
     )
-    return optimizer.graphed(lambda model, x, y: work.losses(model(x), y), work.batch(work.batch_size))
+    step = optimizer.graphed(lambda model, x, y: work.losses(model(x), y), work.batch(work.batch_size), compile=compile)
+    if compile and not step.compiled:
+        raise NotApplicable("Inductor does not take this step")
+    return step
+
+
+GRAPHED = {
+    "fastdp graphed": Contender(graphed),
+    "fastdp graphed compiled": Contender(functools.partial(graphed, compile=True)),
+}
 
 
 class Logits(nn.Module):
@@ -100,7 +113,7 @@ def workloads(layers: int) -> dict[str, Workload]:
 
 def stepping(name: str, work: Workload) -> tuple[Callable[[], object], int]:
     """A contender's step on a batch of its own, warm, and its number of modules with trained parameters."""
-    contender = Contender(graphed) if name == "fastdp graphed" else CONTENDERS[name]
+    contender = GRAPHED.get(name) or CONTENDERS[name]
     torch.manual_seed(0)
     model = contender.prepare(work.build()).train()
     uses = sum(any(p.requires_grad for p in module.parameters(recurse=False)) for module in model.modules())
@@ -113,19 +126,20 @@ def stepping(name: str, work: Workload) -> tuple[Callable[[], object], int]:
     return lambda: step(x, y), uses
 
 
-def measured(name: str, work: Workload, rounds: int) -> list[Row]:
+def measured(name: str, work: Workload, rounds: int, names: Sequence[str] = NAMES) -> list[Row]:
     """A table of one model."""
     runs, uses, rows = {}, 0, list[Row]()
-    for contender in NAMES:
+    for contender in names:
         try:
             runs[contender], uses = stepping(contender, work)
         except (NotApplicable, ImportError, NotImplementedError, RuntimeError, ValueError) as problem:
             rows.append({"model": name, "contender": contender, "ratio": type(problem).__name__})
     times = interleaved(runs, CPU, rounds)
-    base = times["non-private"]
+    base, compiled = times["non-private"], times.get(COMPILED[0])
     for contender, spent in times.items():
         beyond = f"{(spent - base) / uses * 1e6:.0f}"
         rows.append({"model": name, "contender": contender, "ratio": f"{spent / base:.2f}",
+                     "of_compiled": f"{spent / compiled:.2f}" if compiled and contender in COMPILED else "",
                      "median_ms": f"{spent * 1e3:.1f}", "us_per_use": beyond, "uses": uses})  # fmt: skip
     return rows
 
@@ -146,6 +160,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(workloads(1)), default=list(workloads(1)))
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -157,7 +172,8 @@ def main() -> None:
         for name in options.models:
             profiled(works[name])
         return
-    rows = [row for name in options.models for row in measured(name, works[name], options.rounds)]
+    names = (*NAMES, *COMPILED) if options.compiled else NAMES
+    rows = [row for name in options.models for row in measured(name, works[name], options.rounds, names)]
     show(rows, COLUMNS)
     about = versions()
     print(", ".join(f"{name} {value}" for name, value in about.items()))

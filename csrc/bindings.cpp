@@ -4,6 +4,8 @@
 #include "bind.h"
 #include "fastdp.h"
 #include "python/known_calls.h"
+#include "python/modules.h"
+#include "python/standing.h"
 
 #include <optional>
 #include <vector>
@@ -143,6 +145,8 @@ PYBIND11_MODULE(_C, module) {
     bind<fastdp_routed_jobs>(module, "routed_jobs", "fills `first`; returns how many times 4 doubles `parts` holds");
     bind<fastdp_routed_norm>(module, "routed_norm", "squared norms of segments; returns how many were in doubt");
     bind_known_calls(module);
+    bind_modules(module);
+    bind_standing(module);
     py::class_<fastdp_conv>(module, "Conv", "fastdp_conv of csrc/fastdp.h")
         .def(py::init(&convolution))
         .def("scratch", &fastdp_conv_scratch, "bytes of scratch a thread, by route")

@@ -27,6 +27,7 @@ from torch.utils import cpp_extension
 import fastdp
 
 from . import cases, second_device_experts
+from .second_device_graphed import GRAPHED, check_beside, check_graphed, scaled, shifted
 from .second_device_syncs import check_seen, check_waits, library_cases
 from .truth import norms_of, truth
 
@@ -171,6 +172,10 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for name in (*cases.CASES, *library_cases()):
         yield f"waits of {name}", lambda name=name: check_case_waits(name)
     yield from second_device_experts.checks("stub:1", moved)
+    for name in GRAPHED:
+        yield f"graphed {name}", lambda name=name: check_graphed(name, "stub:1")
+    for loss_fn in (scaled, shifted):
+        yield f"numbers beside, {loss_fn.__name__}", lambda loss_fn=loss_fn: check_beside(loss_fn, "stub:1")
     for first, second in PLACES:
         for make, options in (
             ("DPSGD", {"noise_multiplier": 0.0}),

@@ -275,15 +275,15 @@ class Backward:
         if self._unasked:  # torch.autograd.grad(loss, inputs), say, which leaves parameters' .grad alone
             return
         assert self._tape is not None
-        size = use.held_bytes()
-        if self.planner.exceeds(size):
+        if self.planner.memory_budget is not None and self.planner.exceeds(self.planner.adds(*use.data())):
             use = self.replays.drop_data(use, self._recording, self.uses_of)
-            size = use.held_bytes()
         self._tape.uses.append(use)
         self._tape.versions.append(use.versions())
         self._tape.streams.note(use)
-        self.planner.hold(size)
-        if self._tape.early is not None:
+        if self._tape.early is None:
+            if self.planner.memory_budget is not None or not use.is_small:
+                self.planner.hold(use.data())
+        else:  # which drops data before the end
             self._tape.early.recorded(self._tape, use)
 
     def _early(self) -> Early | None:

@@ -74,18 +74,14 @@ class Pass(PassRecord):
         self.unseen = ""  # what took data out of sight, if something did
         self.mode = _CaptureMode(self)
         self._applied: list[Applied] | None = None  # captured calls, within a rule
-        self._known_calls = self.memo.calls_of(batch, tracked, self.stack, engine.sizes.asked) if batch > 1 else None
+        self.known_calls = self.memo.calls_of(batch, tracked, self.stack, engine.sizes.asked) if batch > 1 else None
+        self.known_call = self.known_calls.caller() if self.known_calls is not None else None
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.watcher: Watcher | None = None
         self.exposed = Exposed(batch, engine.model)
         self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
         self.reads = engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
-
-    @property
-    def at_once(self) -> Any:
-        """The known calls, if nothing need be looked at beside a call's signature; else None."""
-        return None if self.watcher is not None or self.exposed else self._known_calls
 
     @property
     def compiling(self) -> bool:
@@ -278,8 +274,8 @@ class Pass(PassRecord):
 
     def _learn_capture(self, call: Call, applied: Sequence[Applied]) -> None:
         """Know the captured call that a rule has just made, the next time."""
-        if self.at_once is not None and (known := captured_by(call, applied)) is not None:
-            signature = self.at_once.signature(call.func, *call.given)
+        if self.known_calls is not None and not self.exposed and (known := captured_by(call, applied)) is not None:
+            signature = self.known_calls.signature(call.func, *call.given)
             if signature is not MISSED:
                 self.memo.captures[signature] = known
 
@@ -391,9 +387,12 @@ class _CaptureMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = self.forward_pass.at_once
-        if known is not None and (out := known.call(self.forward_pass, func, args, kwargs)) is not MISSED:
-            return out
+        active = self.forward_pass
+        # known calls need only be known, unless data has left torch, or a compiled graph is interpreted
+        if active.known_call is not None and active.watcher is None and not active.exposed.anything:
+            out = active.known_call(active, func, args, kwargs)
+            if out is not MISSED:
+                return out
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly
             look_beneath(self.forward_pass, func, args, kwargs)
             return func(*args, **kwargs)

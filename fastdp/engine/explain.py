@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..uses.costs import Segments, Shape, constants, seconds
+from ..uses.held import Held
 from ..uses.links import leaves_of
 from .gradients import Gradients
 
 
 class PlanRow(NamedTuple):
-    """A row of the plan: units are relative to one weight gradient of this use; bytes are held until the step."""
+    """A row of the plan: units are relative to one weight gradient of this use.
+
+    bytes are held until the step; an input that several uses share is in the row of the first of them.
+    """
 
     parameter: str
     function: str
@@ -46,8 +50,9 @@ class Plan:
         if before is not None and before._key == self._key and all(use.shape is not None for use in gradients.uses):
             self._uses = before._uses  # (which hold the operands, so that no other has their ids)
             return
+        held = Held()
         self._uses = [
-            (u.operand, u.name, u.shape or u.segments(), u.route, u.held_bytes(), u.batch, u.short, u.shared)
+            (u.operand, u.name, u.shape or u.segments(), u.route, held.hold(u.data()), u.batch, u.short, u.shared)
             for u in gradients.uses
         ]
 

@@ -18,6 +18,7 @@ from ..layouts.doubts import Doubt
 from ..layouts.groups import People
 from ..uses.derived import pull_back_sum
 from ..uses.embedding import Lookup
+from ..uses.held import Held
 from ..uses.joint import disjoint, isometric, joint_norm_sq, materialised, same_memory
 from ..uses.linear import Matmul
 from ..uses.links import leaves_of, link_of
@@ -184,7 +185,9 @@ class Gradients:
         return total * self.scale
 
     def held_bytes(self) -> int:
-        return sum(use.held_bytes() for use in self.uses)
+        """Memory that the uses hold until the end of backward."""
+        held = Held()
+        return sum(held.hold(use.data()) for use in self.uses)
 
     def check_unwritten(self) -> None:
         """Raises StepError where something that the uses hold (the model's input, perhaps) was written to since."""

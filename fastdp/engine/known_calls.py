@@ -85,17 +85,15 @@ def _place(call: Call, tensor: Tensor | None) -> int | None:
 
 
 def repeat(known: KnownCapture, forward_pass: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a captured call, of these arguments."""
+    """The result of a captured call, of these arguments; it gets its layout in C++."""
     call, operands, data, learned, uses = known
     given: Any = (*args, *kwargs.values(), None)
     ctx = Context.repeated(forward_pass, [given[place] for place in operands], learned)
-    out = _APPLY(forward_pass.token, call, ctx, *[given[place] for place in data])
-    tag(out, call.layout)
     if forward_pass.count:
         uses_of = forward_pass.backward.uses_of
         for parameter, span in uses:
             uses_of.setdefault(parameter, []).append(span)
-    return out
+    return _APPLY(forward_pass.token, call, ctx, *[given[place] for place in data])
 
 
 def known_calls(

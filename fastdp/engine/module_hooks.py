@@ -14,6 +14,7 @@ from ..errors import StepError
 from .activation_hooks import Around, around_module
 from .engine import Engine
 
+_SAVING_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 _EVERYWHERE, _EVERYWHERE_BEFORE = torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks
 
 
@@ -37,7 +38,12 @@ class ModuleHook:
             return
         if self.engine is None:
             return
-        self.engine.enter(self.path, module, args, kwargs)
+        here = self.engine.running
+        if here.active is not None and self.path and torch.is_grad_enabled() and _SAVING_HOOKS(True) is None:
+            here.entered.append(None)  # as `enter` does of an inner module that nothing will compute again
+            here.active.stack.append(self.path)
+        else:
+            self.engine.enter(self.path, module, args, kwargs)
         if module._backward_hooks or module._backward_pre_hooks or _EVERYWHERE or _EVERYWHERE_BEFORE:
             active = self.engine.running.active
             if active is not None and torch.is_grad_enabled():

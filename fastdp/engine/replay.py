@@ -172,9 +172,6 @@ class Replayed(Use):
             rows.append(self.replay(self.block, one)[self.part])
         return torch.stack(rows)
 
-    def held_bytes(self) -> int:
-        return self._norm_sq.numel() * 8
-
 
 class Rerun:
     """The block that runs a second time, if one does, and what takes its uses."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import ParameterError
+from ..ops.registry import native
 
 
 def _count(parameter: Tensor | None) -> int:
@@ -28,8 +29,21 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
 def owned_by(model: nn.Module) -> set[int]:
     """Ids of the model's parameters and buffers."""
+    if not isinstance(module := native(), str):
+        return module.owned_by(model)  # type: ignore[no-any-return]
     held = [tensors for m in all_modules(model) for tensors in (m._parameters, m._buffers) if tensors]
     return {id(tensor) for tensors in held for tensor in tensors.values()}
+
+
+def unknown_parameter(model: nn.Module, known: set[tuple[int, str]]) -> tuple[nn.Module, str] | None:
+    """The module and name of a trained parameter that is not among these, by the module's id and the name."""
+    if not isinstance(module := native(), str):
+        return module.unknown_parameter(model, known)  # type: ignore[no-any-return]
+    for owner in all_modules(model):
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.requires_grad and (id(owner), name) not in known:
+                return owner, name
+    return None
 
 
 class Tracked:
@@ -85,15 +99,14 @@ class Tracked:
 
     def check_complete(self) -> None:
         """Raises ParameterError where the model has got a trainable parameter that the choice did not know."""
-        for module in all_modules(self.model):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad and (id(module), name) not in self._known:
-                    path = next((path for path, m in self.model.named_modules() if m is module), "")
-                    raise ParameterError(
-                        f"'{path}.{name}' was added to the model after the optimizer (or engine) was made, which does "
-                        "not know it: it would not be trained, and its gradient would not be private. detach() and "
-                        "make a new optimizer, or freeze the parameter."
-                    )
+        found = unknown_parameter(self.model, self._known)
+        if found is not None:
+            path = next((path for path, module in self.model.named_modules() if module is found[0]), "")
+            raise ParameterError(
+                f"'{path}.{found[1]}' was added to the model after the optimizer (or engine) was made, which does "
+                "not know it: it would not be trained, and its gradient would not be private. detach() and "
+                "make a new optimizer, or freeze the parameter."
+            )
 
     def _present(self) -> list[Tensor | None]:
         """The parameters that stand in the model now, chosen or not."""
@@ -105,6 +118,9 @@ class Tracked:
 
     def _look(self) -> None:
         """Find names and offsets, unless the parameters are as they were."""
+        if self._seen is not None and not isinstance(module := native(), str):
+            if module.same_parameters(self._slots, *self._seen, nn.Parameter):
+                return
         now = self._present()
         trained = [p is not None and p.requires_grad for p in now]
         counts = [p.numel() if type(p) is nn.Parameter else _count(p) for p in now]  # (asked for several times a step)

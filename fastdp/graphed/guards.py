@@ -6,7 +6,7 @@ import enum
 import functools
 import random
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphError
+from ..ops.registry import native
+from .random_states import random_states, set_random_states
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 _PLACES = ("_parameters", "_buffers")
@@ -62,6 +64,32 @@ def changed_notes(before: Notes, now: Notes) -> list[tuple[int, str]]:
         for name in {**a, **b}
         if a.get(name) != b.get(name)
     ]
+
+
+class _Standing:
+    """What stands in dicts and lists, as csrc/python/standing.cpp compares it: by identity, and kept alive, so that no
+    other object has its id."""
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._owners = owners
+        self._alive = [self._values(owner) for owner in owners]
+
+    @staticmethod
+    def _values(owner: Any) -> list[Any]:
+        return [each for pair in owner.items() for each in pair] if isinstance(owner, dict) else list(owner)
+
+    def same(self) -> bool:
+        """Whether all are the very objects that they were, in the same order."""
+        for owner, values in zip(self._owners, self._alive, strict=True):
+            now = self._values(owner)
+            if len(now) != len(values) or any(a is not b for a, b in zip(now, values, strict=True)):
+                return False
+        return True
+
+
+def _standing(owners: list[Any]) -> Any:
+    module = native()
+    return _Standing(owners) if isinstance(module, str) else module.Standing(owners)
 
 
 class Guards:
@@ -116,18 +144,13 @@ class Guards:
         self._empty = [found for found in dicts if not found]
         self._filled = [found for found in dicts if found]
         self._places = [getattr(module, name) for _, module, _ in self._modules for name in _PLACES]
-        # the objects themselves, so that no other has their ids
-        self._alive = [[*found.values()] for found in (*self._dicts, *self._filled)] + [[*each] for each in self._lists]
+        self._standing = _standing([*self._dicts, *self._filled, *self._lists])
         self._seen = self._glance()
         return notes
 
     def _glance(self) -> list[Any]:
-        every = (*self._dicts, *self._filled)
         return [
-            any(self._empty), list(map(len, self._places)), list(map(len, every)), list(map(len, self._lists)),
-            [id(value) for found in every for value in found.values()],
-            [id(value) for found in self._lists for value in found],
-            [type(module).forward for _, module, _ in self._modules],
+            any(self._empty), list(map(len, self._places)), [type(module).forward for _, module, _ in self._modules],
         ]  # fmt: skip
 
     def held(self) -> dict[str, Tensor]:
@@ -138,14 +161,16 @@ class Guards:
         for place, name, full in self._absent:
             if place.get(name) is not None:
                 return f"'{full}' was None"
-        for place, name, full, tensor, lies, requires_grad in self._held:
+        native_module = native()
+        known = not isinstance(native_module, str) and native_module.all_as_they_were(self._held)
+        for place, name, full, tensor, lies, requires_grad in () if known else self._held:
             if place.get(name) is not tensor or _lies(tensor) != lies:
                 return f"'{full}' is another tensor, or lies in other memory"
             if tensor.requires_grad != requires_grad:
                 return f"'{full}' was {'frozen' if requires_grad else 'unfrozen'}"
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 return f"'{full}' has a hook on its gradient"
-        if self._glance() != self._seen:
+        if not self._standing.same() or self._glance() != self._seen:
             if why := next((why for number in range(len(self._modules)) if (why := self._differs(number))), ""):
                 return why
             self._look()
@@ -181,7 +206,8 @@ def _lies(tensor: Tensor) -> Any:
 
 def _state_of_torch() -> tuple[Any, ...]:
     return (
-        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled(),
+        *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
         *[tuple(getattr(nn.modules.module, name).values()) for name in _GLOBAL],
     )  # fmt: skip
@@ -190,9 +216,10 @@ def _state_of_torch() -> tuple[Any, ...]:
 class Outside:
     """The state beside torch's tensors that a recording must leave alone: random numbers and buffers."""
 
-    def __init__(self, held: dict[str, Tensor]) -> None:
+    def __init__(self, held: dict[str, Tensor], device: torch.device) -> None:
+        self._device = device
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
-        self._torch = torch.get_rng_state()
+        self._torch = random_states(device)
         self._held = {name: (tensor, tensor._version, tensor.detach().clone()) for name, tensor in held.items()
                       if not isinstance(tensor, nn.Parameter)}  # fmt: skip
 
@@ -208,7 +235,7 @@ class Outside:
         """All as it was."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
+        set_random_states(self._device, self._torch)
         with torch.no_grad():
             for tensor, version, before in self._held.values():
                 if tensor._version != version:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import GraphError
 from ..ops.registry import OPERATORS
@@ -28,6 +28,7 @@ class Recording(NamedTuple):
     held: dict[int, Tensor]  # parameters, buffers and constants, by slot
     constants: set[int]  # which of these are constants
     memory: set[int]  # of the outputs
+    device: torch.device
 
 
 def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> Recording:
@@ -45,7 +46,7 @@ def recording_of(recorder: Recorder, inputs: int, outputs: Sequence[Tensor]) -> 
     memory = set(map(memory_of, outputs))
     operations, renamed = without_detours(recorder.operations, recorder.contiguous)
     slots = [Slot(renamed.get(slot.number, slot.number)) for slot in slots]
-    return Recording(operations, recorder.read, inputs, slots, held, constants, memory)
+    return Recording(operations, recorder.read, inputs, slots, held, constants, memory, recorder.device)
 
 
 def _slots(*values: Any) -> list[Slot]:
@@ -82,6 +83,9 @@ class Program:
         self.read = [read._replace(operation=places[read.operation]) for read in recording.read]
         self.draws = any(operation.draws for operation in self.operations)
         self.inputs, self.outputs = recording.inputs, recording.outputs
+        self.device = recording.device
+        # a function that computes with numbers beside the device
+        self.beside = next((op.func._schema.name.partition("::")[2] for op in self.operations if op.beside), "")
         used = {
             leaf.number
             for op in self.operations
@@ -96,6 +100,9 @@ class Program:
         kept = live(first, with_reads=False)
         self.for_first = [op for op, used in zip(recording.operations, kept, strict=True) if used]
         self._run: Callable[..., Any] | None = None
+        self._run_apart: Callable[..., Any] | None = None
+        # whether the number of rows of a result depends on the numbers of the batch
+        self.counts_rows = any(_slots(self.operations[read.operation].out) for read in self.read)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
         """See above."""
@@ -104,6 +111,27 @@ class Program:
         with torch.no_grad():
             found: tuple[list[Tensor], bool] = self._run(*inputs)
         return found
+
+    def run_apart(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs, and what numbers are to be read of (`is_same`): for devices, which this does not wait for."""
+        if self._run_apart is None:
+            self._run_apart = _compiled(self, apart=True)
+        with torch.no_grad():
+            found: tuple[list[Tensor], list[Tensor]] = self._run_apart(*inputs)
+        return found
+
+    def is_same(self, asked: Sequence[Tensor]) -> bool:
+        """Whether all numbers that decided how it went on are as they were. asked: the arguments of the calls that read
+        them, one call after the other."""
+        given = iter(asked)
+        for read in self.read:
+            call = self.operations[read.operation]
+            args, kwargs = tree_map(
+                lambda leaf: next(given) if isinstance(leaf, Slot) else leaf, (call.args, call.kwargs)
+            )
+            if call.func(*args, **kwargs) != read.value:
+                return False
+        return True
 
     def calls_with(self, constant: Tensor) -> list[Any]:
         """The calls that take this constant, or one made anew with the same numbers: functions, and what they take
@@ -212,8 +240,11 @@ _DIRECTLY = {
 }
 
 
-def _compiled(program: Program) -> Callable[..., Any]:
-    """The program as a function: each operation a line, each tensor dropped after its last use."""
+def _compiled(program: Program, apart: bool = False) -> Callable[..., Any]:
+    """The program as a function: each operation a line, each tensor dropped after its last use.
+
+    apart: in place of the calls that read numbers copies of what they take, as memory may be written to behind.
+    """
     names: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "add": torch.add, "mul": torch.mul}
     fixed = {number: tensor.detach() for number, tensor in program.held.items()}
     seen_once = _views_of(fixed, program.operations)
@@ -228,7 +259,7 @@ def _compiled(program: Program) -> Callable[..., Any]:
         if number not in kept and number >= program.inputs:
             dying.setdefault(place, []).append(number)
     read = {read.operation: number for number, read in enumerate(program.read)}
-    lines = ["same = True"] if program.read else []
+    lines = ["asked = []"] if apart else ["same = True"] if program.read else []
 
     def shown(value: Any) -> str:
         if isinstance(value, Slot):
@@ -245,7 +276,11 @@ def _compiled(program: Program) -> Callable[..., Any]:
         if place in seen_once:
             continue
         results = _slots(operation.out)
-        call = _call(operation, shown, names)
+        if apart and place in read:
+            lines += [f"asked.append({shown(slot)}.clone())" for slot in _slots(operation.args, operation.kwargs)]
+            lines += [f"del v{number}" for number in dying.get(place, ())]
+            continue
+        call = _call(operation, shown, names, program.device)
         single = isinstance(operation.out, Slot)
         if single:
             lines.append(f"{shown(operation.out)} = {call}")
@@ -265,7 +300,8 @@ def _compiled(program: Program) -> Callable[..., Any]:
                 lines.append("if not same: return [], False")
         if place in dying:
             lines.append("del " + ", ".join(f"v{number}" for number in dying[place]))
-    lines.append(f"return [{', '.join(map(shown, program.outputs))}], {'same' if program.read else 'True'}")
+    last_word = "asked" if apart else "same" if program.read else "True"
+    lines.append(f"return [{', '.join(map(shown, program.outputs))}], {last_word}")
     arguments = ", ".join(f"v{number}" for number in range(program.inputs))
     source = f"def run({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
     exec(compile(source, "<a step of fastdp>", "exec"), names)
@@ -285,21 +321,23 @@ def _views_of(fixed: dict[int, Tensor], operations: Sequence[Operation]) -> set[
     return found
 
 
-def _call(operation: Operation, shown: Callable[[Any], str], names: dict[str, Any]) -> str:
+def _call(
+    operation: Operation, shown: Callable[[Any], str], names: dict[str, Any], device: torch.device
+) -> str:  # fmt: skip
     arguments = list(operation.args)
     form = _DIRECTLY.get(operation.func)
     if form is not None and not operation.kwargs and len(arguments) == form.count("{"):
         return form.format(*map(shown, arguments))
     name = f"f{len(names)}"
-    names[name] = _function(operation.func)
+    names[name] = _function(operation.func, device)
     given = [shown(value) for value in arguments] + [f"{key}={shown(value)}" for key, value in operation.kwargs.items()]
     return f"{name}({', '.join(given)})"
 
 
-def _function(func: Any) -> Callable[..., Any]:
+def _function(func: Any, device: torch.device) -> Callable[..., Any]:
     """What a call runs: fastdp's kernels past the dispatcher."""
     space, _, name = func._schema.name.partition("::")
     if space == "fastdp":
         overload = func._overloadname
-        return OPERATORS[name if overload == "default" else f"{name}.{overload}"].implementation("cpu")
+        return OPERATORS[name if overload == "default" else f"{name}.{overload}"].implementation(device.type)
     return getattr(func, "_op", func)  # type: ignore[no-any-return]  # what the overload calls in the end

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import GraphError
 from ..layouts.by_value import asking
+from .random_states import random_states, same_states
 
 aten = torch.ops.aten
 
@@ -42,6 +43,7 @@ class Operation(NamedTuple):
     reads: frozenset[int]  # memory of its arguments
     draws: bool  # random numbers, for the step itself
     of_check: bool  # random numbers of a generator of fastdp's own, to ask a function with
+    beside: bool = False  # numbers that are not on the device, and change from step to step or are copied there
 
 
 class Read(NamedTuple):
@@ -59,10 +61,12 @@ class Kept(NamedTuple):
     is_constant: bool
 
 
+_CPU = torch.device("cpu")
 _META = torch.device("meta")
 _READING = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _FILLING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _MOVING_MEMORY = ("set_", "resize_", "resize_as_", "swap", "storage_resize_")
+_COPYING = ("_to_copy", "copy_")
 _UNCHANGED = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
@@ -72,13 +76,15 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Within it every call is recorded. inputs: the tensors of the batch; held: parameters and buffers by name.
+    """Within it every call is recorded. inputs: the tensors of the batch; held: parameters and buffers by name; device:
+    where all of them lie.
 
     Raises GraphError, by name, where a call cannot be replayed.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], held: dict[str, Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], held: dict[str, Tensor], device: torch.device = _CPU) -> None:
         super().__init__()
+        self.device = device
         self.operations: list[Operation] = []
         self.read: list[Read] = []
         self.kept: dict[int, Kept] = {}  # by slot
@@ -90,7 +96,7 @@ class Recorder(TorchDispatchMode):
         self._unwritten: set[int] = set()  # memory that no call has written to yet
         self._changing = set(self.batch)  # memory made of the batch, or of random numbers
         self._held_on = set(self.held)  # memory of parameters and buffers, or made of these
-        self._random = torch.get_rng_state()  # of the generator, after the last draw
+        self._random = random_states(device)  # after the last draw
         self.contiguous: dict[int, tuple[int, ...]] = {}  # shapes of slots whose numbers lie one after the other
         for tensor in inputs:
             self._new(tensor)
@@ -142,7 +148,7 @@ class Recorder(TorchDispatchMode):
             self._check_rewound(name)
         out = func(*args, **kwargs)
         if draws:
-            self._random = torch.get_rng_state()
+            self._random = random_states(self.device)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if func in _UNCHANGED and results[0] is given[0]:
             return out
@@ -151,18 +157,21 @@ class Recorder(TorchDispatchMode):
             self._alive.append(results[0])  # (its place is the number of no slot)
             return out
         self._note_memory(name, given, results, written, draws)
+        apart = [t for t in (*given, *results) if t.device != self.device]
+        beside = any(t.dim() or name in _COPYING or self._is_of_step(t) for t in apart)
         changing = func in _READING or torch.Tag.data_dependent_output in func.tags
-        shaping = torch.Tag.dynamic_output_shape in func.tags
+        shaping = torch.Tag.dynamic_output_shape in func.tags and not _is_index_by_places(func, given)
         frozen_out = tree_map(lambda leaf: self.slot_of_result(leaf) if isinstance(leaf, Tensor) else None, out)
-        asked = any(self.changes(tensor) or memory_of(tensor) in self._held_on for tensor in given)
-        if (changing or shaping) and asked:
+        if (changing or shaping) and any(map(self._is_of_step, given)):
             value = [tuple(t.shape) for t in results] if results else out
             self.read.append(Read(len(self.operations), value, _reader()))
         of_check = isinstance(kwargs.get("generator"), torch.Generator)
         if of_check and _reader():
             raise GraphError(f"{name}() draws from a generator of its own ({_reader()}): use torch's default generator")
         reads, writes = frozenset(map(memory_of, given)), frozenset(map(memory_of, written))
-        self.operations.append(Operation(func, frozen[0], frozen[1], frozen_out, writes, reads, draws, of_check))
+        self.operations.append(
+            Operation(func, frozen[0], frozen[1], frozen_out, writes, reads, draws, of_check, beside)
+        )
         return out
 
     def slot_of_result(self, tensor: Tensor) -> Slot:
@@ -213,13 +222,17 @@ class Recorder(TorchDispatchMode):
         """Whether its numbers are made of the batch, or of random numbers."""
         return memory_of(tensor) in self._changing
 
+    def _is_of_step(self, tensor: Tensor) -> bool:
+        """Whether its numbers may be others in the next step: made of the batch, of random numbers or of parameters."""
+        return self.changes(tensor) or memory_of(tensor) in self._held_on
+
     # ------------------------------------------------------------------ what cannot be replayed
 
     def _check(self, func: Any, name: str, given: list[Tensor], written: list[Tensor]) -> None:
         if name in _MOVING_MEMORY or torch.Tag.inplace_view in func.tags:
             raise GraphError(f"{name}() changes where a tensor's numbers lie, which a replay cannot repeat")
-        if any(tensor.device.type != "cpu" for tensor in given):
-            raise GraphError("a tensor lies on a device: the steps of devices are not recorded yet")
+        if odd := [t.device for t in given if t.device not in (self.device, _CPU)]:
+            raise GraphError(f"{name}() takes a tensor on {odd[0]}, and the model lies on {self.device}")
         if any(tensor.layout != torch.strided for tensor in given):
             raise GraphError(f"{name}() takes sparse numbers")
         for tensor in written:
@@ -243,7 +256,7 @@ class Recorder(TorchDispatchMode):
             raise GraphError(f"{name}() writes to a tensor that was there before the step: write into a copy")
 
     def _check_rewound(self, name: str) -> None:
-        if not torch.equal(torch.get_rng_state(), self._random):
+        if not same_states(random_states(self.device), self._random):
             raise GraphError(
                 f"{name}() draws random numbers from a state that was set (by a seed, or set back, as checkpointing "
                 "does to compute a block again): a replay would draw others. Switch off dropout, or checkpointing"
@@ -280,7 +293,12 @@ def _classes(args: Any, kwargs: Any) -> Any:
 def _one_hot(tensor: Tensor, count: int) -> Tensor:
     """torch's, which reads the largest index only to compare it: here `scatter` does that."""
     ids = tensor.unsqueeze(-1)
-    return torch.zeros((*tensor.shape, count), dtype=torch.int64).scatter_(-1, ids, 1)
+    return torch.zeros((*tensor.shape, count), dtype=torch.int64, device=tensor.device).scatter_(-1, ids, 1)
+
+
+def _is_index_by_places(func: Any, given: list[Tensor]) -> bool:
+    """Whether rows are picked by their places, so that the number of rows is that of the places."""
+    return func is aten.index.Tensor and not any(t.dtype in (torch.bool, torch.uint8) for t in given[1:])
 
 
 def _is_view(func: Any) -> bool:

@@ -17,12 +17,17 @@ from ..errors import FastDPError, GraphError
 from ..ops.common import exactly
 from ..ops.registry import watched
 from . import _RECORDING
+from .cuda_graph import Pool
 from .guards import Guards, Outside, changed_notes, notes_of
 from .program import Program, recording_of
+from .random_states import States, random_states, set_random_states
 from .recorder import Recorder, Watch
-from .templates import Replayed, Template, store, templates_of
+from .rounding import differing
+from .templates import Lasting, Replayed, Template, store, templates_of
+from .ways import Example, Way, way_of
 
 LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]
+REPLAYED = {"cpu", "cuda"}
 _AS_PADDED = 1e-3  # losses and norms of padded batches are within rounding of those of batches as they come
 
 
@@ -46,32 +51,37 @@ class Batch(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A recording, and what the very step gave. random: the state of torch's generator when it began."""
+    """A recording, and what the very step gave. random: the states of the generators when it began."""
 
     program: Program
     templates: list[Template]
     plan: Plan
     inputs: list[Tensor]
     outputs: list[Tensor]
-    random: Tensor
+    random: States
 
 
 class StepProgram:
     """A recorded step of one size. leaves: an example of its batch.
 
-    only: why it takes batches of exactly its size; "" if smaller ones may be padded.
+    compile: replay what Inductor makes of the recording; pool: as CUDA graphs. Where either does not go, a warning says
+    why.
+
+    only: why it takes batches of exactly its size; "" if smaller ones may be padded. way: how it is replayed.
 
     Raises GraphError, by name, where the step is not a function of the batch and the parameters alone.
     """
 
     def __init__(
-        self, engine: PerSampleGradients, loss_fn: LossFn, batch: Batch, leaves: Sequence[Any], mean: bool
-    ) -> None:
+        self, engine: PerSampleGradients, loss_fn: LossFn, batch: Batch, leaves: Sequence[Any], mean: bool,
+        compile: bool = False, pool: Pool | None = None,
+    ) -> None:  # fmt: skip
         self.batch, self.mean = batch, mean
+        self.device = device_of_model(engine)
         self._engine, self._loss_fn = engine, loss_fn
         self._arranged: Arranged = {}
         held = Guards(engine.model).held()
-        outside = Outside(held)
+        outside = Outside(held, self.device)
         own = batch.of_size(leaves, batch.size)
         try:
             self._pass(own)
@@ -83,10 +93,11 @@ class StepProgram:
             with contextlib.suppress(FastDPError, RuntimeError, ValueError, IndexError):  # no such batch, perhaps
                 others.append(self._recorded(batch.changed(own, _one_twice), held))
             self.program, self.templates, self.plan = record.program, record.templates, record.plan
+            self.way = Way(self.program.run)
             self._of = places_of([template.use for template in self.templates])
             constants = [self.program.held[number] for number in self.program.constants]
             self._suspects = [each for each in constants if batch.size in each.shape[: None if batch.size > 1 else 1]]
-            self._check_same(record, *others)
+            comparable = self._check_same(record, *others)
             sizes = sorted({2, batch.size + 1} - {batch.size})
             self.only = next((why for size in sizes if (why := self._differs_at(leaves, size, held))), "")
             fewer = sorted({1, 2, batch.size - 1})
@@ -94,6 +105,8 @@ class StepProgram:
             self._check_constants()
             self.written = changed_notes(before, notes_of(engine.model))
             outside.check()
+            examples = [Example(each.inputs, each.outputs, each.random) for each in comparable]
+            self.way = way_of(self.program, examples, compile, pool)
         finally:
             outside.restore()
 
@@ -117,10 +130,11 @@ class StepProgram:
                 "it: if it is of the samples, pass it as an argument of the loss function"
             )
 
-    def _check_same(self, record: Recorded, in_turn: Recorded, one_twice: Recorded | None = None) -> None:
-        """Raises GraphError unless other batches give the same program, and that gives what they gave."""
+    def _check_same(self, record: Recorded, in_turn: Recorded, one_twice: Recorded | None = None) -> list[Recorded]:
+        """The recordings that the program gives what they gave. Raises GraphError unless other batches give the same
+        program, and that does."""
         difference = self.program.difference(in_turn.program)
-        comparable = [record, record, in_turn]
+        comparable = [record, in_turn]
         if one_twice is not None and not difference and not self.program.went_another_way(one_twice.program):
             difference = self.program.difference(one_twice.program)
             comparable.append(one_twice)
@@ -129,14 +143,21 @@ class StepProgram:
                 f"the step is not the same for two batches of one size: {difference}. What Python decides by the "
                 "numbers of a batch cannot be replayed"
             )
-        for each in comparable:
-            torch.set_rng_state(each.random)
+        for each in (record, *comparable):
+            set_random_states(self.device, each.random)
             found, same = self.program.run(each.inputs)
-            if not same or not all(_same_bits(a, b) for a, b in zip(found, each.outputs, strict=True)):
+            if not same or not self._is_same(found, each.outputs):
                 raise GraphError(
                     "a replay does not give what the recorded step gave: something in it goes past torch's dispatcher "
                     "(a constant that is written to, a generator that is seeded anew, numbers changed by Python)"
                 )
+        return comparable
+
+    def _is_same(self, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+        """Bit by bit; on a device, where sums may be taken in any order, within rounding."""
+        if self.device.type != "cpu":
+            return not differing(self.program, found, wanted)
+        return all(_same_bits(a, b) for a, b in zip(found, wanted, strict=True))
 
     def _differs_at(self, leaves: Sequence[Any], size: int, held: dict[str, Tensor]) -> str:
         """Why the step is another for another number of samples; "" if it is not."""
@@ -190,9 +211,9 @@ class StepProgram:
         return losses
 
     def _recorded(self, leaves: Sequence[Any], held: dict[str, Tensor]) -> Recorded:
-        given, random = copies(leaves), torch.get_rng_state()
+        given, random = copies(leaves), random_states(self.device)
         inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        recorder = Recorder(inputs, held)
+        recorder = Recorder(inputs, held, self.device)
         _RECORDING.append(recorder)
         try:
             with self._engine.collecting() as found, watched(), Watch(recorder), recorder:
@@ -210,22 +231,31 @@ class StepProgram:
 
     def replay(self, leaves: Sequence[Any], samples: int) -> tuple[Tensor, Gradients] | None:
         """The losses [samples] and gradients of the first samples; None where the numbers of the batch decide another
-        way than that of the recording."""
+        way than that of the recording. The losses of a CUDA graph stand until the next replay; its gradients then raise
+        an error."""
         inputs = [_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        found, same = self.program.run(inputs)
+        found, same = self.way.run(inputs)
         if not same:
             return None
         losses, *data = found
-        return losses[:samples], self.gradients(data, samples)
+        return losses[:samples], self.gradients(data, samples, self.way.lasting())
 
-    def gradients(self, data: Sequence[Tensor], samples: int) -> Gradients:
+    def gradients(self, data: Sequence[Tensor], samples: int, lasting: Lasting | None = None) -> Gradients:
         """The gradients of the first samples, from what a replay gave."""
         scale = float(self.batch.size) if self.mean else 1.0
-        return Replayed(self.templates, data, samples, self.batch.size, scale, self._of, self._arranged)
+        return Replayed(self.templates, data, samples, self.batch.size, scale, self._of, self._arranged, lasting)
 
     def none(self) -> Gradients:
         """The gradients of no sample."""
         return self.gradients([torch.empty(0)] * sum(len(t.places) for t in self.templates), 0)
+
+
+def device_of_model(engine: PerSampleGradients) -> torch.device:
+    """Where the model lies. Raises GraphError for devices whose steps are not replayed."""
+    found = next((p.device for p in engine.parameters()), torch.device("cpu"))
+    if found.type not in REPLAYED:
+        raise GraphError(f"the model lies on {found}: steps are recorded on the CPU and on CUDA")
+    return found
 
 
 def _plain(leaf: Tensor) -> Tensor:

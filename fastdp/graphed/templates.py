@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,28 +121,39 @@ def _saved(node: Any) -> list[Tensor]:
 
 
 _GONE = torch.empty(0)
+Lasting = Callable[[], None]  # raises StepError once the data of a replay is overwritten
 
 
 class Replayed(Gradients):
     """The gradients of the first samples of a replay: uses are filled with its data when they are asked for, and those
     that are taken together never one by one.
 
-    templates, data: of the recording, and what the replay gave. size: samples of the replay.
+    templates, data: of the recording, and what the replay gave. size: samples of the replay. lasting: asked before any
+    data is read.
     """
 
     def __init__(
         self, templates: Sequence[Template], data: Sequence[Tensor], samples: int, size: int, scale: float,
-        of: dict[int, list[int]], arranged: Arranged,
+        of: dict[int, list[int]], arranged: Arranged, lasting: Lasting | None = None,
     ) -> None:  # fmt: skip
         self._templates, self._data, self._samples, self._size = templates, list(data), samples, size
-        self._of, self._filled = of, dict[int, Use]()
+        self._of, self._filled, self._lasting = of, dict[int, Use](), lasting
         self._take(samples, scale, templates[0].use.operand.device, None, arranged)
 
     @property
     def uses(self) -> list[Use]:
         return [self.use(place) for place in range(len(self._templates))]
 
+    def bundles(self, parameters: Sequence[Tensor]) -> list[Bundle | Abreast]:
+        self._check()
+        return super().bundles(parameters)
+
+    def _check(self) -> None:
+        if self._lasting is not None:
+            self._lasting()
+
     def use(self, place: int) -> Use:
+        self._check()
         if place not in self._filled:
             template = self._templates[place]
             use = self._filled[place] = object.__new__(type(template.use))

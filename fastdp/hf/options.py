@@ -30,7 +30,7 @@ class PrivacyArguments:
         max_records_per_group: with group_by, the largest number of records of a group in a step.
         memory_budget: the bytes that may be held in backward for norms and sums.
         graphed: whether forward and backward are recorded once for each shape of a batch, and replayed without Python
-            (`optimizer.graphed`; on the CPU). Pad to few lengths: `pad_to_multiple_of=64` of the collator, say.
+            (`optimizer.graphed`). Pad to few lengths: `pad_to_multiple_of=64` of the collator, say.
         verify: whether to check the model and the loss on a few records before training.
         noise_seed: makes sampling and noise repeatable, for experiments. It voids the guarantee.
         count_lost_steps: after a resume, whether to count the steps that were made after the checkpoint.
@@ -75,7 +75,7 @@ class PrivacyArguments:
     )
     graphed: bool = field(
         default=False,
-        metadata={"help": "Record forward and backward once for each shape of a batch, and replay them (on the CPU)."},
+        metadata={"help": "Record forward and backward once for each shape of a batch, and replay them."},
     )
     verify: bool = field(
         default=True, metadata={"help": "Check the model and the loss on a few records before training."}

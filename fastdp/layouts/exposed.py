@@ -47,14 +47,16 @@ class Exposed:
         self.integers: list[tuple[Tensor, Layout]] = []  # read in bulk, as lengths and ids are
         self.read = ""  # what read numbers of samples, floating ones
         self.backward = ""  # a backward within the forward, after which .grad may be data
+        self.anything = False  # whether there is any of these
 
     def __bool__(self) -> bool:
-        return bool(self.memory or self.read or self.integers or self.backward)
+        return self.anything
 
     def after(self, call: Call) -> str:
         """A call was made: it may give memory or numbers away, or write to such memory. Returns what is to be warned
         of, or ''."""
         given = self._give(call) if call.func in GIVING and call.args and self.batch > 1 else ""
+        self.anything = bool(self.memory or self.read or self.integers or self.backward)
         if self.memory:
             self._renew(call.tensors)
         return given

@@ -62,8 +62,8 @@ def _native_rows(x: Tensor, g: Tensor, mean: Tensor | None, rstd: Tensor, want_b
     rows, kind = x.shape[:2], sum_type(x)
     if x.dim() != 3 or g.shape != x.shape or any(s.shape != rows or s.dtype != kind for s in statistics):
         x, g, *statistics = _rows(x, g, *statistics)
-    x, g, *statistics = (v.contiguous() for v in (x, g, *statistics))
-    weight = torch.empty(x.size(0), x.size(2), dtype=sum_type(x))
+    x, g, *statistics = (v if v.is_contiguous() else v.contiguous() for v in (x, g, *statistics))
+    weight = torch.empty(x.size(0), x.size(2), dtype=kind)
     bias = torch.empty_like(weight) if want_bias else weight
     module: Any = native()
     module.norm_affine(x.data_ptr(), g.data_ptr(), DTYPES[x.dtype], 0 if mean is None else statistics[0].data_ptr(),

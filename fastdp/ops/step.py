@@ -78,7 +78,11 @@ class StepTable:
         if len(old) != len(new) or any(len(a) != len(b) for a, b in zip(old, new, strict=True)):
             return False
         same = all(a is b for mine, others in zip(old, new, strict=True) for a, b in zip(mine, others, strict=True))
-        return same and self.offsets == offsets and self._marks == _marks(self.params, self.states)
+        if not same or self.offsets != offsets:
+            return False
+        if not isinstance(module := native(), str):
+            return module.lie_as(_all_of(self.params, self.states), *self._marks)  # type: ignore[no-any-return]
+        return self._marks == _marks(self.params, self.states)
 
     def run(self, sums: Sequence[Tensor], draw: Draw, update: SGD | Adam) -> None:
         """`noisy_sgd_step_` or `noisy_adamw_step_` with these sums. Raises as these."""
@@ -107,13 +111,17 @@ class StepTable:
         _run_native(self._tables, step)
 
 
+def _all_of(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [tensor for tensors in (params, *states) for tensor in tensors]
+
+
 def _marks(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
     """What may change of a tensor that stays the same one (by `.data =`, say) and that a step relies on."""
-    all_of = [tensor for tensors in (params, *states) for tensor in tensors]
+    all_of = _all_of(params, states)
     return [list(map(ask, all_of)) for ask in _ASKED]
 
 
-_ASKED = (Tensor.data_ptr, Tensor.numel, operator.attrgetter("dtype"), Tensor.is_contiguous)
+_ASKED = (Tensor.data_ptr, Tensor.numel, operator.attrgetter("dtype"), Tensor.is_contiguous)  # as `lie_as` of C++
 
 
 _nothing: Callable[..., None] = lambda *args, **options: None

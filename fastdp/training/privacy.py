@@ -20,7 +20,7 @@ from ..layouts.batch import Unit
 from ..layouts.doubts import Doubt, settle
 from ..ops.clip import GAMMA
 from ..ops.noise import Noise
-from . import loader, misuse
+from . import allocator, loader, misuse
 from .clipping import Clipping, ClippingFunction
 from .fused import Release
 from .ledger import Ledger, finite, run_of
@@ -77,6 +77,8 @@ class Privacy:
             self.engine.detach()
             raise
         self.ledger.enrol(self.engine.named_parameters().values())
+        if any(p.device.type == "cpu" for p in self.engine.parameters()):
+            allocator.keep_freed()
         self.norms: Tensor | dict[str, Tensor] | None = None
         self._plan: Plan | None = None
         self._dropped: Tensor | None = None

@@ -78,6 +78,7 @@ class Captured:
     """
 
     by_shapes = False  # whether all that its rule looked at follows from shapes, types and layouts of the arguments
+    fresh = False  # whether the result is one tensor, of memory that is no argument's
     repeatable = False  # whether compiled code may repeat the call, as long as it holds no tensors
     reads_values = False  # whether `record_uses` reads those of the operands
     with_made: Callable[..., Any] | None = None  # for compiled code: the function, as (result, *the two of `made`)
@@ -171,6 +172,8 @@ class CaptureFunction(torch.autograd.Function):
             ctx.saved_count, saved = len(saved), (*saved, *data)
         ctx.fingerprints = fingerprints(saved)
         node.save_for_backward(*saved)
+        if call.fresh:
+            return _UNSAFE_VIEW(out, out.shape) if out._is_view() else out
         return _owned(out, data) if isinstance(out, Tensor) else tuple(_owned(t, data) for t in out)
 
     @staticmethod

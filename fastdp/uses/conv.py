@@ -86,7 +86,7 @@ def shape_of(x: Tensor, g: Tensor, geometry: Geometry) -> Shape:
 
 
 class _Conv(Captured):
-    repeatable = by_shapes = True
+    repeatable = by_shapes = fresh = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, geometry: Geometry) -> None:
         super().__init__(forward_pass, name, layout)
@@ -122,7 +122,8 @@ class _Conv(Captured):
             x = by_sample(saved[0], self.layout)
             use: Use = forward_pass.regrouped(Conv(weight, x, g, self.geometry, self.name))
             assert use.shape is not None
-            if forward_pass.planner.materialises(use.shape, x.nbytes + g.nbytes, x.device, is_short(x)):
+            planner = forward_pass.planner
+            if planner.materialises(use.shape, planner.adds(x, g), x.device, is_short(x)):
                 use = Stored(weight, use.per_sample(0, use.batch), self.name, use.shape)
             forward_pass.record(use)
         if ctx.learned[1]:

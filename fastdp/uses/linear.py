@@ -127,7 +127,10 @@ def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Ten
     use, shape = forward_pass.regrouped(product), product.shape
     if use is not product:
         shape = Shape("linear", use.batch, -(-a.size(0) * a.size(1) // max(use.batch, 1)), a.size(2), g.size(2))
-    if not forward_pass.planner.materialises(shape, a.nbytes + g.nbytes, a.device, is_short(a)):
+    planner = forward_pass.planner
+    if planner.memory_budget is None and product.is_small:
+        return use  # taken together with its like, by fewer calls
+    if not planner.materialises(shape, planner.adds(a, g), a.device, is_short(a)):
         return use
     return Stored(operand, use.per_sample(0, use.batch), name, shape)
 
@@ -164,7 +167,7 @@ def as_autocast(ctx: Context, x: Tensor) -> Tensor:
 class _Product(Captured):
     """Data times an operand matrix, plus a bias; either may be an operand, a constant or (bias) absent."""
 
-    repeatable = by_shapes = True
+    repeatable = by_shapes = fresh = True
     flipped = False  # whether the operand is stored [I,O]
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
@@ -233,9 +236,14 @@ def steps(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.size(0), math.prod(tensor.shape[1:-1]), tensor.size(-1))
 
 
+def lies_in_order(layout: Layout) -> bool:
+    """Whether the samples lie one after the other, each in equally many rows of the first dimension."""
+    return layout.batch > 1 and layout.owner is None and layout.dim == 0 and layout.outer == 1
+
+
 def steps_by_sample(tensor: Tensor, layout: Layout) -> Tensor:
     """[B, T, I]: the rows of each sample, with all that is not the last dimension."""
-    if layout.batch > 1 and layout.owner is None and layout.dim == 0 and layout.outer == 1 and tensor.dim() > 1:
+    if lies_in_order(layout) and tensor.dim() > 1:
         if layout.inner == 1 and tensor.dim() == 3:
             return tensor
         shape = tensor.shape  # views of one call, as samples lie one after the other

@@ -19,6 +19,7 @@ from ..ops.common import accumulate, sum_type
 from .broadcast import use_by_sample, uses_of_broadcast
 from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
+from .linear import lies_in_order, steps_by_sample
 from .rules import attributed, by_sample, sample_layout, use_rule
 from .use import Use
 
@@ -95,7 +96,7 @@ class _Native(Captured):
     along: the shape that a layer norm goes over; the number of groups.
     """
 
-    repeatable = by_shapes = True
+    repeatable = by_shapes = fresh = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, along: Any, eps: float) -> None:
         super().__init__(forward_pass, name, layout)
@@ -126,6 +127,10 @@ class _LayerNorm(_Native):
         return [_LAYER_BACKWARD(grads[0], saved[0], self.along, *saved[1:], *ctx.values, [True, False, False])[0]]
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        if len(self.along) == 1 and lies_in_order(self.layout) and saved[0].dim() > 1:
+            x, g = (steps_by_sample(t, self.layout) for t in (saved[0], grads[0]))  # [B, T, d]
+            self._record(ctx, ops.norm_affine_per_sample(x, g, *(t.reshape(x.shape[:2]) for t in saved[1:])))
+            return
         lead = saved[0].dim() - len(self.along)
         x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
         mean, rstd = (by_sample(t.flatten(lead), self.layout).flatten(1) for t in saved[1:])  # [B, T]

@@ -10,9 +10,13 @@ Materialising happens within backward, and drops the inputs and output gradients
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from .costs import Shape, constants, seconds
+from .held import Held
 
 MORE = 1.25  # what faster stored gradients may take, of the bytes that they replace, where no budget is given
 
@@ -29,16 +33,25 @@ class Planner:
         if memory_budget is not None and (isinstance(memory_budget, bool) or not memory_budget > 0):
             raise ValueError(f"memory_budget must be a positive number of bytes, not {memory_budget!r}")
         self.memory_budget = memory_budget
-        self.held = 0
+        self._held = Held()
         self._routes: dict[tuple[Shape, torch.device, bool], tuple[str, str]] = {}
 
     def begin(self) -> None:
         """A backward begins: nothing is held."""
-        self.held = 0
+        self._held = Held()
 
-    def hold(self, count: int) -> None:
-        """`count` bytes are held until the end of backward."""
-        self.held += count
+    @property
+    def held(self) -> int:
+        """Bytes that are held until the end of backward (those of small uses only where there is a budget)."""
+        return self._held.bytes
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """These are held until the end of backward."""
+        self._held.hold(tensors)
+
+    def adds(self, *tensors: Tensor) -> int:
+        """How many bytes more are held if these are: none for what another use holds already."""
+        return self._held.adds(tensors)
 
     def exceeds(self, count: int) -> bool:
         """Whether holding `count` bytes more would go over the budget."""

@@ -133,7 +133,7 @@ def use_of_rows(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor
     a, g = rows_of(a, layout), rows_of(g, layout)
     use: Use = forward_pass.regrouped(Routed(operand, a, g, torch.zeros_like(owner), owner, forward_pass.batch, name))
     shape = Shape("linear", use.batch, -(-a.size(0) // use.batch), a.size(1), g.size(1))
-    if not forward_pass.planner.materialises(shape, a.nbytes + g.nbytes, a.device, use.short):
+    if not forward_pass.planner.materialises(shape, forward_pass.planner.adds(a, g), a.device, use.short):
         return use
     return Stored(operand, use.per_sample(0, use.batch), name, shape)
 

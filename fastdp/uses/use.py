@@ -38,6 +38,11 @@ class Use:
     def __init__(self, operand: Tensor, batch: int, name: str) -> None:
         self.operand, self.batch, self.name = operand, batch, name
 
+    @property
+    def is_small(self) -> bool:
+        """Whether a call of its own would cost more than what it computes."""
+        return False
+
     def plan(self, planner: Planner) -> None:
         """Take the route that the planner chooses."""
 
@@ -88,10 +93,6 @@ class Use:
     def short(self) -> bool:
         """Whether it holds 16-bit numbers."""
         return any(t.dtype in (torch.bfloat16, torch.float16) for t in self.data())
-
-    def held_bytes(self) -> int:
-        """Memory that the use holds until the end of backward."""
-        return sum(t.nbytes for t in self.data())
 
     def segments(self) -> Segments | None:
         """Of routed rows: for the table, without the rows."""
@@ -179,10 +180,14 @@ class Positioned(Use):
         first, second = (torch.cat([use.sides()[side] for use in uses], 1) for side in (0, 1))
         return self.of(first, second, name)
 
+    @property
+    def is_small(self) -> bool:
+        first, second = self.sides()
+        return first.numel() + second.numel() + self.operand.numel() <= self.abreast_limit
+
     def alike(self) -> Any:
         first, second = self.sides()
-        size = first.numel() + second.numel() + self.operand.numel()
-        if size > self.abreast_limit or not first.numel() or not second.numel():
+        if not self.is_small or not first.numel() or not second.numel():
             return None
         if not {first.dtype, second.dtype, self.operand.dtype} <= _WORTH_A_COPY:
             return None
@@ -210,6 +215,7 @@ class Positioned(Use):
         return self.of(first, second, self.name)
 
 
+_FEW = 1 << 14  # numbers whose memory is not worth counting
 _WORTH_A_COPY = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -229,6 +235,10 @@ class Stored(Use):
         if shape is not None:  # of a product that the planner chose to materialise
             self.shape, self.route = shape, "materialise"
         assert grads.shape[1:] == operand.shape, (name, grads.shape, operand.shape)
+
+    @property
+    def is_small(self) -> bool:
+        return self.grads.numel() <= _FEW
 
     def data(self) -> tuple[Tensor, ...]:
         return (self.grads,)
@@ -293,9 +303,6 @@ class Stack(Use):
     def holds(self) -> tuple[Tensor, ...]:
         return tuple(tensor for use in self.uses for tensor in use.holds())
 
-    def held_bytes(self) -> int:
-        return sum(use.held_bytes() for use in self.uses)
-
     def norm_sq(self) -> Tensor:
         return torch.cat([use.norm_sq().double() for use in self.uses])
 
@@ -338,9 +345,6 @@ class Regrouped(Use):
 
     def holds(self) -> tuple[Tensor, ...]:
         return self.inner.holds()
-
-    def held_bytes(self) -> int:
-        return self.inner.held_bytes()
 
     def norm_sq(self) -> Tensor:
         return self._spread(self.inner.norm_sq().double()) if self.groups.most <= 1 else super().norm_sq()

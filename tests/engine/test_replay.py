@@ -37,13 +37,13 @@ def test_only_beyond_the_budget() -> None:
 def test_holds_less() -> None:
     model, _, ids = models(layers=6)
 
-    def held(budget: int | None) -> int:
+    def held(budget: int) -> int:
         engine = PerSampleGradients(model, memory_budget=budget)
         backward(model, ids)
         engine.detach()
         return engine.planner.held
 
-    assert held(1) < held(None) / 4
+    assert held(1) < held(1 << 40) / 4
 
 
 def test_a_block_called_twice_is_kept() -> None:

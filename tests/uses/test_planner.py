@@ -73,9 +73,10 @@ def test_memory_decides_what_is_materialised(known) -> None:
     assert free.materialises(shape, least, CPU, False) and not free.materialises(shape, least - 1, CPU, False)
     rich = Planner(memory_budget=10 * stored)
     assert rich.materialises(shape, 1, CPU, False)  # more than it replaces, but within the budget
-    rich.hold(9 * stored + 1)
+    most, all_of_it = (torch.empty(size, dtype=torch.uint8) for size in (9 * stored + 1, 10 * stored))
+    rich.hold([most])
     assert not rich.materialises(shape, 1, CPU, False)
-    rich.hold(10 * stored)  # used up: the smaller of the two
+    rich.hold([all_of_it])  # used up: the smaller of the two
     assert rich.materialises(shape, stored + 1, CPU, False) and not rich.materialises(shape, stored, CPU, False)
     rich.begin()
     assert rich.held == 0

@@ -1,0 +1,209 @@
+// What a call is known by: fastdp/engine/layout_cache.py, which says the same in Python.
+#pragma once
+
+#include "words.h"
+
+#include <vector>
+
+// The parts of a signature, collected in one pass over the arguments.
+class Signature {
+  public:
+    // combined: of a call of data and parameters, of which more is told.
+    Signature(std::int64_t batch, PyObject *tracked, std::int64_t kind, bool combined)
+        : batch_(batch), tracked_(tracked), checked_((kind & KIND) == CHECKED && !combined),
+          elementwise_((kind & KIND) == ELEMENTWISE || (kind & KIND) == DRAWING),
+          of_data_((kind & KIND) == DRAWING), view_(kind & INDEXING),
+          gathering_(kind & GATHERING), followed_((kind & FOLLOWED) || combined), combined_(combined) {
+        parts_.reserve(32);
+    }
+    ~Signature() {
+        for (PyObject *part : parts_) Py_DECREF(part);
+    }
+
+    void add(PyObject *part) { parts_.push_back(Py_NewRef(part)); }
+    void add(Ref &&part) { parts_.push_back(part.release()); }
+
+    void describe(PyObject *value) {
+        if (is_tensor(value)) {
+            describe_tensor(value);
+        } else if (PyTuple_Check(value) || PyList_Check(value)) {
+            add((PyObject *)Py_TYPE(value));
+            const Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
+            add(checked(PyLong_FromSsize_t(count)));
+            for (Py_ssize_t i = 0; i < count; ++i) describe(PySequence_Fast_GET_ITEM(value, i));
+        } else if (PyDict_Check(value)) {
+            throw Missed{};
+        } else {
+            add((PyObject *)Py_TYPE(value));
+            add(value);
+        }
+    }
+
+    void describe_index(PyObject *index) {
+        const bool several = PyTuple_Check(index);
+        const Py_ssize_t count = several ? PyTuple_GET_SIZE(index) : 1;
+        for (Py_ssize_t i = 0; i < count; ++i) {
+            PyObject *item = several ? PyTuple_GET_ITEM(index, i) : index;
+            add((PyObject *)Py_TYPE(item));
+            if (PySlice_Check(item)) {
+                for (PyObject *name : {words->start, words->stop, words->step}) {
+                    Ref bound = attribute(item, name);
+                    if (bound.get() != Py_None && !PyLong_CheckExact(bound.get())) throw Missed{};
+                    add(std::move(bound));
+                }
+            } else if (item == Py_None || item == Py_Ellipsis || PyLong_CheckExact(item)) {
+                add(item);
+            } else {
+                throw Missed{};
+            }
+        }
+        add(several ? Py_True : Py_False);
+    }
+
+    Ref tuple() {
+        if ((of_data_ || !made_.empty()) && data_.empty()) throw Missed{};  // what is made of it is noted
+        for (const auto &made : made_) {  // (of other calls `positions.may_matter` was asked)
+            for (const auto &data : data_) {
+                if (!elementwise_) break;
+                for (const std::int64_t dim : {(std::int64_t)0, (std::int64_t)made.size() + data.beside}) {
+                    const bool there = 0 <= dim && dim < (std::int64_t)made.size();
+                    if (there && made[(std::size_t)dim] == data.rows) throw Missed{};  // a number for each row, perhaps
+                }
+            }
+        }
+        for (std::int64_t size : constant_sizes_) {
+            for (const auto &data : data_) {
+                if (checked_ && (size == batch_ || size == data.rows)) throw Missed{};
+            }
+            if (checked_ && size == batch_) throw Missed{};
+        }
+        Ref found = checked(PyTuple_New((Py_ssize_t)parts_.size()));
+        for (std::size_t i = 0; i < parts_.size(); ++i) PyTuple_SET_ITEM(found.get(), (Py_ssize_t)i, parts_[i]);
+        parts_.clear();
+        return found;
+    }
+
+  private:
+    void describe_tensor(PyObject *value) {
+        PyTypeObject *type = Py_TYPE(value);
+        if (type != (PyTypeObject *)words->tensor && type != (PyTypeObject *)words->parameter) throw Missed{};
+        const Ref held_notes = notes_of(value);
+        PyObject *notes = held_notes.get();
+        const Ref needs_grad = attribute(value, words->requires_grad);
+        if (is(value, words->is_nested)) throw Missed{};
+        if (needs_grad.get() == Py_True) {
+            Ref id = checked(PyLong_FromVoidPtr(value));
+            PyObject *link = entry(notes, words->LINK);
+            if (link != nullptr && link != Py_None) throw Missed{};
+            if (entry(tracked_, id.get()) != nullptr) {
+                if (!combined_) throw Missed{};
+                describe_parameter(value, notes, std::move(id));
+                return;
+            }
+        }
+        if (gathering_ && entry(notes, words->GATHERED) != nullptr) throw Missed{};
+        if (followed_ && entry(notes, words->PARTS) != nullptr) throw Missed{};
+        const bool view = asks(value, words->is_view);
+        const Ref base = view ? attribute(value, words->base) : Ref();
+        const Ref base_notes = view ? notes_of(base.get()) : Ref();
+        if (gathering_ && view && entry(base_notes.get(), words->GATHERED) != nullptr) throw Missed{};
+        PyObject *layout = layout_of(notes, base_notes.get());
+        check_memory(value, notes, base_notes.get(), layout);
+        if (combined_ && layout == nullptr) {
+            if (type != (PyTypeObject *)words->parameter || needs_grad.get() == Py_True) throw Missed{};
+            describe_parameter(value, notes, checked(PyLong_FromVoidPtr(value)));  // frozen
+            return;
+        }
+        Ref shape = attribute(value, words->shape);
+        if (layout == nullptr) {
+            describe_constant(value, notes, needs_grad.get() == Py_True, shape.get());
+        } else {
+            describe_data(value, layout, PyTuple_GET_SIZE(shape.get()));
+        }
+        add(std::move(shape));
+        add(attribute(value, words->dtype));
+        add(needs_grad.get());
+        add(layout == nullptr ? Py_None : layout);
+    }
+
+    void describe_parameter(PyObject *value, PyObject *notes, Ref &&id) {
+        if (entry(notes, words->LAYOUT) != nullptr || entry(notes, words->MADE) != nullptr) throw Missed{};
+        add(std::move(id));
+        for (PyObject *name : {words->requires_grad, words->shape, words->dtype, words->device}) {
+            add(attribute(value, name));
+        }
+        add(called(value, words->is_contiguous));
+    }
+
+    // `tag_of`: borrowed, nullptr of a constant.
+    PyObject *layout_of(PyObject *notes, PyObject *base_notes) {
+        PyObject *layout = entry(notes, words->LAYOUT);
+        if (layout != nullptr) {
+            const Ref now = attribute(words->moments, words->current);
+            if (!is_layout(layout) || entry(notes, words->MOMENT) != now.get()) throw Missed{};
+            if (number(field(layout, words->batch)) != batch_) throw Missed{};
+            if (!is_empty(field(layout, words->mixed))) throw Missed{};
+        }
+        if (base_notes == nullptr) return layout;
+        PyObject *of_base = entry(base_notes, words->LAYOUT);
+        if (layout == nullptr) {
+            if (of_base != nullptr) throw Missed{};
+            return nullptr;
+        }
+        if (entry(base_notes, words->RELAID) != nullptr) throw Missed{};
+        if (of_base != nullptr && (!is_layout(of_base) || !is_empty(field(of_base, words->mixed)))) throw Missed{};
+        return layout;
+    }
+
+    // `look`: the memory is as the layout says.
+    void check_memory(PyObject *value, PyObject *notes, PyObject *base_notes, PyObject *layout) {
+        if (layout == nullptr) {
+            if (!is_nobodys(value)) throw Missed{};
+            return;
+        }
+        const Ref storage = storage_of(value);
+        if (!storage) throw Missed{};
+        PyObject *held = entry(notes_of(storage.get()).get(), words->HELD);
+        if (held == Py_None) held = nullptr;
+        if (held == entry(notes, words->HELD)) return;
+        if (base_notes == nullptr || held != entry(base_notes, words->HELD)) throw Missed{};
+    }
+
+    void describe_constant(PyObject *value, PyObject *notes, bool needs_grad, PyObject *shape) {
+        if (needs_grad && !is(value, words->is_leaf)) throw Missed{};  // of unseen origin, perhaps
+        const bool made = was_made(entry(notes, words->MADE));
+        if (made) made_.emplace_back();
+        const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
+        for (Py_ssize_t i = 0; i < dims; ++i) {
+            const std::int64_t size = number(PyTuple_GET_ITEM(shape, i));
+            // `positions.may_matter`
+            if (made && !elementwise_ && size >= batch_ && size % batch_ == 0) throw Missed{};
+            if (made) made_.back().push_back(size);
+            constant_sizes_.push_back(size);
+        }
+    }
+
+    void describe_data(PyObject *value, PyObject *layout, std::int64_t dims) {
+        const std::int64_t outer = number(field(layout, words->outer)), inner = number(field(layout, words->inner));
+        data_.push_back({number(field(layout, words->dim)) - dims, outer * batch_ * inner});
+        if (field(layout, words->owner) != Py_None || field(layout, words->piece) != Py_None) throw Missed{};
+        if (combined_) {
+            if (field(layout, words->order) != Py_None || number(field(layout, words->alone)) >= 0) throw Missed{};
+            add(attribute(value, words->device));
+            add(called(value, words->is_contiguous));
+        }
+        if (!checked_) return;
+        if (!asks(value, words->floating) && (truth(field(layout, words->is_row_index)) || !view_)) throw Missed{};
+    }
+
+    const std::int64_t batch_;
+    PyObject *tracked_;
+    const bool checked_, elementwise_, of_data_, view_, gathering_, followed_, combined_;
+    struct Data {
+        std::int64_t beside, rows;  // where the samples lie, counted from the last dimension
+    };
+    std::vector<PyObject *> parts_;
+    std::vector<Data> data_;
+    std::vector<std::vector<std::int64_t>> made_;  // shapes of constants that were made in sight
+    std::vector<std::int64_t> constant_sizes_;
+};

@@ -1,0 +1,119 @@
+// Whether what stands in dicts and lists is what stood there: fastdp/graphed/guards.py asks it of a whole model before
+// every replay, of some ten thousand values.
+#include "standing.h"
+#include "ref.h"
+
+#include <vector>
+
+namespace {
+
+PyObject *const REQUIRES_GRAD = interned("requires_grad"), *const DATA_PTR = interned("data_ptr"),
+         *const STRIDE = interned("stride"), *const SHAPE = interned("shape"), *const DTYPE = interned("dtype"),
+         *const HOOKS = interned("_backward_hooks"), *const POST_HOOKS = interned("_post_accumulate_grad_hooks"),
+         *const NUMEL = interned("numel"), *const IS_CONTIGUOUS = interned("is_contiguous");
+
+// The values of dicts and lists, with the keys of dicts: kept, so that no other object comes to have their places.
+class Standing {
+  public:
+    explicit Standing(const py::list &owners) {
+        for (const py::handle &owner : owners) {
+            owners_.push_back(Ref::of(owner.ptr()));
+            std::vector<Ref> found;
+            each(owner.ptr(), [&](PyObject *object) {
+                found.push_back(Ref::of(object));
+                return true;
+            });
+            values_.push_back(std::move(found));
+        }
+    }
+
+    // Whether all are the very objects that they were, in the same order.
+    bool same() const {
+        for (std::size_t number = 0; number < owners_.size(); ++number) {
+            const std::vector<Ref> &values = values_[number];
+            std::size_t place = 0;
+            const bool equal = each(owners_[number].get(), [&](PyObject *object) {
+                return place < values.size() && values[place++].get() == object;
+            });
+            if (!equal || place != values.size()) return false;
+        }
+        return true;
+    }
+
+  private:
+    template <typename Function>
+    static bool each(PyObject *owner, Function function) {
+        if (PyDict_Check(owner)) {
+            Py_ssize_t place = 0;
+            PyObject *key, *value;
+            while (PyDict_Next(owner, &place, &key, &value)) {
+                if (!function(key) || !function(value)) return false;
+            }
+            return true;
+        }
+        for (Py_ssize_t place = 0; place < PyList_GET_SIZE(owner); ++place) {
+            if (!function(PyList_GET_ITEM(owner, place))) return false;
+        }
+        return true;
+    }
+
+    std::vector<Ref> owners_;
+    std::vector<std::vector<Ref>> values_;
+};
+
+bool equal(PyObject *found, PyObject *known) {
+    const int same = PyObject_RichCompareBool(found, known, Py_EQ);
+    if (same < 0) throw Raised{};
+    return same != 0;
+}
+
+// Whether a tensor is as `known` says: (dict, name, _, tensor, (data_ptr, stride, shape, dtype), requires_grad).
+bool is_as_it_was(PyObject *known) {
+    PyObject *tensor = PyTuple_GET_ITEM(known, 3), *lies = PyTuple_GET_ITEM(known, 4);
+    if (entry(PyTuple_GET_ITEM(known, 0), PyTuple_GET_ITEM(known, 1)) != tensor) return false;
+    if (attribute(tensor, REQUIRES_GRAD).get() != PyTuple_GET_ITEM(known, 5)) return false;
+    if (is(tensor, HOOKS) || is(tensor, POST_HOOKS)) return false;
+    return equal(called(tensor, DATA_PTR).get(), PyTuple_GET_ITEM(lies, 0)) &&
+           equal(called(tensor, STRIDE).get(), PyTuple_GET_ITEM(lies, 1)) &&
+           equal(attribute(tensor, SHAPE).get(), PyTuple_GET_ITEM(lies, 2)) &&
+           equal(attribute(tensor, DTYPE).get(), PyTuple_GET_ITEM(lies, 3));
+}
+
+// Whether tensors lie as lists of their addresses, numbers of elements, types and of whether they are contiguous say.
+bool lie_as(const py::list &tensors, const py::list &addresses, const py::list &counts, const py::list &types,
+            const py::list &contiguous) {
+    const auto known = [](const py::list &list, Py_ssize_t place) { return PyList_GET_ITEM(list.ptr(), place); };
+    try {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.ptr()); ++i) {
+            PyObject *tensor = known(tensors, i);
+            if (attribute(tensor, DTYPE).get() != known(types, i)) return false;
+            if (called(tensor, IS_CONTIGUOUS).get() != known(contiguous, i)) return false;
+            if (!equal(called(tensor, DATA_PTR).get(), known(addresses, i))) return false;
+            if (!equal(called(tensor, NUMEL).get(), known(counts, i))) return false;
+        }
+        return true;
+    } catch (const Raised &) {
+        throw py::error_already_set();
+    }
+}
+
+bool all_as_they_were(const py::list &held) {
+    try {
+        for (const py::handle &known : held) {
+            if (!is_as_it_was(known.ptr())) return false;
+        }
+        return true;
+    } catch (const Raised &) {
+        throw py::error_already_set();
+    }
+}
+
+}  // namespace
+
+void bind_standing(py::module_ &module) {
+    py::class_<Standing>(module, "Standing", "what stands in dicts and lists; see standing.cpp")
+        .def(py::init<py::list>())
+        .def("same", &Standing::same);
+    module.def("lie_as", &lie_as, "whether tensors lie as they did");
+    module.def("all_as_they_were", &all_as_they_were, "whether tensors stand, and lie, where they did");
+}
