@@ -15,7 +15,7 @@ from ..engine.gradients import Arranged, Gradients
 from ..errors import GraphError
 from ..uses.conv import Conv
 from ..uses.embedding import Lookup
-from ..uses.linear import Matmul
+from ..uses.linear import Matmul, by_address
 from ..uses.links import link_of
 from ..uses.use import Lazy, Positioned, Stored, Use
 from .recorder import Recorder
@@ -177,9 +177,11 @@ class Replayed(Gradients):
             rows = [side if side.dim() == 2 else side.reshape(side.size(0), -1) for side in sides[0]]
             whole = torch.cat(rows, 1)
             return Bundle(parameters, whole if self._samples == self._size else whole[: self._samples])
-        joined = [self._of_samples(torch.cat(side), len(templates)) for side in sides]
         one = templates[0].use
         assert isinstance(one, Positioned)
+        if isinstance(one, Matmul) and by_address(sides[0][0], sides[1][0]):
+            return Abreast.of([(p, self.use(place)) for p, place in members])
+        joined = [self._of_samples(torch.cat(side), len(templates)) for side in sides]
         return Abreast(parameters, one.joined(*joined))
 
     def _of_samples(self, rows: Tensor, count: int) -> Tensor:

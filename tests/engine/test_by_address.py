@@ -140,3 +140,22 @@ def test_steps_are_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
             optimizer.zero_grad()
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_replayed_steps_find_layers_by_address_too() -> None:
+    """What a replay gives is not joined either, whatever its size."""
+    models = [Net(tied=False) for _ in range(2)]
+    optimizers = [
+        fastdp.DPSGD(m, lr=0.5, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B) for m in models
+    ]
+    with forced("gram"):
+        replayed = optimizers[1].graphed(lambda model, ids: losses(model, ids), (batch(),))
+        for seed in range(2):
+            losses(models[0], batch(seed=seed)).mean().backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            with launches() as found:
+                replayed(batch(seed=seed))
+            assert found["gram_kernel"] == 3 and replayed.replayed == seed + 1, dict(found)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
