@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from ..routes import forced
 from ..truth import norms_of, truth
 
 pytest.importorskip("triton")
+from fastdp.kernels import many
+
 B, LAYERS, D = 3, 4, 16
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 
@@ -109,23 +112,30 @@ def test_a_launch_for_all_layers_of_a_shape(dtype: torch.dtype) -> None:
     assert found["weighted_kernel"] == 1
 
 
-def test_data_goes_with_the_last_sum() -> None:
+def test_data_goes_with_the_last_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch took is dropped before the next: only sums stand beside what is still to come."""
+    monkeypatch.setattr(many, "MOST", 2 * 4 * 2 * D * D)  # two layers a launch
     model, ids = Net(tied=False).to(torch.bfloat16), batch(48)
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=B)
     held: list[weakref.ref[Tensor]] = []
-    own = Many.__init__
+    alive: list[int] = []
+    own, launch = Many.__init__, many.clipped._launch
 
     def noted(self: Many, uses: list) -> None:
         own(self, uses)
-        held.extend(weakref.ref(tensor) for pair in self._pairs for tensor in pair)
+        held.extend(weakref.ref(pair[1]) for pair in self._pairs)  # output gradients: nothing else holds them
 
-    with pytest.MonkeyPatch.context() as patch, forced("gram"):
-        patch.setattr(Many, "__init__", noted)
+    def counted(*args: Any) -> None:
+        gc.collect()
+        alive.append(sum(tensor() is not None for tensor in held))
+        launch(*args)
+
+    monkeypatch.setattr(Many, "__init__", noted)
+    monkeypatch.setattr(many.clipped, "_launch", counted)
+    with forced("gram"):
         losses(model, ids).mean().backward()
         optimizer.step()
-    gc.collect()
-    assert held and not any(tensor() is not None for tensor in held)
+    assert alive[:4] == [8, 6, 4, 2], alive
 
 
 def test_steps_are_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

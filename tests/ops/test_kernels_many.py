@@ -76,6 +76,7 @@ def test_layers_that_lie_otherwise_are_launched_apart() -> None:
     buffer = torch.zeros(2 * 37 * 48 + 1, dtype=torch.bfloat16, device=DEVICE)
     buffer[1:] = pairs[3][0].flatten()
     pairs[3] = (buffer[1:].view(2, 37, 48), pairs[3][1])
+    assert many._groups(pairs, 10) == [[0, 2, 4, 5], [1], [3]]  # loads of 16 bytes from elsewhere would be a fault
     c = torch.tensor([0.5, 2.0], device=DEVICE)
     sums = many.linear_clipped_sum(pairs, c)
     for row, total, (a, g) in zip(norms(pairs, "gram"), sums, pairs, strict=True):
