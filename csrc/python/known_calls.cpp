@@ -68,6 +68,7 @@ void tensors_in(PyObject *nest, std::vector<PyObject *> &found) {
     if (is_tensor(nest)) {
         found.push_back(nest);
     } else if (PyTuple_Check(nest) || PyList_Check(nest)) {
+        const Nest deeper;
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(nest); ++i) {
             tensors_in(PySequence_Fast_GET_ITEM(nest, i), found);
         }
@@ -190,9 +191,8 @@ class KnownCalls {
 
     // The signature of a call of data and parameters, in the module whose forward runs.
     Ref capture_of(PyObject *function, std::int64_t code, PyObject *args, PyObject *kwargs) {
-        const Ref turn = attribute(words->holding, words->turn);
         const Py_ssize_t depth = PyList_GET_SIZE(stack_.ptr());
-        if (number(turn.get()) > 0 || depth == 0) throw Missed{};
+        if (depth == 0) throw Missed{};
         if (checked(PyObject_CallOneArg(words->saving_hooks, Py_True)).get() != Py_None) throw Missed{};
         const Ref of_call = described(function, code, args, kwargs, true);
         const bool cast = truth(checked(PyObject_CallNoArgs(words->any_autocast)).get());

@@ -69,4 +69,14 @@ inline std::int64_t number(PyObject *object) {
     return found;
 }
 
+// Around what calls itself for what lies in a list: one that holds itself raises RecursionError, as in Python.
+class Nest {
+  public:
+    Nest() {
+        if (Py_EnterRecursiveCall(" in the arguments of a torch call")) throw Raised{};
+    }
+    ~Nest() { Py_LeaveRecursiveCall(); }
+    Nest(const Nest &) = delete;
+};
+
 inline PyObject *interned(const char *text) { return PyUnicode_InternFromString(text); }

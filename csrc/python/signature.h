@@ -11,8 +11,7 @@ class Signature {
     // combined: of a call of data and parameters, of which more is told.
     Signature(std::int64_t batch, PyObject *tracked, std::int64_t kind, bool combined)
         : batch_(batch), tracked_(tracked), checked_((kind & KIND) == CHECKED && !combined),
-          elementwise_((kind & KIND) == ELEMENTWISE || (kind & KIND) == DRAWING),
-          of_data_((kind & KIND) == DRAWING), view_(kind & INDEXING),
+          elementwise_((kind & KIND) == ELEMENTWISE), view_(kind & INDEXING),
           gathering_(kind & GATHERING), followed_((kind & FOLLOWED) || combined), combined_(combined) {
         parts_.reserve(32);
     }
@@ -27,6 +26,7 @@ class Signature {
         if (is_tensor(value)) {
             describe_tensor(value);
         } else if (PyTuple_Check(value) || PyList_Check(value)) {
+            const Nest nest;
             add((PyObject *)Py_TYPE(value));
             const Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
             add(checked(PyLong_FromSsize_t(count)));
@@ -61,7 +61,7 @@ class Signature {
     }
 
     Ref tuple() {
-        if ((of_data_ || !made_.empty()) && data_.empty()) throw Missed{};  // what is made of it is noted
+        if (data_.empty()) throw Missed{};  // how constants are made of others is noted
         for (const auto &made : made_) {  // (of other calls `positions.may_matter` was asked)
             for (const auto &data : data_) {
                 if (!elementwise_) break;
@@ -128,6 +128,8 @@ class Signature {
 
     void describe_parameter(PyObject *value, PyObject *notes, Ref &&id) {
         if (entry(notes, words->LAYOUT) != nullptr || entry(notes, words->MADE) != nullptr) throw Missed{};
+        const bool filled = number(attribute(words->holding, words->turn).get()) > 0;  // memory of some constants
+        if (filled && !is_nobodys(value)) throw Missed{};
         add(std::move(id));
         for (PyObject *name : {words->requires_grad, words->shape, words->dtype, words->device}) {
             add(attribute(value, name));
@@ -171,6 +173,7 @@ class Signature {
 
     void describe_constant(PyObject *value, PyObject *notes, bool needs_grad, PyObject *shape) {
         if (needs_grad && !is(value, words->is_leaf)) throw Missed{};  // of unseen origin, perhaps
+        if (entry(notes, words->NUMBER) != nullptr || entry(notes, words->NUMBER_OF) != nullptr) throw Missed{};
         const bool made = was_made(entry(notes, words->MADE));
         if (made) made_.emplace_back();
         const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
@@ -198,7 +201,7 @@ class Signature {
 
     const std::int64_t batch_;
     PyObject *tracked_;
-    const bool checked_, elementwise_, of_data_, view_, gathering_, followed_, combined_;
+    const bool checked_, elementwise_, view_, gathering_, followed_, combined_;
     struct Data {
         std::int64_t beside, rows;  // where the samples lie, counted from the last dimension
     };

@@ -11,7 +11,7 @@ struct Words {
     PyObject *tensor, *parameter, *layout, *kinds, *moments, *telling, *holding, *missed;
     PyObject *tag, *drop_gone, *under_functorch, *grad_enabled;
     PyObject *LAYOUT, *MOMENT, *TAGGED_AT, *RELAID, *INPUT, *PRESUMED, *TOKEN, *HELD, *MADE, *LINK, *UNTRACKED, *PARTS,
-        *GATHERED;
+        *GATHERED, *NUMBER, *NUMBER_OF;
     PyObject *any_autocast, *autocast, *saving_hooks, *repeat;
     Py_ssize_t batch, dim, outer, inner, owner, mixed, order, is_row_index, alone, piece;
     PyObject *is_nested = interned("is_nested"), *requires_grad = interned("requires_grad"), *shape = interned("shape"),
@@ -38,7 +38,7 @@ inline bool is_layout(PyObject *object) { return Py_TYPE(object) == (PyTypeObjec
 inline bool is_tensor(PyObject *object) { return PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)words->tensor); }
 
 // Kinds of functions (`layout_cache.Kind`).
-enum Kind : std::int64_t { ASKS = 0, REPEATS = 1, CHECKED = 2, DEPENDS = 3, WHERE = 4, ELEMENTWISE = 5, DRAWING = 6 };
+enum Kind : std::int64_t { ASKS = 0, REPEATS = 1, CHECKED = 2, DEPENDS = 3, WHERE = 4, ELEMENTWISE = 5 };
 constexpr std::int64_t KIND = 7, FOLLOWED = 8, GATHERING = 16, INDEXING = 32, COMBINING = 64, RESHAPING = 128;
 
 // `positions.made_in_sight`

@@ -18,7 +18,7 @@ from ..errors import (
     UncapturedUseError,
 )
 from ..layouts.batch import Whose
-from ..layouts.doubts import take as take_doubts
+from ..layouts.doubts import Inbox
 from ..layouts.layout import Layout
 from ..ops.common import exactly
 from ..uses.links import leaves_of
@@ -101,6 +101,7 @@ class Backward:
         self._early_plans: dict[int, Plan] = {}
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._tape: Tape | None = None
+        self._doubts = Inbox()
         self._lock = threading.Lock()  # backwards may begin in the threads of several devices
         self._open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
@@ -112,6 +113,8 @@ class Backward:
         if self.owner is not None:
             self.owner.begins(self._open_forwards == 0)
         self._counted = self._counted or (self._open_forwards == 0 and not self.uses_of)
+        if self._tape is not None:
+            self._doubts.take()  # of a backward that failed
         self._open_forwards += 1
         self._tape = None
         self.note_grads()
@@ -214,8 +217,8 @@ class Backward:
         if self.rerun.collect is not None:
             return True  # a block runs again
         self._recording = path
-        known = self._tape
-        if known is not None and known.checked is forward_pass and not torch.is_grad_enabled():
+        known, task = self._tape, torch._C._current_graph_task_id()
+        if known is not None and known.checked is forward_pass and known.task == task and not torch.is_grad_enabled():
             self._unasked = not torch._C._will_engine_execute_node(forward_pass.token_node)
             return not self._unasked
         tape = self._begin()
@@ -228,6 +231,11 @@ class Backward:
             )
         elif self._unasked:
             return False
+        elif not forward_pass.recomputes and tape.task not in (None, task):
+            problem = StepError(
+                "a backward within a backward (called by a hook): each would be clipped with the other as one, and its "
+                "loss was not looked at. Call backward outside of hooks."
+            )
         elif forward_pass.backward_id not in (0, tape.number) or self._repeats(forward_pass, tape):
             problem = StepError(
                 "backward twice through one forward: each would be clipped on its own, so one sample could "
@@ -257,6 +265,7 @@ class Backward:
         forward_pass.backward_id, tape.batch, tape.people = tape.number, forward_pass.batch, forward_pass.people
         tape.thread = forward_pass.thread if forward_pass.count else tape.thread
         tape.checked = forward_pass if forward_pass.count else None
+        tape.task = task if not forward_pass.recomputes else tape.task
         forward_pass.moment.reached = True
         return True
 
@@ -303,7 +312,7 @@ class Backward:
         tape, self._tape = self._tape, None
         self.replays, self.uses_of, self._counted = Replays(self.rerun), {}, False
         self._open_forwards = max(0, self._open_forwards - 1)
-        doubts = take_doubts()
+        doubts = self._doubts.take()
         if self.owner is not None:
             self.owner.guarded = False
         if tape is None or tape.failed:

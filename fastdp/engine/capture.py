@@ -261,7 +261,7 @@ class Pass(PassRecord):
                 applied, self._applied = self._applied, around
             if one is not None:
                 one.tag_results(call)
-            else:
+            if not (call.name in COMPUTING and self._judge_sizes(call)) and one is None:
                 self._learn_capture(call, applied)
         except SampleMixingError as problem:
             if not problem.mixed or call.in_place:
@@ -342,8 +342,9 @@ class Pass(PassRecord):
         if (call.func in GIVING or self.exposed) and (giving := self.exposed.after(call)):
             self.reads.note(giving, None)
 
-    def _judge_sizes(self, call: Call, of_parameters: bool = False) -> None:
-        """Numbers that sizes told must not be computed with: warned of at first, refused once that is certain."""
+    def _judge_sizes(self, call: Call, of_parameters: bool = False) -> bool:
+        """Numbers that sizes told must not be computed with: warned of at first, refused once that is certain. Returns
+        whether there are any."""
         by_size(call, self.engine.sizes.has_told)
         why, certain = self.engine.sizes.problem(call)
         if why and not certain:
@@ -353,6 +354,7 @@ class Pass(PassRecord):
         elif why:
             for tensor in call.results():
                 tag(tensor, Layout(self.batch, mixed=f"{why}, which changes from batch to batch"))
+        return bool(why)
 
     def _is_owned(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer of the model."""
@@ -387,8 +389,7 @@ class _CaptureMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        active = self.forward_pass
-        # known calls need only be known, unless data has left torch, or a compiled graph is interpreted
+        active = self.forward_pass  # known calls are made at once, unless data has left torch, or Dynamo's are seen
         if active.known_call is not None and active.watcher is None and not active.exposed.anything:
             out = active.known_call(active, func, args, kwargs)
             if out is not MISSED:

@@ -130,6 +130,7 @@ class Forward(Engine):
             backward.replays.blocks[path].computed_again(args, kwargs)
         moment = self._last_moment() if recomputing else None
         active = Pass(self, self.batch, tracked, not recomputing or not path, self.people, moment)
+        active.recomputes = recomputing
         if not recomputing:
             active.moment.before = following.handed_out_in(followed, self.batch)
             self._moments.append(active.moment)
@@ -172,6 +173,7 @@ class Forward(Engine):
         tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
         set_moment(moment)
         active = self.running.active = Pass(self, batch, tracked, False, self.people, moment)
+        active.recomputes = True
         active.stack.append(path)
         tag_inputs(values, batch, self.batching.dim, layouts, self.batching.folded)
         try:

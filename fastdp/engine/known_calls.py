@@ -35,7 +35,6 @@ _KINDS = {
     "depends": 3,
     "where": 4,
     "elementwise": 5,
-    "drawing": 6,
 }  # as known_calls.cpp numbers them
 _FOLLOWED, _GATHERING, _INDEXING, _COMBINING, _RESHAPING = 8, 16, 32, 64, 128
 _codes = Answers()  # of functions
@@ -125,7 +124,9 @@ def _autocast() -> tuple[Any, ...]:
 
 
 def _vocabulary() -> dict[str, Any]:
-    names = "LAYOUT MOMENT TAGGED_AT RELAID INPUT PRESUMED TOKEN HELD MADE LINK UNTRACKED PARTS GATHERED".split()
+    names = (
+        "LAYOUT MOMENT TAGGED_AT RELAID INPUT PRESUMED TOKEN HELD MADE LINK UNTRACKED PARTS GATHERED NUMBER NUMBER_OF"
+    ).split()
     return {
         "Tensor": Tensor, "Parameter": nn.Parameter, "Layout": Layout, "kinds": _codes, "moments": moments,
         "telling": set(TELLING_SIZES), "holding": held.HOLDING, "drop_gone": held.HOLDING.drop_gone, "tag": tag,

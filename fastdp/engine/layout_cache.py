@@ -15,18 +15,23 @@ from torch import Tensor
 
 from ..layouts import kinds
 from ..layouts.answers import Answers
+from ..layouts.exposed import GIVING
 from ..layouts.kinds import function_name, is_in_place
 from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import is_apart, look, shares
 from ..layouts.nests import tensors_in
+from ..layouts.notes import NUMBER, NUMBER_OF
 from ..layouts.positions import made_in_sight, may_matter
 from ..layouts.rules import rule_of
 from ..uses.attention import COMPOSITES
 from ..uses.experts import PRODUCTS, gathered_of
 from ..uses.links import link_of
+from ..uses.rules import USE_RULES
 from .known_calls import known_calls, note_kind
 
 _KINDS = Answers()
+# what they do beside their result, each time: numbers and memory leave torch, or a tensor comes to other memory
+_TELLING = GIVING | kinds.READING | {Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
 def inquires(func: Any) -> bool:
@@ -36,7 +41,7 @@ def inquires(func: Any) -> bool:
 
 def _kind(func: Any) -> str:
     """How the layouts of its results are known: "asks"; "repeats": by shapes; "elementwise": so too, number by number;
-    "drawing": so too, of data alone; "checked": by shapes, unless values may matter; "depends"; "where"."""
+    "checked": by shapes, unless values may matter; "depends"; "where"."""
     found = _KINDS.get(func)
     if found is None:
         found = _KINDS[func] = _classify(func)
@@ -49,12 +54,15 @@ def _classify(func: Any) -> str:
     getter = getattr(func, "__name__", "") == "__get__"
     if name in (kinds.ASKING_PROPERTIES if getter else kinds.ASKING):
         return "asks"
+    if func in _TELLING or name in kinds.OF_A_NUMBER:
+        return "depends"
     rule = rule_of(func)
     if rule.by_value or rule.refuses or is_in_place(name) or func in COMPOSITES or name in kinds.BY_LENGTHS:
         return "depends"
-    if func in kinds.UNCHECKED and name in kinds.ELEMENTWISE and name in kinds.DRAWING:
-        return "drawing"
-    if name in kinds.NUMBERING or name in kinds.DRAWING or name in kinds.FILLING:
+    drawing = name in kinds.DRAWING and not (
+        func in kinds.UNCHECKED and name in kinds.ELEMENTWISE
+    )  # (dropout: of data)
+    if name in kinds.NUMBERING or drawing or name in kinds.FILLING:
         return "depends"
     if name == "where":
         return "where"
@@ -68,7 +76,8 @@ class Memo:
 
     def __init__(self) -> None:
         self._known = Answers()
-        self.captures = Answers()  # `known_calls.KnownCapture` by signature
+        self.captures = Answers()  # `known_calls.KnownCapture` by signature, by these rules
+        self._rules: dict[Any, Any] = {}
 
     def signature(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, tracked: dict[int, str]
@@ -94,9 +103,9 @@ class Memo:
                 known.add((value,))
         except _Depends:
             return None
-        if known.made and not known.data:
-            return None  # what is made of it is noted
-        if kind in ("elementwise", "drawing") and (known.may_meet_by_place() or (kind == "drawing" and not known.data)):
+        if not known.data:
+            return None  # how constants are made of others is noted
+        if known.elementwise and known.may_meet_by_place():
             return None
         if known.rows is not None and any(not known.rows.isdisjoint(shape) for shape in known.constants):
             return None
@@ -112,6 +121,9 @@ class Memo:
 
     def calls_of(self, batch: int, tracked: dict[int, str], stack: list[str], asked: Callable[..., None]) -> Any:
         """The calls of a pass that are known, as the extension serves them; None without it."""
+        if self._rules != USE_RULES:
+            self._rules = dict(USE_RULES)
+            self.captures.clear()
         return known_calls(self._known, self.captures, batch, tracked, stack, asked)
 
     def learn(self, signature: Any, out: Any, batch: int) -> None:
@@ -142,7 +154,7 @@ class _Described:
 
     def __init__(self, batch: int, tracked: dict[int, str], kind: str, view: bool) -> None:
         self.batch, self.tracked, self.view = batch, tracked, view
-        self.elementwise, self.rows = kind in ("elementwise", "drawing"), {batch} if kind == "checked" else None
+        self.elementwise, self.rows = kind == "elementwise", {batch} if kind == "checked" else None
         self.parts: list[Any] = []
         self.constants: list[torch.Size] = []
         self.made: list[torch.Size] = []  # of constants that were made in sight
@@ -165,6 +177,8 @@ class _Described:
                         if not self.elementwise and may_matter(value, self.batch):
                             raise _Depends
                         self.made.append(shape)
+                    if NUMBER in value.__dict__ or NUMBER_OF in value.__dict__:
+                        raise _Depends  # a size of the batch, perhaps
                     self.constants.append(shape)
                 else:
                     self.data.append((layout.dim - len(shape), layout.rows))

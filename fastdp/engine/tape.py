@@ -50,6 +50,7 @@ class PassRecord:
         self.batch, self.people, self.count, self.moment, self.token_node = batch, people, count, moment, token_node
         self.thread = threading.get_ident()
         self.backward_id = 0  # of the backward that went through it
+        self.recomputes = False  # it is a forward that a backward runs again
 
 
 class Tape:
@@ -64,6 +65,7 @@ class Tape:
         self.batch: int | None = None
         self.people: People | None = None
         self.failed = False
+        self.task: int | None = None  # autograd's number of the backward
         self.checked: PassRecord | None = None  # of this forward all is known that a backward through it must meet
         self.judged = False  # whether the loss was followed
         self.recomputed = False  # went through forwards that reentrant checkpointing repeated

@@ -9,6 +9,7 @@ from fastdp import PerSampleGradients
 from fastdp.engine.layout_cache import Memo, inquires
 from fastdp.errors import FastDPError
 from fastdp.layouts import answers
+from fastdp.layouts.layout import Layout, tag
 
 B, T, D = 4, 4, 6  # the batch and the sequence of one size, on purpose
 
@@ -117,15 +118,17 @@ def test_the_second_step_asks_nothing_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_not_remembered() -> None:
     memo, x = Memo(), torch.randn(B, D)
+    tag(x, Layout(B))
     tracked = {id(p): "p" for p in [torch.nn.Parameter(torch.ones(D))]}
     weight = torch.nn.Parameter(torch.ones(D))
     assert memo.signature(torch.mul, (x, weight), {}, B, {id(weight): "w"}) is None  # a parameter
     assert memo.signature(torch.Tensor.add_, (x, x), {}, B, tracked) is None  # in place
     assert memo.signature(torch.index_select, (x, 0, torch.tensor([1])), {}, B, tracked) is None  # by value
     assert memo.signature(torch.mul, (x, 2), {}, B, tracked) != memo.signature(torch.mul, (x, 2.0), {}, B, tracked)
-    assert memo.signature(torch.mul, (x, 2), {}, B, tracked) != memo.signature(
-        torch.mul, (x.double(), 2), {}, B, tracked
-    )
+    double = x.double()
+    tag(double, Layout(B))
+    assert memo.signature(torch.mul, (x, 2), {}, B, tracked) != memo.signature(torch.mul, (double, 2), {}, B, tracked)
+    assert memo.signature(torch.mul, (torch.randn(B, D), 2), {}, B, tracked) is None  # of constants alone
     assert inquires(torch.Tensor.size) and inquires(torch.Tensor.shape.__get__) and not inquires(torch.Tensor.view)
     assert not inquires(torch.Tensor.data.__get__) and not inquires(torch.Tensor.grad.__get__)
 
