@@ -70,9 +70,11 @@ class Counted(TorchDispatchMode):
         self.launches[launch.kernel.fn.__name__] += 1
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         if given.get("TYPE") is not None:
-            layers = tensors["p_a"].numel()
-            size = given["TYPE"].primitive_bitwidth // 8
-            self.bytes += layers * given["B"] * given.get("T", 1) * (given["D_I"] + given["D_O"]) * size
+            layers = tensors["p_x" if "p_x" in tensors else "p_a"].numel()
+            numbers = given["N"] if "N" in given else given.get("T", 1) * (given["D_I"] + given["D_O"])
+            self.bytes += layers * given["B"] * numbers * (given["TYPE"].primitive_bitwidth // 8)
+            if launch.kernel.fn.__name__ == "weighted_kernel":
+                self.bytes += layers * numbers * 4
             if given.get("OUT") is not None:
                 self.bytes += layers * given["D_I"] * given["D_O"] * 4
         self.bytes += bytes_of(list(tensors.values()))

@@ -1,4 +1,5 @@
-"""Layers of equal shape in one launch: norms and clipped sums of many matrix products, which stay where they are.
+"""Layers of equal shape in one launch: norms and clipped sums of many matrix products, or of many stored gradients,
+which stay where they are.
 
 A kernel finds the numbers of a layer by its address, so nothing is copied together. One launch fills the device where
 one layer does not, and its last wave is one of many.
@@ -10,11 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import clipped, linear
+from . import clipped, linear, rows
 from .common import aligned, float32_is_exact, is_half
+from .finish import finish
 from .linear import Layers, as_rows
 
 Pair = tuple[Tensor, Tensor]  # a [B,T,I] and g [B,T,O]
@@ -89,4 +92,50 @@ def linear_clipped_sum(pairs: list[Pair], c: Tensor, drop: bool = False) -> list
                 sums[place] = out
         for place in places if drop else ():
             pairs[place] = _GONE
+    return sums
+
+
+# ---------------------------------------------------------------------- stored gradients
+
+
+def _alone(stacks: Sequence[Tensor]) -> bool:
+    """Whether they are launched one by one: as they lie otherwise than the kernel takes for granted."""
+    first = stacks[0]
+    capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
+    odd = any(not s.is_contiguous() or s.data_ptr() % 16 or s.shape != first.shape for s in stacks)
+    return capturing or odd or len(stacks) == 1 or first.numel() == 0 or first.dtype not in TYPES
+
+
+def square_sum(stacks: Sequence[Tensor]) -> Tensor:
+    """`rows.square_sum` of each [B, ...], of one shape and type: [len(stacks), B] float64."""
+    if _alone(stacks):
+        return torch.stack([rows.square_sum(stack) for stack in stacks])
+    first, layers = stacks[0], len(stacks)
+    batch, count = first.size(0), first[0].numel()
+    n = triton.cdiv(count, rows.PART)
+    partial = torch.empty((layers * batch, n), dtype=torch.float64, device=first.device)
+    with torch.cuda.device_of(first):
+        rows.square_kernel[(layers * batch * n,)](
+            addresses(first.device, stacks)[0], partial, batch, count, n, count, 1, PART=rows.PART, BLOCK=rows.BLOCK,
+            TYPE=TYPES[first.dtype], num_warps=4,
+        )  # fmt: skip
+    return (partial[:, 0] if n == 1 else finish(partial, n, 0.0, torch.float64)[0]).view(layers, batch)
+
+
+def weighted_sum(stacks: list[Tensor], c: Tensor, drop: bool = False) -> list[Tensor]:
+    """`rows.weighted_sum` of each, in memory of its own. drop: the list is emptied."""
+    if _alone(stacks):
+        sums = [rows.weighted_sum(stack, c) for stack in stacks]
+    else:
+        first = stacks[0]
+        batch, count = first.size(0), first[0].numel()
+        sums = [torch.empty(first.shape[1:], dtype=first.dtype, device=first.device) for _ in stacks]
+        with torch.cuda.device_of(first):
+            table = addresses(first.device, stacks, sums)
+            rows.weighted_kernel[(triton.cdiv(count, rows.BLOCK), len(stacks))](
+                table[0], c, table[1], batch, count, count, 1, c.stride(0), SUM=tl.float32, BLOCK=rows.BLOCK,
+                TYPE=TYPES[first.dtype], num_warps=4,
+            )  # fmt: skip
+    if drop:
+        stacks.clear()
     return sums

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import has_kernel
+from .common import has_kernel, start_of
 from .finish import finish
 
 PART = 1 << 14  # numbers of a sample that one program squares: by their number alone, whatever the batch
@@ -15,11 +15,13 @@ BLOCK = 1024
 
 
 @triton.jit
-def square_kernel(p_x, p_out, N, n, stride_b, stride_n, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """Squares of one part of a sample's N numbers, added in float64, where no square under- or overflows."""
+def square_kernel(p_x, p_out, B, N, n, stride_b, stride_n, PART: tl.constexpr, BLOCK: tl.constexpr,
+                  TYPE: tl.constexpr):  # fmt: skip
+    """Squares of one part of a sample's N numbers, of one of the layers, added in float64, where no square under- or
+    overflows."""
     pid = tl.program_id(0)
-    i_b, i_n = (pid // n).to(tl.int64), (pid % n).to(tl.int64)
-    p_x += i_b * stride_b
+    i_all, i_n = pid // n, (pid % n).to(tl.int64)
+    p_x = start_of(p_x, i_all // B, TYPE) + (i_all % B).to(tl.int64) * stride_b
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, PART, BLOCK):
         o_n = i_n * PART + start + tl.arange(0, BLOCK)
@@ -29,8 +31,11 @@ def square_kernel(p_x, p_out, N, n, stride_b, stride_n, PART: tl.constexpr, BLOC
 
 
 @triton.jit
-def weighted_kernel(p_x, p_c, p_out, B, N, stride_b, stride_n, stride_c, SUM: tl.constexpr, BLOCK: tl.constexpr):
-    """sum_b c_b x_b of a block of columns, samples in their order; those of factor 0 are not read."""
+def weighted_kernel(p_x, p_c, p_out, B, N, stride_b, stride_n, stride_c, SUM: tl.constexpr, BLOCK: tl.constexpr,
+                    TYPE: tl.constexpr):  # fmt: skip
+    """sum_b c_b x_b of a block of columns of one of the layers, samples in their order; those of factor 0 are not
+    read."""
+    p_x, p_out = start_of(p_x, tl.program_id(1), TYPE), start_of(p_out, tl.program_id(1), TYPE)
     o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], SUM)
     for b in range(B):
@@ -61,7 +66,9 @@ def square_sum(rows: Tensor) -> Tensor:
     n = triton.cdiv(count, PART)
     partial = torch.empty((batch, n), dtype=torch.float64, device=rows.device)
     with torch.cuda.device_of(rows):
-        square_kernel[(batch * n,)](flat, partial, count, n, *flat.stride(), PART=PART, BLOCK=BLOCK, num_warps=4)
+        square_kernel[(batch * n,)](
+            flat, partial, batch, count, n, *flat.stride(), PART=PART, BLOCK=BLOCK, TYPE=None, num_warps=4
+        )
     return partial[:, 0] if n == 1 else finish(partial, n, 0.0, torch.float64)[0]
 
 
@@ -72,9 +79,10 @@ def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
     batch, count = flat.shape
     out = torch.empty(count, dtype=rows.dtype, device=rows.device)
     with torch.cuda.device_of(rows):
-        weighted_kernel[(triton.cdiv(count, BLOCK),)](
+        weighted_kernel[(triton.cdiv(count, BLOCK), 1)](
             flat, c, out, batch, count, *flat.stride(), c.stride(0),
-            SUM=tl.float64 if rows.dtype == torch.float64 else tl.float32, BLOCK=BLOCK, num_warps=4,
+            SUM=tl.float64 if rows.dtype == torch.float64 else tl.float32, BLOCK=BLOCK, TYPE=None,
+            num_warps=4,
         )  # fmt: skip
     back = sorted(range(len(order)), key=order.__getitem__)
     return out.view([rows.size(d) for d in order]).permute(back)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..ops.rows import square_sum, weighted_sum
-from ..uses.linear import Many
 from ..uses.links import link_of
 from ..uses.timing import Clock
+from ..uses.together import Together
 from ..uses.use import Stored, Use
 
 SMALL = 1 << 14  # elements of a parameter; larger ones are not worth a copy
@@ -65,7 +65,7 @@ class Bundle:
 class Abreast:
     """Uses of equal shape, each of a parameter of its own (`Use.abreast`)."""
 
-    def __init__(self, parameters: Sequence[Tensor], one: Use | Many, clock: Clock | None = None) -> None:
+    def __init__(self, parameters: Sequence[Tensor], one: Use | Together, clock: Clock | None = None) -> None:
         self.members = {id(parameter): parameter for parameter in parameters}
         self.one, self.clock = one, clock
 
@@ -83,12 +83,12 @@ class Abreast:
     @property
     def lets_go(self) -> bool:
         """Whether the data of each member goes with its sum, if that is the last that is asked for."""
-        return isinstance(self.one, Many)
+        return isinstance(self.one, Together)
 
     def clipped_sum(self, factors: Tensor, last: bool = False) -> dict[int, Tensor]:
         """As of `Bundle`."""
         one, factors = self.one, factors.to(self.one.operand.device)
-        if isinstance(one, Many):
+        if isinstance(one, Together):
             return dict(zip(self.members, one.sums_abreast(len(self.members), factors, last), strict=True))
         total = one.sums_abreast(len(self.members), factors)
         parts: tuple[Tensor, ...] = torch.unbind_copy(total)  # type: ignore[assignment, func-returns-value]
@@ -105,7 +105,7 @@ def _shared_clock(members: Sequence[tuple[Tensor, Use]]) -> Clock | None:
     return clock
 
 
-Together = tuple[type[Bundle] | type[Abreast], list[int]]
+Found = tuple[type[Bundle] | type[Abreast], list[int]]
 
 
 class Arrangement(NamedTuple):
@@ -121,12 +121,18 @@ class Arrangement(NamedTuple):
     doubles: list[Tensor]
 
 
-def arrangement(members: Sequence[tuple[Tensor, Use]]) -> list[Together]:
+def arrangement(members: Sequence[tuple[Tensor, Use]]) -> list[Found]:
     """The bundles that can be made of parameters with one use each, by their places; the others are on their own."""
     kept = [place for place, (parameter, use) in enumerate(members) if is_small(use, parameter)]
-    found: list[Together] = [(Bundle, kept)] if len(kept) > 1 else []
+    found: list[Found] = [(Bundle, kept)] if len(kept) > 1 else []
     groups: dict[Any, list[int]] = {}
+    bundled = set(kept) if found else set()
     for place, (parameter, use) in enumerate(members):
-        if use.operand is parameter and link_of(parameter) is None and (key := use.alike()) is not None:
+        if (
+            place not in bundled
+            and use.operand is parameter
+            and link_of(parameter) is None
+            and (key := use.alike()) is not None
+        ):
             groups.setdefault(key, []).append(place)
     return found + [(Abreast, group) for group in groups.values() if len(group) > 1]

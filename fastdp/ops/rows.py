@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -133,3 +133,17 @@ def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
     device is wrong.
     """
     return _weighted_sum_op(rows, c)  # type: ignore[no-any-return]
+
+
+def square_sums_of_many(stacks: Sequence[Tensor]) -> Tensor:
+    """`square_sum` of tensors of one shape and type, by few launches: [len(stacks), B] float64."""
+    kernels = extension.on_device("many", stacks[0])
+    return torch.stack([square_sum(stack) for stack in stacks]) if kernels is None else kernels.square_sum(stacks)
+
+
+def weighted_sums_of_many(stacks: list[Tensor], c: Tensor, drop: bool = False) -> list[Tensor]:
+    """`weighted_sum` of tensors of one shape and type, by few launches. drop: the list is emptied."""
+    kernels = extension.on_device("many", stacks[0])
+    if kernels is None:
+        return [weighted_sum(stack, c) for stack in stacks]
+    return kernels.weighted_sum(stacks, c, drop)  # type: ignore[no-any-return]

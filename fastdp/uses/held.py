@@ -1,10 +1,18 @@
-"""Bytes that uses hold: what several of them share is counted once."""
+"""Bytes that uses hold, where what several of them share is counted once, and whether they were written to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from torch import Tensor
+
+
+def versions(tensors: Iterable[Tensor]) -> int:
+    """The versions of tensors, added up."""
+    try:
+        return sum([t._version for t in tensors])
+    except RuntimeError:  # inference tensors have none
+        return sum([t._version for t in tensors if not t.is_inference()])
 
 
 class Held:

@@ -22,6 +22,7 @@ from .forward_pass import ForwardPass
 from .planner import Planner
 from .routed import Routed, row_sum, use_of_rows
 from .rules import by_sample, refuse_contraction, sample_layout, use_rule
+from .together import Together
 from .use import Positioned, Stored, Use
 
 
@@ -102,19 +103,17 @@ def by_address(a: Tensor, g: Tensor) -> bool:
     return ops.extension.on_device("many", a, g) is not None
 
 
-class Many:
-    """Products of equal shape, each of a parameter of its own, that kernels find by their addresses."""
+class Many(Together):
+    """Products of equal shape."""
 
     def __init__(self, uses: Sequence[Matmul]) -> None:
         self.operand, self.route = uses[0].operand, uses[0].route
         self._pairs = [(use.a, use.g) for use in uses]
 
     def norm_sq(self) -> Tensor:
-        """Squared norms, one use after the other."""
         return ops.linear.norm_sq_of_many(self._pairs, "auto" if self.route == "T=1" else self.route).flatten()
 
     def sums_abreast(self, count: int, factors: Tensor, last: bool = False) -> list[Tensor]:
-        """The clipped sum of each. last: nothing more is asked for, and the data goes, one launch's after the other."""
         pairs = self._pairs
         if last:
             self._pairs = []

@@ -19,8 +19,10 @@ from ..ops.bounds import added, enlarged, roundings, unit
 from ..ops.common import accumulate, chunks
 from ..ops.rows import square_sum, weighted_sum
 from .costs import Segments, Shape
+from .held import versions
 from .planner import Planner
 from .timing import Clock
+from .together import StoredTogether, stored_alike
 
 
 class Use:
@@ -140,14 +142,6 @@ class Use:
         raise NotImplementedError
 
 
-def versions(tensors: Iterable[Tensor]) -> int:
-    """The versions of tensors, added up."""
-    try:
-        return sum([t._version for t in tensors])
-    except RuntimeError:  # inference tensors have none
-        return sum([t._version for t in tensors if not t.is_inference()])
-
-
 class Positioned(Use):
     """A use whose data are two tensors [B,K,*] by sample and position; the gradient is a sum over positions."""
 
@@ -251,6 +245,12 @@ class Stored(Use):
 
     def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
         return weighted_sum(self.grads, factors)
+
+    def alike(self) -> Any:
+        return stored_alike(self.grads)
+
+    def abreast(self, others: Sequence[Any]) -> StoredTogether:
+        return StoredTogether(self.operand, [use.grads for use in (self, *others)], self.route)
 
     def transposed(self, operand: Tensor) -> Use:
         return Stored(operand, self.grads.mT, self.name)

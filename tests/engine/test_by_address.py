@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
+from fastdp.engine import bundle
 from fastdp.engine.bundle import Abreast
-from fastdp.uses.linear import Many
+from fastdp.uses.linear import Many, Matmul
 
 from ..ops.by_triton import launches, serve_by_triton
 from ..routes import forced
@@ -104,12 +105,33 @@ def test_a_launch_for_all_layers_of_a_shape(dtype: torch.dtype) -> None:
         with launches() as found:
             engine.norms()
     assert found["gram_kernel"] == 3 and found["square_kernel"] == 2, dict(found)
-    made = [bundle.one for bundle in next(iter(engine._last()._bundles.values())) if isinstance(bundle, Abreast)]
+    made = [each.one for each in next(iter(engine._last()._bundles.values())) if isinstance(each, Abreast)]
     assert [type(one) for one in made] == [Many, Many]
     with launches() as found:
         engine.clipped_sum(torch.ones(B))
     assert found["clipped_kernel"] == (3 if dtype == torch.bfloat16 else 0), "by cuBLAS where nothing is rounded"
     assert found["weighted_kernel"] == 1
+
+
+def test_stored_gradients_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those too large for the bundle of small ones: one launch for each shape, and none of them twice."""
+    monkeypatch.setattr(bundle, "SMALL", 40)
+    monkeypatch.setattr(Matmul, "abreast_limit", 0)  # none is too small to be stored
+    model, ids, factors = Net(tied=False), batch(), torch.tensor([0.3, 0.0, 1.7])
+    exact = truth(model, ids, losses)
+    engine = fastdp.PerSampleGradients(model)
+    with forced("materialise"):
+        losses(model, ids).mean().backward()
+        with launches() as found:
+            norms = engine.norms()
+            sums = engine.clipped_sum(factors)
+    # `up` and `down`, the head, the table, the bundle
+    assert found["square_kernel"] == 5 and found["weighted_kernel"] == 4, dict(found)
+    torch.testing.assert_close(norms.double(), norms_of(exact), rtol=1e-5, atol=0)
+    assert len(sums) == len(exact)
+    for name, total in sums.items():
+        want = torch.einsum("b,b...->...", factors.double(), exact[name])
+        torch.testing.assert_close(total.double(), want, rtol=1e-4, atol=1e-6)
 
 
 def test_data_goes_with_the_last_sum(monkeypatch: pytest.MonkeyPatch) -> None:

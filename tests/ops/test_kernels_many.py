@@ -122,3 +122,39 @@ def test_groups_of_samples_make_whole_waves() -> None:
     assert clipped.splits(8, 512, 4, 132) == 8 and clipped.splits(1, 512, 4, 132) == 1
     for batch in range(1, 20):
         assert 1 <= clipped.splits(batch, 37, 10, 132) <= min(batch, clipped.MOST_SPLITS)
+
+
+# ---------------------------------------------------------------------- stored gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 8), (2, 17, 61), (4, 1), (2, 40, 51)])
+def test_stored_gradients(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many.rows, "PART", 1024)
+    stacks = [numbers(*shape, dtype=dtype, seed=n) * 2.0**n for n in range(4)]
+    c = torch.linspace(0.1, 1.7, shape[0], device=DEVICE)
+    c[1] = 0
+    found = many.square_sum(stacks)
+    want = torch.stack([s.double().flatten(1).square().sum(1) for s in stacks])
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=0)
+    exact = [torch.einsum("b,b...->...", c.double(), s.double()) for s in stacks]
+    stacks[2][1] = math.nan  # of a dropped sample
+    held = list(stacks)
+    sums = many.weighted_sum(held, c, drop=True)
+    assert not held and len({total.untyped_storage().data_ptr() for total in sums}) == 4
+    for total, truth in zip(sums, exact, strict=True):
+        assert total.dtype == dtype and total.shape == shape[1:]
+        torch.testing.assert_close(total.double(), truth, rtol=4 * torch.finfo(dtype).eps, atol=4e-5)
+
+
+@ALONE
+def test_stored_gradients_in_one_launch_unless_they_lie_otherwise() -> None:
+    stacks, c = [numbers(3, 20, 31, seed=n) for n in range(5)], torch.ones(3, device=DEVICE)
+    with launches() as found:
+        before = many.square_sum(stacks), many.weighted_sum(list(stacks), c)
+    assert found == {"square_kernel": 1, "weighted_kernel": 1}
+    stacks[3] = stacks[3].mT.contiguous().mT
+    with launches() as found:
+        after = many.square_sum(stacks), many.weighted_sum(list(stacks), c)
+    assert found["square_kernel"] == 5
+    torch.testing.assert_close(before, after, rtol=1e-6, atol=1e-6)
