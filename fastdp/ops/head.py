@@ -6,18 +6,21 @@ they were by the rounding of float32 only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .bounds import unit
+from .bounds import roundings, unit
 from .common import accumulate, chunks, full_float32, sum_type
 
 SLICE = 64 * 2**20  # bytes of a slice of the logits
-# What logits computed again may be off, in units of |h| |W_v|: MEASURED 0.2 at most for products of other shapes.
-AGAIN = 2.0
+# What logits computed again, by products of other shapes, may be off. MEASURED, in units of |h| |W_v| in the last place:
+# 2.3 at most for numbers of both signs, 12 for positive ones, 72 for equal ones, which are all rounded alike (1.4 times
+# what `bounds.roundings` says of as many terms); then the logits come near to |h| |W_v|.
+AGAIN, STEADY = 4.0, 1.5
 
 
 class Terms(NamedTuple):
@@ -109,7 +112,7 @@ class Head:
         return losses + self.terms.z_loss * lse.square() if self.terms.z_loss else losses
 
     def entries(self, h: Tensor, labels: Tensor, lse: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the tokens' losses by the logits of some words, and the probabilities of these: [B,T,K] each.
+        """The gradients of the tokens' losses by the logits of some words, and their probabilities: [B,T,K] each.
 
         h: [B,T,d]. labels, lse: [B,T,1]. ids: of the words, [B,K].
         """
@@ -126,19 +129,23 @@ class Head:
             g *= slope
         return g * self.terms.logit_scale, p
 
-    def unit_of_logits(self, h: Tensor) -> Tensor:
-        """How much the gradient of a token may change with logits that are computed again, for |h| = 1."""
-        largest = self.weight.new_zeros((), dtype=sum_type(h))
+    def again(self, h: Tensor, lse: Tensor) -> Tensor:
+        """How far the gradient of each token may be off where its logits are computed again, as a share of its
+        probabilities: [B,T] float64, of h [B,T,d] and lse [B,T]."""
+        largest = h.new_zeros((), dtype=torch.float64)
         for start, stop in chunks(self.vocabulary, 4 * self.weight.size(1), SLICE):
             own = torch.linalg.vector_norm(accumulate(self.weight[start:stop]), dim=1)
-            largest = torch.maximum(largest, own.amax().to(largest.dtype))
-        return largest * (AGAIN * unit(h) * self.terms.logit_scale**2 * (1 + 2 * abs(self.terms.z_loss)))
+            largest = torch.maximum(largest, own.amax().double())
+        scale, size = abs(self.terms.logit_scale), lse.abs().double()
+        reach = torch.linalg.vector_norm(h, dim=2, dtype=torch.float64) * largest * scale  # |h| |W_v|
+        steady = (size - math.log(self.vocabulary) - reach / 4).clamp(min=0)
+        units = AGAIN * reach + STEADY * roundings(h.size(2)) * steady
+        return units * (unit(h) * scale * (1 + 2 * abs(self.terms.z_loss) * (1 + size)))
 
-    def doubt(self, h: Tensor, weights: Tensor) -> Tensor:
-        """What that does to sums of weight_t g_t h_t^T: [B] float64, of h [B,T,d] and weights [B,T]."""
-        sizes = torch.linalg.vector_norm(h, dim=2, dtype=torch.float64).square()
-        terms = torch.where(weights != 0, sizes * weights.abs(), 0)
-        return terms.sum(1) * self.unit_of_logits(h).double()
+    def doubt(self, h: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
+        """What that does to sums of weight_t g_t h_t^T: [B] float64; weights [B,T]."""
+        sizes = torch.linalg.vector_norm(h, dim=2, dtype=torch.float64)
+        return torch.where(weights != 0, self.again(h, lse) * sizes * weights.abs(), 0).sum(1)
 
     def times_weight(self, g: Tensor, low: int = 0) -> Tensor:
         """sum_v g_tv W_v over the words of a slice that begins with `low`: [N,d]."""

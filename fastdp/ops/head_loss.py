@@ -135,12 +135,14 @@ def _whole(head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[
     if norms_too:
         a = torch.where(w.unsqueeze(1) != 0, accumulate(rows) * r, 0).view(h.shape)
         squares, bound = norm_sq_and_bound(a, g)
-        squares, bound = _with_doubt(head, squares, bound, h, weights)
+        squares, bound = _with_doubt(head, squares, bound, h, weights, lse.view(weights.shape))
     return Found(losses, lse.view(weights.shape), dh, db, squares, bound)
 
 
-def _with_doubt(head: Head, squares: Tensor, bound: Tensor | None, h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    doubt = head.doubt(h, w)
+def _with_doubt(
+    head: Head, squares: Tensor, bound: Tensor | None, h: Tensor, w: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    doubt = head.doubt(h, w, lse)
     total = added(bound, doubt)
     assert total is not None
     return enlarged(squares, doubt), total

@@ -38,7 +38,7 @@ def norm_sq(head: Head, h: Tensor, labels: Tensor, lse: Tensor, weights: Tensor)
                 if bound is not None:
                     bound_sq[low:high] += bound.square()
                 del g
-        doubt = head.doubt(h, weights)
+        doubt = head.doubt(h, weights, lse)
         total = added(bound_sq.sqrt(), doubt)
         assert total is not None
         return enlarged(squares, doubt), total
@@ -99,14 +99,14 @@ def cross_term_and_spread(
     """
     out, spread = (h.new_empty(h.size(0), dtype=torch.float64) for _ in range(2))
     e, wide = accumulate(e), accumulate(h)
-    again = head.unit_of_logits(h) / (2 * unit(h) * roundings(h.size(2)))
+    again = head.again(h, lse) / (2 * unit(h) * roundings(h.size(2)))  # in units of the dots' rounding
     with torch.no_grad(), exactly(), full_float32(out.float()):
         for low, high in chunks(h.size(0), 5 * ids.size(1) * h.size(1) * _bytes(h)):
             own, y, kept = ids[low:high], labels[low:high, :, None], weights[low:high, :, None]
             g, p = head.entries(wide[low:high], y, lse[low:high, :, None], own)
             g = torch.where(kept != 0, g * kept, 0)
             sizes = torch.linalg.vector_norm(wide[low:high], dim=2)  # [b, T]
-            entries = g.abs() + torch.where(kept != 0, p * kept.abs(), 0) * (sizes.unsqueeze(2) * again)
+            entries = g.abs() + torch.where(kept != 0, p * kept.abs(), 0) * again[low:high, :, None].to(g.dtype)
             along = torch.bmm(sizes.unsqueeze(1), entries).squeeze(1)  # [b, K]
             spread[low:high] = (along.double() * torch.linalg.vector_norm(e[low:high], dim=2)).sum(1)
             dots = torch.bmm(wide[low:high], e[low:high].to(wide.dtype).mT)
