@@ -17,9 +17,9 @@ from .bounds import roundings, unit
 from .common import accumulate, chunks, full_float32, sum_type
 
 SLICE = 64 * 2**20  # bytes of a slice of the logits
-# What logits computed again, by products of other shapes, may be off. MEASURED, in units of |h| |W_v| in the last place:
-# 2.3 at most for numbers of both signs, 12 for positive ones, 72 for equal ones, which are all rounded alike (1.4 times
-# what `bounds.roundings` says of as many terms); then the logits come near to |h| |W_v|.
+# What logits computed again, by products of other shapes, may be off. MEASURED, in units of |h| |W_v| in the last
+# place: 2.3 at most for numbers of both signs, 12 for positive ones, 72 for equal ones, which are all rounded alike
+# (1.4 times what `bounds.roundings` says of as many terms); then the logits come near to |h| |W_v|.
 AGAIN, STEADY = 4.0, 1.5
 
 

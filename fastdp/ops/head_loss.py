@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 
 from .bounds import added, enlarged
-from .common import accumulate, chunks, exactly, sum_type
+from .common import accumulate, chunks, exactly, full_float32, sum_type
 from .head import Head, Terms, words
-from .head_sums import norm_sq
+from .head_sums import norm_sq, per_sample
 from .linear import norm_sq_and_bound
 
 LIMIT = 128 * 2**20  # bytes of logits at once, of whole tokens; a sample with more is taken by slices of the vocabulary
 
 
 class Found(NamedTuple):
-    """Of each sample's own loss: losses [B], log-sum-exps [B,T], gradients of hidden [B,T,d] and bias [B,V], and the
-    squared norms of the weight's [B] float64 with what its sums may be off, [B]; None for what was not wanted."""
+    """Of each sample's own loss: losses [B], log-sum-exps [B,T], gradients of hidden [B,T,d] and bias [B,V], and of the
+    weight either the gradients [B,V,d], or their squared norms [B] float64 with what sums may be off, [B]. None for
+    what was not wanted."""
 
     losses: Tensor
     lse: Tensor
@@ -37,6 +38,15 @@ class Found(NamedTuple):
     bias: Tensor | None
     norm_sq: Tensor | None
     bound: Tensor | None
+    weight: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """Which gradients are. weight: "" (nothing), "norms" or "gradients"."""
+
+    hidden: bool = False
+    weight: str = ""
+    bias: bool = False
 
 
 def kept(labels: Tensor, terms: Terms) -> Tensor:
@@ -54,21 +64,24 @@ def check_labels(labels: Tensor, keep: Tensor, vocabulary: int) -> None:
         torch._assert_async(~bad.any())
 
 
-def evaluate(hidden: Tensor, labels: Tensor, head: Head, hidden_too: bool, norms_too: bool, bias_too: bool) -> Found:
+def evaluate(hidden: Tensor, labels: Tensor, head: Head, wanted: Wanted) -> Found:
     """The losses of samples, and what is wanted of their gradients; hidden [B,T,d], labels [B,T].
 
     A sample's loss is the mean over its tokens that have one, 0 if there are none.
     """
     batch, length, width = hidden.shape
-    kind, device = sum_type(hidden), hidden.device
+    kind = sum_type(hidden)
     keep = kept(labels, head.terms)
     check_labels(labels, keep, head.vocabulary)
     inverse = 1 / keep.sum(1).clamp(min=1).to(kind)  # [B]
     losses = hidden.new_zeros(batch, dtype=kind)
     lse = hidden.new_zeros((batch, length), dtype=kind)
-    dh = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if hidden_too else None
-    db = hidden.new_zeros((batch, head.vocabulary), dtype=kind) if bias_too else None
-    squares, bound = (hidden.new_zeros(batch, dtype=torch.float64) if norms_too else None for _ in range(2))
+    dh = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
+    db = hidden.new_zeros((batch, head.vocabulary), dtype=kind) if wanted.bias else None
+    squares, bound = (
+        hidden.new_zeros(batch, dtype=torch.float64) if wanted.weight == "norms" else None for _ in range(2)
+    )
+    dw = hidden.new_empty((batch, *head.weight.shape), dtype=kind) if wanted.weight == "gradients" else None
     bytes_of_row = hidden.new_empty((), dtype=kind).element_size() * head.vocabulary
     buffer: list[Tensor] = []
     with torch.no_grad(), exactly():
@@ -76,12 +89,14 @@ def evaluate(hidden: Tensor, labels: Tensor, head: Head, hidden_too: bool, norms
             places, own = _in_front(keep[low:high])  # tokens that have a loss, first
             count = places.size(1)
             if not count or not width:
+                if dw is not None:
+                    dw[low:high] = 0
                 continue
             h = hidden[low:high].gather(1, places.unsqueeze(-1).expand(-1, -1, width))
             y = torch.where(own, labels[low:high].gather(1, places), 0)
             of_token = own.to(kind) * inverse[low:high, None]  # [b, T']
             take = _whole if (high - low) * count * bytes_of_row <= LIMIT else _sliced
-            found = take(head, h, y, of_token, buffer, hidden_too, norms_too, bias_too)
+            found = take(head, h, y, of_token, buffer, wanted, None if dw is None else dw[low:high])
             losses[low:high] = torch.where(own, found.losses * of_token, 0).sum(1)
             lse[low:high].scatter_(1, places, torch.where(own, found.lse, 0))
             if dh is not None and found.hidden is not None:
@@ -91,7 +106,7 @@ def evaluate(hidden: Tensor, labels: Tensor, head: Head, hidden_too: bool, norms
             if squares is not None and bound is not None:
                 assert found.norm_sq is not None and found.bound is not None
                 squares[low:high], bound[low:high] = found.norm_sq, found.bound
-    return Found(losses.to(device), lse, dh, db, squares, bound)
+    return Found(losses, lse, dh, db, squares, bound, dw)
 
 
 def _in_front(keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,8 +118,9 @@ def _in_front(keep: Tensor) -> tuple[Tensor, Tensor]:
     return places, keep.gather(1, places)
 
 
-def _whole(head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], hidden_too: bool,
-           norms_too: bool, bias_too: bool) -> Found:  # fmt: skip
+def _whole(
+    head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], wanted: Wanted, into: Tensor | None
+) -> Found:
     """Tokens [b,T,d] with all of their logits at once. Losses and lse are each token's own, gradients of their sums by
     weights [b,T]."""
     rows, y, w = h.flatten(0, 1), labels.flatten(), weights.flatten()
@@ -119,7 +135,7 @@ def _whole(head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[
     total = z.sub_(top.unsqueeze(1)).exp_().sum(1)
     lse = top + total.log()
     losses = head.token_losses(lse, at_label, mean).view(weights.shape)
-    if not (hidden_too or norms_too or bias_too):
+    if not any(wanted):
         return Found(losses, lse.view(weights.shape), None, None, None, None)
     # g_t = r_t (exp(s_t - top_t) - ...): a factor of each token, which the smaller side of each product takes
     hit: Tensor | None = total
@@ -128,12 +144,17 @@ def _whole(head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[
         hit = None
     head.finish(z, y, 0, hit, slope)
     r = (w if hit is None else w / total).unsqueeze(1)
-    dh = (head.times_weight(z) * r).view(h.shape) if hidden_too else None
+    dh = (head.times_weight(z) * r).view(h.shape) if wanted.hidden else None
     g = z.view(*h.shape[:2], head.vocabulary)
-    db = torch.bmm(r.view(weights.shape).unsqueeze(1), g).squeeze(1) if bias_too else None
+    db = torch.bmm(r.view(weights.shape).unsqueeze(1), g).squeeze(1) if wanted.bias else None
     squares = bound = None
-    if norms_too:
+    if wanted.weight:
         a = torch.where(w.unsqueeze(1) != 0, accumulate(rows) * r, 0).view(h.shape)
+    if into is not None:
+        with full_float32(into):
+            for own, g_of, a_of in zip(into, g, a, strict=True):
+                torch.mm(g_of.t(), a_of, out=own)
+    elif wanted.weight:
         squares, bound = norm_sq_and_bound(a, g)
         squares, bound = _with_doubt(head, squares, bound, h, weights, lse.view(weights.shape))
     return Found(losses, lse.view(weights.shape), dh, db, squares, bound)
@@ -148,8 +169,9 @@ def _with_doubt(
     return enlarged(squares, doubt), total
 
 
-def _sliced(head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], hidden_too: bool,
-            norms_too: bool, bias_too: bool) -> Found:  # fmt: skip
+def _sliced(
+    head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], wanted: Wanted, into: Tensor | None
+) -> Found:
     """`_whole` by slices of the vocabulary: logits are computed twice."""
     rows, y, w = h.flatten(0, 1), labels.flatten(), weights.flatten()
     kind = sum_type(h)
@@ -171,9 +193,9 @@ def _sliced(head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list
     lse = top + total.log()
     mean = added_up / head.vocabulary if head.terms.label_smoothing else None
     losses, lse_by_sample = head.token_losses(lse, at_label, mean).view(weights.shape), lse.view(weights.shape)
-    dh = torch.zeros_like(rows, dtype=kind) if hidden_too else None
-    db = h.new_zeros((h.size(0), head.vocabulary), dtype=kind) if bias_too else None
-    if hidden_too or bias_too:
+    dh = torch.zeros_like(rows, dtype=kind) if wanted.hidden else None
+    db = h.new_zeros((h.size(0), head.vocabulary), dtype=kind) if wanted.bias else None
+    if wanted.hidden or wanted.bias:
         for low, high in every:
             g = head.gradient(rows, y, lse, low, high)
             if dh is not None:
@@ -182,7 +204,9 @@ def _sliced(head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list
                 db[:, low:high] = torch.bmm(weights.unsqueeze(1), g.view(*h.shape[:2], high - low)).squeeze(1)
             del g
     squares = bound = None
-    if norms_too:
+    if into is not None:
+        into.copy_(per_sample(head, h, labels, lse_by_sample, weights))
+    elif wanted.weight:
         squares, bound = norm_sq(head, h, labels, lse_by_sample, weights)
     if dh is not None:
         dh = (dh * w.unsqueeze(1)).view(h.shape)

@@ -21,12 +21,14 @@ from ..layouts.positions import WHY, by_place
 from ..layouts.rules import layout_rule
 from ..ops import head_sums
 from ..ops.head import Head, Terms
-from ..ops.head_loss import evaluate, kept
+from ..ops.head_loss import Wanted, evaluate, kept
 from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
 from .linear import as_autocast, autocast_dtype
 from .rules import sample_layout, use_rule
 from .use import Positioned, Stored
+
+SHARE = 0.5  # of the logits' bytes, which gradients of samples may take, where they are stored
 
 
 def linear_cross_entropy(
@@ -119,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(node: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms) -> Tensor:
         wanted = node.needs_input_grad
-        found = evaluate(hidden, labels, Head(weight, bias, terms), wanted[0], False, wanted[2])
+        found = evaluate(hidden, labels, Head(weight, bias, terms), Wanted(wanted[0], "", wanted[2]))
         node.terms = terms
         node.save_for_backward(hidden if wanted[1] else None, weight, bias, labels, found.lse, found.hidden, found.bias)
         return found.losses
@@ -220,10 +222,19 @@ class _HeadLoss(Captured):
         hidden = as_autocast(ctx, data[0])
         ctx.keep(*ctx.values)
         weight, bias = ctx.values
-        found = evaluate(hidden, self.labels, Head(weight, bias, self.terms), ctx.wanted[0], *ctx.learned)
-        parts = (found.hidden, found.bias, found.norm_sq, found.bound)
+        route = self._route(ctx, hidden, weight) if ctx.learned[0] else ""
+        wanted = Wanted(ctx.wanted[0], route, ctx.learned[1])
+        found = evaluate(hidden, self.labels, Head(weight, bias, self.terms), wanted)
+        parts = (found.hidden, found.bias, found.norm_sq, found.bound, found.weight)
         ctx.made = (self.labels, found.lse, *[part for part in parts if part is not None])
         return found.losses
+
+    def _route(self, ctx: Context, hidden: Tensor, weight: Tensor) -> str:
+        """To store the gradients of samples, where these are much smaller than logits: then none is computed again."""
+        planner, (batch, length, width) = ctx.forward_pass.planner, hidden.shape
+        size = batch * weight.numel() * (8 if hidden.dtype == torch.float64 else 4)
+        small = width <= length * SHARE and not planner.exceeds(size)
+        return "gradients" if small else "norms"
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         if not ctx.learned[0]:
@@ -242,7 +253,11 @@ class _HeadLoss(Captured):
         if hidden is not None:
             weights = _weights(labels, self.terms, grad)
             tokens = torch.stack([torch.where(weights != 0, labels, 0).double(), lse.double(), weights.double()], 2)
-            known = next(made) * grad.double().square(), next(made) * grad.double().abs()
+            first, second = next(made), next(made, None)
+            if second is None:  # gradients: nobody else has them, and there is no other backward
+                ctx.forward_pass.record(Stored(weight, first.mul_(grad[:, None, None]), self.name))
+                return
+            known = first * grad.double().square(), second * grad.double().abs()
             head = Head(ctx.values[0], ctx.values[1], self.terms)
             ctx.forward_pass.record(HeadLoss(weight, hidden, tokens, head, self.name, known))
 
