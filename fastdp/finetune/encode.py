@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..losses import IGNORE, causal_lm_loss, classification_loss
+from ..training.fused_head import FusedHead
 from ..training.words import count
 from .job import FinetuneError, Graphed
 from .records import Records
@@ -193,9 +194,13 @@ def accepted(model: nn.Module) -> set[str]:
     return set(inspect.signature(inner.forward).parameters)
 
 
-def loss_of(model: nn.Module, task: str) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
+def loss_of(
+    model: nn.Module, task: str, fused: FusedHead | None = None
+) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
     """loss(model, batch) -> the mean over records of their own losses, none of which another record changes."""
     logits = logits_of(model)
+    if fused is not None:
+        return lambda model, batch: fused.losses(model, inputs_of(model, batch), batch["labels"]).mean()
     own = classification_loss if task == "classify" else causal_lm_loss
     return lambda model, batch: own(logits(model, batch), batch["labels"])
 
@@ -225,14 +230,19 @@ def graphed_of(model: nn.Module, task: str, data: Encoded, collate: Collate) -> 
 def logits_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
     """logits(model, batch), of the inputs that the model takes."""
     takes = accepted(model)
-    fixed = {"use_cache": False} if "use_cache" in takes else {}
 
     def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: value for name, value in batch.items() if name in takes and name != "labels"}
-        found = model(**inputs, **fixed).logits
+        found = model(**inputs_of(model, batch, takes)).logits
         return found  # type: ignore[no-any-return]
 
     return logits
+
+
+def inputs_of(model: nn.Module, batch: dict[str, Tensor], takes: set[str] | None = None) -> dict[str, Any]:
+    """The inputs of a batch that the model takes, without labels."""
+    takes = accepted(model) if takes is None else takes
+    fixed = {"use_cache": False} if "use_cache" in takes else {}
+    return {name: value for name, value in batch.items() if name in takes and name != "labels"} | fixed
 
 
 def first_rows(batch: dict[str, Tensor], most: int) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ class Head:
         g = p * (1 + 2 * self.terms.z_loss * lse) if self.terms.z_loss else p.clone()
         if self.terms.label_smoothing:
             g -= self.terms.label_smoothing / self.vocabulary
-        g -= (1 - self.terms.label_smoothing) * (labels == ids.unsqueeze(1))
+        g -= (labels == ids.unsqueeze(1)).to(g.dtype) * (1 - self.terms.label_smoothing)
         if slope is not None:
             g *= slope
         return g * self.terms.logit_scale, p

@@ -143,8 +143,10 @@ def _whole(
         z.mul_(((1 + 2 * head.terms.z_loss * lse) / total).unsqueeze(1))
         hit = None
     head.finish(z, y, 0, hit, slope)
-    r = (w if hit is None else w / total).unsqueeze(1)
-    dh = (head.times_weight(z) * r).view(h.shape) if wanted.hidden else None
+    r = (w if hit is None else torch.where(w != 0, w / total, 0)).unsqueeze(1)
+    if z.device.type == "cpu" and not bool(w.all()):  # a token without a loss may hold anything
+        z.masked_fill_((w == 0).unsqueeze(1), 0)
+    dh = torch.where(r != 0, head.times_weight(z) * r, 0).view(h.shape) if wanted.hidden else None
     g = z.view(*h.shape[:2], head.vocabulary)
     db = torch.bmm(r.view(weights.shape).unsqueeze(1), g).squeeze(1) if wanted.bias else None
     squares = bound = None
@@ -209,5 +211,5 @@ def _sliced(
     elif wanted.weight:
         squares, bound = norm_sq(head, h, labels, lse_by_sample, weights)
     if dh is not None:
-        dh = (dh * w.unsqueeze(1)).view(h.shape)
+        dh = torch.where(w.unsqueeze(1) != 0, dh * w.unsqueeze(1), 0).view(h.shape)
     return Found(losses, lse_by_sample, dh, db, squares, bound)

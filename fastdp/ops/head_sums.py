@@ -7,6 +7,9 @@ time: no slice of it meets another, so squared norms add up over slices.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,13 @@ TOKENS = 4096  # at once, at least those of a sample: products of so many rows r
 _NOTHING = 1e4  # a log-sum-exp that makes all probabilities of a token 0
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Without a graph, autocast, and modes that follow what users compute."""
+    with torch.no_grad(), exactly(), torch._C.DisableTorchFunction():
+        yield
+
+
 def _bytes(h: Tensor) -> int:
     return torch.finfo(sum_type(h)).bits // 8
 
@@ -27,7 +37,7 @@ def norm_sq(head: Head, h: Tensor, labels: Tensor, lse: Tensor, weights: Tensor)
     """Squared norms [B] float64, enlarged by what rounding may do to the sums, and that bound [B]."""
     batch, length, _ = h.shape
     squares, bound_sq = (h.new_zeros(batch, dtype=torch.float64) for _ in range(2))
-    with torch.no_grad(), exactly():
+    with _alone():
         for low, high in chunks(batch, length, TOKENS):
             rows, y, kept = h[low:high].flatten(0, 1), labels[low:high].flatten(), weights[low:high, :, None]
             a = torch.where(kept != 0, accumulate(h[low:high]) * kept, 0)
@@ -66,7 +76,7 @@ def clipped_sum(
         y, own = torch.where(keep.flatten(), y, 0), torch.where(keep.flatten(), own, _NOTHING)
     if not rows.numel():
         return out.zero_()
-    with torch.no_grad(), exactly():
+    with _alone():
         scaled = accumulate(rows) * factor.unsqueeze(1)
         for start, stop in words(rows.size(0), head.vocabulary, _bytes(h)):
             g = head.gradient(rows, y, own, start, stop)
@@ -81,7 +91,7 @@ def per_sample(head: Head, h: Tensor, labels: Tensor, lse: Tensor, weights: Tens
     out = h.new_empty((h.size(0), head.vocabulary, h.size(2)), dtype=sum_type(h))
     kept = weights.unsqueeze(-1)
     a = torch.where(kept != 0, accumulate(h) * kept, 0)
-    with torch.no_grad(), exactly(), full_float32(out):
+    with _alone(), full_float32(out):
         for start, stop in words(h.size(0) * h.size(1), head.vocabulary, _bytes(h)):
             g = head.gradient(h.flatten(0, 1), labels.flatten(), lse.flatten(), start, stop)
             torch.bmm(g.view(*h.shape[:2], stop - start).mT, a, out=out[:, start:stop])
@@ -100,7 +110,7 @@ def cross_term_and_spread(
     out, spread = (h.new_empty(h.size(0), dtype=torch.float64) for _ in range(2))
     e, wide = accumulate(e), accumulate(h)
     again = head.again(h, lse) / (2 * unit(h) * roundings(h.size(2)))  # in units of the dots' rounding
-    with torch.no_grad(), exactly(), full_float32(out.float()):
+    with _alone(), full_float32(out.float()):
         for low, high in chunks(h.size(0), 5 * ids.size(1) * h.size(1) * _bytes(h)):
             own, y, kept = ids[low:high], labels[low:high, :, None], weights[low:high, :, None]
             g, p = head.entries(wide[low:high], y, lse[low:high, :, None], own)
