@@ -230,11 +230,12 @@ class _HeadLoss(Captured):
         return found.losses
 
     def _route(self, ctx: Context, hidden: Tensor, weight: Tensor) -> str:
-        """To store the gradients of samples, where these are much smaller than logits: then none is computed again."""
+        """To store the gradients of samples, where these are much smaller than the logits or a budget of memory has
+        room for them: then no logits are computed again."""
         planner, (batch, length, width) = ctx.forward_pass.planner, hidden.shape
         size = batch * weight.numel() * (8 if hidden.dtype == torch.float64 else 4)
-        small = width <= length * SHARE and not planner.exceeds(size)
-        return "gradients" if small else "norms"
+        room = width <= length * SHARE or planner.memory_budget is not None
+        return "gradients" if room and not planner.exceeds(size) else "norms"
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         if not ctx.learned[0]:
