@@ -194,15 +194,17 @@ def accepted(model: nn.Module) -> set[str]:
     return set(inspect.signature(inner.forward).parameters)
 
 
-def loss_of(
-    model: nn.Module, task: str, fused: FusedHead | None = None
-) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
+def loss_of(model: nn.Module, task: str) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
     """loss(model, batch) -> the mean over records of their own losses, none of which another record changes."""
     logits = logits_of(model)
-    if fused is not None:
-        return lambda model, batch: fused.losses(model, inputs_of(model, batch), batch["labels"]).mean()
     own = classification_loss if task == "classify" else causal_lm_loss
     return lambda model, batch: own(logits(model, batch), batch["labels"])
+
+
+def fused_loss_of(model: nn.Module, fused: FusedHead) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
+    """The same of a language model whose logits are not stored."""
+    takes = accepted(model)
+    return lambda model, batch: fused.losses(model, inputs_of(model, batch, takes), batch["labels"]).mean()
 
 
 def graphed_of(model: nn.Module, task: str, data: Encoded, collate: Collate) -> Graphed:

@@ -18,7 +18,7 @@ from ..training.fused_head import FusedHead
 from ..training.words import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
-from .encode import Collate, Encoded, encode, graphed_of, inputs_of, longest, loss_of, padding, widths
+from .encode import Collate, Encoded, encode, fused_loss_of, graphed_of, inputs_of, longest, loss_of, padding, widths
 from .evaluation import Evaluation
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
@@ -71,10 +71,12 @@ def prepare(options: Namespace) -> Prepared:
     plan = preflight.make_plan(options, units)
     collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else ())
     evaluation = None if held_out is None else Evaluation(held_out, collate, options.task, _EVALUATED_AT_ONCE)
-    fused = _fused(options, model, collate([encoded[0]]), device) if options.fused_loss else None
+    loss = loss_of(model, options.task)
+    if options.fused_loss:
+        loss = fused_loss_of(model, _fused(options, model, collate([encoded[0]]), device))
     per_epoch = max(1, round(1 / plan.sample_rate))
     job = Job(
-        model=model, loss=loss_of(model, options.task, fused), data=encoded, collate=collate, plan=plan,
+        model=model, loss=loss, data=encoded, collate=collate, plan=plan,
         folder=options.out,
         evaluate=evaluation, evaluate_every=None if evaluation is None else per_epoch,
         fingerprint={"data (training records)": data.train.digest, "tokens": _tokens_digest(encoded)},

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .bounds import roundings, unit
 from .common import accumulate, chunks, full_float32, sum_type
+from .registry import triton_module
 
 SLICE = 64 * 2**20  # bytes of a slice of the logits
 # What logits computed again, by products of other shapes, may be off. MEASURED, in units of |h| |W_v| in the last
@@ -31,6 +32,14 @@ class Terms(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     z_loss: float = 0.0
+
+
+def kernels_for(z: Tensor) -> Any:
+    """The module of the Triton kernel that takes such logits, or None."""
+    if z.device.type != "cuda" or z.dtype != torch.float32:
+        return None
+    found = triton_module("head_loss")
+    return None if isinstance(found, str) else found
 
 
 class Head:
@@ -96,12 +105,20 @@ class Head:
     def gradient(self, h: Tensor, labels: Tensor, lse: Tensor, low: int, high: int) -> Tensor:
         """The gradient of each token's loss by the logits of words [low, high), [N, high - low]; labels and lse [N]."""
         g = self.logits(h, low, high)
+        if (kernels := kernels_for(g)) is not None:
+            kernels.gradient_(g, labels, low, self.vocabulary, *self.numbers(), lse=lse)
+            return g
         slope = self.scores(g)
         g.sub_(lse.unsqueeze(1)).exp_()
         if self.terms.z_loss:
             g.mul_((1 + 2 * self.terms.z_loss * lse).unsqueeze(1))
         self.finish(g, labels, low, None, slope)
         return g
+
+    def numbers(self) -> tuple[float, float | None, float, float]:
+        """Scale, soft cap, smoothing and share of the z-loss, as the kernel takes them."""
+        terms = self.terms
+        return terms.logit_scale, terms.softcap, terms.label_smoothing, terms.z_loss
 
     def token_losses(self, lse: Tensor, at_label: Tensor, mean: Tensor | None) -> Tensor:
         """The loss of each token from its log-sum-exp, the score of its label and the mean of all scores."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .bounds import added, enlarged
 from .common import accumulate, chunks, exactly, full_float32, sum_type
-from .head import Head, Terms, words
+from .head import Head, Terms, kernels_for, words
 from .head_sums import norm_sq, per_sample
 from .linear import norm_sq_and_bound
 
@@ -128,22 +128,10 @@ def _whole(
     if not buffer or buffer[0].numel() < size:
         buffer[:] = [h.new_empty(size, dtype=sum_type(h))]
     z = head.logits(rows, out=buffer[0][:size].view(rows.size(0), head.vocabulary))
-    slope = head.scores(z)
-    at_label = z.gather(1, y.unsqueeze(1)).squeeze(1)
-    mean = z.mean(1) if head.terms.label_smoothing else None
-    top = z.amax(1)
-    total = z.sub_(top.unsqueeze(1)).exp_().sum(1)
-    lse = top + total.log()
-    losses = head.token_losses(lse, at_label, mean).view(weights.shape)
+    lse, losses, r = _turned(head, z, y, w, any(wanted))
+    losses = losses.view(weights.shape)
     if not any(wanted):
         return Found(losses, lse.view(weights.shape), None, None, None, None)
-    # g_t = r_t (exp(s_t - top_t) - ...): a factor of each token, which the smaller side of each product takes
-    hit: Tensor | None = total
-    if head.terms.z_loss:  # may make the factor 0, by which nothing can be divided
-        z.mul_(((1 + 2 * head.terms.z_loss * lse) / total).unsqueeze(1))
-        hit = None
-    head.finish(z, y, 0, hit, slope)
-    r = (w if hit is None else torch.where(w != 0, w / total, 0)).unsqueeze(1)
     if z.device.type == "cpu" and not bool(w.all()):  # a token without a loss may hold anything
         z.masked_fill_((w == 0).unsqueeze(1), 0)
     dh = torch.where(r != 0, head.times_weight(z) * r, 0).view(h.shape) if wanted.hidden else None
@@ -160,6 +148,30 @@ def _whole(
         squares, bound = norm_sq_and_bound(a, g)
         squares, bound = _with_doubt(head, squares, bound, h, weights, lse.view(weights.shape))
     return Found(losses, lse.view(weights.shape), dh, db, squares, bound)
+
+
+def _turned(head: Head, z: Tensor, y: Tensor, w: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn logits [N,V] of labels [N] into gradients, if these are wanted, but for a factor of each token: it times its
+    weight w [N] is what products take on their smaller side. Returns log-sum-exps and losses [N], and that, [N,1]."""
+    smooth = bool(head.terms.label_smoothing)
+    if (kernels := kernels_for(z)) is not None:
+        lse, at_label, mean = kernels.gradient_(z, y, 0, head.vocabulary, *head.numbers(), write=wanted)
+        return lse, head.token_losses(lse, at_label, mean if smooth else None), w.unsqueeze(1)
+    slope = head.scores(z)
+    at_label = z.gather(1, y.unsqueeze(1)).squeeze(1)
+    mean = z.mean(1) if smooth else None
+    top = z.amax(1)
+    total = z.sub_(top.unsqueeze(1)).exp_().sum(1)
+    lse = top + total.log()
+    losses = head.token_losses(lse, at_label, mean)
+    if not wanted:
+        return lse, losses, w.unsqueeze(1)
+    hit: Tensor | None = total
+    if head.terms.z_loss:  # may make the factor 0, by which nothing can be divided
+        z.mul_(((1 + 2 * head.terms.z_loss * lse) / total).unsqueeze(1))
+        hit = None
+    head.finish(z, y, 0, hit, slope)
+    return lse, losses, (w if hit is None else torch.where(w != 0, w / total, 0)).unsqueeze(1)
 
 
 def _with_doubt(
