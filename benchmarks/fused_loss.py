@@ -52,14 +52,18 @@ class Model(GPT):
 class Steps:
     """Steps of one way: private ones, or ordinary ones."""
 
-    def __init__(self, way: str, private: bool, frozen: bool = False, **sizes: int) -> None:
+    def __init__(self, way: str, private: bool, frozen: bool, budget: int | None, sizes: dict[str, int]) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = Model(way, frozen, **sizes)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer: Any = torch.optim.AdamW(trained, fused=True)
         if private:
             self.optimizer = fastdp.DPAdamW(
-                self.model, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=sizes["batch"]
+                self.model,
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                expected_batch_size=sizes["batch"],
+                memory_budget=budget,
             )
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(0, sizes["vocabulary"], (sizes["batch"], sizes["length"] + 1), generator=generator)
@@ -71,9 +75,9 @@ class Steps:
         self.optimizer.zero_grad()
 
 
-def peak(way: str, private: bool, frozen: bool, sizes: dict[str, int]) -> float:
+def peak(*job: Any) -> float:
     """MiB of a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.fused_loss", "--peak-of", json.dumps([way, private, frozen, sizes])]
+    command = [sys.executable, "-m", "benchmarks.fused_loss", "--peak-of", json.dumps(job)]
     environment = {name: value for name, value in os.environ.items() if name not in KEPT}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True,
                           env={**environment, "MALLOC_MMAP_THRESHOLD_": GIVE_BACK})  # fmt: skip
@@ -113,6 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--paper", action="store_true")
     parser.add_argument("--frozen", action="store_true", help="the head is not trained")
+    parser.add_argument("--budget", type=int, help="memory_budget of the private steps, in bytes")
     parser.add_argument("--no-peaks", action="store_true")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     for name, default in SIZES.items():
@@ -120,8 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.peak_of:
-        way, private, frozen, sizes = json.loads(options.peak_of)
-        step = Steps(way, private, frozen, **sizes)
+        step = Steps(*json.loads(options.peak_of))
         step(), step()
         with open("/proc/self/status") as status:  # (ru_maxrss is at least that of the process that started this one)
             print(next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM")))
@@ -134,13 +138,14 @@ def main() -> None:
     kinds = {
         f"{'private' if private else 'ordinary'}, {way}": (way, private) for private in (True, False) for way in WAYS
     }
-    steps = {name: Steps(way, private, options.frozen, **sizes) for name, (way, private) in kinds.items()}
+    rest = (options.frozen, options.budget, sizes)
+    steps = {name: Steps(*kind, *rest) for name, kind in kinds.items()}
     times = interleaved(steps, torch.device("cpu"), options.rounds, 1)
     del steps
     gc.collect()
     print(", ".join(f"{name} {value}" for name, value in sizes.items()), f"threads {torch.get_num_threads()}")
-    for name, (way, private) in kinds.items():
-        memory = "" if options.no_peaks else f"{peak(way, private, options.frozen, sizes):10.0f} MiB"
+    for name, kind in kinds.items():
+        memory = "" if options.no_peaks else f"{peak(*kind, *rest):10.0f} MiB"
         print(f"{name:26s}{times[name]:8.2f} s{memory}", flush=True)
 
 

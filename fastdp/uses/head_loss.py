@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..errors import SampleMixingError
+from ..errors import GraphError, SampleMixingError
 from ..layouts.calls import Call, Tags
 from ..layouts.layout import Layout
 from ..layouts.positions import WHY, by_place
@@ -22,6 +22,7 @@ from ..layouts.rules import layout_rule
 from ..ops import head_sums
 from ..ops.head import Head, Terms
 from ..ops.head_loss import Wanted, evaluate, kept
+from ..ops.registry import is_watched
 from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
 from .linear import as_autocast, autocast_dtype
@@ -82,7 +83,12 @@ def linear_cross_entropy(
 
 def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *, shift: bool = False,
              mask: Tensor | None = None, **terms: Any) -> tuple[Terms, Tensor]:  # fmt: skip
-    """The terms of the loss, and the labels as the loss takes them. Raises ValueError."""
+    """The terms of the loss, and the labels as the loss takes them. Raises ValueError; GraphError in a recording."""
+    if is_watched():
+        raise GraphError(
+            "linear_cross_entropy computes norms of gradients within the forward, which cannot be replayed: store "
+            "logits (causal_lm_loss), or take no graphed step"
+        )
     if hidden.dim() != 3 or labels.shape != hidden.shape[:2]:
         raise ValueError(f"hidden [B, T, d] and labels [B, T], not {tuple(hidden.shape)} and {tuple(labels.shape)}")
     if weight.dim() != 2 or weight.size(1) != hidden.size(2) or not weight.size(0):

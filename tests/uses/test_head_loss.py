@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.errors import FastDPError, SampleMixingError, UncapturedUseError
+from fastdp.errors import FastDPError, GraphError, SampleMixingError, UncapturedUseError
 from fastdp.losses import linear_cross_entropy
 from fastdp.ops import head, head_loss
 from fastdp.uses import head_loss as use_of_head
@@ -143,7 +143,63 @@ def test_physical_batches_make_one_step(route: str) -> None:
     torch.testing.assert_close(moved[0], moved[1], rtol=1e-5, atol=1e-6)
 
 
+class Alone(nn.Module):
+    """A head of given hidden states."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, self.weight, labels)
+
+
+@pytest.mark.parametrize("kind", ["predicted", "equal", "cancelling"])
+def test_rounding_never_makes_a_norm_too_small(route: str, kind: str) -> None:
+    """Where probabilities are near 1, numbers are rounded alike, or positions cancel."""
+    torch.manual_seed(0)
+    d, v, t = 256, 1000, 100
+    weight, labels, hidden = torch.randn(v, d), torch.randint(0, v, (3, t)), 0.05 * torch.randn(3, t, d)
+    if kind == "predicted":
+        hidden = weight[labels] * (20 / d)
+    elif kind == "equal":
+        weight, hidden = torch.full((v, d), 0.2) + 1e-3 * weight, torch.full((3, t, d), 0.3)
+    else:
+        hidden = hidden[:, :1].expand(3, t, d).contiguous()
+    if route == "slices":
+        weight, hidden = weight[:, :16].contiguous(), hidden[:, :7, :16].contiguous()
+        labels = labels[:, :7].contiguous()
+    engine = fastdp.PerSampleGradients(model := Alone(weight))
+    model(hidden, labels).mean().backward()
+    norms = engine.norms().double()
+    for number in range(3):
+        factors = torch.nn.functional.one_hot(torch.tensor(number), 3).float()
+        size = float(engine.clipped_sum(factors)["weight"].double().norm())
+        assert size <= float(norms[number]) * (1 + 1e-4), (route, kind, size, norms)
+
+
+def test_compiled_models() -> None:
+    model, given = Model(True), batch()
+    engine = fastdp.PerSampleGradients(model)
+    losses(model, given).mean().backward()
+    exact = engine.norms()
+    engine.detach()
+    engine = fastdp.PerSampleGradients(compiled := torch.compile(model, backend="aot_eager"))
+    for _ in range(2):
+        losses(compiled, given).mean().backward()
+        torch.testing.assert_close(engine.norms(), exact)
+    engine.detach()
+
+
 # ---------------------------------------------------------------------- refused
+
+
+def test_replayed_steps_are_refused() -> None:
+    model, given = Model(), batch()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=5)
+    with pytest.raises(GraphError, match="cannot be replayed"):
+        optimizer.graphed(losses, (given,))
+    optimizer.detach()
 
 
 def test_refused_in_the_loss() -> None:
