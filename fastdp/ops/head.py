@@ -48,6 +48,7 @@ class Head:
     def __init__(self, weight: Tensor, bias: Tensor | None, terms: Terms) -> None:
         self.weight, self.bias, self.terms = weight, bias, terms
         self.vocabulary = weight.size(0)
+        self._largest: Tensor | None = None  # |W_v|, once asked for
 
     def logits(self, h: Tensor, low: int = 0, high: int | None = None, out: Tensor | None = None) -> Tensor:
         """W h + b of tokens [N,d] for words [low, high): [N, high - low], in float32 at least."""
@@ -149,15 +150,20 @@ class Head:
     def again(self, h: Tensor, lse: Tensor) -> Tensor:
         """How far the gradient of each token may be off where its logits are computed again, as a share of its
         probabilities: [B,T] float64, of h [B,T,d] and lse [B,T]."""
-        largest = h.new_zeros((), dtype=torch.float64)
-        for start, stop in chunks(self.vocabulary, 4 * self.weight.size(1), SLICE):
-            own = torch.linalg.vector_norm(accumulate(self.weight[start:stop]), dim=1)
-            largest = torch.maximum(largest, own.amax().double())
+        largest = self._largest = self._largest_row() if self._largest is None else self._largest
         scale, size = abs(self.terms.logit_scale), lse.abs().double()
         reach = torch.linalg.vector_norm(h, dim=2, dtype=torch.float64) * largest * scale  # |h| |W_v|
         steady = (size - math.log(self.vocabulary) - reach / 4).clamp(min=0)
         units = AGAIN * reach + STEADY * roundings(h.size(2)) * steady
         return units * (unit(h) * scale * (1 + 2 * abs(self.terms.z_loss) * (1 + size)))
+
+    def _largest_row(self) -> Tensor:
+        """The largest |W_v|, float64."""
+        largest = self.weight.new_zeros((), dtype=torch.float64)
+        for start, stop in chunks(self.vocabulary, 4 * self.weight.size(1), SLICE):
+            own = torch.linalg.vector_norm(accumulate(self.weight[start:stop]), dim=1)
+            largest = torch.maximum(largest, own.amax().double())
+        return largest
 
     def doubt(self, h: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
         """What that does to sums of weight_t g_t h_t^T: [B] float64; weights [B,T]."""
