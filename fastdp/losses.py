@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .training.dp_loss import DPLoss as DPLoss
 from .training.reductions import reduce as reduce
+from .uses.head_loss import linear_cross_entropy as linear_cross_entropy
 
 IGNORE = -100
 

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from . import clipped, common, conv, linear, many, norm, rows, segments
+from . import clipped, common, conv, head_loss, linear, many, norm, rows, segments
 
 ARCHITECTURES = {
     80: common.Device(108, 163 * 1024, 80),
@@ -203,9 +203,19 @@ def many_cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case("stored weighted sum", dtype, lambda: rows.weighted_sum(stored, c))
 
 
+def head_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """A head's loss, whose logits are float32 whatever the model's type."""
+    z, y, lse = (
+        meta(*shape, dtype=kind)
+        for shape, kind in (((512, 50257), torch.float32), ((512,), torch.int64), ((512,), torch.float32))
+    )
+    for name, options in (("", {}), (" again", {"lse": lse}), (" softcap", {"softcap": 30.0})):
+        yield Case(f"head loss V=50257{name}", dtype, lambda o=options: head_loss.gradient_(z, y, 0, 50257, **o))
+
+
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Every launcher."""
-    for family in (linear_cases, many_cases, segment_cases, conv_cases, norm_cases):
+    for family in (linear_cases, many_cases, segment_cases, conv_cases, norm_cases, head_cases):
         yield from family(dtype)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..losses import IGNORE, causal_lm_loss, classification_loss
+from ..training.fused_head import FusedHead
 from ..training.words import count
 from .job import FinetuneError, Graphed
 from .records import Records
@@ -200,6 +201,12 @@ def loss_of(model: nn.Module, task: str) -> Callable[[nn.Module, dict[str, Tenso
     return lambda model, batch: own(logits(model, batch), batch["labels"])
 
 
+def fused_loss_of(model: nn.Module, fused: FusedHead) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
+    """The same of a language model whose logits are not stored."""
+    takes = accepted(model)
+    return lambda model, batch: fused.losses(model, inputs_of(model, batch, takes), batch["labels"]).mean()
+
+
 def graphed_of(model: nn.Module, task: str, data: Encoded, collate: Collate) -> Graphed:
     """What replayed steps of these records need."""
     logits = logits_of(model)
@@ -225,14 +232,19 @@ def graphed_of(model: nn.Module, task: str, data: Encoded, collate: Collate) -> 
 def logits_of(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Tensor]:
     """logits(model, batch), of the inputs that the model takes."""
     takes = accepted(model)
-    fixed = {"use_cache": False} if "use_cache" in takes else {}
 
     def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: value for name, value in batch.items() if name in takes and name != "labels"}
-        found = model(**inputs, **fixed).logits
+        found = model(**inputs_of(model, batch, takes)).logits
         return found  # type: ignore[no-any-return]
 
     return logits
+
+
+def inputs_of(model: nn.Module, batch: dict[str, Tensor], takes: set[str] | None = None) -> dict[str, Any]:
+    """The inputs of a batch that the model takes, without labels."""
+    takes = accepted(model) if takes is None else takes
+    fixed = {"use_cache": False} if "use_cache" in takes else {}
+    return {name: value for name, value in batch.items() if name in takes and name != "labels"} | fixed
 
 
 def first_rows(batch: dict[str, Tensor], most: int) -> dict[str, Tensor]:

@@ -147,6 +147,9 @@ def _machine(group: Any) -> None:
                        help="the number of records in memory at once (default: found by trying)")
     group.add_argument("--checkpoint-every", type=number(int, 1), metavar="STEPS",
                        help="the number of steps between checkpoints (default: every five minutes)")
+    group.add_argument("--fused-loss", action="store_true",
+                       help="with --task lm: compute the loss without storing the logits of all tokens, which large "
+                            "vocabularies make the largest tensors (default: off)")
     group.add_argument("--graphed", action="store_true",
                        help="replay recorded steps without Python, for small models on the CPU: texts are padded to "
                             "one of eight lengths, and each is recorded once, in seconds (default: off)")

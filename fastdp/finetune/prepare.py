@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BatchReadWarning
+from ..errors import BatchReadWarning, StepError
+from ..training.fused_head import FusedHead
 from ..training.words import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
-from .encode import Collate, Encoded, encode, graphed_of, longest, loss_of, padding, widths
+from .encode import Collate, Encoded, encode, fused_loss_of, graphed_of, inputs_of, longest, loss_of, padding, widths
 from .evaluation import Evaluation
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
@@ -70,9 +71,13 @@ def prepare(options: Namespace) -> Prepared:
     plan = preflight.make_plan(options, units)
     collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else ())
     evaluation = None if held_out is None else Evaluation(held_out, collate, options.task, _EVALUATED_AT_ONCE)
+    loss = loss_of(model, options.task)
+    if options.fused_loss:
+        loss = fused_loss_of(model, _fused(options, model, collate([encoded[0]]), device))
     per_epoch = max(1, round(1 / plan.sample_rate))
     job = Job(
-        model=model, loss=loss_of(model, options.task), data=encoded, collate=collate, plan=plan, folder=options.out,
+        model=model, loss=loss, data=encoded, collate=collate, plan=plan,
+        folder=options.out,
         evaluate=evaluation, evaluate_every=None if evaluation is None else per_epoch,
         fingerprint={"data (training records)": data.train.digest, "tokens": _tokens_digest(encoded)},
         group_by=groups, length=encoded.length, new=new_parameters(model, new),
@@ -88,6 +93,22 @@ def prepare(options: Namespace) -> Prepared:
     ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
     _measure(ready)
     return ready
+
+
+def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> FusedHead:
+    """The head and the loss as one function, checked. Raises FinetuneError."""
+    if options.task != "lm" or options.graphed:
+        raise FinetuneError("--fused-loss goes with --task lm, and not with --graphed")
+    training = model.training
+    try:
+        found = FusedHead(model)
+        batch = {name: value.to(device) for name, value in batch.items()}
+        found.check(model.eval(), inputs_of(model, batch), 1e-4 if options.dtype == "float32" else 3e-2)
+    except StepError as problem:
+        raise FinetuneError(f"--fused-loss: {problem}") from None
+    finally:
+        model.train(training)
+    return found
 
 
 def _measure(ready: Prepared) -> None:

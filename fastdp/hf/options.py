@@ -31,6 +31,8 @@ class PrivacyArguments:
         memory_budget: the bytes that may be held in backward for norms and sums.
         graphed: whether forward and backward are recorded once for each shape of a batch, and replayed without Python
             (`optimizer.graphed`). Pad to few lengths: `pad_to_multiple_of=64` of the collator, say.
+        fused_loss: whether a causal language model's head and loss run as one function, without storing logits
+            (`fastdp.losses.linear_cross_entropy`). Models that change logits in an unknown way are refused.
         verify: whether to check the model and the loss on a few records before training.
         noise_seed: makes sampling and noise repeatable, for experiments. It voids the guarantee.
         count_lost_steps: after a resume, whether to count the steps that were made after the checkpoint.
@@ -77,6 +79,10 @@ class PrivacyArguments:
         default=False,
         metadata={"help": "Record forward and backward once for each shape of a batch, and replay them."},
     )
+    fused_loss: bool = field(
+        default=False,
+        metadata={"help": "Compute the loss of a causal language model without storing its logits."},
+    )
     verify: bool = field(
         default=True, metadata={"help": "Check the model and the loss on a few records before training."}
     )
@@ -107,6 +113,8 @@ class PrivacyArguments:
             raise ValueError("max_records_per_group needs group_by")
         if self.graphed and (self.group_by is not None or self.memory_budget is not None):
             raise ValueError("graphed=True replays batches of records: leave group_by and memory_budget out")
+        if self.fused_loss and self.graphed:
+            raise ValueError("fused_loss=True stores no logits for graphed=True to replay: leave one of them out")
         if self.log_clipped_share and self.style != "flat":
             raise ValueError("log_clipped_share needs style='flat'")
         check_accountant(self.accountant)

@@ -15,11 +15,12 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..accounting import noise_multiplier_for
 from ..errors import AccountingError, ParameterError, StepError
+from ..training.fused_head import FusedHead
 from ..training.optim import PrivateOptimizer, privatize
 from . import arguments, ledger
 from .batches import Ticket, check_dataset, make_source, tickets, varied
 from .checks import check_model, check_padding, evaluating
-from .losses import Head, find_head, reduced, size_of, without_labels
+from .losses import Head, find_head, reduced, rows, size_of, without_labels
 from .options import PrivacyArguments
 from .spending import Spending, Watch, logger
 
@@ -59,6 +60,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
             check_dataset(given["train_dataset"])
         self._begin_account(privacy)
         self._head: Head | None = None
+        self._fused: FusedHead | None = None
         self._graphed: GraphedShapes | None = None
         self._training = False
         self._trained: Any = None  # the model, or its compiled form
@@ -235,6 +237,8 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
                         f"label_smoothing_factor={self.args.label_smoothing_factor} has no meaning for the head of "
                         f"{type(self.model).__name__} ({self._head.name}); leave it 0"
                     )
+            if self.privacy.fused_loss:
+                self._fuse(batch, half)
             open_question = check_padding(
                 self.model, self._step_loss, collate, self._prepare_inputs, examples, 5e-2 if half else 1e-3
             )
@@ -244,6 +248,15 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
                 return
             report = check_model(self.model, self._step_loss, batch, {}, 5e-2 if half else None)
             logger.info(str(report))
+
+    def _fuse(self, batch: Any, half: bool) -> None:
+        """From now on losses are computed without logits. Raises StepError if those would be others."""
+        if self._head is None or self._head.name != "next token" or self.args.torch_compile:
+            why = "torch_compile=True" if self.args.torch_compile else "a loss of your own, or no causal language model"
+            raise StepError(f"fused_loss=True fuses the head of a causal language model with its loss, not with {why}")
+        fused = FusedHead(self.model)
+        fused.check(self.model, without_labels(self.model, rows(batch, 0, 2))[0], 3e-2 if half else 1e-4)
+        self._fused = fused
 
     # ------------------------------------------------------------------ the step
 
@@ -271,6 +284,9 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
         if not self._learning:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         given, labels = without_labels(self.model, inputs)
+        if self._fused is not None:
+            losses = self._fused.losses(model, given, labels["labels"], self.args.label_smoothing_factor)
+            return (losses, {}) if return_outputs else losses
         outputs = model(**given)
         if self.compute_loss_func is not None:
             target = labels.get("labels", labels or None)

@@ -4,7 +4,7 @@ Importing this package registers every rule. `use` says what a use is, `captured
 what a rule is.
 """
 
-from . import attention, broadcast, conv, embedding, experts, generic, linear, norm, recurrent  # noqa: F401
+from . import attention, broadcast, conv, embedding, experts, generic, head_loss, linear, norm, recurrent  # noqa: F401
 from .use import Use
 
 __all__ = ["Use"]

@@ -1,0 +1,153 @@
+"""A private step of a GPT whose head and loss are one function, against one that stores the logits.
+
+    python -m benchmarks.fused_loss              # time, interleaved, and peak memory of fresh processes
+    python -m benchmarks.fused_loss --paper      # bytes of the head of a Llama 8B, counted
+    python -m benchmarks.fused_loss --rounds 3 --d 384 --layers 6
+
+Peaks are those of resident memory of a process that makes two steps, of an allocator that gives freed blocks back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.losses import linear_cross_entropy
+
+from .memory import GIVE_BACK, ROOT
+from .models import GPT, token_losses
+from .timing import KEPT, interleaved, keep_memory
+
+SIZES = {"d": 256, "layers": 2, "batch": 8, "length": 512, "vocabulary": 50257}
+WAYS = ("stored logits", "fused")
+
+
+class Model(GPT):
+    """The GPT of the benchmarks, which returns the losses of samples [B]."""
+
+    def __init__(self, way: str, frozen: bool, **sizes: int) -> None:
+        super().__init__(sizes["layers"], sizes["d"], sizes["d"] // 64, sizes["length"], sizes["vocabulary"])
+        self.way = way
+        self.head.requires_grad_(not frozen)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        positions = torch.arange(ids.size(1), device=ids.device).repeat(ids.size(0), 1)
+        hidden = self.norm(self.blocks(self.tokens(ids) + self.positions(positions)))
+        if self.way == "fused":
+            return linear_cross_entropy(hidden, self.head.weight, labels)
+        return token_losses(F.linear(hidden, self.head.weight), labels)
+
+
+class Steps:
+    """Steps of one way: private ones, or ordinary ones."""
+
+    def __init__(self, way: str, private: bool, frozen: bool, budget: int | None, sizes: dict[str, int]) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = Model(way, frozen, **sizes)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer: Any = torch.optim.AdamW(trained, fused=True)
+        if private:
+            self.optimizer = fastdp.DPAdamW(
+                self.model,
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                expected_batch_size=sizes["batch"],
+                memory_budget=budget,
+            )
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, sizes["vocabulary"], (sizes["batch"], sizes["length"] + 1), generator=generator)
+        self.ids, self.labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def __call__(self) -> None:
+        self.model(self.ids, self.labels).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def peak(*job: Any) -> float:
+    """MiB of a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.fused_loss", "--peak-of", json.dumps(job)]
+    environment = {name: value for name, value in os.environ.items() if name not in KEPT}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True,
+                          env={**environment, "MALLOC_MMAP_THRESHOLD_": GIVE_BACK})  # fmt: skip
+    return float(done.stdout.split()[-1])
+
+
+def paper(length: int = 4096, vocabulary: int = 128256, d: int = 4096) -> list[str]:
+    """Bytes of the head of a Llama 8B for one sample, by what is alive at once, and the multiply-adds."""
+    gib, logits = 2**30, length * vocabulary
+    hidden, weight, state = 2 * length * d, vocabulary * d, 24 * length
+    limit, piece = 2**26, 4 * length * min(vocabulary, 2**26 // (4 * length))
+    rows = [
+        ("logits, bfloat16", 2 * logits, 0),
+        ("their copy in float32, for the loss", 4 * logits, 0),
+        ("log-softmax in float32, kept for backward", 4 * logits, 0),
+        ("gradient of the loss by it, float32", 4 * logits, 0),
+        ("gradient of the logits, bfloat16, kept to the end of backward", 2 * logits, 0),
+        ("hidden states, bfloat16", hidden, hidden),
+        ("labels, log-sum-exps and weights of tokens", 0, state),
+        ("a slice of the logits", 0, piece),
+        ("weights of a slice in float32", 0, 4 * d * min(vocabulary, limit // (4 * d))),
+        ("gradient of hidden, float32", 0, 4 * length * d),
+    ]
+    lines = [
+        f"{'T = ' + str(length) + ', V = ' + str(vocabulary) + ', d = ' + str(d):64s}{'stored':>10s}{'fused':>10s}"
+    ]
+    lines += [f"{name:64s}{before / gib:>6.2f} GiB{after / gib:>6.2f} GiB" for name, before, after in rows]
+    total = [sum(row[side] for row in rows) / gib for side in (1, 2)]
+    lines.append(f"{'all of it':64s}{total[0]:>6.2f} GiB{total[1]:>6.2f} GiB")
+    lines.append(f"the clipped sum in float32 is {4 * weight / gib:.2f} GiB, either way")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--paper", action="store_true")
+    parser.add_argument("--frozen", action="store_true", help="the head is not trained")
+    parser.add_argument("--budget", type=int, help="memory_budget of the private steps, in bytes")
+    parser.add_argument("--no-peaks", action="store_true")
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.peak_of:
+        step = Steps(*json.loads(options.peak_of))
+        step(), step()
+        with open("/proc/self/status") as status:  # (ru_maxrss is at least that of the process that started this one)
+            print(next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM")))
+        return
+    if options.paper:
+        print("\n".join(paper()))
+        return
+    keep_memory("benchmarks.fused_loss")
+    sizes = {name: getattr(options, name) for name in SIZES}
+    kinds = {
+        f"{'private' if private else 'ordinary'}, {way}": (way, private) for private in (True, False) for way in WAYS
+    }
+    rest = (options.frozen, options.budget, sizes)
+    steps = {name: Steps(*kind, *rest) for name, kind in kinds.items()}
+    times = interleaved(steps, torch.device("cpu"), options.rounds, 1)
+    del steps
+    gc.collect()
+    print(", ".join(f"{name} {value}" for name, value in sizes.items()), f"threads {torch.get_num_threads()}")
+    for name, kind in kinds.items():
+        memory = "" if options.no_peaks else f"{peak(*kind, *rest):10.0f} MiB"
+        print(f"{name:26s}{times[name]:8.2f} s{memory}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
