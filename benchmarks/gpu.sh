@@ -1,155 +1,272 @@
 #!/usr/bin/env bash
-# Everything a GPU is needed for, in one call of under ten minutes:
+# Everything a GPU is needed for, in calls of under ten minutes each:
 #
-#   benchmarks/gpu.sh            build, device tests, compute-sanitizer, benchmarks of kernels, planner and training
-#   benchmarks/gpu.sh --dry-run  without a GPU: prints the plan and runs what of it a CPU can, at small sizes
-#   benchmarks/gpu.sh --plan     prints the plan only
+#   benchmarks/gpu.sh 1             build, all device tests in parallel, compute-sanitizer
+#   benchmarks/gpu.sh 2             kernels, planner, host time against device time and a profile, ncu of four kernels
+#   benchmarks/gpu.sh 3             training: gpt2-large and llama-lora; 4: gpt2, vit-b16; 5: llama-1b, resnet50; 6: rest
+#   benchmarks/gpu.sh --plan [N]    prints the stages of call N (1) and runs nothing
+#   benchmarks/gpu.sh --dry-run [N] without a GPU: runs what of it a CPU can, at small sizes
 #
-# Settings: PYTHON (python3), OUT (folder of the results; benchmarks/data), FASTDP_COMMIT (of a tree without .git),
-# SECONDS_IN_ALL (580), DTYPE (bfloat16), STAGES (those to run, of: build info tests sanitizer kernels planner training);
-# MODELS and CONTENDERS of the training benchmark, with commas between them. All of the suite take several calls:
-# STAGES="build training" MODELS=gpt2-large,llama-1b,gpt2-lora benchmarks/gpu.sh, and so on; rows are kept as they come.
+# Settings: OUT (folder of the results; benchmarks/data), PYTHON (python3), FASTDP_COMMIT (of a tree without .git),
+# SECONDS_IN_ALL (580), GRACE (15 s for a report at the end of a limit), DTYPE (bfloat16), STAGES (those to run), MODELS
+# and CONTENDERS of training, with commas between them, CACHES (an archive that an earlier call left;
+# .gpu/caches.tar.gz).
 #
-# On a lent machine that gets a copy of the tree, with Python, torch, Triton, pytest, hypothesis, setuptools, pybind11
-# and nvcc on it and no network, nothing has to be installed or carried; the command is, with the commit filled in,
+# Nothing has to be installed on a machine with Python, torch, Triton, pytest, pytest-xdist, hypothesis, setuptools,
+# pybind11 and nvcc, and no network is needed: extensions are built in place, and a link to kernels/ stands in for an
+# installation where there is none. Where Opacus is not installed its rows say "not applicable".
 #
-#   FASTDP_COMMIT=<git rev-parse --short HEAD> bash benchmarks/gpu.sh
-#
-# with a limit of 600 s. fastdp runs from the tree: extensions are built in place, and where `fastdp.kernels` cannot be
-# imported a link to kernels/ stands in for the installation and is removed at the end. Where Opacus is not installed its
-# rows say "not applicable". Results: training_cuda.csv, kernels_cuda.csv, planner_cuda.csv, gpu_log.txt (all output) and
-# gpu_summary.txt. A stage that fails or runs out of its time does not stop those that follow; the exit code is 1 then.
+# Whatever happens, what is there by then stays and can be used: rows are written one by one, output goes to gpu_log.txt
+# as it comes, gpu_summary.txt says after each stage how all went, and caches.tar.gz (built extensions, compiled Triton
+# kernels, the planner's times) is packed anew after each. OUT holds at most 8 files of under 16 MiB. A stage that fails
+# or runs out of its time does not stop those that follow; the exit code is 1 then, 130 if the whole was stopped.
+# benchmarks/README.md has the command of each call on a lent machine.
 # shellcheck disable=SC2329  # functions called through bash -c and trap
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
 mode=run
 case "${1:-}" in
-  "") ;;
-  --dry-run) mode=dry ;;
-  --plan) mode=plan ;;
-  *) sed -n '2,7p' "$0" >&2; exit 2 ;;
+  --dry-run | --plan) mode=${1#--} && shift ;;
+esac
+call=${1:-1}
+case "$call" in
+  1) stages="build info tests sanitizer" models="gpt2-large" ;;
+  2) stages="build warm kernels planner host ncu" models="gpt2-large" ;;
+  3) stages="build warm training" models="gpt2-large,llama-lora" ;;
+  4) stages="build warm training" models="gpt2,vit-b16" ;;
+  5) stages="build warm training" models="llama-1b,resnet50" ;;
+  6) stages="build warm training" models="bert,gpt2-lora,roberta,bert-lora,convnext-t" ;;
+  *) sed -n '4,8p' "$0" >&2 && exit 2 ;;
 esac
 
 python=${PYTHON:-python3}
 total=${SECONDS_IN_ALL:-580}
-stages=${STAGES:-build info tests sanitizer kernels planner training}
+stages=${STAGES:-$stages}
+grace=${GRACE:-15}
 dtype=${DTYPE:-bfloat16}
-IFS=, read -ra models <<<"${MODELS:-gpt2,vit-b16,llama-lora,resnet50,bert}"
+caches=${CACHES:-.gpu/caches.tar.gz}
+IFS=, read -ra models <<<"${MODELS:-$models}"
 IFS=, read -ra contenders <<<"${CONTENDERS:-fastdp,fastdp layerwise,opacus hooks,opacus ghost}"
-export PYTHONUNBUFFERED=1
-unset TRITON_INTERPRET
+out=${OUT:-benchmarks/data} device=cuda small=()
 case $mode in
-  run) out=${OUT:-benchmarks/data} device=cuda log=$out/gpu_log.txt && mkdir -p "$out" ;;
-  dry) out=${OUT:-$(mktemp -d)} device=cpu log=$out/gpu_log.txt && mkdir -p "$out" ;;
-  plan) out=${OUT:-benchmarks/data} device=cuda log=/dev/null ;;
+  dry-run) out=${OUT:-$(mktemp -d)} device=cpu small=(--small) ;;
 esac
-rows=()   # stage|result|seconds
+log=$out/gpu_log.txt
+# Triton's index holds absolute paths: the same folder in every call
+work=${GPU_WORK:-/tmp/fastdp-gpu}
+export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=$work/triton XDG_CACHE_HOME=$work/cache
+unset TRITON_INTERPRET
+rows=() # stage|result|seconds
 failed=0
+running=
 
-have_gpu() { "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
+# ---------------------------------------------------------------------- what is kept
 
-# stage NAME LIMIT COMMAND...: run within the limit and what is left of the whole, and go on whatever comes of it
+# summary: how all stages went so far, written anew after each
+summary() {
+  {
+    printf 'call %s: %s s so far, results in %s\n' "$call" "$SECONDS" "$out"
+    for row in "${rows[@]}"; do
+      IFS='|' read -r name result spent <<<"$row"
+      printf '%-10s %-44s %4s s\n' "$name" "$result" "$spent"
+    done
+    if [ -n "$running" ]; then printf '%-10s %s\n' "$running" "running, or stopped with all"; fi
+  } >"$out/gpu_summary.txt"
+}
+
+sources() { # a name for what extensions are built of
+  find csrc setup.py -type f 2>/dev/null | LC_ALL=C sort | xargs cat | sha256sum | cut -c1-16
+}
+
+# pack: the caches as one archive, without what Triton only writes for readers; none rather than one that is too large
+pack() {
+  local built
+  built=$work/built/$(sources)
+  mkdir -p "$built" "$work/triton" "$work/cache"
+  cp -p fastdp/_C*.so "$built/" 2>/dev/null
+  tar -C "$work" --exclude '*.ttir' --exclude '*.ttgir' --exclude '*.llir' --exclude '*.source' -czf "$work/new.tar.gz" \
+    built triton cache 2>/dev/null
+  if [ "$(stat -c %s "$work/new.tar.gz")" -lt 16000000 ]; then
+    mv "$work/new.tar.gz" "$out/caches.tar.gz"
+  else
+    echo "caches.tar.gz would be too large to come back" >>"$log"
+  fi
+}
+
+# unpack: what an earlier call left, the extensions only if they are of these sources
+unpack() {
+  mkdir -p "$work"
+  if [ -s "$caches" ]; then tar -C "$work" -xzf "$caches" && cp -p "$work/built/$(sources)"/*.so fastdp/ 2>/dev/null; fi
+  return 0
+}
+
+# shorten: no file is too large to come back; of a long one its end is worth more
+shorten() {
+  local file
+  for file in "$out"/*.txt; do
+    if [ "$(stat -c %s "$file")" -gt 15000000 ]; then
+      tail -c 8000000 "$file" >"$work/short" && cp "$work/short" "$file"
+    fi
+  done
+}
+
+linked=
+finish() {
+  trap - EXIT
+  if [ "$mode" = plan ]; then exit "$failed"; fi
+  summary
+  pack
+  shorten
+  if [ -n "$linked" ]; then rm -f fastdp/kernels; fi
+  cat "$out/gpu_summary.txt"
+  exit "$failed"
+}
+
+# stopped: what is running is told to end, and given as long as a report takes
+stopped() {
+  trap '' INT TERM
+  if [ -n "$child" ]; then
+    kill -INT "$child" 2>/dev/null
+    for _ in $(seq $((2 * grace))); do kill -0 "$child" 2>/dev/null && sleep 0.5; done
+    kill -KILL -- "-$child" 2>/dev/null
+  fi
+  if [ -n "$running" ]; then rows+=("$running|stopped from outside|$((SECONDS - begin))") running=; fi
+  failed=130
+  finish
+}
+
+# ---------------------------------------------------------------------- stages
+
+child='' begin=0
+
+# wanted NAME: whether this call has the stage
+wanted() { case " $stages " in *" $1 "*) ;; *) return 1 ;; esac; }
+
+# stage NAME LIMIT COMMAND...: run within the limit and what is left of the whole; SIGINT first, so that it can report
 stage() {
-  local name=$1 limit=$2 left=$((total - SECONDS)) begin=$SECONDS code result
+  local name=$1 limit=$2 left=$((total - SECONDS)) code result
   shift 2
-  case " $stages " in *" ${name%% *} "*) ;; *) return ;; esac
+  wanted "${name%% *}" || return 0
   if [ "$left" -lt "$limit" ]; then limit=$left; fi
-  printf '\n=== %s (at most %s s): %s\n' "$name" "$limit" "$*" | tee -a "$log"
+  printf '\n=== %s (at most %s s): %s\n' "$name" "$limit" "$*"
   if [ "$mode" = plan ]; then return; fi
-  if [ "$limit" -lt 5 ]; then rows+=("$name|no time left|0"); failed=1; return; fi
-  timeout -k 5 "$limit" "$@" 2>&1 | tee -a "$log"
-  code=${PIPESTATUS[0]}
+  printf '\n=== %s (at most %s s): %s\n' "$name" "$limit" "$*" >>"$log"
+  if [ "$limit" -lt 3 ]; then rows+=("$name|no time left|0") failed=1 && summary && return; fi
+  begin=$SECONDS running=$name
+  summary
+  set -m # else what runs in the background would ignore SIGINT
+  timeout -s INT -k "$grace" "$limit" "$@" >>"$log" 2>&1 &
+  child=$!
+  set +m
+  wait "$child"
+  code=$?
+  child='' running=''
   case $code in
     0) result=passed ;;
-    124 | 137) result="out of time"; failed=1 ;;
-    *) result="FAILED ($code)"; failed=1 ;;
+    124 | 137) result="out of time" failed=1 ;;
+    *) result="FAILED ($code)" failed=1 ;;
   esac
   rows+=("$name|$result|$((SECONDS - begin))")
+  tail -n 25 "$log"
+  summary
+  pack
 }
 
 # skip NAME WHY
 skip() {
-  case " $stages " in *" $1 "*) ;; *) return ;; esac
-  printf '\n=== %s: left out, %s\n' "$1" "$2" | tee -a "$log"
-  rows+=("$1|left out, $2|0")
+  wanted "$1" || return 0
+  printf '\n=== %s: left out, %s\n' "$1" "$2"
+  if [ "$mode" != plan ]; then rows+=("$1|left out, $2|0") && summary; fi
 }
 
 # Extensions in place. An older setuptools refuses the licence line of pyproject.toml: then from links without that file.
 build() {
-  "$python" setup.py -q build_ext --inplace && return
+  built 2>/dev/null && return
+  "$python" setup.py -q build_ext --inplace || build_from_links || return
+  built
+}
+
+build_from_links() {
   local tree
   tree=$(mktemp -d) || return
   ln -s "$PWD/setup.py" "$PWD/csrc" "$PWD/fastdp" "$tree/"
   (cd "$tree" && "$python" setup.py -q build_ext --inplace)
 }
 
-built() { # the extensions that must be there now
+built() { # the extensions that must be there
   "$python" -c 'import fastdp._C; print("fastdp._C loads")' || return
   if [ "$device" = cpu ] || ! command -v nvcc >/dev/null || [ ! -e csrc/bind_cuda.cpp ]; then return 0; fi
   "$python" -c 'import fastdp._CUDA; print("fastdp._CUDA loads")'
 }
 
-linked=
-tidy() { if [ -n "$linked" ]; then rm -f fastdp/kernels; fi; }
-trap tidy EXIT
-link_kernels() {
+if [ "$mode" != plan ]; then
+  if [ "$mode" = run ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    echo "benchmarks/gpu.sh: torch sees no GPU here; --dry-run runs what a CPU can" >&2
+    exit 2
+  fi
+  mkdir -p "$out" "$work" && : >"$log"
+  trap finish EXIT
+  trap stopped INT TERM
   if ! "$python" -c 'import fastdp.kernels' 2>/dev/null && [ ! -e fastdp/kernels ]; then
     ln -s ../kernels fastdp/kernels && linked=yes
   fi
-}
-
-if [ "$mode" = run ] && ! have_gpu; then
-  echo "benchmarks/gpu.sh: torch sees no GPU here; --dry-run runs what a CPU can" >&2
-  exit 2
+  unpack
 fi
-: >"$log"
-if [ "$mode" != plan ]; then link_kernels; fi
-export -f build built
+export -f build build_from_links built
 export python device
 
-stage build 120 bash -c 'build && built'
+stage build 120 bash -c build
 stage info 20 "$python" -m fastdp info
 
-tests=()
-for file in tests/ops/test_device.py tests/ops/test_cuda_device.py tests/engine/test_engine_device.py; do
-  if [ -e "$file" ]; then tests+=("$file"); fi
-done
-if [ ${#tests[@]} -gt 0 ]; then
-  stage tests 110 "$python" -m pytest -p no:cacheprovider -q --durations=5 "${tests[@]}"
-else
-  skip tests "no device tests in this tree"
-fi
+# ---------------------------------------------------------------------- 1: is it right?
+
+tests=(tests/ops/test_device.py tests/ops/test_cuda_device.py tests/engine/test_engine_device.py)
+# -v: a line for each test as it ends, should not even the report survive
+stage tests 270 "$python" -m pytest -p no:cacheprovider -n "${TEST_WORKERS:-12}" -v --durations=10 \
+  --junitxml "$out/tests.xml" "${tests[@]}"
 
 if [ "$mode" != plan ] && ! command -v compute-sanitizer >/dev/null; then
   skip sanitizer "no compute-sanitizer here"
-elif [ ! -e tests/ops/test_cuda_device.py ]; then
-  skip sanitizer "no tests of the CUDA code in this tree"
 else # every allocation of torch its own, so that a step beyond one is seen
-  stage sanitizer 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 99 \
-    "$python" -m pytest -p no:cacheprovider -q tests/ops/test_cuda_device.py -k sanitizer
+  stage sanitizer 150 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 99 \
+    --log-file "$out/sanitizer.txt" "$python" -m pytest -p no:cacheprovider -v "${tests[@]:0:2}" -k sanitizer
 fi
+
+# ---------------------------------------------------------------------- 2: how fast is each kernel, and what waits?
+
+common=(--device "$device" --dtype "$dtype")
+# some 80 Triton kernels, compiled before anything has a limit of seconds
+stage warm 120 "$python" -m benchmarks.device warm "${common[@]}" "${small[@]}" --models "${models[@]}"
 
 if [ "$device" = cuda ]; then
-  stage kernels 100 "$python" -m benchmarks.kernels --device cuda --dtype "$dtype" --out "$out/kernels_cuda.csv"
-  stage planner 60 "$python" -m benchmarks.planner --device cuda --dtype "$dtype" --seconds 40 \
-    --out "$out/planner_cuda.csv"
-  stage training 400 "$python" -m benchmarks.training --suite gpu --dtype "$dtype" --models "${models[@]}" \
-    --contenders "${contenders[@]}" --time-limit 20 --out "$out"
+  stage kernels 110 "$python" -m benchmarks.kernels "${common[@]}" --out "$out/kernels_cuda.csv"
+  stage planner 70 "$python" -m benchmarks.planner "${common[@]}" --seconds 55 --out "$out/planner_cuda.csv"
 else
-  stage kernels 60 "$python" -m benchmarks.kernels --dtype "$dtype" --rounds 1 --only embedding \
+  stage kernels 60 "$python" -m benchmarks.kernels "${common[@]}" --rounds 1 --only embedding \
     --out "$out/kernels_cpu.csv"
-  stage planner 60 "$python" -m benchmarks.planner --dtype "$dtype" --rounds 1 --seconds 5 --out "$out/planner_cpu.csv"
-  stage training 120 "$python" -m benchmarks.training --suite gpu --device cpu --dtype "$dtype" --rounds 2 --small \
-    --models gpt2 llama-lora --contenders fastdp "fastdp layerwise" --out "$out"
+  stage planner 60 "$python" -m benchmarks.planner "${common[@]}" --rounds 1 --seconds 5 --out "$out/planner_cpu.csv"
+fi
+stage host 90 "$python" -m benchmarks.device host "${common[@]}" "${small[@]}" --models "${models[0]}" \
+  --out "$out/host_$device.csv" --profile "$out/profile.txt"
+
+if [ "$mode" != plan ] && ! command -v ncu >/dev/null; then
+  skip ncu "no ncu here"
+else # one run for each kernel, so that the first is there if the last is not; the clocks stay as they are
+  for pair in gram:gram_kernel direct:direct_kernel clipped:clipped_kernel adamw:noisy_step; do
+    stage "ncu ${pair%:*}" 35 bash -c "ncu --clock-control none --csv --kernel-name ${pair#*:} --launch-skip 1 \
+      --launch-count 1 '$python' -m benchmarks.device four --kernel ${pair%:*} | tee -a '$out/ncu.csv'"
+  done
 fi
 
-if [ "$mode" = plan ]; then exit 0; fi
-{
-  printf '\n=== summary: %s s in all, results in %s\n' "$SECONDS" "$out"
-  for row in "${rows[@]}"; do
-    IFS='|' read -r name result spent <<<"$row"
-    printf '%-10s %-44s %4s s\n' "$name" "$result" "$spent"
-  done
-} | tee -a "$log" | tee "$out/gpu_summary.txt"
-exit "$failed"
+# ---------------------------------------------------------------------- 3 and on: how fast is training?
+
+if [ "$device" = cuda ]; then
+  stage training 450 "$python" -m benchmarks.training --suite gpu --dtype "$dtype" --models "${models[@]}" \
+    --contenders "${contenders[@]}" --time-limit 20 --patience 4 --memory-here --out "$out"
+else
+  stage training 120 "$python" -m benchmarks.training --suite gpu --device cpu --dtype "$dtype" --rounds 2 --small \
+    --models "${models[@]}" --contenders fastdp "fastdp layerwise" --out "$out"
+fi
+
+finish

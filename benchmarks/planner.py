@@ -160,15 +160,14 @@ def main() -> None:
         known = costs.constants(device, dtype != torch.float32)
         told = f"calibration: {time.perf_counter() - begin:.2f} s"
         print(told + (" (not measured: default constants)" if known in costs.DEFAULTS.values() else ""))
-        rows = _rows(device, dtype, options)
+        rows = _rows(device, dtype, options, facts)
     rows.sort(key=lambda row: -float(str(row["loss"])))
     show(rows[: options.worst], COLUMNS, left=1)
     print(summary(rows))
-    if options.out:
-        append(options.out, [row | facts for row in rows], SAVED)
 
 
-def _rows(device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> list[Row]:
+def _rows(device: torch.device, dtype: torch.dtype, options: argparse.Namespace, facts: Row) -> list[Row]:
+    """All rows, kept in the file one by one: a run cut short keeps what it has."""
     planner, short = Planner(), dtype != torch.float32
     known = costs.constants(device, short)
     generator = torch.Generator(device).manual_seed(0)
@@ -194,6 +193,9 @@ def _rows(device: torch.device, dtype: torch.dtype, options: argparse.Namespace)
             rows.append(measure(shape, routes(make), predicted, chosen, device, options.rounds))
         except Exception as problem:  # noqa: BLE001  (the other cases are still to be measured)
             print(f"{shape}: {type(problem).__name__}: {str(problem)[:200]}", file=sys.stderr)
+            continue
+        if options.out:
+            append(options.out, [rows[-1] | facts], SAVED)
     return rows
 
 

@@ -120,6 +120,7 @@ class Run:
     times: list[float] = field(default_factory=list)
     planned: int = 0
     step: Step | None = None
+    peak_mib: float | None = None  # on a GPU: of its tensors alone, beside whatever else is there
 
     def stop(self, status: str, why: str) -> None:
         self.status, self.why, self.step, self.times = status, why, None, []
@@ -152,16 +153,36 @@ def interleaved(work: Workload, names: Sequence[str], rounds: int, place: Place 
 
 def _warm(run: Run, name: str, work: Workload, x: Tensor, y: Tensor, place: Place, rounds: int, limit: float) -> None:
     """Build, make three steps, and plan the rounds by the time of the last."""
-    begin = time.perf_counter()
+    begin, held = time.perf_counter(), held_bytes(place)
     with deadline(limit * CONTENDERS[name].patience):
         step = step_of(name, work, place)
         step(x, y)
+    reset_peak(place)  # the first step may compile, measure and try; training is what follows
     used = 0.0 if CONTENDERS[name].patience > 1 else time.perf_counter() - begin
     second = _timed(step, x, y, place, limit)
     took = min(second, _timed(step, x, y, place, limit)) if used + 3 * second < limit else second
+    run.peak_mib = peak_since(place, held)
     left = limit - used - 2 * second
     run.planned = rounds if not math.isfinite(limit) else max(min(LEAST, rounds), min(rounds, int(left / took)))
     run.step = step
+
+
+def held_bytes(place: Place) -> int:
+    """Bytes of live tensors on a GPU."""
+    return torch.cuda.memory_allocated(place.device) if place.device.type == "cuda" else 0
+
+
+def reset_peak(place: Place) -> None:
+    """The allocator's peak counts from here."""
+    if place.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(place.device)
+
+
+def peak_since(place: Place, held: int) -> float | None:
+    """The peak in MiB without what was held before; None on the CPU, where it is not known."""
+    if place.device.type != "cuda":
+        return None
+    return (torch.cuda.max_memory_allocated(place.device) - held) / 2**20
 
 
 def _timed(step: Any, x: Tensor, y: Tensor, place: Place, limit: float = math.inf) -> float:

@@ -1,14 +1,16 @@
 """Time, memory and largest batch of a private step, against ordinary training, every Opacus mode and the floor.
 
     python -m benchmarks.training --suite cpu|gpu|quick [--models gpt bert ...] [--contenders fastdp ...]
-        [--rounds 9] [--time-limit 60] [--sweep batch|length|none] [--no-memory] [--largest-batch]
+        [--rounds 9] [--time-limit 60] [--patience 1] [--sweep batch|length|none] [--no-memory | --memory-here]
+        [--largest-batch]
         [--dtype float32 bfloat16] [--out DIR]
 
 Before anything is timed, the gradient of each contender without noise is compared with the truth, taken one sample at a
 time: a wrong contender gets no time (`benchmarks.exactness`). Steps of all contenders are then interleaved in one
 process, in groups if they do not fit into memory together, each group with ordinary training; medians and 20 and 80
 percentiles (`benchmarks.steps`). The C library's allocator keeps freed memory, for all (--system-allocator: as it is).
-Peak memory is that of a fresh process for each (`benchmarks.memory`). `floor` is the least that an exact step can cost
+Peak memory is that of a fresh process for each (`benchmarks.memory`), or with --memory-here, on a GPU, what the
+allocator tells of each within the one process. `floor` is the least that an exact step can cost
 (`benchmarks.floor`). Rows are appended workload by workload to training_cpu.csv or training_cuda.csv in DIR. 16-bit
 types mean weights, gradients and optimizer state of that type, for all contenders.
 """
@@ -56,6 +58,7 @@ class Options:
     rounds: int = 9
     limit: float = math.inf
     memory: bool = True
+    here: bool = False  # on a GPU: memory by its allocator, in this process
     largest: bool = False
     memory_limit: float = 4096.0
     roof: tuple[float, float] = (1.0, 1.0)
@@ -83,7 +86,7 @@ def measure(job: Job, options: Options, verdicts: dict[str, Verdict] | None = No
     seconds = None if math.isinf(limit) else limit + STARTING
     if options.memory:
         progress.phase(0.05, f"{job.workload}: memory")
-    mib = peaks(job, good, seconds) if options.memory else {}
+    mib = peaks(job, good, seconds) if options.memory and not options.here else {}
     room = room_mib(place)
     needs = {name: mib[name].mib if name in mib and mib[name].mib is not None else guessed_mib(name, work, place)
              for name in good}  # fmt: skip
@@ -98,6 +101,8 @@ def measure(job: Job, options: Options, verdicts: dict[str, Verdict] | None = No
         found = interleaved(work, part, options.rounds, place, limit, progress)
         runs = found | runs  # ordinary training's row is of the first group
         bases |= {name: found[BASE] for name in part if BASE in found and name not in bases}
+    if options.here:
+        mib = {name: Peak(run.peak_mib) for name, run in runs.items() if run.peak_mib is not None}
     timed = [name for name in runs if runs[name].status == "ok" and CONTENDERS[name].resident]
     bound = room_mib(place) / 0.9 if place.device.type == "cuda" else options.memory_limit
     most = {}
@@ -184,7 +189,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each contender and workload")
     parser.add_argument("--sweep", default="none", choices=("batch", "length", "none"))
-    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="times the limit for fastdp's first step, to compile"
+    )
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--no-memory", action="store_true")
+    memory.add_argument(
+        "--memory-here", action="store_true", help="on a GPU: by its allocator, without other processes"
+    )
     parser.add_argument("--largest-batch", action="store_true", help="in --memory-limit, on a GPU in all of its memory")
     parser.add_argument("--memory-limit", type=float, default=4.0, help="GiB of a process on the CPU")
     parser.add_argument("--dtype", nargs="+", choices=TYPES)
@@ -207,11 +219,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     device = told.device or ("cuda" if told.suite == "gpu" else "cpu")
     models = told.models or [m for m in SUITES[told.suite] if told.sweep == "none" or m in SWEPT[told.sweep]]
+    if told.memory_here and device != "cuda":
+        raise SystemExit("--memory-here asks a GPU's allocator; on the CPU memory is that of fresh processes")
     print(", ".join(f"{key} {value}" for key, value in versions(device).items()))
     types = told.dtype or DEFAULT_TYPES[told.suite]
     wanted = [job for t in types for job in jobs(told.suite, models, told.sweep, device, t, told.small)]
-    options = Options(contenders(told), told.rounds, told.time_limit, not told.no_memory, told.largest_batch,
-                      1024 * told.memory_limit, sweep=told.sweep.replace("none", "-"),
+    for name in told.contenders or CONTENDERS:
+        if name.startswith("fastdp"):
+            CONTENDERS[name] = CONTENDERS[name]._replace(patience=told.patience)
+    options = Options(contenders(told), told.rounds, told.time_limit, not told.no_memory, told.memory_here,
+                      told.largest_batch, 1024 * told.memory_limit, sweep=told.sweep.replace("none", "-"),
                       progress=Progress(len(wanted)))  # fmt: skip
     rows: list[Row] = []
     for dtype in types:

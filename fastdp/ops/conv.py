@@ -153,26 +153,27 @@ def _compiled_gram(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Te
 # ---------------------------------------------------------------------- for the engine: F images, also transposed
 
 
-def _simple(x: Tensor, geometry: Geometry) -> bool:
-    """Whether the operators below take it: on a device they may have a kernel of their own, and whoever watches the
-    dispatcher is to see them."""
-    return (x.device.type != "cpu" or is_watched()) and x.size(1) == 1 and not geometry.transposed
+def _simple(operator: Operator, x: Tensor, geometry: Geometry) -> bool:
+    """Whether the operators below take it: on a device they may have a kernel of their own, a user may have given one,
+    and whoever watches the dispatcher is to see them."""
+    asked = x.device.type != "cpu" or is_watched() or "cpu" in operator.own
+    return asked and x.size(1) == 1 and not geometry.transposed
 
 
 def _is_compiled(operator: Operator, x: Tensor) -> bool:
-    return x.device.type == "cpu" and operator.implementation("cpu") is not operator.reference and not is_watched()
+    return x.device.type == "cpu" and operator.is_shipped("cpu") and not is_watched()
 
 
 def per_sample(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     """The weight gradient of each sample, [B, *weight]. x [B,F,C,*], g [B,F,O,*]: F images a sample."""
-    if _simple(x, geometry):
+    if _simple(_per_sample_op, x, geometry):
         return _per_sample_op(x.squeeze(1), g.squeeze(1), *_arguments(geometry))  # type: ignore[no-any-return]
     return (_compiled_per_sample if _is_compiled(_per_sample_op, x) else _reference_per_sample)(x, g, geometry)
 
 
 def norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
     """Squared norm of each sample's weight gradient, [B] float64; never stored for the whole batch."""
-    if _simple(x, geometry):
+    if _simple(_norm_sq_op, x, geometry):
         arguments = *_arguments(geometry), method
         return _norm_sq_op(x.squeeze(1), g.squeeze(1), *arguments, dtype=torch.float64)  # type: ignore[no-any-return]
     return (_compiled_norm_sq if _is_compiled(_norm_sq_op, x) else _reference_norm_sq)(x, g, geometry, method)
@@ -180,7 +181,7 @@ def norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> T
 
 def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
     """sum_b c_b (weight gradient of sample b), by one convolution over scaled output gradients."""
-    if _simple(x, geometry):
+    if _simple(_clipped_sum_op, x, geometry):
         return _clipped_sum_op(x.squeeze(1), g.squeeze(1), c, *_arguments(geometry))  # type: ignore[no-any-return]
     return _reference_clipped_sum(x, g, c, geometry)
 
@@ -188,6 +189,9 @@ def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
 def clipped_sums(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry, count: int) -> Tensor:
     """`clipped_sum` of `count` convolutions of one geometry at once, x [count * B,F,C,*] and g [count * B,F,O,*], one
     convolution after the other, with the same factors c [B]: [count, *weight]. They are groups of one convolution."""
+    if x.device.type in _clipped_sum_op.own:
+        pairs = zip(x.chunk(count), g.chunk(count), strict=True)
+        return torch.stack([clipped_sum(*pair, c, geometry) for pair in pairs])
     x, g = (t.unflatten(0, (count, -1)).movedim(0, 2).flatten(2, 3) for t in (x, g))
     weight = (count * geometry.weight[0], *geometry.weight[1:])
     joint = geometry._replace(weight=weight, groups=count * geometry.groups)

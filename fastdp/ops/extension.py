@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .common import DTYPES
-from .registry import Kernel, is_forced, is_watched, native, triton, triton_module
+from .registry import WITH_OWN, Kernel, is_forced, is_watched, native, triton, triton_module
 
 TYPES = {dtype: code for dtype, code in DTYPES.items() if dtype != torch.float64}  # of matrices
 KEPT = 32 * 2**20  # scratch of at most so many bytes waits for the next call: fresh pages cost more than a small kernel
@@ -36,8 +36,10 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def on_device(name: str, *tensors: Tensor) -> ModuleType | None:
-    """The Triton kernels of this stem, where they serve such tensors beside an operator's own; else None."""
-    if tensors[0].device.type not in BY_TRITON or is_watched() or is_forced() or not takes(*tensors):
+    """The Triton kernels of this stem, where they serve such tensors beside an operator's own; else None: also where a
+    user's kernel serves any operator of the device, past which nothing may run."""
+    kind = tensors[0].device.type
+    if kind not in BY_TRITON or is_watched() or is_forced() or kind in WITH_OWN or not takes(*tensors):
         return None
     found = triton_module(name)
     return None if isinstance(found, str) else found

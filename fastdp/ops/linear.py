@@ -190,6 +190,9 @@ def _add_clipped_sum(a: Tensor, g: Tensor, c: Tensor, out: Tensor) -> None:
 def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
     """`linear_clipped_sum` of `count` products at once, a [count * B,T,I] and g [count * B,T,O], one product after the
     other, with the same factors c [B]: [count,O,I]."""
+    if a.device.type in _clipped_sum_op.own:
+        pairs = zip(a.chunk(count), g.chunk(count), strict=True)
+        return torch.stack([_clipped_sum_op(*pair, c) for pair in pairs])
     a, g, c = accumulate(a), accumulate(g), c.repeat(count)
     a, g = (scaled(a, c), without_dropped(g, c)) if a.size(2) < g.size(2) else (without_dropped(a, c), scaled(g, c))
     rows = a.size(0) // count * a.size(1)
@@ -199,6 +202,8 @@ def clipped_sums(a: Tensor, g: Tensor, c: Tensor, count: int) -> Tensor:
 
 def overwrite_clipped_sum(a: Tensor, g: Tensor, c: Tensor, into: Tensor) -> Tensor:
     """`linear_clipped_sum` into float32 memory on the CPU whose contents do not matter."""
+    if a.device.type in _clipped_sum_op.own:
+        return _clipped_sum_op(a, g, c)  # type: ignore[no-any-return]
     if a.dtype == torch.float64:
         return _clipped_sum(a, g, c)
     a, g = _weighted(a, g, c)
@@ -261,7 +266,7 @@ def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tenso
         check_method(method)
         limits = bounds.units_of_products(a, g), bounds.TOLERANCE, bounds.BLOCK
         return kernels.linear_norm_sq_and_bound(a, g, method, *limits)  # type: ignore[no-any-return]
-    built = a.device.type == "cpu" and _norm_sq_op.implementation("cpu") is not _norm_sq_op.reference
+    built = a.device.type == "cpu" and _norm_sq_op.is_shipped("cpu")
     if built and extension.takes(a, g):
         units = bounds.units_of_products(a, g)
         if method == "gram" or (method == "auto" and compiled_gram_is_cheaper(a.size(1), a.size(2), g.size(2))):

@@ -41,18 +41,24 @@ class Operator:
         self.name = schema.split("(")[0]
         self.packet, _, overload = self.name.partition(".")
         self.overload = overload or "default"
+        self.own: dict[str, Kernel] = {}  # by device, of users (`ops.own`)
+        self.bound = {*kernels}  # devices whose calls through the dispatcher come to `_serve`
 
     def implementation(self, device_type: str) -> Callable[..., Any]:
         """The function that serves a device."""
-        kernel = self.kernels.get(device_type)
+        kernel = self.own.get(device_type) or self.kernels.get(device_type)
         if kernel is None or is_forced():
             return self.reference
         found = kernel.load()
         return self.reference if isinstance(found, str) else found
 
+    def is_shipped(self, device_type: str) -> bool:
+        """Whether a kernel of fastdp serves a device: what else it can do may be asked of it past the operator."""
+        return device_type not in self.own and self.implementation(device_type) is not self.reference
+
     def served_by(self, device_type: str) -> str:
         """The backend that serves a device, and why it is not the fast one."""
-        kernel = self.kernels.get(device_type)
+        kernel = self.own.get(device_type) or self.kernels.get(device_type)
         if kernel is None:
             return "PyTorch"
         found = kernel.load()
@@ -83,6 +89,36 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any],
     torch.library.register_fake(f"fastdp::{operator.name}", fake, lib=LIBRARY)
     OPERATORS[operator.name] = operator
     return operator
+
+
+WITH_OWN: set[str] = set()  # kinds of devices on which users' kernels serve
+
+
+def replace(operator: Operator, device: str, kernel: Kernel | None) -> None:
+    """Let a user's kernel serve a device in place of what does; None: no longer. Times are then measured anew."""
+    if kernel is None:
+        del operator.own[device]
+    else:
+        operator.own[device] = kernel
+        if device not in operator.bound:
+            LIBRARY.impl(operator.name, functools.partial(_serve, operator, device), device.upper())
+            operator.bound.add(device)
+    WITH_OWN.clear()
+    WITH_OWN.update(kind for each in OPERATORS.values() for kind in each.own)
+    _changes.append(f"{operator.name} {device}")
+
+
+_changes: list[str] = []
+
+
+def changes() -> int:
+    """How often kernels of users have come or gone: what is remembered of routes and times holds as long as this."""
+    return len(_changes)
+
+
+def any_own() -> bool:
+    """Whether an operator has a kernel of a user."""
+    return any(operator.own for operator in OPERATORS.values())
 
 
 def _below_autograd(operator: Operator, *args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ class StepTable:
     def run(self, sums: Sequence[Tensor], draw: Draw, update: SGD | Adam) -> None:
         """`noisy_sgd_step_` or `noisy_adamw_step_` with these sums. Raises as these."""
         operator = _sgd_op if isinstance(update, SGD) else _adamw_op
-        if self.params[0].device.type != "cpu" or operator.implementation("cpu") is operator.reference:
+        if self.params[0].device.type != "cpu" or not operator.is_shipped("cpu"):
             _call(operator, (self.params, sums, *(self.states or [[]]), self.offsets), draw, update, None)
             return
         step = Step(self.params, sums, self.states, self.offsets, draw, update, None)

@@ -147,8 +147,8 @@ def _owned(out: Tensor, data: tuple[Tensor, ...]) -> Tensor:
     """The result as no view of anything, so that an activation may write into it."""
     if not out._is_view():
         return out
-    storage = out.untyped_storage().data_ptr()
-    if any(t.untyped_storage().data_ptr() == storage for t in data):
+    storage = out.untyped_storage()._cdata  # (on the meta device all memory has one address)
+    if any(t.untyped_storage()._cdata == storage for t in data):
         return out.clone()
     return _UNSAFE_VIEW(out, out.shape)
 

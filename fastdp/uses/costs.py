@@ -240,22 +240,31 @@ _KEPT: dict[tuple[str, bool], Constants] = {}
 def keep(device: torch.device, short: bool, known: Constants) -> None:
     """Take these from now on: a run that is taken up must take the routes it took, whatever would be measured now."""
     _KEPT[str(device), short] = known
-    constants.cache_clear()
+    _constants.cache_clear()
 
 
 def forget() -> None:
     """The run is over: what is measured counts again."""
     _KEPT.clear()
-    constants.cache_clear()
+    _constants.cache_clear()
+
+
+def constants(device: torch.device, short: bool) -> Constants:
+    """The constants of a device; short: for 16-bit inputs. Measured at the first call, then read from the cache.
+
+    Where a user has given a kernel (`ops.register_kernel`) they are measured anew, and kept for this process alone.
+    """
+    return _constants(device, short, ops.registry.changes())
 
 
 @functools.cache
-def constants(device: torch.device, short: bool) -> Constants:
-    """The constants of a device; short: for 16-bit inputs. Measured at the first call, then read from the cache."""
+def _constants(device: torch.device, short: bool, changes: int) -> Constants:
     if (str(device), short) in _KEPT:
         return _KEPT[str(device), short]
     if os.environ.get("FASTDP_CALIBRATE", "1") == "0" or device.type not in ("cpu", "cuda"):
         return DEFAULTS.get(device.type, DEFAULT)
+    if ops.registry.any_own():
+        return _measured(device, short) or DEFAULTS[device.type]
     path = _path(device, short)
     try:
         kept: Constants = json.loads(path.read_text())
@@ -263,8 +272,7 @@ def constants(device: torch.device, short: bool) -> Constants:
             return kept
     except (OSError, ValueError):
         pass
-    with torch.no_grad():
-        found = calibrate(device, torch.bfloat16 if short else torch.float32)
+    found = _measured(device, short)
     if found is None:
         return DEFAULTS[device.type]
     try:
@@ -275,6 +283,11 @@ def constants(device: torch.device, short: bool) -> Constants:
     except OSError:
         pass  # measured again next time
     return found
+
+
+def _measured(device: torch.device, short: bool) -> Constants | None:
+    with torch.no_grad():
+        return calibrate(device, torch.bfloat16 if short else torch.float32)
 
 
 def _path(device: torch.device, short: bool) -> Path:

@@ -93,7 +93,8 @@ class Routed(Use):
 
     def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
         rows = (self.a, self.g, self.ids, self.owner, factors)
-        if into is not None and self.a.dtype != torch.float64 and into.is_contiguous():
+        own = self.a.device.type in ops.registry.OPERATORS["routed_clipped_sum"].own
+        if into is not None and not own and self.a.dtype != torch.float64 and into.is_contiguous():
             ops.routed.overwrite_routed_sum(*rows, into.view(self.experts, *into.shape[-2:]))
             return into
         return ops.routed_clipped_sum(*rows, self.experts).view(self.operand.shape)

@@ -109,14 +109,14 @@ def test_a_resumed_run_takes_the_routes_it_took(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "_KEPT", {})
     crash(tmp_path / "run", 7)
     costs._KEPT.clear()
-    costs.constants.cache_clear()
+    costs._constants.cache_clear()
     monkeypatch.setitem(costs.DEFAULTS, "cpu", {job: [2 * x for x in k] for job, k in costs.DEFAULT.items()})
     assert costs.constants(torch.device("cpu"), False) != costs.DEFAULT  # what would be measured now
     taken = []
     monkeypatch.setattr(costs, "forget", lambda: taken.append(costs.constants(torch.device("cpu"), False)))
     assert resumed(tmp_path / "run")[1].lost_steps == 0
     assert taken == [costs.DEFAULT]  # what the run began with
-    costs.constants.cache_clear()
+    costs._constants.cache_clear()
 
 
 def test_the_digest_of_sums_on_a_device():

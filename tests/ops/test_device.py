@@ -180,6 +180,16 @@ def test_odd_sizes_equal_bits_and_graphs(name: str) -> None:
     assert torch.equal(captured, first)
 
 
+def test_sanitizer_a_few_launches_of_every_kernel() -> None:
+    """For compute-sanitizer, under which all others would take an hour: one odd size, one with wide loads."""
+    sizes = ("(3, 197,", "(4, 17,", str(CONVS[0]), str(CONVS[3]), "layer", "RMS", "group")
+    chosen = [name for name in SMALL if "bfloat16" in name and any(size in name for size in sizes)]
+    assert len(chosen) > 25
+    for name in chosen:
+        SMALL[name]().run()
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize(
     "size", [(2, 1024, 4096, 4096), (8, 512, 768, 3072), (4, 2048, 1024, 1000), (64, 1, 768, 1000)]

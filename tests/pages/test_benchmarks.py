@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -155,13 +153,3 @@ def test_planner_rows_and_summary() -> None:
     assert float(str(row["loss"])) >= 0 and row["chosen"] == "gram"
     text = planner.summary([{**row, "loss": "0.14"}, {**row, "loss": "0.16"}])
     assert "1 of 2 cases (50.0 %)" in text
-
-
-def test_gpu_script_prints_its_plan() -> None:
-    script = Path(planner.__file__).with_name("gpu.sh")
-    done = subprocess.run(["bash", str(script), "--plan"], capture_output=True, text=True, check=True)
-    for stage in ("build", "info", "tests", "sanitizer", "kernels", "planner", "training"):
-        assert f"=== {stage}" in done.stdout, done.stdout
-    limited = {**os.environ, "STAGES": "info"}
-    done = subprocess.run(["bash", str(script), "--plan"], capture_output=True, text=True, check=True, env=limited)
-    assert "=== info" in done.stdout and "=== build" not in done.stdout

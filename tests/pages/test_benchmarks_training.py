@@ -293,3 +293,36 @@ def test_a_run_writes_workload_by_workload(monkeypatch: pytest.MonkeyPatch, tmp_
     assert found == [("quick", "-", w, c, t) for w, t in (("mnist-cnn", "28"), ("lstm", "9")) for c in both] + [
         ("quick", "length", "gpt", c, str(t)) for t in suites.LENGTHS["quick"] for c in both
     ]
+
+
+def test_memory_of_one_process_is_each_contenders_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the allocator's peak, without what was held before the contender was built."""
+    held = iter([100 * 2**20, 400 * 2**20])
+    resets: list[steps.Place] = []
+    monkeypatch.setattr(steps, "held_bytes", lambda place: next(held))
+    monkeypatch.setattr(steps, "reset_peak", resets.append)
+    monkeypatch.setattr(steps, "peak_since", lambda place, before: 1000.0 - before / 2**20)
+    monkeypatch.setitem(suites.OTHERS, "tiny", _tiny())
+    options = training.Options(["non-private", "fastdp"], 2, here=True)
+    monkeypatch.setattr(training, "peaks", lambda *args: pytest.fail("a process of its own"))
+    rows = {row["contender"]: row for row in training.rows_of(memory.Job("cpu", "tiny"), options)}
+    assert [rows[name]["peak_mib"] for name in ("non-private", "fastdp")] == ["900", "600"] and len(resets) == 2
+    assert rows["fastdp"]["memory_ratio"] == "0.67"
+    with pytest.raises(SystemExit, match="GPU"):
+        training.main(["--suite", "quick", "--memory-here"])
+
+
+def test_patience_for_a_first_step_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fastdp", "fastdp global", "opacus hooks"):
+        monkeypatch.setitem(contenders.CONTENDERS, name, contenders.CONTENDERS[name])
+    monkeypatch.setattr(training, "roofs", lambda device, dtype: (1e11, 1e10))
+    seen: dict[str, float] = {}
+    monkeypatch.setattr(training, "judge", lambda names, *rest: {})
+
+    def rows_of(*args: object) -> list[timing.Row]:
+        seen.update({name: contenders.CONTENDERS[name].patience for name in ("fastdp", "opacus hooks")})
+        return []
+
+    monkeypatch.setattr(training, "rows_of", rows_of)
+    training.main(["--suite", "quick", "--models", "lstm", "--contenders", "fastdp", "opacus hooks", "--patience", "4"])
+    assert seen == {"fastdp": 4.0, "opacus hooks": 1.0}

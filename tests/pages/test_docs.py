@@ -43,7 +43,7 @@ def test_info_tells_versions_backends_and_devices():
 
 def test_the_page_says_which_backend_serves_which_operator():
     text = (ROOT / "docs" / "operators.md").read_text()
-    table = re.search(r"\| operator \| CPU \| CUDA \|\n(.*)", text, re.S).group(1).splitlines()[1:]
+    table = re.search(r"\| operator \| CPU \| CUDA \|\n(.*?)\n\n", text, re.S).group(1).splitlines()[1:]
     written = {}
     for line in table:
         names, cpu, cuda = (cell.strip() for cell in line.strip("|").split("|"))
@@ -54,6 +54,15 @@ def test_the_page_says_which_backend_serves_which_operator():
         if "." not in name
     }
     assert written == registered
+
+
+def test_the_examples_of_the_operators_run(capsys):
+    """All of them, in their order, as one script."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "operators.md").read_text(), re.S)
+    assert len(blocks) == 6
+    exec(compile("\n".join(blocks), "operators.md", "exec"), {})
+    assert not any(operator.own for operator in OPERATORS.values())
+    assert "Tensor a, Tensor g" in capsys.readouterr().out
 
 
 def test_no_command_is_an_error_that_lists_them():

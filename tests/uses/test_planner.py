@@ -136,18 +136,18 @@ def test_a_calibration_is_kept_and_read_again(tmp_path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(costs, "calibrate", calibrate)
     for _ in range(2):
-        costs.constants.cache_clear()
+        costs._constants.cache_clear()
         assert set(map(tuple, costs.constants(CPU, False).values())) == {(1.0, 2.0, 3.0, 4.0)}
     assert calls == [torch.float32] and len(list((tmp_path / "fastdp").glob("*.json"))) == 1
     for file in (tmp_path / "fastdp").glob("*.json"):
         file.write_text("{broken")
-    costs.constants.cache_clear()
+    costs._constants.cache_clear()
     costs.constants(CPU, False)
     assert len(calls) == 2 and all(json.loads(f.read_text()) for f in (tmp_path / "fastdp").glob("*.json"))
     monkeypatch.setattr(costs, "calibrate", lambda *args: None)  # a machine too busy to tell
-    costs.constants.cache_clear()
+    costs._constants.cache_clear()
     assert costs.constants(CPU, True) == costs.DEFAULTS["cpu"]
-    costs.constants.cache_clear()
+    costs._constants.cache_clear()
 
 
 def test_a_real_calibration_gives_usable_constants() -> None:

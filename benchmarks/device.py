@@ -1,0 +1,190 @@
+"""What `benchmarks/gpu.sh` asks of a GPU beside the other benchmarks; each line and row is kept as it comes.
+
+    python -m benchmarks.device warm --models gpt2-large [--jobs 4]    compiles what their steps launch
+    python -m benchmarks.device host --models gpt2-large --out FILE.csv [--profile FILE.txt]
+    python -m benchmarks.device four [--kernel gram]                   launches one kernel of four, for ncu
+
+host: medians of ordinary and private steps: `wall_ms` until the device is done, `host_ms` until Python is, `device_ms`
+that its kernels take (torch.profiler), `idle` the share of the wall in which the device had nothing to do; and the
+table of one step's kernels and functions. Steps are as the training benchmark's, in --dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdp import ops
+
+from .steps import Place, batch, step_of
+from .suites import GPU, find
+from .timing import Row, append, show, synchronize, versions
+
+ROOT = Path(__file__).parent.parent
+CONTENDERS = ("non-private", "fastdp", "fastdp layerwise")
+COLUMNS = ("model", "contender", "dtype", "wall_ms", "host_ms", "device_ms", "idle", "kernels")
+ROUNDS = 7
+
+
+def place_of(told: argparse.Namespace) -> Place:
+    return Place(torch.device(told.device), getattr(torch, told.dtype))
+
+
+# ---------------------------------------------------------------------- warm
+
+
+def warm(told: argparse.Namespace) -> None:
+    """Each model in a process of its own, some side by side: compiling takes the host, hardly the device."""
+    begin = time.perf_counter()
+    options = ["--device", told.device, "--dtype", told.dtype, *(["--small"] if told.small else [])]
+
+    def one(model: str) -> int:
+        command = [sys.executable, "-m", "benchmarks.device", "one", "--models", model, *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        last = (done.stdout if done.returncode == 0 else done.stderr).strip().rpartition("\n")[2]
+        print(f"{time.perf_counter() - begin:6.1f} s  {model}: {last[:300]}", flush=True)
+        return done.returncode
+
+    with ThreadPoolExecutor(told.jobs) as pool:
+        failed = sum(code != 0 for code in pool.map(one, told.models))
+    sys.exit(failed > 0)
+
+
+def warm_one(told: argparse.Namespace) -> None:
+    """Two steps of fastdp and of its layerwise style, at the small size, on which contenders are checked, and at the
+    size that is timed."""
+    place, model = place_of(told), told.models[0]
+    for small in (True, False) if not told.small else (True,):
+        work = find("gpu", model, small)
+        for dtype in {place.dtype, torch.float32} if small else {place.dtype}:  # the check is in float32, too
+            here = place._replace(dtype=dtype)
+            x, y = batch(work, here)
+            for name in CONTENDERS[1:]:
+                step = step_of(name, work, here)
+                for _ in range(2):
+                    step(x, y)
+                synchronize(place.device)
+                del step
+                if place.device.type == "cuda":
+                    torch.cuda.empty_cache()
+    print("compiled")
+
+
+# ---------------------------------------------------------------------- host
+
+
+def timed(step: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, place: Place) -> tuple[float, float]:
+    """(wall, host) seconds of a step."""
+    synchronize(place.device)
+    begin = time.perf_counter()
+    step(x, y)
+    returned = time.perf_counter()
+    synchronize(place.device)
+    return time.perf_counter() - begin, returned - begin
+
+
+def profiled(step: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, place: Place) -> Any:
+    """The profiler of one step."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if place.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as found:
+        step(x, y)
+        synchronize(place.device)
+    return found
+
+
+def on_device(profile: Any) -> tuple[float, int]:
+    """(seconds of the device's kernels and copies, how many)."""
+    spans = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.time_range.elapsed_us() for e in spans) / 1e6, len(spans)
+
+
+def host(told: argparse.Namespace) -> None:
+    place, facts = place_of(told), versions(told.device)
+    rows: list[Row] = []
+    for model in told.models:
+        work = find("gpu", model, told.small)
+        x, y = batch(work, place)
+        for name in CONTENDERS:
+            step = step_of(name, work, place)
+            for _ in range(3):
+                step(x, y)
+            walls, hosts = zip(*(timed(step, x, y, place) for _ in range(ROUNDS)), strict=True)
+            wall = statistics.median(walls)
+            row: Row = {"model": model, "contender": name, "dtype": told.dtype, "wall_ms": f"{1e3 * wall:.2f}",
+                        "host_ms": f"{1e3 * statistics.median(hosts):.2f}"}  # fmt: skip
+            found = profiled(step, x, y, place)
+            if place.device.type == "cuda":
+                busy, count = on_device(found)
+                row |= {"device_ms": f"{1e3 * busy:.2f}", "idle": f"{max(0.0, 1 - busy / wall):.2f}", "kernels": count}
+            rows.append(row)
+            if told.out:
+                append(told.out, [row | facts], (*COLUMNS, *facts))
+            if told.profile:
+                by = "self_device_time_total" if place.device.type == "cuda" else "self_cpu_time_total"
+                with told.profile.open("a") as file:
+                    print(f"=== {model}, {name}, {told.dtype}, by {by}", file=file)
+                    print(found.key_averages().table(sort_by=by, row_limit=60, max_name_column_width=70), file=file)
+            del step
+            if place.device.type == "cuda":
+                torch.cuda.empty_cache()
+    show(rows, COLUMNS)
+
+
+# ---------------------------------------------------------------------- four
+
+
+def four(told: argparse.Namespace) -> None:
+    """A kernel at the shapes of GPT-2-large's wide layer (8 x 512), and the update of its parameters; three times."""
+    place = place_of(told)
+    b, t, i, o = (2, 16, 32, 48) if told.small else (8, 512, 1280, 5120)
+    a, g = (torch.randn(b, t, n, device=place.device).to(place.dtype) for n in (i, o))
+    c = torch.rand(b, device=place.device)
+    n = 1000 if told.small else 100_000_000
+    states = [torch.zeros(n, device=place.device, dtype=kind) for kind in (place.dtype, torch.float32)]
+    states += [torch.zeros(n, device=place.device, dtype=place.dtype) for _ in range(2)]
+    runs: dict[str, Callable[[], Any]] = {
+        "gram": lambda: ops.linear_norm_sq(a, g, "gram", dtype=torch.float64),
+        "direct": lambda: ops.linear_norm_sq(a, g, "direct", dtype=torch.float64),
+        "clipped": lambda: ops.linear_clipped_sum(a, g, c),
+        "adamw": lambda: ops.noisy_adamw_step_(
+            *([s] for s in states), [0], key=bytes(32), step=1, std=1.0, scale=0.1, lr=1e-3, beta1=0.9, beta2=0.999,
+            eps=1e-8, weight_decay=0.01, t=1,
+        ),
+    }  # fmt: skip
+    for name in [told.kernel] if told.kernel else runs:
+        for _ in range(3):
+            runs[name]()
+        synchronize(place.device)
+        print(f"{name}: done", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("warm", "one", "host", "four"))
+    parser.add_argument("--models", nargs="+", choices=tuple(GPU), default=["gpt2-large"])
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--small", action="store_true", help="the small variants, to try the benchmark")
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--kernel", default="", choices=("", "gram", "direct", "clipped", "adamw"))
+    parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
+    parser.add_argument("--profile", type=Path, help="append the profiler's tables to this file")
+    told = parser.parse_args(arguments)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    {"warm": warm, "one": warm_one, "host": host, "four": four}[told.what](told)
+
+
+if __name__ == "__main__":
+    main()

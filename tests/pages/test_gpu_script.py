@@ -1,0 +1,250 @@
+"""benchmarks/gpu.sh, rehearsed: every stage leaves what it should, whole, at its limit, and stopped from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.suites import GPU
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+STUB = Path(__file__).with_name("gpu_stub.py")
+MOST_FILES, MOST_BYTES = 8, 16 * 2**20  # that come back from a lent machine
+ALWAYS = {"gpu_log.txt", "gpu_summary.txt", "caches.tar.gz"}
+FILES = {1: {"tests.xml", "sanitizer.txt"}, 3: {"training_cuda.csv"},
+         2: {"kernels_cuda.csv", "planner_cuda.csv", "host_cuda.csv", "profile.txt", "ncu.csv"}}  # fmt: skip
+PYTHON = f"""#!/usr/bin/env bash
+echo "$*" >>"$STUB_CALLS"
+case "$*" in
+  *torch.cuda.is_available*) exit 0 ;;
+  "-c import fastdp.kernels") [ -e fastdp/kernels ] ;;
+  "-c import fastdp._CUDA"*) [ -e fastdp/_CUDA.stub.so ] ;;
+  "-c import fastdp._C"*) [ -e fastdp/_C.stub.so ] ;;
+  "setup.py"*) echo C >fastdp/_C.stub.so; echo CUDA >fastdp/_CUDA.stub.so ;;
+  *) exec {sys.executable} -S {STUB} "$@" ;;
+esac
+"""
+SANITIZER = """#!/usr/bin/env bash
+while [ "${1#--}" != "$1" ]; do
+  case "$1" in --log-file) echo "ERROR SUMMARY: 0 errors" >"$2"; shift 2 ;; --report-api-errors | --error-exitcode) shift 2 ;; esac
+done
+exec "$@"
+"""  # noqa: E501
+NCU = """#!/usr/bin/env bash
+while [ "${1#--}" != "$1" ]; do case "$1" in --csv) shift ;; *) shift 2 ;; esac; done
+echo '"ID","Kernel Name","Metric Value"'
+exec "$@"
+"""
+
+
+class Device:
+    """A tree with nothing but what the script looks at, and a PATH of stubs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree, self.out, self.work = folder / "tree", folder / "out", folder / "work"
+        self.calls, self.hangs, programs = folder / "calls", folder / "hangs", folder / "bin"
+        for part in ("benchmarks", "csrc", "fastdp", "kernels"):
+            (self.tree / part).mkdir(parents=True)
+        shutil.copy(SCRIPT, self.tree / "benchmarks")
+        (self.tree / "csrc" / "bind_cuda.cpp").write_text("// a source\n")
+        (self.tree / "setup.py").write_text("")
+        programs.mkdir()
+        stubs = {"python3": PYTHON, "compute-sanitizer": SANITIZER, "ncu": NCU, "nvcc": "#!/bin/sh\n"}
+        for name, text in stubs.items():
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        clean = {k: v for k, v in os.environ.items() if k not in ("OUT", "STAGES", "MODELS", "CONTENDERS", "PYTHON")}
+        self.environment = clean | {
+            "PATH": f"{programs}:{os.environ['PATH']}", "OUT": str(self.out), "GPU_WORK": str(self.work), "GRACE": "1",
+            "STUB_CALLS": str(self.calls), "STUB_HANGS": str(self.hangs),
+        }  # fmt: skip
+
+    def start(self, call: int, **settings: str) -> subprocess.Popen[str]:
+        command = ["bash", str(self.tree / "benchmarks" / "gpu.sh"), str(call)]
+        return subprocess.Popen(command, env=self.environment | settings, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+
+    def run(self, call: int, **settings: str) -> tuple[int, str]:
+        process = self.start(call, **settings)
+        printed, _ = process.communicate(timeout=60)
+        return process.returncode, printed
+
+    def files(self) -> set[str]:
+        found = list(self.out.iterdir())
+        assert len(found) <= MOST_FILES and all(path.stat().st_size < MOST_BYTES for path in found)
+        assert all(re.fullmatch(r"[\w.-]+", path.name) for path in found)
+        return {path.name for path in found}
+
+    def summary(self) -> str:
+        return (self.out / "gpu_summary.txt").read_text()
+
+    def cached(self) -> set[str]:
+        with tarfile.open(self.out / "caches.tar.gz") as archive:
+            return {Path(name).name for name in archive.getnames()}
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    return Device(tmp_path)
+
+
+# ---------------------------------------------------------------------- whole
+
+
+@pytest.mark.parametrize("call", FILES)
+def test_a_call_brings_all_its_files_back(call: int, device: Device) -> None:
+    code, printed = device.run(call)
+    assert code == 0, printed
+    assert device.files() == ALWAYS | FILES[call]
+    assert "passed" in device.summary() and not re.search("FAILED|out of time|no time|running", device.summary())
+    assert {"_C.stub.so", "_CUDA.stub.so"} <= device.cached()
+    assert not (device.tree / "fastdp" / "kernels").exists()  # the link is gone
+    if call > 1:
+        assert "gram.cubin" in device.cached() and "gram.ttir" not in device.cached()
+        order = device.calls.read_text()
+        assert order.index(" warm ") < order.index("benchmarks.kernels" if call == 2 else "benchmarks.training")
+    if call == 2:
+        assert (device.out / "ncu.csv").read_text().count("Kernel Name") == 4
+
+
+def test_caches_are_taken_again(device: Device, tmp_path: Path) -> None:
+    device.run(3)
+    carried = tmp_path / "carried.tar.gz"
+    shutil.copy(device.out / "caches.tar.gz", carried)
+    later = Device(tmp_path / "later")
+    code, printed = later.run(2, CACHES=str(carried), STAGES="build kernels")
+    assert code == 0, printed
+    assert "setup.py" not in later.calls.read_text() and (later.work / "triton" / "k0" / "gram.cubin").exists()
+    changed = Device(tmp_path / "changed")  # of other sources the extensions are built anew
+    (changed.tree / "csrc" / "bind_cuda.cpp").write_text("// another source\n")
+    changed.run(2, CACHES=str(carried), STAGES="build kernels")
+    assert "setup.py" in changed.calls.read_text()
+
+
+# ---------------------------------------------------------------------- cut short
+
+STAGES = {
+    "tests": (1, "pytest", "tests.xml"), "sanitizer": (1, "sanitizer", "sanitizer.txt"),
+    "kernels": (2, "benchmarks.kernels", "kernels_cuda.csv"), "planner": (2, "benchmarks.planner", "planner_cuda.csv"),
+    "host": (2, "host", "profile.txt"), "ncu": (2, "four", "ncu.csv"),
+    "training": (3, "benchmarks.training", "training_cuda.csv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_at_its_limit_has_written_its_file(stage: str, device: Device) -> None:
+    call, program, file = STAGES[stage]
+    code, printed = device.run(call, STAGES=stage, STUB_SLOW=program, SECONDS_IN_ALL="4")
+    assert code == 1 and "out of time" in printed, printed
+    assert "out of time" in device.summary()
+    assert device.files() >= ALWAYS | {file}
+    assert (device.out / file).read_text() and "line 1" in (device.out / "gpu_log.txt").read_text()
+    if stage == "tests":  # SIGINT came through, and the report was written; of two tests
+        assert ElementTree.parse(device.out / file).getroot()[0].get("tests") == "2"
+
+
+def test_a_program_that_ignores_the_signal_is_killed_and_the_next_stages_run(device: Device) -> None:
+    settings = dict(STAGES="kernels planner host", STUB_SLOW="benchmarks.kernels", STUB_DEAF="1", SECONDS_IN_ALL="4")
+    code, _ = device.run(2, **settings)
+    assert code == 1 and device.summary().count("no time left") == 2
+    assert (device.out / "kernels_cuda.csv").read_text().splitlines() == [f"benchmarks.kernels,{k}" for k in range(2)]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)
+@pytest.mark.parametrize("stage", ["tests", "kernels", "training"])
+def test_stopped_from_outside(stage: str, sent: signal.Signals, device: Device) -> None:
+    call, program, file = STAGES[stage]
+    process = device.start(call, STUB_SLOW=program)
+    for _ in range(300):
+        if device.hangs.exists():
+            break
+        time.sleep(0.1)
+    os.kill(process.pid, sent)
+    printed, _ = process.communicate(timeout=30) if sent != signal.SIGKILL else ("", process.wait())
+    _end_what_is_left(device)
+    files = device.files()
+    assert files >= ALWAYS | ({file} if stage != "tests" or sent != signal.SIGKILL else set())
+    assert "_C.stub.so" in device.cached()  # a whole archive, of the stage before or of this one
+    if stage != "tests":
+        assert len((device.out / file).read_text().splitlines()) == 2  # rows as they came
+    assert f"{program}: line 1" in (device.out / "gpu_log.txt").read_text()
+    words = "running, or stopped" if sent == signal.SIGKILL else "stopped from outside"
+    assert words in device.summary() and "build" in device.summary()
+    if sent != signal.SIGKILL:
+        assert process.returncode == 130 and "stopped from outside" in printed
+
+
+def _end_what_is_left(device: Device) -> None:
+    """Programs that outlive the script (SIGKILL leaves no time to end them), by what they have for an environment."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"STUB_HANGS={device.hangs}".encode() in (folder / "environ").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
+        except (OSError, ProcessLookupError):
+            continue
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+def test_the_plan_names_the_stages_that_are_wanted() -> None:
+    limited = {**os.environ, "STAGES": "info tests"}
+    done = subprocess.run(["bash", str(SCRIPT), "--plan"], capture_output=True, text=True, check=True, env=limited)
+    assert re.findall("=== (\\w+)", done.stdout) == ["info", "tests"]
+
+
+def test_limits_of_a_call_fit_into_its_time() -> None:
+    for call in range(1, 7):
+        done = subprocess.run(["bash", str(SCRIPT), "--plan", str(call)], capture_output=True, text=True, check=True)
+        limits = [int(n) for n in re.findall(r"at most (\d+) s", done.stdout)]
+        # a build that the caches spare, and stages that end before their limit, leave room for a little more
+        assert sum(limits) <= 720 and limits, (call, limits)
+    assert subprocess.run(["bash", str(SCRIPT), "9"], capture_output=True).returncode == 2
+
+
+def test_models_of_all_calls_are_those_of_the_suite() -> None:
+    named = re.findall(r'^  \d\) stages=".*training" models="([\w,-]+)"', SCRIPT.read_text(), re.M)
+    assert sorted(",".join(named).split(",")) == sorted(GPU) and named[0] == "gpt2-large,llama-lora"
+
+
+def test_every_module_and_option_that_it_names_is_there() -> None:
+    """A stub takes whatever it is told: the real commands must take the options, too."""
+    lines = SCRIPT.read_text().replace("\\\n", "").splitlines()
+    for module in ("kernels", "planner", "training", "device"):
+        mine = [line.partition(f"-m benchmarks.{module} ")[2].partition("|")[0] for line in lines]
+        used = {option for line in mine for option in re.findall(r"(?<!\w)--[a-z-]+", line)}
+        command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0 and used and not {o for o in used if o not in done.stdout}, (module, used)
+
+
+def test_kernels_that_ncu_looks_for_are_there() -> None:
+    sources = "".join(path.read_text() for folder in ("kernels", "csrc/cuda") for path in (ROOT / folder).glob("*.*u*"))
+    sources += "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+    pairs = re.findall(r"(\w+):(\w+)", SCRIPT.read_text().partition("for pair in")[2].partition(";")[0])
+    assert len(pairs) == 4 and all(f"{function}(" in sources for _, function in pairs)
+
+
+def test_shellcheck_has_no_complaint() -> None:
+    tool = shutil.which("shellcheck")
+    if tool is None:
+        pytest.skip("no shellcheck here")
+    done = subprocess.run([tool, str(SCRIPT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_page_has_the_command_of_each_call() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for call in (1, 2, 3):
+        assert f"bash benchmarks/gpu.sh {call}" in page
