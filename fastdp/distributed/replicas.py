@@ -60,7 +60,7 @@ def _check_wrapper(model: DistributedDataParallel, world: World) -> None:
         )
     if getattr(model, "mixed_precision", None) is not None:
         raise ParameterError(
-            "DistributedDataParallel(mixed_precision=) is not supported: it swaps the parameters' data in each forward. "
+            "DistributedDataParallel(mixed_precision=) is not supported: it swaps the parameters' data in forwards. "
             "Use torch.autocast, or a model in bfloat16."
         )
     count = torch.distributed.get_world_size(model.process_group)
@@ -72,24 +72,16 @@ def _check_wrapper(model: DistributedDataParallel, world: World) -> None:
 
 
 def _check_whole(model: nn.Module, world: World) -> None:
-    """Refuse by name what holds a part of a model, and frameworks that train in several processes their own way."""
+    """Refuse by name what holds a part of a model."""
     if world.size == 1:
         return
     sharded = _types("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDPModule")
     engine = _types("deepspeed", "DeepSpeedEngine")
-    lightning = (
-        *_types("lightning.pytorch", "LightningModule"), *_types("pytorch_lightning", "LightningModule"),
-    )  # fmt: skip
     for module in model.modules():
         if isinstance(module, sharded):
             raise ParameterError(f"sharded models (FSDP, fully_shard) are not supported yet. {_INSTEAD}")
         if isinstance(module, engine):
             raise ParameterError(f"DeepSpeed averages gradients and steps by itself: it is not supported. {_INSTEAD}")
-        if isinstance(module, lightning):
-            raise StepError(
-                f"Lightning with {world.size} processes is not supported yet: its strategies wrap the model after the "
-                "optimizer is made. Use Trainer(devices=1), or a loop of your own under torchrun: docs/distributed.md."
-            )
     parts = _types("torch.distributed.tensor", "DTensor")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, parts):
@@ -99,10 +91,25 @@ def _check_whole(model: nn.Module, world: World) -> None:
             )
         if hasattr(parameter, "ds_id"):
             raise ParameterError(f"'{name}' is partitioned by DeepSpeed's ZeRO: it is not supported. {_INSTEAD}")
+
+
+def check_frameworks(model: nn.Module) -> None:
+    """Raises StepError in a world of several processes if a framework rules it in a way that was not shown to be exact.
+
+    It asks nothing of other processes: the framework rules all of them.
+    """
+    if processes() == 1:
+        return
+    lightning = (*_types("lightning.pytorch", "LightningModule"), *_types("pytorch_lightning", "LightningModule"))
+    if any(isinstance(module, lightning) for module in model.modules()):
+        raise StepError(
+            f"Lightning with {processes()} processes is not supported yet: its strategies wrap the model after the "
+            "optimizer is made. Use Trainer(devices=1), or a loop of your own under torchrun: docs/distributed.md."
+        )
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if getattr(state, "_shared_state", None):
         raise StepError(
-            f"Accelerate with {world.size} processes is not supported yet: prepare() wraps the model after the "
+            f"Accelerate with {processes()} processes is not supported yet: prepare() wraps the model after the "
             "optimizer is made. Use accelerate launch --num_processes 1, or a loop of your own under torchrun, with "
             "DistributedDataParallel: docs/distributed.md."
         )
@@ -116,13 +123,13 @@ def check_samples(world: World) -> None:
         raise StepError(
             "a collective of torch.distributed ran between the begin of a forward and the end of its backward (a loss "
             "over the samples of all ranks, perhaps, or a metric): what samples of other ranks do to this rank's "
-            "gradients is not bounded by clipping. Communicate before the forward or after the backward (evaluate under "
+            "gradients is not bounded by clipping. Communicate before a forward or after its backward (evaluate under "
             "torch.no_grad()), and use a loss of each sample alone."
         )
     if type(F.scaled_dot_product_attention) is not type(torch._C._nn.scaled_dot_product_attention):
         raise StepError(
-            "torch.nn.functional.scaled_dot_product_attention was replaced, as context parallelism does: a process then "
-            "has a part of each sample, and every norm is too small. Context parallelism is not supported yet: give "
+            "torch.nn.functional.scaled_dot_product_attention was replaced, as context parallelism does: a "
+            "process then has a part of each sample, and every norm is too small. Context parallelism is not supported yet: give "
             "each process whole samples."
         )
 

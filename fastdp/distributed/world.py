@@ -1,8 +1,8 @@
 """The processes that train one model together, and the few messages that private training needs between them.
 
 Every exchange begins with `agree`: each process says whether it refuses, and a digest of what it is about to do.
-Nothing is summed before all have said the same. A process that refuses says so at once, wherever it is (`refuse`), and does not
-wait; the others hear of it at their next `agree`. So whoever comes to an exchange, comes to an `agree`.
+Nothing is summed before all have said the same. A process that refuses says so at once, wherever it is (`refuse`), and
+does not wait; the others hear of it at their next `agree`. So whoever comes to an exchange, comes to an `agree`.
 
 These messages go through a process group of their own, by gloo, so nothing else can come between them. Sums go through
 the user's group.
@@ -169,7 +169,7 @@ class Ranks(World):
             for other, mine in zip(text.split("\n"), first, strict=False)
             if other != mine
         ]
-        self._over = "the ranks are not at the same step of the same run: " + "; ".join(found[:4] or ["in all"])
+        self._over = "the ranks do not do the same: " + "; ".join(found[:4] or ["in all"])
         raise StepError(
             f"{self._over}. Every rank must make the same model, optimizer and loader, by equal arguments, and call "
             "step() equally often. Nothing of this step was released."

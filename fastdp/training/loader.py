@@ -264,8 +264,8 @@ def poisson_loader(
             persons, and max_physical_batch_size counts records. See docs/people.md.
         max_records_per_group: the largest number of records of a person in a step, drawn anew at each step.
         process_group: the process group of the training, and
-        mesh: instead, its device mesh, of one dimension. By default, all processes of torch.distributed; the loader must
-            be made on all of them, with equal arguments, and of the same data in the same order.
+        mesh: instead, its device mesh, of one dimension. By default, all processes of torch.distributed. The loader
+            must be made on all of them, with equal arguments, and of the same data in the same order.
         loader_options: options of torch's DataLoader, if data is a dataset.
 
     Returns:

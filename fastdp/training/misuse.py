@@ -68,8 +68,8 @@ OF_ANOTHER_WORLD = (
     "torch.distributed.init_process_group."
 )
 OWN_BATCHES = (
-    "the batches come from no fastdp.poisson_loader, in a world of {n} processes: fastdp cannot see whether a record is "
-    "on two ranks in one step, where it would count twice. torch's DistributedSampler repeats records unless "
+    "the batches come from no fastdp.poisson_loader, in a world of {n} processes: fastdp cannot see whether a record "
+    "is on two ranks in one step, where it would count twice. torch's DistributedSampler repeats records unless "
     "drop_last=True. fastdp.poisson_loader gives each rank its part."
 )
 SCALED = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import check_accountant, warn_of_delta
-from ..distributed.replicas import Replica, check_others, check_samples
+from ..distributed.replicas import Replica, check_frameworks, check_others, check_samples
 from ..distributed.same import mark
 from ..distributed.world import refuse_several, world_of
 from ..engine.explain import Plan
@@ -58,6 +58,7 @@ class Privacy:
         process_group: Any = None,
         mesh: Any = None,
     ) -> None:
+        check_frameworks(model)
         self.world = world_of(process_group, mesh)
         self._place = ("", 0, 0)  # of the loader, at the last step
         with self.world.deciding():
@@ -77,7 +78,8 @@ class Privacy:
                 named = self.engine.named_parameters()
                 self.clipping = Clipping(named, clipping, max_grad_norm, style, gamma)
                 self.unit = Unit()
-                together.begin(self.world, self.engine, self.noise, self._settings())
+                if self.world.size > 1:
+                    together.begin(self.world, self.engine, self.noise, self._settings())
             except Exception:
                 self.engine.detach()
                 self.replica.restore()

@@ -23,8 +23,6 @@ from .clipping import Clipping
 
 def begin(world: World, engine: PerSampleGradients, noise: Noise, settings: Mapping[str, object]) -> None:
     """All processes have the same model and the same settings, and take the key of the noise from the first."""
-    if world.size == 1:
-        return
     check_others(engine.others(), world)
     said = {
         "making": "a private optimizer",

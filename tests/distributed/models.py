@@ -73,13 +73,18 @@ def build(kind: str = "") -> LM:
     return model
 
 
-def loss_of(model: nn.Module, tokens: Tensor, **options: Any) -> Tensor:
+def loss_of(model: nn.Module, tokens: Tensor, total: bool = False, **options: Any) -> Tensor:
     losses = F.cross_entropy(model(tokens, **options).transpose(1, 2), tokens.roll(-1, 1), reduction="none").mean(1)
-    return losses.mean() if len(losses) else losses.sum()
+    return losses.mean() if len(losses) and not total else losses.sum()
 
 
 def batch(number: int, size: int) -> Tensor:
     return torch.randint(0, WORDS, (size, LENGTH), generator=torch.Generator().manual_seed(number))
+
+
+def adamw(model: nn.Module, **options: Any) -> Any:
+    given = {"lr": 1e-2, "noise_multiplier": 1.0, "max_grad_norm": 0.5, "expected_batch_size": 6, "sample_rate": 0.1}
+    return fastdp.DPAdamW(model, **{**given, **options})
 
 
 def compare(
@@ -92,6 +97,7 @@ def compare(
     sigma: float = 0.0,
     steps: int = 3,
     extra: Any = None,
+    norm: float = 0.5,
     **options: Any,
 ) -> tuple[float, float, float, float]:
     """Three steps of AdamW in several processes, and in this one on the union of their batches.
@@ -100,24 +106,22 @@ def compare(
     Returns the largest relative error of a norm, of a weight, and epsilon of both.
     """
     sizes = sizes or [[3] * world] * steps
-    shared = dict(lr=1e-2, eps=1e-3, noise_multiplier=sigma, max_grad_norm=0.5, seed=5, sample_rate=0.1,
+    shared = dict(lr=1e-2, eps=1e-3, noise_multiplier=sigma, max_grad_norm=norm, seed=5, sample_rate=0.1,
                   expected_batch_size=3 * world * accumulate, **options)  # fmt: skip
     several, one = wrap(build(kind)), build(kind)
     optimizer = fastdp.DPAdamW(several, **shared)
-    alone = fastdp.training.optim._Constructed  # noqa: F841
     with single():
         truth = fastdp.DPAdamW(one, **shared)
     worst = 0.0
     for step, row in enumerate(sizes):
         for part in range(accumulate):
             batches = [batch(1000 * step + 10 * r + 100 * part, n) for r, n in enumerate(row)]
-            if len(batches[rank]):
-                loss_of(several, batches[rank], **({} if extra is None else {"extra": extra(rank)})).backward()
-            else:
-                loss_of(several, batches[rank]).backward()
+            total = {"total": options.get("loss_reduction") == "sum"}
+            uses = {} if extra is None else {"extra": extra(rank)}
+            loss_of(several, batches[rank], **total, **uses).backward()
             with single():
                 if extra is None:
-                    loss_of(one, torch.cat(batches)).backward()
+                    loss_of(one, torch.cat(batches), **total).backward()
                 else:
                     for r, own in enumerate(batches):
                         loss_of(one, own, extra=extra(r)).backward()

@@ -57,7 +57,7 @@ def results(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: flo
 
 def main(module: str, rank: int, world: int, port: int, folder: Path, names: list[str]) -> None:
     begin(rank, world, port)
-    cases: dict[str, Case] = getattr(__import__(module, fromlist=["CASES"]), "CASES")
+    cases: dict[str, Case] = __import__(module, fromlist=["CASES"]).CASES
     found: dict[str, object] = {}
     for name in names or list(cases):
         try:
