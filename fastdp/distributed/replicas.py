@@ -129,8 +129,8 @@ def check_samples(world: World) -> None:
     if type(F.scaled_dot_product_attention) is not type(torch._C._nn.scaled_dot_product_attention):
         raise StepError(
             "torch.nn.functional.scaled_dot_product_attention was replaced, as context parallelism does: a "
-            "process then has a part of each sample, and every norm is too small. Context parallelism is not supported yet: give "
-            "each process whole samples."
+            "process then has a part of each sample, and every norm is too small. Context parallelism is not supported "
+            "yet: give each process whole samples."
         )
 
 

@@ -25,15 +25,24 @@ def mark(*values: object) -> str:
 
 def mark_of_model(model: nn.Module) -> str:
     """Of the names, shapes and values of a model's parameters and buffers. Raises ParameterError if one is lazy."""
-    found = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    return mark(_marks([*model.named_parameters(), *model.named_buffers()]))
+
+
+def mark_of_parameters(model: nn.Module) -> str:
+    """The same of its parameters alone: a forward may have written to buffers."""
+    return mark(_marks(list(model.named_parameters())))
+
+
+def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
+    found: list[object] = []
+    for name, tensor in tensors:
         if is_lazy(tensor):
             raise ParameterError(
                 f"'{name}' has no shape yet: every process would initialize it for itself. Call the model on a batch, "
                 "give all processes the same weights, and make the optimizer then."
             )
         found.append((name, tuple(tensor.shape), str(tensor.dtype), _bits(tensor)))
-    return mark(found)
+    return found
 
 
 @torch.no_grad()

@@ -72,6 +72,10 @@ OWN_BATCHES = (
     "is on two ranks in one step, where it would count twice. torch's DistributedSampler repeats records unless "
     "drop_last=True. fastdp.poisson_loader gives each rank its part."
 )
+PERSONS_APART = (
+    "group_by() in a world of several processes: a person whose records are on two ranks would be clipped on each, and "
+    "count twice. fastdp.poisson_loader(group_by=) keeps each person whole on a rank."
+)
 SCALED = (
     "a GradScaler has scaled the loss: every sample's norm was too large by the scale, so the gradients are dropped. "
     "fp16 with a scaler is not supported: use bfloat16, which needs none (autocast(dtype=torch.bfloat16), "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..accounting import check_accountant, warn_of_delta
 from ..distributed.replicas import Replica, check_frameworks, check_others, check_samples
-from ..distributed.same import mark
+from ..distributed.same import mark, mark_of_parameters
 from ..distributed.world import refuse_several, world_of
 from ..engine.explain import Plan
 from ..engine.gradients import Gradients, add
@@ -98,7 +98,7 @@ class Privacy:
         self._sums_of = -1  # the logical batch of the sums
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned: set[str] = set()
-        self.detached = False
+        self.detached = self._released = False  # released: this optimizer has made a step
         self._rate_check = Rate()
         self._born = in_hand.now()
         self._rate: float | None = None
@@ -195,6 +195,8 @@ class Privacy:
             if self.world.size == 1:
                 self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
             else:
+                if gradients.people is not None:
+                    raise StepError(misuse.PERSONS_APART)
                 self._warn_once(misuse.OWN_BATCHES.format(n=self.world.size), "own batches")
             if self._has_pending:
                 self._warn_once(misuse.ADDED, "added")
@@ -342,7 +344,7 @@ class Privacy:
             "step": self.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
             "step of the pass": step, "key": mark("noise", self.noise.key), "history": mark(self.ledger.spent),
             "sample_rate": self._rate, "expected_batch_size": self._expected, "truncation": self._truncation,
-            **self._settings(),
+            **self._settings(), "weights": "" if self._released else mark_of_parameters(self.engine.model),
         }  # fmt: skip
         sums, self._fresh, records = together.summed(self.world, sums, self._fresh, self._records, said)
         if self.sample_rate is not None and not draws and not self.ledger.history:
@@ -359,6 +361,7 @@ class Privacy:
         """The noised step was made: count it."""
         self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
         self.noise.step += 1
+        self._released = True
         self.discard()
 
     def epsilon(self, delta: float) -> float:

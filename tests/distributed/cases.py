@@ -204,6 +204,27 @@ def refused_when_made(rank: int, world: int) -> None:
     optimizer.detach()
 
 
+def weights_loaded_on_one_rank(rank: int, world: int) -> None:
+    """A checkpoint that only one rank has loaded, once the optimizer was made."""
+    model = build()
+    optimizer = adamw(DDP(model))
+    if rank:
+        nn.init.zeros_(model.head.weight)
+    loss_of(model, batch(rank, 2)).backward()
+    with pytest.raises(StepError, match="weights"):
+        optimizer.step()
+    optimizer.detach()
+
+
+def persons_apart(rank: int, world: int) -> None:
+    model = build()
+    optimizer = adamw(DDP(model))
+    optimizer.group_by([1, 1, 2])
+    with pytest.raises(StepError, match="count twice"):
+        loss_of(model, batch(rank, 3)).backward()
+    optimizer.detach()
+
+
 def collectives_within(rank: int, world: int) -> None:
     """A loss that takes other ranks' outputs as constants is refused, and so is a replaced attention."""
     model = build()
@@ -253,7 +274,7 @@ OTHERS: dict[str, Any] = {
     function.__name__: function
     for function in (
         same_noise, secret_key, drop_and_count, one_refuses, one_has_no_backward, out_of_step, refused_when_made,
-        collectives_within, resumed,
+        collectives_within, resumed, weights_loaded_on_one_rank, persons_apart,
     )
 }  # fmt: skip
 CASES = {**EXACT, **OTHERS, **LOADING}

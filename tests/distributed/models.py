@@ -83,7 +83,14 @@ def batch(number: int, size: int) -> Tensor:
 
 
 def adamw(model: nn.Module, **options: Any) -> Any:
-    given = {"lr": 1e-2, "noise_multiplier": 1.0, "max_grad_norm": 0.5, "expected_batch_size": 6, "sample_rate": 0.1}
+    given = {
+        "lr": 1e-2,
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 0.5,
+        "expected_batch_size": 6,
+        "sample_rate": 0.1,
+        "accountant": "rdp",
+    }
     return fastdp.DPAdamW(model, **{**given, **options})
 
 
@@ -107,7 +114,7 @@ def compare(
     """
     sizes = sizes or [[3] * world] * steps
     shared = dict(lr=1e-2, eps=1e-3, noise_multiplier=sigma, max_grad_norm=norm, seed=5, sample_rate=0.1,
-                  expected_batch_size=3 * world * accumulate, **options)  # fmt: skip
+                  expected_batch_size=3 * world * accumulate, accountant="rdp", **options)  # fmt: skip
     several, one = wrap(build(kind)), build(kind)
     optimizer = fastdp.DPAdamW(several, **shared)
     with single():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +16,10 @@ import torch
 from .cases import CASES, EXACT
 from .killed import CASES as KILLED
 from .loading import persons, records
-from .ranks import results, start
+from .ranks import ROOT, results, start
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
-THREE = ["noise", "unequal and empty", "layerwise", "same_noise", "one_refuses", "records", "persons"]
+THREE = ["unequal, layerwise, noise", "same_noise", "one_refuses", "records", "persons"]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,16 @@ def test_the_records_do_not_depend_on_the_number_of_ranks(case, two, three):
             for parts in zip(*(each[0] for each in mine), strict=True):
                 owners = [{PERSONS[record] for record in part} for part in parts]
                 assert len(set().union(*owners)) == sum(map(len, owners))  # nobody is on two ranks
+
+
+def test_the_example(tmp_path):
+    pytest.importorskip("sklearn")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
+    out = subprocess.run([*command, str(ROOT / "examples" / "ddp.py"), "--quick"], env=environment, timeout=200,
+                         check=True, capture_output=True, text=True).stdout  # fmt: skip
+    accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+), epsilon ([\d.]+) at", out).groups())
+    assert accuracy > 0.3 and 2.9 < epsilon <= 3.0
 
 
 @pytest.mark.parametrize("name", KILLED)
