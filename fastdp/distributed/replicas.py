@@ -80,6 +80,11 @@ def _check_whole(model: nn.Module, world: World) -> None:
     for module in model.modules():
         if isinstance(module, sharded):
             raise ParameterError(f"sharded models (FSDP, fully_shard) are not supported yet. {_INSTEAD}")
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise ParameterError(
+                "SyncBatchNorm normalizes each sample by the samples of all processes: use a norm of each sample alone "
+                "(fastdp.make_compatible puts GroupNorm in its place)"
+            )
         if isinstance(module, engine):
             raise ParameterError(f"DeepSpeed averages gradients and steps by itself: it is not supported. {_INSTEAD}")
     parts = _types("torch.distributed.tensor", "DTensor")

@@ -253,6 +253,7 @@ class Backward:
             )
         if problem is not None:
             tape.failed = True
+            self.refused(problem)
             raise problem
         if not tape.judged and forward_pass.batch > 1:
             warnings.warn(LossNotFollowedWarning(_UNSEEN), stacklevel=2)

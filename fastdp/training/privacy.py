@@ -70,18 +70,19 @@ class Privacy:
             self.noise, self.ledger = Noise(seed), Ledger()
             self.replica = Replica(model, self.world)
             model = self.replica.module
-            self.engine = PerSampleGradients(
-                model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
-                rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self.clip,
-            )  # fmt: skip
             try:
+                self.engine = PerSampleGradients(
+                    model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
+                    rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self.clip,
+                )  # fmt: skip
                 named = self.engine.named_parameters()
                 self.clipping = Clipping(named, clipping, max_grad_norm, style, gamma)
                 self.unit = Unit()
                 if self.world.size > 1:
                     together.begin(self.world, self.engine, self.noise, self._settings())
             except Exception:
-                self.engine.detach()
+                if hasattr(self, "engine"):
+                    self.engine.detach()
                 self.replica.restore()
                 raise
         self.engine.watch(self.world.begins, self.world.refuse)
