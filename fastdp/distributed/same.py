@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import ParameterError
 
 LOOKS = 5  # records that are compared
+CHUNK = 1 << 20  # words that are summed at once
 
 
 def mark(*values: object) -> str:
@@ -50,11 +51,16 @@ def _bits(tensor: Tensor) -> object:
     """Two sums of a tensor's bits, of which one knows their order; on a device without a copy to the host."""
     try:
         words = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        words = nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32).long()
+        words = nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32)
     except (RuntimeError, TypeError, NotImplementedError):  # a type of its own (quantized): its shape must do
         return None
-    order = torch.arange(len(words), device=words.device) * 0x9E3779B1 % 0x7FFFFFFF
-    return int(words.sum()), int((words * order).sum())
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    order = torch.arange(min(len(words), CHUNK), device=words.device) * 0x9E3779B1 % 0x7FFFFFFF
+    for number, part in enumerate(words.split(CHUNK)):  # parts in int64 need twice the memory
+        long = part.long()
+        total[0] += long.sum() * (2 * number + 1)
+        total[1] += (long * order[: len(long)]).sum() * (2 * number + 1)
+    return total.tolist()
 
 
 def mark_of_records(dataset: Any) -> str | None:
