@@ -28,8 +28,9 @@ def check_unattached(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _PARALLEL):
             raise ParameterError(
-                f"{type(module).__name__} would add up gradients of several devices before they are private: data-"
-                "parallel training is not supported yet. Give fastdp the plain model (its .module) on one device."
+                f"{type(module).__name__} would add up gradients of several devices before they are private. Give "
+                "fastdp the plain model (its .module); a private optimizer takes a DistributedDataParallel as its "
+                "whole model, one process a device (torchrun)."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")

@@ -87,6 +87,8 @@ class Backward:
         self.owner: Owner | None = None  # of the forwards, by whose hooks gradients may change
         self._expected: dict[int, _Expected] = {}  # what backward was called on, by thread
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
+        self.begins: Callable[[], None] = lambda: None  # told of every forward that a backward may follow
+        self.refused: Callable[[BaseException], None] = lambda error: None  # told of what forwards and backwards raise
         self.whose, self.others = Whose(), Others(tracked)
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
         self.profile = False  # measure the time of each use on a device too
@@ -119,6 +121,7 @@ class Backward:
         self._tape = None
         self.note_grads()
         self.others.begin()
+        self.begins()
 
     def looks_at(self, given: object) -> None:
         """What a forward is given: what made it, and which batch it is."""
@@ -258,6 +261,7 @@ class Backward:
             )
         if problem is not None:
             tape.failed = True
+            self.refused(problem)
             raise problem
         if not tape.judged and forward_pass.batch > 1:
             warnings.warn(LossNotFollowedWarning(_UNSEEN), stacklevel=2)
@@ -309,6 +313,13 @@ class Backward:
     # ------------------------------------------------------------------ its end
 
     def _end(self) -> None:
+        try:
+            self._finish()
+        except FastDPError as error:
+            self.refused(error)
+            raise
+
+    def _finish(self) -> None:
         tape, self._tape = self._tape, None
         self.replays, self.uses_of, self._counted = Replays(self.rerun), {}, False
         self._open_forwards = max(0, self._open_forwards - 1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import SampleMixingError
+from ..errors import FastDPError, SampleMixingError
 from ..layouts import ctc as _ctc  # noqa: F401  (registers its rule)
 from ..layouts import in_hand, notes
 from ..layouts.by_value import keep_target
@@ -99,12 +99,19 @@ class Following(TorchFunctionMode):
             guard_graph(engine.owner, roots, self.batch)
             engine.backward_begins(problem, list(tensors_in(roots)), self.batch)
         failed = True
+        refused: list[FastDPError] = []
         try:
             out = func(*args, **kwargs)
             failed = False
             return out
+        except FastDPError as error:
+            refused.append(error)
+            raise
         finally:
-            if any([engine.backward.was_reached() for engine in engines]):  # else it was of something else
+            reached = [engine for engine in engines if engine.backward.was_reached()]
+            for engine in reached if refused else ():
+                engine.backward.refused(refused[0])
+            if reached:  # else it was of something else
                 if failed or self.moment.owner is LOADERS or not self.what.waits():
                     self.turn()
 

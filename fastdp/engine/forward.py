@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -84,7 +85,11 @@ class Forward(Engine):
         if here.active is not None:
             self._enter_inner(here.active, path, module, args, kwargs)
         elif torch.is_grad_enabled() and not (path and _is_constant(module, args, kwargs)):
-            here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
+            try:
+                here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
+            except FastDPError as error:
+                self.backward.refused(error)
+                raise
         elif not path and (followed := following.present()) is not None and followed.what.engine() is self:
             here.entered[-1] = self._evaluate(followed, args, kwargs)
 
@@ -220,6 +225,16 @@ class Forward(Engine):
             elif started is not None:
                 started.end()
             return None
+        if out is None and isinstance(error := sys.exc_info()[1], FastDPError):
+            self.backward.refused(error)
+        try:
+            return self._leave_pass(path, started, out)
+        except FastDPError as error:
+            self.backward.refused(error)
+            raise
+
+    def _leave_pass(self, path: str, started: Pass, out: Any) -> Any:
+        """The outermost forward ends. Returns what to put in place of its result, or None."""
         if (block := self._running(path)) is not None:
             block.inner.__exit__(None, None, None)
         PLAINLY.end()

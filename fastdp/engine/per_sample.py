@@ -105,6 +105,10 @@ class PerSampleGradients:
         """Let groups be taken within backward, if `on_backward` takes the rest. See `fastdp.engine.early`."""
         self._backward.by_group, self._backward.clips = by_group, self._backward.on_end
 
+    def watch(self, begins: Callable[[], None], refused: Callable[[BaseException], None]) -> None:
+        """Call a function before every forward that a backward may follow, and one with every error of fastdp's."""
+        self._backward.begins, self._backward.refused = begins, refused
+
     def grouped(self) -> bool:
         """Whether the coming batch's records are grouped (`group_by`)."""
         return self.whose.grouped()

@@ -25,6 +25,8 @@ class PhysicalBatch(NamedTuple):
     skipped: bool = False  # on the batch before it in this iteration, none has
     moment: int = 0  # when it was handed out
     truncation: float = 0.0  # the probability that its logical batch was cut to a largest size
+    share: tuple[int, int] = (0, 1)  # which part of the logical batch it is of, and of how many: those of processes
+    place: tuple[str, int, int] = ("", 0, 0)  # what the loader draws by, and of the logical batch its pass and step
 
 
 _MOMENTS = itertools.count()

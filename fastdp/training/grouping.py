@@ -6,7 +6,8 @@ that looks at no other person's keeps the guarantee.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,20 +55,44 @@ class Grouping:
                 "fewer (drawn anew at each step), or a larger max_physical_batch_size"
             )
 
-    def parts(self, chosen: Sequence[int], draw: np.random.Generator, limit: int | None) -> Iterator[list[list[int]]]:
-        """Physical batches, of at most `limit` records: the records of each of their persons. At least one batch."""
-        part: list[list[int]] = []
-        size = 0
+    @property
+    def mark(self) -> str:
+        """A short name of who owns which record."""
+        return hashlib.sha256(self._of.tobytes()).hexdigest()[:16]
+
+    def records(self, chosen: Sequence[int], draw: np.random.Generator) -> list[list[int]]:
+        """The records of each of these persons, of which a cap keeps as many as it says, at random."""
+        found = []
         for group in chosen:
             records = self._records[group]
             if self.cap is not None and len(records) > self.cap:
                 records = np.sort(draw.choice(records, self.cap, replace=False))
+            found.append(records.tolist())
+        return found
+
+    @staticmethod
+    def shares(persons: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
+        """Divide persons among processes, each person whole: the next one goes where the fewest records are."""
+        shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+        sizes = [0] * ranks
+        for records in persons:
+            rank = sizes.index(min(sizes))
+            shares[rank].append(records)
+            sizes[rank] += len(records)
+        return shares
+
+    @staticmethod
+    def parts(persons: Sequence[list[int]], limit: int | None) -> list[list[list[int]]]:
+        """Physical batches, of at most `limit` records: the records of each of their persons. At least one batch."""
+        parts: list[list[list[int]]] = [[]]
+        size = 0
+        for records in persons:
             if limit is not None and size + len(records) > limit:
-                yield part
-                part, size = [], 0
-            part.append(records.tolist())
+                parts.append([])
+                size = 0
+            parts[-1].append(records)
             size += len(records)
-        yield part
+        return parts
 
 
 def _keys(dataset: Any, group_by: Any) -> Any:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import functools
 import itertools
-import secrets
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from ..accounting import steps_per_epoch
+from ..distributed.same import mark_of_records
+from ..distributed.world import World, world_of
 from ..errors import StepError
 from ..layouts.groups import People
 from ..layouts.in_hand import ACTIVE, TELL, WAITING, PhysicalBatch, now
 from .collating import CollateWithEmpty
 from .grouping import Grouping
 from .missed import Missed, Trainers, Watch, mark_of_key
+from .sampler import PoissonSampler
 from .truncated import max_batch_size_for, truncation
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
@@ -38,61 +40,6 @@ def train(batch: PhysicalBatch, missed: Missed, stepped: bool = False) -> None:
             ACTIVE[key] = active._replace(taken=active.taken or stepped)
         elif active.loader == batch.loader:
             _WATCHED[key].supersede()
-
-
-class PoissonSampler(Sampler[list[int]]):
-    """Lists of indices, one per physical batch. `pending` says, in order, which of them end a logical batch.
-
-    The draw is a function of (key, pass, step) alone, so a run can resume at any step, whatever was fetched ahead.
-    Every iteration is a separate pass; no two passes draw the same batches.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        sample_rate: float,
-        steps: int,
-        max_physical_batch_size: int | None,
-        seed: int | None,
-        grouping: Grouping | None = None,
-        max_batch_size: int | None = None,
-    ) -> None:
-        self.size, self.sample_rate, self.steps = size, sample_rate, steps  # size: of samples
-        self.grouping, self.largest = grouping, max_batch_size
-        self.limit = max_physical_batch_size
-        self.key = secrets.randbits(256) if seed is None else seed
-        self.passes, self.first = 0, 0  # passes begun, and the step at which the next one begins
-        self.pending: deque[tuple[int, bool, People | None]] = deque()  # of the pass begun last
-        self.running = (0, 0)  # of the pass begun last: its number, and its first step
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        pending = self.pending = deque()  # a queue of its own for every pass
-        place, first = self.running = (self.passes, self.first)
-        self.passes, self.first = self.passes + 1, 0
-        for step in range(first, self.steps):
-            draw = np.random.default_rng(np.random.SeedSequence(self.key, spawn_key=(place, step)))
-            chosen = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
-            if self.largest is not None and len(chosen) > self.largest:
-                chosen = sorted(draw.choice(chosen, self.largest, replace=False).tolist())
-            for part, final, people in self._parts(chosen, draw):
-                pending.append((len(part), final, people))
-                yield part
-
-    def _parts(self, chosen: list[int], draw: np.random.Generator) -> Iterator[tuple[list[int], bool, People | None]]:
-        """Yield the records of each physical batch, whether it is the last one, and who the records belong to."""
-        if self.grouping is not None:
-            groups = list(self.grouping.parts(chosen, draw, self.limit))
-            for number, group in enumerate(groups):
-                people = People.of_counts([len(records) for records in group])
-                yield [r for records in group for r in records], number == len(groups) - 1, people
-            return
-        limit = self.limit or max(len(chosen), 1)
-        parts = [chosen[i : i + limit] for i in range(0, len(chosen), limit)] or [[]]
-        for number, part in enumerate(parts):
-            yield part, number == len(parts) - 1, None
 
 
 class PoissonLoader:
@@ -209,17 +156,18 @@ class PoissonLoader:
         watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sample_rate)
         chance = self.truncation
         pending: deque[tuple[int, bool, People | None]] | None = None
-        logical, physical, place, step = next(_LOGICAL), 0, 0, 0
+        logical, physical, place, step, draws = next(_LOGICAL), 0, 0, 0, ""
         for batch in batches:
             if pending is None:
                 pending = self.sampler.pending
                 place, step = self.sampler.running
+                draws = self.sampler.mark
                 watch.begin(mark_of_key(self.sampler.key), (place, step), self.sampler.steps)
             size, final, people = pending.popleft()
             step += final
             note = PhysicalBatch(
                 id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people,
-                truncation=chance,
+                truncation=chance, share=self.sampler.share, place=(draws, place, step - final),
             )  # fmt: skip
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
@@ -288,11 +236,14 @@ def poisson_loader(
     seed: int | None = None,
     group_by: Any = None,
     max_records_per_group: int | None = None,
+    process_group: Any = None,
+    mesh: Any = None,
     **loader_options: Any,
 ) -> PoissonLoader:
     """Make a loader that samples every record independently with probability `sample_rate` at each step.
 
-    An empty sample is handed out as a batch without rows.
+    An empty sample is handed out as a batch without rows. If several processes train together (torch.distributed), all
+    draw the same sample and each hands out its part, in equally many physical batches. Sizes and rates count the whole.
 
     Args:
         data: a map-style dataset, or a DataLoader, whose dataset, collate_fn, workers and batch_size are used.
@@ -312,6 +263,9 @@ def poisson_loader(
             records, and the engine clips each person as one sample. sample_rate and expected_batch_size then count
             persons, and max_physical_batch_size counts records. See docs/people.md.
         max_records_per_group: the largest number of records of a person in a step, drawn anew at each step.
+        process_group: the process group of the training, and
+        mesh: instead, its device mesh, of one dimension. By default, all processes of torch.distributed. The loader
+            must be made on all of them, with equal arguments, and of the same data in the same order.
         loader_options: options of torch's DataLoader, if data is a dataset.
 
     Returns:
@@ -319,9 +273,53 @@ def poisson_loader(
 
     Raises:
         ValueError: if a size or rate is out of range, or the dataset is empty.
-        StepError: if the data cannot be sampled by index, or the DataLoader has a custom sampler.
+        StepError: if the data cannot be sampled by index, the DataLoader has a custom sampler, or processes differ.
     """
-    options = dict(loader_options)
+    world = world_of(process_group, mesh)
+    with world.deciding():
+        found = _loader_of(
+            data, sample_rate, expected_batch_size, max_physical_batch_size, max_batch_size, steps, seed, group_by,
+            max_records_per_group, dict(loader_options),
+        )  # fmt: skip
+        _share(found, world, seed)
+    return found
+
+
+def _share(loader: PoissonLoader, world: World, seed: int | None) -> None:
+    """Let the loaders of several processes draw one sample, and hand out a part each."""
+    if world.size == 1:
+        return
+    sampler = loader.sampler
+    records = mark_of_records(loader.dataset)
+    if records is None:
+        warnings.warn(
+            "whether all processes have the same dataset cannot be told, since its records are not the same when they "
+            "are read twice. Make sure of it: in another order on some rank, a record would count twice in a step.",
+            stacklevel=4,
+        )
+    world.agree({"making": "a poisson_loader", "seed": seed, "draws": sampler.settings})
+    # of those who can tell, all must hold the same records in the same order
+    told = world.agree({"making": "a poisson_loader", "telling": "its records"}, int(records is not None))
+    if told == world.size:
+        world.agree({"making": "a poisson_loader", "first, last and other records of the dataset": records})
+    if seed is None:
+        sampler.key = int.from_bytes(world.from_first(sampler.key.to_bytes(32, "big")), "big")
+    sampler.share = (world.rank, world.size)
+
+
+def _loader_of(
+    data: Any,
+    sample_rate: float | None,
+    expected_batch_size: float | None,
+    max_physical_batch_size: int | None,
+    max_batch_size: int | None,
+    steps: int | None,
+    seed: int | None,
+    group_by: Any,
+    max_records_per_group: int | None,
+    options: dict[str, Any],
+) -> PoissonLoader:
+    """The loader of `poisson_loader`'s arguments, as a process makes it that trains alone."""
     dataset: Any = data
     of_loader = False  # whether the DataLoader's batch size is taken
     if isinstance(data, DataLoader):

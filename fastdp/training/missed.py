@@ -11,7 +11,7 @@ import hashlib
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Missed:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self.over = False  # detached: what is handed out now is not for it
+        self.refused: Callable[[BaseException], None] = lambda error: None  # told of what a loader raises
         self.skipped = 0
         self.left: list[Event] = []  # of passes left before the step in hand
         self.cut: list[Event] = []  # the same, where some physical batches of the logical one had a step
@@ -251,9 +252,11 @@ class Watch:
         living = _living(self._trainers)
         if living:
             self._closed = True
+            error = StepError(text)
             for missed in living:
                 missed.skipped += 1
-            raise StepError(text)
+                missed.refused(error)
+            raise error
         self._note_gone()
 
     def _note_gone(self) -> None:

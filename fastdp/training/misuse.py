@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-import torch
-
 from ..errors import StepError
+from ..layouts.in_hand import PhysicalBatch
 
 _PHYSICAL = (
     "For batches larger than the memory give poisson_loader max_physical_batch_size= and call step() after each batch: "
@@ -63,6 +62,20 @@ ADDED = (
     "would be that much too small beside max_grad_norm), give the expected_batch_size of them all, and let no sample "
     "be in two of them, where it would count twice. fastdp.poisson_loader(max_physical_batch_size=) does all of it."
 )
+OF_ANOTHER_WORLD = (
+    "the loader's batches are one of {of} parts of a logical batch, and {mine} processes train together: records would "
+    "count several times, or be left out. Make the loader and the optimizer on every rank, both after "
+    "torch.distributed.init_process_group."
+)
+OWN_BATCHES = (
+    "the batches come from no fastdp.poisson_loader, in a world of {n} processes: fastdp cannot see whether a record "
+    "is on two ranks in one step, where it would count twice. torch's DistributedSampler repeats records unless "
+    "drop_last=True. fastdp.poisson_loader gives each rank its part."
+)
+PERSONS_APART = (
+    "group_by() in a world of several processes: a person whose records are on two ranks would be clipped on each, and "
+    "count twice. fastdp.poisson_loader(group_by=) keeps each person whole on a rank."
+)
 SCALED = (
     "a GradScaler has scaled the loss: every sample's norm was too large by the scale, so the gradients are dropped. "
     "fp16 with a scaler is not supported: use bfloat16, which needs none (autocast(dtype=torch.bfloat16), "
@@ -70,15 +83,10 @@ SCALED = (
 )
 
 
-def check() -> None:
-    """Raises StepError where several processes train together."""
-    spread = torch.distributed
-    if spread.is_available() and spread.is_initialized() and spread.get_world_size() > 1:
-        raise StepError(
-            f"{spread.get_world_size()} processes train together: each would clip, noise and step on its own, and "
-            "their models would drift apart. Data-parallel training is not supported yet: start one process "
-            "(accelerate launch --num_processes 1; in Lightning devices=1)."
-        )
+def check_share(batch: PhysicalBatch, rank: int, ranks: int) -> None:
+    """Raises StepError unless the batch is this process's part of a logical batch, of as many as train together."""
+    if batch.share != (rank, ranks):
+        raise StepError(OF_ANOTHER_WORLD.format(of=batch.share[1], mine=ranks))
 
 
 def refuse_division() -> None:

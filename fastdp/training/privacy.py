@@ -10,20 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import check_accountant, warn_of_delta
+from ..distributed.replicas import Replica, check_frameworks, check_others, check_samples
+from ..distributed.same import mark, mark_of_parameters
+from ..distributed.world import refuse_several, world_of
 from ..engine.explain import Plan
 from ..engine.gradients import Gradients, add
 from ..engine.per_sample import PerSampleGradients
 from ..engine.taken import Known
-from ..errors import AccountingError, SampleMixingError, StepError
+from ..errors import SampleMixingError, StepError
 from ..layouts import in_hand
 from ..layouts.batch import Unit
 from ..layouts.doubts import Doubt, settle
 from ..ops.clip import GAMMA
 from ..ops.noise import Noise
-from . import allocator, loader, misuse
+from . import allocator, loader, misuse, together
+from .checks import check_options, of_loader
 from .clipping import Clipping, ClippingFunction
 from .fused import Release
-from .ledger import Ledger, finite, run_of
+from .ledger import Ledger, finite
 from .members import Members
 from .missed import Missed
 from .rates import Rate
@@ -51,49 +55,59 @@ class Privacy:
         rows_per_sample: int = 1,
         memory_budget: int | None = None,
         seed: int | None = None,
+        process_group: Any = None,
+        mesh: Any = None,
     ) -> None:
-        for name, value in (("noise_multiplier", noise_multiplier), ("expected_batch_size", expected_batch_size),
-                            ("sample_rate", sample_rate), ("gamma", gamma)):  # fmt: skip
-            if not isinstance(value, int | float) and not (
-                value is None and name in ("expected_batch_size", "sample_rate")
-            ):
-                raise ValueError(f"{name} must be a number, not {value!r}")
-        if expected_batch_size is not None and not 0 < expected_batch_size < float("inf"):
-            raise ValueError(f"expected_batch_size must be positive, not {expected_batch_size!r}")
-        if sample_rate is not None and not 0 < sample_rate <= 1:
-            raise AccountingError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
-        self.noise_multiplier, self.accountant = finite(noise_multiplier), check_accountant(accountant)
-        self.expected_batch_size, self.sample_rate = expected_batch_size, sample_rate
-        self.loss_reduction = loss_reduction
-        misuse.check()
-        self.noise, self.ledger = Noise(seed), Ledger()
-        self.engine = PerSampleGradients(
-            model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
-            rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self.clip,
-        )  # fmt: skip
-        try:
-            self.clipping = Clipping(self.engine.named_parameters(), clipping, max_grad_norm, style, gamma)
-        except Exception:
-            self.engine.detach()
-            raise
+        check_frameworks(model)
+        self.world = world_of(process_group, mesh)
+        self._place = ("", 0, 0)  # of the loader, at the last step
+        with self.world.deciding():
+            check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
+            self.noise_multiplier, self.accountant = finite(noise_multiplier), check_accountant(accountant)
+            self.expected_batch_size, self.sample_rate = expected_batch_size, sample_rate
+            self.loss_reduction = loss_reduction
+            self.world.check()
+            self.noise, self.ledger = Noise(seed), Ledger()
+            self.replica = Replica(model, self.world)
+            model = self.replica.module
+            try:
+                self.engine = PerSampleGradients(
+                    model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
+                    rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self.clip,
+                )  # fmt: skip
+                named = self.engine.named_parameters()
+                self.clipping = Clipping(named, clipping, max_grad_norm, style, gamma)
+                self.unit = Unit()
+                if self.world.size > 1:
+                    together.begin(self.world, self.engine, self.noise, self._settings())
+            except Exception:
+                if hasattr(self, "engine"):
+                    self.engine.detach()
+                self.replica.restore()
+                raise
+        self.engine.watch(self.world.begins, self.world.refuse)
         self.ledger.enrol(self.engine.named_parameters().values())
         if any(p.device.type == "cpu" for p in self.engine.parameters()):
             allocator.keep_freed()
         self.norms: Tensor | dict[str, Tensor] | None = None
         self._plan: Plan | None = None
-        self._dropped: Tensor | None = None
+        self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
+        self._fresh: Tensor | int = 0  # the same, of this process since the last step
+        self._records = 0  # of this process since the last step
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
         self._sums_of = -1  # the logical batch of the sums
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
-        self._warned = self.detached = False
+        self._warned: set[str] = set()
+        self.detached = self._released = False  # released: this optimizer has made a step
         self._rate_check = Rate()
         self._born = in_hand.now()
         self._rate: float | None = None
         self._truncation = 0.0
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
-        self.unit, self.missed = Unit(), Missed(model)
+        self.missed = Missed(model)
+        self.missed.refused = self.world.refuse
         self.engine.whose.batch_in_hand = self._in_hand
         self._members = Members(self._clipping_now)
         self.engine.clip_by_group(self._members)
@@ -125,8 +139,7 @@ class Privacy:
         norms = [squares.sqrt().float() for squares in norm_sq]
         flat = self.clipping.style == "flat"
         self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))
-        dropped = (~torch.isfinite(torch.stack(norm_sq))).any(0).sum()
-        self._dropped = dropped if self._dropped is None else self._dropped + dropped
+        self._fresh = self._fresh + (~torch.isfinite(torch.stack(norm_sq))).any(0).sum()
         # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
         plan = gradients.plan or Plan(gradients, self._plan)
         sums = [
@@ -137,9 +150,15 @@ class Privacy:
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending = True
+        self._records += gradients.records
         self._plan = plan
         for group in sums:
             add(self._pending, group)
+
+    def _warn_once(self, text: str, kind: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=3)
 
     def _clipping_now(self) -> tuple[Clipping, dict[str, Tensor]]:
         named = self.engine.named_parameters()
@@ -168,13 +187,20 @@ class Privacy:
         return found
 
     def _check_batch(self, gradients: Gradients) -> None:
-        misuse.check()
+        self.world.check()
+        self.replica.check()
+        check_samples(self.world)
+        check_others(self.engine.others() if self.world.size > 1 else [], self.world)
         current = self._current()
         if current is None:
-            self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
-            if self._has_pending and not self._warned:
-                self._warned = True
-                warnings.warn(misuse.ADDED, stacklevel=2)
+            if self.world.size == 1:
+                self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
+            else:
+                if gradients.people is not None:
+                    raise StepError(misuse.PERSONS_APART)
+                self._warn_once(misuse.OWN_BATCHES.format(n=self.world.size), "own batches")
+            if self._has_pending:
+                self._warn_once(misuse.ADDED, "added")
             if known := self.engine.taken or self.missed.stepped.like(self.sample_rate, gradients.records):
                 self._taken.append(known)
             return
@@ -229,7 +255,11 @@ class Privacy:
     @property
     def nonfinite_samples(self) -> int:
         """Samples dropped so far because their gradient was not finite."""
-        return 0 if self._dropped is None else int(self._dropped)
+        return int(self._dropped) + int(self._fresh)
+
+    def set_dropped(self, count: int) -> None:
+        """So many samples were dropped before."""
+        self._dropped, self._fresh = count, 0
 
     # ------------------------------------------------------------------ step
 
@@ -239,7 +269,8 @@ class Privacy:
         rate, expected = self.sample_rate, self.expected_batch_size
         if current is not None:
             self._check_skipped(current)
-            rate, expected = self._of_loader(current)
+            misuse.check_share(current, self.world.rank, self.world.size)
+            rate, expected = of_loader(current, self._step_of, rate, expected)
         empty = current is not None and current.size == 0
         if not self._has_pending and not empty:
             raise StepError("step() without a backward since the last one: call loss.backward() first")
@@ -260,28 +291,13 @@ class Privacy:
         self.unit.forget()
         self._rate, self._expected, self._sums_of = rate, expected, logical
         self._truncation = 0.0 if current is None else current.truncation
+        self._place = ("", 0, 0) if current is None else current.place
         if current is not None:
             self._step_of = (current.logical, current.physical)
             loader.train(current, self.missed, stepped=True)
         while self._taken:
             self.missed.take(self._taken.pop())
         return current is None or current.final
-
-    def _of_loader(self, current: in_hand.PhysicalBatch) -> tuple[float, float]:
-        """Sample rate and expected batch size, which must be the loader's; one step a batch."""
-        if (current.logical, current.physical) == self._step_of:
-            raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")
-        if self.sample_rate is not None and abs(self.sample_rate - current.sample_rate) > 1e-9:
-            raise AccountingError(
-                f"sample_rate={self.sample_rate} was given, but the loader samples at {current.sample_rate}"
-            )
-        expected = self.expected_batch_size
-        if expected is not None and abs(expected - current.expected_batch_size) > 0.5:
-            raise StepError(
-                f"expected_batch_size={expected} was given, but the loader's is {current.expected_batch_size:g}: leave "
-                "it out, the loader tells it"
-            )
-        return current.sample_rate, current.expected_batch_size if expected is None else expected
 
     def zero_grad(self) -> None:
         """Drop the gradients of backwards that no step has taken."""
@@ -312,15 +328,41 @@ class Privacy:
                 total = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
             sums[id(parameter)] = total.contiguous()
             places[id(parameter)] = offsets[name]
+        if self.world.size > 1:
+            sums = self._summed(sums)
+        self._dropped, self._fresh, self._records = self._dropped + self._fresh, 0, 0
         release = Release(sums, places, self.noise, self.noise_multiplier * self.clipping.sensitivity, 1 / divisor)
         if self.witness is not None:
             self.witness(release)
         return release
 
+    def _summed(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The sums over all processes, which agree on the step."""
+        if self.witness is not None:
+            refuse_several(self.world, "python -m fastdp finetune", "start it without torchrun")
+        draws, pass_, step = self._place
+        said = {
+            "step": self.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
+            "step of the pass": step, "key": mark("noise", self.noise.key), "history": mark(self.ledger.spent),
+            "sample_rate": self._rate, "expected_batch_size": self._expected, "truncation": self._truncation,
+            **self._settings(), "weights": "" if self._released else mark_of_parameters(self.engine.model),
+        }  # fmt: skip
+        sums, self._fresh, records = together.summed(self.world, sums, self._fresh, self._records, said)
+        if self.sample_rate is not None and not draws and not self.ledger.history:
+            self._rate_check.judge(self.sample_rate, records, self.expected_batch_size)
+        return sums
+
+    def _settings(self) -> dict[str, Any]:
+        return together.settings_of(
+            self.clipping, self.engine, noise_multiplier=self.noise_multiplier, loss_reduction=self.loss_reduction,
+            accountant=self.accountant, grouped=self.unit.grouped,
+        )  # fmt: skip
+
     def finish(self) -> None:
         """The noised step was made: count it."""
         self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
         self.noise.step += 1
+        self._released = True
         self.discard()
 
     def epsilon(self, delta: float) -> float:
@@ -352,41 +394,3 @@ class Privacy:
         if self.busy:
             raise StepError("set_clipping between backward and step: change the clipping between steps")
         self.clipping = self.clipping.changed(self.engine.named_parameters(), *changes)
-
-    def state_dict(self) -> dict[str, Any]:
-        """History, clipping and, under a seed, the noise's position. The secret key of the noise is not saved."""
-        clipping = self.clipping
-        return {
-            "history": [tuple(run) for run in self.ledger.history],
-            "noise_step": self.noise.step,
-            "seed": self.noise.seed,
-            "noise_multiplier": self.noise_multiplier,
-            "clipping": clipping.clipping if isinstance(clipping.clipping, str) else None,
-            "style": clipping.style if isinstance(clipping.style, str) else None,
-            "max_grad_norm": clipping.max_grad_norm,
-            "gamma": clipping.gamma,
-            "dropped": self.nonfinite_samples,
-            "grouped": self.unit.grouped,
-            **({"lost": [tuple(run) for run in self.ledger.lost]} if self.ledger.lost else {}),
-            "makers": self.ledger.makers,
-            **({"missed": missed} if (missed := self.missed.state_dict()) else {}),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """All or nothing; custom functions and groups stay those of this optimizer."""
-        try:
-            history, lost = ([run_of(*run) for run in runs] for runs in (state["history"], state.get("lost", ())))
-            noise_multiplier, dropped = finite(state["noise_multiplier"]), int(state["dropped"])
-            step = int(state["noise_step"]) if state["seed"] == self.noise.seed is not None else self.noise.step
-            kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
-            clipping = self.clipping
-            if isinstance(clipping.style, str):
-                clipping = clipping.changed(self.engine.named_parameters(), kind, float(norm), style, float(gamma))
-            self.missed.load(state.get("missed", {}))  # last of what may raise
-        except (KeyError, TypeError, ValueError) as problem:
-            raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
-        self.clipping = clipping
-        self.ledger.load(history, lost, state.get("makers"))
-        self.noise_multiplier, self.noise.step = noise_multiplier, step
-        self._dropped, self.unit.grouped = torch.tensor(dropped), state.get("grouped")
-        self.discard()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..accounting import History
+from ..distributed.world import refuse_several
 from ..engine import following
 from ..errors import ParameterError, StepError
-from . import fused, misuse
+from . import fused, misuse, state
 from .clipping import ClippingFunction
 from .ledger import finite
 from .privacy import Privacy
@@ -51,6 +52,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         following.sweep()
         privacy = self._attached()
+        with privacy.world.deciding():  # of several processes, none makes a step that another refuses
+            return self._step(privacy, closure)
+
+    def _step(self, privacy: Privacy, closure: Callable[[], Any] | None) -> Any:
         self._refuse_scaler(privacy)
         misuse.refuse_division()
         loss, early = None, privacy.pending()
@@ -315,6 +320,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         from .graphed_shapes import GraphedShapes
 
         privacy = self._attached()
+        refuse_several(privacy.world, "optimizer.graphed", "make the step by backward() and step()")
         if example_batch is not None:
             return GraphedStep(self, privacy, loss_fn, example_batch, sizes, verify_every, (), compile)
         kept = None if sizes is None else tuple(sizes)
@@ -329,6 +335,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy = self._privacy_or_none()
         if privacy is not None:  # it stays: what was spent stays spent
             privacy.engine.detach()
+            privacy.replica.restore()
             privacy.discard()
             privacy.detached = True
             privacy.missed.end()
@@ -355,17 +362,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         The secret key of the noise is not included.
         """
-        state = super().state_dict()
+        found = super().state_dict()
         privacy = self._privacy_or_none()
         if privacy is not None:
-            state["fastdp"] = privacy.state_dict()
-        return state
+            found["fastdp"] = state.state_of(privacy)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()`. Warns if the state comes from an optimizer without privacy."""
         super().load_state_dict(state_dict)
         if "fastdp" in state_dict:
-            self._attached().load_state_dict(state_dict["fastdp"])
+            state.load(self._attached(), state_dict["fastdp"])
         else:
             warnings.warn(
                 "this state was saved by an optimizer without privacy: the accountant's history stays as it is",

@@ -50,12 +50,17 @@ class Rate:
         self._looks += 1
         if self._looks > 1:
             self._again(rate, batch)
-        elif expected is not None and batch > 2 * expected + 10:  # more than chance makes of it
+        elif not self.judge(rate, batch, expected):
+            self._first(rate, batch)
+
+    def judge(self, rate: float, batch: int, expected: float | None) -> bool:
+        """Warn if the first batch has far more samples than expected; returns whether it has."""
+        low = expected is not None and batch > 2 * expected + 10  # more than chance makes of it
+        if low:
             self._warn(
                 rate, f"expected_batch_size={expected:g} was given with it, and the first batch has {batch} samples"
             )
-        else:
-            self._first(rate, batch)
+        return low
 
     def _first(self, rate: float, batch: int) -> None:
         kinds: list[type] = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]

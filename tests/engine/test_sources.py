@@ -266,11 +266,18 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
-def test_distributed_data_parallel_is_refused() -> None:
+def test_distributed_data_parallel_is_the_whole_model_of_an_optimizer() -> None:
     with one_process():
         wrapped = nn.parallel.DistributedDataParallel(mlp())
+        optimizer = fastdp.DPSGD(wrapped, lr=0.1, noise_multiplier=1.0, expected_batch_size=B)
+        for _ in range(2):
+            square(wrapped, torch.randn(B, D)).mean().backward()
+            optimizer.step()
+        assert not wrapped.require_backward_grad_sync
+        optimizer.detach()
+        assert wrapped.require_backward_grad_sync
         with pytest.raises(ParameterError, match="DistributedDataParallel"):
-            fastdp.DPSGD(wrapped, lr=0.1, noise_multiplier=1.0, expected_batch_size=B)
+            fastdp.PerSampleGradients(wrapped)
         with pytest.raises(ParameterError, match="DistributedDataParallel"):
             fastdp.PerSampleGradients(nn.Sequential(wrapped))
 

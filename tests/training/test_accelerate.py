@@ -196,7 +196,7 @@ def test_a_model_compiled_by_prepare_is_refused(accelerator):
 def test_several_processes_are_refused(accelerator, monkeypatch):
     accelerator()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     with pytest.raises(StepError, match="num_processes 1"):
         sgd(network())
 

@@ -342,7 +342,7 @@ def test_a_second_fit_and_several_processes_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ParameterError, match="already has a fastdp engine"):
         trainer_of(tmp_path).fit(module, loader_of())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     with pytest.raises(StepError, match="devices=1"):
         module_of().configure_optimizers()
 

@@ -1,0 +1,78 @@
+"""Data-parallel private training with DistributedDataParallel: scikit-learn's digits to epsilon 3.
+
+pip install scikit-learn
+torchrun --nproc-per-node 2 examples/ddp.py [--quick]
+
+Any number of processes makes the same steps on the same records. On GPUs torchrun starts one process a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import fastdp
+
+DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; what one of them holds at once
+
+
+def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    """1,437 8x8 images to train on, and 360 with their labels to test: the same, in the same order, on every rank."""
+    data = load_digits()
+    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return TensorDataset(x[train], y[train]), x[test], y[test]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
+        nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
+    parser.add_argument("--epsilon", type=float, default=3.0)
+    options = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    train, x, y = digits()
+    torch.manual_seed(0)
+    model = network().to(device)
+    fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0].to(device)), b[1].to(device)), train[:8])
+    wrapped = DistributedDataParallel(model)
+
+    loader = fastdp.poisson_loader(train, expected_batch_size=BATCH, max_physical_batch_size=AT_ONCE)
+    epochs = 3 if options.quick else 30
+    sigma = fastdp.noise_multiplier_for(
+        target_epsilon=options.epsilon, delta=DELTA, sample_rate=loader.sample_rate, steps=epochs * len(loader)
+    )
+    optimizer = fastdp.DPAdamW(wrapped, lr=5e-3, noise_multiplier=sigma, max_grad_norm=1.0, clipping="automatic")
+    for _ in range(epochs):
+        for images, labels in loader:  # this rank's part; a rank that has none left gets empty batches
+            F.cross_entropy(wrapped(images.to(device)), labels.to(device)).backward()
+            optimizer.step()  # after each physical batch: at the end of the logical one, all ranks add up and update
+            optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            accuracy = float((model.eval()(x.to(device)).argmax(1).cpu() == y).float().mean())
+        print(f"accuracy {accuracy:.3f}, epsilon {optimizer.epsilon(DELTA):.2f} at delta {DELTA}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

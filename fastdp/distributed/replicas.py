@@ -1,0 +1,154 @@
+"""Which model of several processes is trained: the copy within DistributedDataParallel, or a plain one; what is not."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import ParameterError, StepError
+from .world import World, processes
+
+_INSTEAD = "Give fastdp a model that is whole on every process, plain or in DistributedDataParallel."
+
+
+class Replica:
+    """This process's copy of a model: `module`. The wrapper around it, if there is one, sums no gradients meanwhile.
+
+    Raises ParameterError if the model is not a whole copy.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.wrapper: DistributedDataParallel | None = None
+        self.module = model
+        if isinstance(model, DistributedDataParallel):
+            _check_wrapper(model, world)
+            self.wrapper, self.module = model, model.module
+        _check_whole(self.module, world)
+        self.claim()
+
+    def claim(self) -> None:
+        """Switch off the wrapper's own sums (there is no `.grad` that it could sum) and its broadcasts of buffers."""
+        if self.wrapper is not None:
+            self._before = self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync
+            self.wrapper.require_backward_grad_sync = self.wrapper.require_forward_param_sync = False
+
+    def check(self) -> None:
+        """Raises StepError if something has switched the wrapper's sums on again."""
+        if self.wrapper is not None and self.wrapper.require_backward_grad_sync:
+            raise StepError(
+                "DistributedDataParallel's require_backward_grad_sync was switched on (by a framework, perhaps): it "
+                "would wait for gradients that never come. fastdp sums clipped gradients itself, within step(); leave "
+                "it off. no_sync() is not needed."
+            )
+
+    def restore(self) -> None:
+        """Let the wrapper sum gradients as it did."""
+        if self.wrapper is not None:
+            self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync = self._before
+
+
+def _check_wrapper(model: DistributedDataParallel, world: World) -> None:
+    if model.static_graph:
+        raise ParameterError(
+            "DistributedDataParallel(static_graph=True) counts gradients that never come, as samples' gradients are "
+            "clipped before they are one: leave static_graph=True out"
+        )
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ParameterError(
+            "DistributedDataParallel(mixed_precision=) is not supported: it swaps the parameters' data in forwards. "
+            "Use torch.autocast, or a model in bfloat16."
+        )
+    count = torch.distributed.get_world_size(model.process_group)
+    if count != max(world.size, processes()):
+        raise ParameterError(
+            f"DistributedDataParallel keeps {count} copies equal, and {max(world.size, processes())} processes train "
+            "together: give it the group of all processes"
+        )
+
+
+def _check_whole(model: nn.Module, world: World) -> None:
+    """Refuse by name what holds a part of a model."""
+    if world.size == 1:
+        return
+    sharded = _types("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDPModule")
+    engine = _types("deepspeed", "DeepSpeedEngine")
+    for module in model.modules():
+        if isinstance(module, sharded):
+            raise ParameterError(f"sharded models (FSDP, fully_shard) are not supported yet. {_INSTEAD}")
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise ParameterError(
+                "SyncBatchNorm normalizes each sample by the samples of all processes: use a norm of each sample alone "
+                "(fastdp.make_compatible puts GroupNorm in its place)"
+            )
+        if isinstance(module, engine):
+            raise ParameterError(f"DeepSpeed averages gradients and steps by itself: it is not supported. {_INSTEAD}")
+    parts = _types("torch.distributed.tensor", "DTensor")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, parts):
+            raise ParameterError(
+                f"'{name}' is a DTensor (of fully_shard, or of tensor parallelism): this process holds a part of it. "
+                f"Sharded and tensor-parallel models are not supported yet. {_INSTEAD}"
+            )
+        if hasattr(parameter, "ds_id"):
+            raise ParameterError(f"'{name}' is partitioned by DeepSpeed's ZeRO: it is not supported. {_INSTEAD}")
+
+
+def check_frameworks(model: nn.Module) -> None:
+    """Raises StepError in a world of several processes if a framework rules it in a way that was not shown to be exact.
+
+    It asks nothing of other processes: the framework rules all of them.
+    """
+    if processes() == 1:
+        return
+    lightning = (*_types("lightning.pytorch", "LightningModule"), *_types("pytorch_lightning", "LightningModule"))
+    if any(isinstance(module, lightning) for module in model.modules()):
+        raise StepError(
+            f"Lightning with {processes()} processes is not supported yet: its strategies wrap the model after the "
+            "optimizer is made. Use Trainer(devices=1), or a loop of your own under torchrun: docs/distributed.md."
+        )
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    if getattr(state, "_shared_state", None):
+        raise StepError(
+            f"Accelerate with {processes()} processes is not supported yet: prepare() wraps the model after the "
+            "optimizer is made. Use accelerate launch --num_processes 1, or a loop of your own under torchrun, with "
+            "DistributedDataParallel: docs/distributed.md."
+        )
+
+
+def check_samples(world: World) -> None:
+    """Raises StepError if the batch may hold parts of samples, or have met other processes' samples."""
+    if world.size == 1:
+        return
+    if world.communicated():
+        raise StepError(
+            "a collective of torch.distributed ran between the begin of a forward and the end of its backward (a loss "
+            "over the samples of all ranks, perhaps, or a metric): what samples of other ranks do to this rank's "
+            "gradients is not bounded by clipping. Communicate before a forward or after its backward (evaluate under "
+            "torch.no_grad()), and use a loss of each sample alone."
+        )
+    if type(F.scaled_dot_product_attention) is not type(torch._C._nn.scaled_dot_product_attention):
+        raise StepError(
+            "torch.nn.functional.scaled_dot_product_attention was replaced, as context parallelism does: a "
+            "process then has a part of each sample, and every norm is too small. Context parallelism is not supported "
+            "yet: give each process whole samples."
+        )
+
+
+def check_others(names: list[str], world: World) -> None:
+    """Raises ParameterError for parameters that are trained without privacy: nothing would sum their gradients."""
+    if names and world.size > 1:
+        raise ParameterError(
+            f"{names[:3]} require grad, and the optimizer does not train them: in a world of {world.size} processes "
+            "nothing would sum their gradients over the processes. Freeze them (requires_grad=False)."
+        )
+
+
+def _types(module: str, *names: str) -> tuple[Any, ...]:
+    """Classes of a module, if something has imported it."""
+    found = sys.modules.get(module)
+    return tuple(kind for name in names if isinstance(kind := getattr(found, name, None), type))

@@ -1,0 +1,261 @@
+"""The processes that train one model together, and the few messages that private training needs between them.
+
+Every exchange begins with `agree`: each process says whether it refuses, and a digest of what it is about to do.
+Nothing is summed before all have said the same. A process that refuses says so at once, wherever it is (`refuse`), and
+does not wait; the others hear of it at their next `agree`. So whoever comes to an exchange, comes to an `agree`.
+
+These messages go through a process group of their own, by gloo, so nothing else can come between them. Sums go through
+the user's group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import errors
+from ..errors import FastDPError, StepError
+from .private_names import collectives_so_far
+from .reduce import Reduction
+
+TEXT = 2048  # bytes of what a process says in words
+_CONTROL: list[tuple[Any, Any]] = []  # the default group, and the group of messages that was made beside it
+
+
+def processes() -> int:
+    """How many processes torch.distributed knows of; 1 where it was not begun."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class World:
+    """One process, which trains alone. What it sends goes nowhere."""
+
+    rank, size = 0, 1
+
+    def check(self) -> None:
+        """Raises StepError where other processes have joined since."""
+        if processes() > self.size:
+            raise StepError(
+                f"{processes()} processes train together, and this optimizer was made in a process of its own, before "
+                "torch.distributed.init_process_group: each would clip, noise and step on its own, and their models "
+                "would drift apart. Make the optimizer after it, on every rank."
+            )
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        """What raises an error within is refused by all processes."""
+        yield
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the others that this process raises an error."""
+
+    def agree(self, said: Mapping[str, object], records: int = 0) -> int:
+        """Wait until every process has said the same.
+
+        Args:
+            said: what must be equal, by name.
+            records: a number of this process.
+
+        Returns:
+            The sum of `records` over the processes.
+
+        Raises:
+            FastDPError: the error of a process that refused, or StepError if they say different things, or one is gone.
+        """
+        return records
+
+    def from_first(self, secret: bytes) -> bytes:
+        """The bytes that the first process gives here, which are as many on every process. Call it after an `agree`."""
+        return secret
+
+    def sums(self, reduction: Reduction, *more: Tensor) -> list[Tensor]:
+        """The sums over the processes, which have agreed; `more` in place. Raises StepError if a process is gone."""
+        raise NotImplementedError
+
+    def begins(self) -> None:
+        """A forward begins, which a backward may follow."""
+
+    def communicated(self) -> bool:
+        """Whether this process has exchanged anything with others since the first `begins`, or the last answer."""
+        return False
+
+
+class Ranks(World):
+    """All processes of torch.distributed, each with whole samples and a copy of the model.
+
+    group: the process group of the sums. It must hold all processes.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._of = dist.group.WORLD
+        self._control = _control()
+        self._over = ""  # why this optimizer makes no more steps
+        self._sent: list[Any] = []  # messages that nobody may have heard yet
+        self._begun: tuple[int | None, ...] | None = None
+
+    def check(self) -> None:
+        if self._over:
+            raise StepError(f"training has stopped on all ranks: {self._over}. Make a new optimizer on every rank.")
+        if not dist.is_initialized() or self._of is not dist.group.WORLD:
+            raise StepError("the process group in which this optimizer was made is gone: make a new optimizer")
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error)
+            raise
+
+    def refuse(self, error: BaseException) -> None:
+        if self._over:
+            return
+        self._over = f"rank {self.rank} raised {type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):  # the group is gone, and the others hear that
+            for message in (_words(1, 0, ""), _letters(f"{type(error).__name__}: {error}")):
+                heard = [torch.empty_like(message) for _ in range(self.size)]
+                work = dist.all_gather(heard, message, group=self._control, async_op=True)
+                self._sent.append((work, heard, message))
+
+    def agree(self, said: Mapping[str, object], records: int = 0) -> int:
+        self.check()
+        text = "\n".join(f"{name}: {value}" for name, value in said.items())
+        heard = [found.tolist() for found in self._gather(_words(0, records, text))]
+        if any(refused for refused, *_ in heard):
+            self._raise_for(heard, self._gather(_letters("")))
+        if any(found[2:] != heard[0][2:] for found in heard):
+            self._raise_difference([_text(found) for found in self._gather(_letters(text))])
+        return sum(found[1] for found in heard)
+
+    def _gather(self, message: Tensor) -> list[Tensor]:
+        heard = [torch.empty_like(message) for _ in range(self.size)]
+        try:
+            dist.all_gather(heard, message, group=self._control)
+        except RuntimeError as problem:
+            raise self._gone(problem) from problem
+        return heard
+
+    def _gone(self, problem: BaseException) -> StepError:
+        self._over = f"a process is gone, or did not answer in time ({str(problem)[:200]})"
+        return StepError(
+            f"{self._over}. Nothing of this step was released here, and the ledger is as it was. Start all processes "
+            "again, from a checkpoint: with a fresh key of the noise, which every new optimizer draws."
+        )
+
+    def _raise_for(self, heard: list[list[int]], texts: list[Tensor]) -> None:
+        """Raise the error of the first process that refused."""
+        number = next(rank for rank, (refused, *_) in enumerate(heard) if refused)
+        kind, _, text = _text(texts[number]).partition(": ")
+        self._over = f"rank {number} raised {kind}: {text}"
+        known = getattr(errors, kind, None)
+        known = known if isinstance(known, type) and issubclass(known, FastDPError) else StepError
+        raise known(f"rank {number} refused, so no rank makes a step ({kind}): {text}")
+
+    def _raise_difference(self, texts: list[str]) -> None:
+        """Say which process says something else than the first, and what."""
+        first = texts[0].split("\n")
+        found = [
+            f"rank {rank} has '{other}', rank 0 has '{mine}'"
+            for rank, text in enumerate(texts)
+            for other, mine in zip(text.split("\n"), first, strict=False)
+            if other != mine
+        ]
+        self._over = "the ranks do not do the same: " + "; ".join(found[:4] or ["in all"])
+        raise StepError(
+            f"{self._over}. Every rank must make the same model, optimizer and loader, by equal arguments, and call "
+            "step() equally often. Nothing of this step was released."
+        )
+
+    def from_first(self, secret: bytes) -> bytes:
+        box = torch.tensor(list(secret), dtype=torch.uint8)
+        try:
+            dist.broadcast(box, group=self._control, group_src=0)
+        except RuntimeError as problem:
+            raise self._gone(problem) from problem
+        return bytes(box.tolist())
+
+    def sums(self, reduction: Reduction, *more: Tensor) -> list[Tensor]:
+        before = self._collectives()
+        try:
+            found = reduction.run(self.group, *more)
+        except RuntimeError as problem:
+            raise self._gone(problem) from problem
+        if self._begun == before:  # a forward that no backward has followed yet
+            self._begun = self._collectives()
+        return found
+
+    def begins(self) -> None:
+        if self._begun is None:
+            self._begun = self._collectives()
+
+    def communicated(self) -> bool:
+        before, self._begun = self._begun, None
+        return before is not None and before != self._collectives()
+
+    def _collectives(self) -> tuple[int | None, ...]:
+        return collectives_so_far(self._of), collectives_so_far(self.group)
+
+
+def world_of(process_group: Any = None, mesh: Any = None) -> World:
+    """The processes that train together: all of torch.distributed, by this process group or one-dimensional mesh.
+
+    Raises StepError if the group leaves processes out.
+    """
+    if process_group is not None and mesh is not None:
+        raise ValueError("give either process_group= or mesh=")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise StepError(
+                f"the mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}): fastdp trains data-parallel, along one. "
+                "Sharded, tensor-parallel, context-parallel and pipelined models are not supported yet. Start as many "
+                "processes as there are copies of the model."
+            )
+        process_group = mesh.get_group()
+    if processes() == 1:
+        return World()
+    count = dist.get_world_size() if process_group is None else dist.get_world_size(process_group)
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER or count != processes():
+        raise StepError(
+            f"the process group (or mesh) holds {count} of {processes()} processes. What the others hold is not known: "
+            "parts of the same model or of the same samples would make every norm too small. fastdp trains over all "
+            "processes of a world: start a world (torchrun) of its own for each training."
+        )
+    return Ranks(process_group)
+
+
+def refuse_several(world: World, what: str, instead: str) -> None:
+    """Raises StepError if several processes train together, where this cannot be done, with what to do instead."""
+    if world.size > 1:
+        raise StepError(f"{what} works in one process, and {world.size} train together: {instead}")
+
+
+def _control() -> Any:
+    """The group of messages of this world, which is made once; all processes must come here."""
+    world = dist.group.WORLD
+    if not _CONTROL or _CONTROL[0][0] is not world:
+        _CONTROL[:] = [(world, dist.new_group(backend="gloo"))]
+    return _CONTROL[0][1]
+
+
+def _words(refused: int, records: int, text: str) -> Tensor:
+    """[refused, records, digest of the text as four numbers], int64."""
+    return torch.tensor([refused, records, *struct.unpack("<4q", hashlib.sha256(text.encode()).digest())])
+
+
+def _letters(text: str) -> Tensor:
+    """A text as `TEXT` bytes, cut to them."""
+    data = text.encode()[:TEXT]
+    return torch.tensor(list(data.ljust(TEXT, b"\0")), dtype=torch.uint8)
+
+
+def _text(letters: Tensor) -> str:
+    return bytes(letters.tolist()).rstrip(b"\0").decode(errors="replace")

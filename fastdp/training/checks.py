@@ -1,0 +1,45 @@
+"""Whether the options of a private optimizer are in range, and fit the loader that it trains on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import AccountingError, StepError
+from ..layouts.in_hand import PhysicalBatch
+
+
+def check_options(noise_multiplier: Any, expected_batch_size: Any, sample_rate: Any, gamma: Any) -> None:
+    """Raises ValueError or AccountingError if one is no number, or out of range."""
+    for name, value in (("noise_multiplier", noise_multiplier), ("expected_batch_size", expected_batch_size),
+                        ("sample_rate", sample_rate), ("gamma", gamma)):  # fmt: skip
+        if not isinstance(value, int | float) and not (
+            value is None and name in ("expected_batch_size", "sample_rate")
+        ):
+            raise ValueError(f"{name} must be a number, not {value!r}")
+    if expected_batch_size is not None and not 0 < expected_batch_size < float("inf"):
+        raise ValueError(f"expected_batch_size must be positive, not {expected_batch_size!r}")
+    if sample_rate is not None and not 0 < sample_rate <= 1:
+        raise AccountingError(f"sample_rate must lie in (0, 1], not {sample_rate!r}")
+
+
+def of_loader(
+    current: PhysicalBatch, stepped: tuple[int, int], rate: float | None, expected: float | None
+) -> tuple[float, float]:
+    """Sample rate and expected batch size, which must be the loader's; one step a batch.
+
+    Args:
+        current: the batch in hand.
+        stepped: the numbers, logical and physical, of the batch of the step before.
+        rate: the sample rate that the optimizer was given, and
+        expected: its expected batch size.
+    """
+    if (current.logical, current.physical) == stepped:
+        raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")
+    if rate is not None and abs(rate - current.sample_rate) > 1e-9:
+        raise AccountingError(f"sample_rate={rate} was given, but the loader samples at {current.sample_rate}")
+    if expected is not None and abs(expected - current.expected_batch_size) > 0.5:
+        raise StepError(
+            f"expected_batch_size={expected} was given, but the loader's is {current.expected_batch_size:g}: leave it "
+            "out, the loader tells it"
+        )
+    return current.sample_rate, current.expected_batch_size if expected is None else expected

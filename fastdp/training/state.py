@@ -1,0 +1,51 @@
+"""What a private optimizer's checkpoint holds of its run: history, clipping, and the noise's position under a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import StepError
+from .ledger import finite, run_of
+from .privacy import Privacy
+
+
+def state_of(privacy: Privacy) -> dict[str, Any]:
+    """History, clipping and, under a seed, the noise's position. The secret key of the noise is not saved."""
+    clipping = privacy.clipping
+    return {
+        "history": [tuple(run) for run in privacy.ledger.history],
+        "noise_step": privacy.noise.step,
+        "seed": privacy.noise.seed,
+        "noise_multiplier": privacy.noise_multiplier,
+        "clipping": clipping.clipping if isinstance(clipping.clipping, str) else None,
+        "style": clipping.style if isinstance(clipping.style, str) else None,
+        "max_grad_norm": clipping.max_grad_norm,
+        "gamma": clipping.gamma,
+        "dropped": privacy.nonfinite_samples,
+        "grouped": privacy.unit.grouped,
+        **({"lost": [tuple(run) for run in privacy.ledger.lost]} if privacy.ledger.lost else {}),
+        "makers": privacy.ledger.makers,
+        **({"missed": missed} if (missed := privacy.missed.state_dict()) else {}),
+    }
+
+
+def load(privacy: Privacy, state: dict[str, Any]) -> None:
+    """All or nothing; custom functions and groups stay those of this optimizer."""
+    try:
+        history, lost = ([run_of(*run) for run in runs] for runs in (state["history"], state.get("lost", ())))
+        noise_multiplier, dropped = finite(state["noise_multiplier"]), int(state["dropped"])
+        seeded = state["seed"] == privacy.noise.seed is not None
+        step = int(state["noise_step"]) if seeded else privacy.noise.step
+        kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
+        clipping = privacy.clipping
+        if isinstance(clipping.style, str):
+            clipping = clipping.changed(privacy.engine.named_parameters(), kind, float(norm), style, float(gamma))
+        privacy.missed.load(state.get("missed", {}))  # last of what may raise
+    except (KeyError, TypeError, ValueError) as problem:
+        raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
+    privacy.clipping = clipping
+    privacy.ledger.load(history, lost, state.get("makers"))
+    privacy.noise_multiplier, privacy.noise.step = noise_multiplier, step
+    privacy.set_dropped(dropped)
+    privacy.unit.grouped = state.get("grouped")
+    privacy.discard()

@@ -1,0 +1,280 @@
+"""What two and three processes run, in one start of each."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import fastdp
+from fastdp.errors import AccountingError, ParameterError, SampleMixingError, StepError
+
+from .loading import CASES as LOADING
+from .models import adamw, batch, build, compare, loss_of, single
+
+UNEQUAL = [[5, 0, 2], [3, 4, 0], [0, 6, 1]]
+
+
+def _unequal(rank: int, world: int, **options: Any) -> Any:
+    return compare(rank, world, sizes=[row[:world] for row in UNEQUAL], **options)
+
+
+def _groups(rank: int, world: int) -> Any:
+    from .models import build
+
+    names = [name for name, _ in build().named_parameters()]
+    style = [{"params": names[::2], "max_grad_norm": 0.3}, {"params": names[1::2], "max_grad_norm": 0.4}]
+    return compare(rank, world, style=style)
+
+
+EXACT: dict[str, Any] = {
+    "ddp": compare,
+    "plain model": functools.partial(compare, wrap=lambda model: model),
+    "noise": functools.partial(compare, sigma=1.0),
+    "unequal and empty": _unequal,
+    "unequal, layerwise, noise": functools.partial(_unequal, style="layerwise", sigma=1.0),
+    "unequal, budget, checkpointed": functools.partial(_unequal, kind="checkpointed", memory_budget=1),
+    "tied": functools.partial(compare, kind="tied"),
+    "lora": functools.partial(compare, kind="lora"),
+    "frozen": functools.partial(compare, kind="frozen"),
+    "checkpointed": functools.partial(compare, kind="checkpointed"),
+    "accumulation": functools.partial(compare, accumulate=2),
+    "layerwise": functools.partial(compare, style="layerwise"),
+    "groups": _groups,
+    "global": functools.partial(compare, clipping="global", norm=1.75),
+    "automatic": functools.partial(compare, clipping="automatic"),
+    "a function": functools.partial(compare, clipping=lambda n: 0.4 / (n + 0.1)),
+    "sum": functools.partial(compare, loss_reduction="sum"),
+    "a layer that only some ranks use": functools.partial(compare, extra=lambda rank: rank == 0),
+}
+
+
+def same_noise(rank: int, world: int) -> None:
+    """Sums of whole numbers are the same bits in any order: so are the weights, noise and all, to the last bit."""
+    several, one = nn.Linear(40, 30).requires_grad_(True), nn.Linear(40, 30)
+    for model in (several, one):
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    options = dict(lr=0.5, noise_multiplier=0.7, max_grad_norm=1e6, expected_batch_size=8, loss_reduction="sum", seed=3)
+    optimizer = fastdp.DPSGD(DDP(several), **options)
+    with single():
+        truth = fastdp.DPSGD(one, **options)
+    for step in range(3):
+        whole = torch.randint(-3, 4, (4 * world, 40), generator=torch.Generator().manual_seed(step)).float()
+        several(whole[rank::world]).sum().backward()
+        optimizer.step()
+        with single():
+            one(whole).sum().backward()
+            truth.step()
+        assert torch.equal(several.weight, one.weight) and torch.equal(several.bias, one.bias)
+    optimizer.detach()
+
+
+def secret_key(rank: int, world: int) -> bytes:
+    """Without a seed, all draw by the key of the first rank."""
+    model = build()
+    optimizer = adamw(DDP(model), noise_multiplier=2.0)
+    loss_of(model, batch(rank, 2)).backward()
+    optimizer.step()
+    key, weights = optimizer.noise_state()["key"], [p.detach().clone() for p in model.parameters()]
+    optimizer.detach()
+    other = adamw(build())  # the key of every optimizer is another
+    assert other.noise_state()["key"] != key
+    other.detach()
+    return key + b"".join(w.numpy().tobytes() for w in weights)
+
+
+def drop_and_count(rank: int, world: int) -> int:
+    """A sample that is not finite contributes nothing, and all ranks count it."""
+    model = nn.Linear(3, 1)
+    nn.init.ones_(model.weight)
+    optimizer = adamw(DDP(model))
+    x = torch.ones(2, 3)
+    x[0, 0] = float("inf") if rank == 0 else 1.0
+    model(x).sum(1).mean().backward()
+    optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    optimizer.detach()
+    return int(optimizer._privacy.nonfinite_samples)
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def one_refuses(rank: int, world: int) -> None:
+    """Of a loss that couples samples, on the last rank, every rank hears within its step; and none has stepped."""
+    model = build()
+    optimizer = adamw(DDP(model))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(SampleMixingError) as caught:
+        if rank == world - 1:
+            out = model(batch(rank, 3)).flatten(1)
+            F.cross_entropy(out @ out.T, torch.arange(3)).backward()
+        loss_of(model, batch(rank, 3)).backward()
+        begun = time.monotonic()
+        optimizer.step()
+    if rank == world - 1:
+        time.sleep(2)  # alive, and silent
+    else:
+        assert time.monotonic() - begun < 1.5
+    assert rank == world - 1 or f"rank {world - 1} refused" in str(caught.value)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)) and not optimizer.history
+    with pytest.raises(StepError, match="stopped on all ranks"):
+        loss_of(model, batch(rank, 3)).backward()
+    optimizer.detach()
+    again = adamw(model)  # of a new optimizer on every rank nobody remembers it
+    loss_of(model, batch(rank, 3)).backward()
+    again.step()
+    assert again.history == [(1.0, 0.1, 1)]
+    again.detach()
+
+
+def one_has_no_backward(rank: int, world: int) -> None:
+    model = build()
+    optimizer = adamw(model)
+    if rank:
+        loss_of(model, batch(rank, 3)).backward()
+    with pytest.raises(StepError, match="without a backward"):
+        optimizer.step()
+    optimizer.detach()
+
+
+def out_of_step(rank: int, world: int) -> None:
+    """A rank whose noise is of another step, or of another key, is caught before anything is summed."""
+    for tamper in ("step", "key", "sigma", "history", "frozen"):
+        model = build()
+        optimizer = adamw(DDP(model))
+        if rank == 1:
+            noise = optimizer._privacy.noise
+            if tamper == "step":
+                noise.step += 1
+            elif tamper == "key":
+                noise.restore(bytes(32), 0)
+            elif tamper == "sigma":
+                optimizer.noise_multiplier = 0.5
+            elif tamper == "history":
+                optimizer._privacy.ledger.add(1.0, 0.5)
+            else:
+                model.head.requires_grad_(False)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss_of(model, batch(rank, 2)).backward()
+        with pytest.raises(StepError, match="do not do the same") as caught:
+            optimizer.step()
+        assert "rank 1 has" in str(caught.value), tamper
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        optimizer.detach()
+
+
+def refused_when_made(rank: int, world: int) -> None:
+    with pytest.raises(StepError, match="model"):
+        torch.manual_seed(rank)
+        adamw(nn.Linear(3, 2))
+    with pytest.raises(StepError, match="noise_multiplier"):
+        adamw(build(), noise_multiplier=1.0 + rank)
+    with pytest.raises(ParameterError, match="static_graph"):
+        adamw(DDP(build(), static_graph=True))
+    part = build()
+    with pytest.raises(ParameterError, match="does not train them"):
+        adamw(part, params=part.head.parameters())
+    with pytest.raises(AccountingError, match="must lie in"):  # on one rank alone
+        adamw(build(), sample_rate=0.1 if rank else 2.0)
+    alone = dist.new_group([0])
+    with pytest.raises(StepError, match="of its own for each training"):
+        adamw(build(), process_group=alone)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.raises(ParameterError, match="FSDP|DTensor"):
+        adamw(fully_shard(build(), mesh=mesh))
+    model = build()
+    optimizer = adamw(DDP(model), mesh=mesh)
+    with pytest.raises(StepError, match="graphed works in one process"):
+        optimizer.graphed(lambda m, x: loss_of(m, x))
+    optimizer._privacy.replica.wrapper.require_backward_grad_sync = True
+    with pytest.raises(StepError, match="require_backward_grad_sync"):
+        loss_of(model, batch(rank, 2)).backward()
+    optimizer.detach()
+
+
+def weights_loaded_on_one_rank(rank: int, world: int) -> None:
+    """A checkpoint that only one rank has loaded, once the optimizer was made."""
+    model = build()
+    optimizer = adamw(DDP(model))
+    if rank:
+        nn.init.zeros_(model.head.weight)
+    loss_of(model, batch(rank, 2)).backward()
+    with pytest.raises(StepError, match="weights"):
+        optimizer.step()
+    optimizer.detach()
+
+
+def persons_apart(rank: int, world: int) -> None:
+    model = build()
+    optimizer = adamw(DDP(model))
+    optimizer.group_by([1, 1, 2])
+    with pytest.raises(StepError, match="count twice"):
+        loss_of(model, batch(rank, 3)).backward()
+    optimizer.detach()
+
+
+def collectives_within(rank: int, world: int) -> None:
+    """A loss that takes other ranks' outputs as constants is refused, and so is a replaced attention."""
+    model = build()
+    optimizer = adamw(DDP(model))
+    with pytest.raises(StepError, match="a collective of torch.distributed"):
+        loss = loss_of(model, batch(rank, 3))
+        dist.all_reduce(torch.ones(1))
+        loss.backward()
+    optimizer.detach()
+    optimizer = adamw(DDP(build()))
+    model = optimizer._privacy.replica.wrapper
+    for step in range(3):  # metrics between steps are fine, after a forward that had no backward too
+        loss_of(model, batch(rank, 3)).backward()
+        optimizer.step()
+        dist.all_reduce(torch.ones(1))
+        with torch.no_grad():
+            model(batch(step, 2))
+        dist.all_reduce(torch.ones(1))
+    optimizer.detach()
+    optimizer, real = adamw(model), F.scaled_dot_product_attention
+    try:
+        F.scaled_dot_product_attention = lambda *a, **k: real(*a, **k)
+        with pytest.raises(StepError, match="[Cc]ontext parallel"):
+            loss_of(model, batch(rank, 3)).backward()
+    finally:
+        F.scaled_dot_product_attention = real
+    optimizer.detach()
+
+
+def resumed(rank: int, world: int) -> None:
+    """A checkpoint taken up by a new optimizer: the history is the same everywhere, the key a fresh one."""
+    model = build()
+    first = adamw(model)
+    loss_of(model, batch(rank, 2)).backward()
+    first.step()
+    state, key = first.state_dict(), first.noise_state()["key"]
+    first.detach()
+    second = adamw(model)
+    second.load_state_dict(state)
+    loss_of(model, batch(rank, 2)).backward()
+    second.step()
+    assert second.history == [(1.0, 0.1, 2)] and second.noise_state()["key"] != key
+    second.detach()
+
+
+OTHERS: dict[str, Any] = {
+    function.__name__: function
+    for function in (
+        same_noise, secret_key, drop_and_count, one_refuses, one_has_no_backward, out_of_step, refused_when_made,
+        collectives_within, resumed, weights_loaded_on_one_rank, persons_apart,
+    )
+}  # fmt: skip
+CASES = {**EXACT, **OTHERS, **LOADING}

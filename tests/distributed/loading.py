@@ -1,0 +1,93 @@
+"""What several processes do with a Poisson loader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import fastdp
+from fastdp.errors import StepError
+
+from .models import adamw, batch, build, loss_of, single
+
+
+def data(count: int = 60) -> TensorDataset:
+    return TensorDataset(torch.arange(count), torch.stack([batch(n, 1)[0] for n in range(count)]))
+
+
+def records(rank: int, world: int, **options: Any) -> list[Any]:
+    """The records of each step that this rank was given, the number of its batches, the weights, and epsilon."""
+    model, steps = build(), [[]]
+    optimizer = adamw(model, expected_batch_size=None, sample_rate=None, seed=1)
+    loader = fastdp.poisson_loader(data(), expected_batch_size=9, max_physical_batch_size=3, seed=7, **options)
+    count = 0
+    for numbers, tokens in loader:
+        steps[-1] += numbers.tolist()
+        count += 1
+        if len(numbers):
+            loss_of(model, tokens).backward()
+        optimizer.step()
+        if optimizer.stepped:
+            steps.append([])
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    epsilon = optimizer.epsilon(1e-3)
+    optimizer.detach()
+    return [steps, count, weights.numpy(), epsilon]
+
+
+PERSONS = np.arange(60) // 3 % 20
+
+
+def persons(rank: int, world: int) -> list[Any]:
+    return records(rank, world, group_by=PERSONS.tolist(), max_records_per_group=2)
+
+
+def loader_refused(rank: int, world: int) -> None:
+    with pytest.raises(StepError, match="records of the dataset"):
+        numbers = torch.randperm(60, generator=torch.Generator().manual_seed(rank)).tolist()
+        fastdp.poisson_loader(torch.utils.data.Subset(data(), numbers), expected_batch_size=9)
+    with pytest.raises(StepError, match="seed"):
+        fastdp.poisson_loader(data(), expected_batch_size=9, seed=rank)
+    with pytest.raises(ValueError if rank == 0 else StepError):
+        fastdp.poisson_loader(data(), expected_batch_size=9 if rank else 900)
+    model = build()
+    optimizer = adamw(model, expected_batch_size=None, sample_rate=None)
+    with single():
+        loader = fastdp.poisson_loader(data(), expected_batch_size=9, seed=3)
+    with pytest.raises(StepError, match="one of 1 parts"):
+        for _, tokens in loader:
+            loss_of(model, tokens).backward()
+            optimizer.step()
+    optimizer.detach()
+    loader = fastdp.poisson_loader(data(), expected_batch_size=9)
+    optimizer = adamw(model, expected_batch_size=None, sample_rate=None)
+    if rank:  # a rank that goes on from another place
+        loader.load_state_dict({"pass": 0, "step": 2})
+    with pytest.raises(StepError, match="step of the pass"):
+        for _, tokens in loader:
+            if len(tokens):
+                loss_of(model, tokens).backward()
+            optimizer.step()
+    optimizer.detach()
+
+
+def skipped_by_one(rank: int, world: int) -> None:
+    """A rank that skips a batch hears of it from the loader, and the others from it."""
+    model = build()
+    optimizer = adamw(model, expected_batch_size=None, sample_rate=None)
+    loader = fastdp.poisson_loader(data(), expected_batch_size=20, seed=5, steps=4)
+    with pytest.raises(StepError, match="no step"):
+        for number, (_, tokens) in enumerate(loader):
+            if number == 2 and rank == 1:
+                continue
+            loss_of(model, tokens).backward()
+            optimizer.step()
+    assert optimizer.history[0][2] == 2
+    optimizer.detach()
+
+
+CASES = {case.__name__: case for case in (records, persons, loader_refused, skipped_by_one)}

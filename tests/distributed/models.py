@@ -1,0 +1,167 @@
+"""A small language model in several forms, its batches, and the same steps by one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fastdp
+
+D, WORDS, LENGTH = 12, 37, 7
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(D), nn.Linear(D, 3 * D)
+        self.out = nn.Linear(D, D, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(D, 29), nn.GELU(), nn.Linear(29, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.mlp(x)
+
+
+class LM(nn.Module):
+    def __init__(self, tied: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, D), nn.Parameter(torch.randn(LENGTH, D) * 0.1)
+        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(2)), nn.LayerNorm(D)
+        self.head = nn.Linear(D, WORDS, bias=False)
+        self.unused = nn.Linear(D, D)  # by half of the ranks
+        self.checkpointed = checkpointed
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor, extra: bool = False) -> Tensor:
+        x = self.words(tokens) + self.places
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(self.norm(x + self.unused(x) if extra else x))
+
+
+class LoRA(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def build(kind: str = "") -> LM:
+    """kind: of "tied", "checkpointed", "lora", "frozen" what its words say."""
+    torch.manual_seed(0)
+    model = LM("tied" in kind, "checkpointed" in kind)
+    if "lora" in kind:
+        model.requires_grad_(False)
+        for block in model.blocks:
+            block.qkv, block.mlp[0] = LoRA(block.qkv), LoRA(block.mlp[0])
+            for part in (block.qkv, block.mlp[0]):
+                part.a.requires_grad_(True)
+                part.b.requires_grad_(True)
+    if "frozen" in kind:
+        model.words.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+    return model
+
+
+def loss_of(model: nn.Module, tokens: Tensor, total: bool = False, **options: Any) -> Tensor:
+    losses = F.cross_entropy(model(tokens, **options).transpose(1, 2), tokens.roll(-1, 1), reduction="none").mean(1)
+    return losses.mean() if len(losses) and not total else losses.sum()
+
+
+def batch(number: int, size: int) -> Tensor:
+    return torch.randint(0, WORDS, (size, LENGTH), generator=torch.Generator().manual_seed(number))
+
+
+def adamw(model: nn.Module, **options: Any) -> Any:
+    given = {
+        "lr": 1e-2,
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 0.5,
+        "expected_batch_size": 6,
+        "sample_rate": 0.1,
+        "accountant": "rdp",
+    }
+    return fastdp.DPAdamW(model, **{**given, **options})
+
+
+def compare(
+    rank: int,
+    world: int,
+    kind: str = "",
+    sizes: Any = None,
+    wrap: Any = DistributedDataParallel,
+    accumulate: int = 1,
+    sigma: float = 0.0,
+    steps: int = 3,
+    extra: Any = None,
+    norm: float = 0.5,
+    **options: Any,
+) -> tuple[float, float, float, float]:
+    """Three steps of AdamW in several processes, and in this one on the union of their batches.
+
+    sizes: of each step, the number of samples of each rank. extra: of a rank, whether its batches use one layer more.
+    Returns the largest relative error of a norm, of a weight, and epsilon of both.
+    """
+    sizes = sizes or [[3] * world] * steps
+    shared = dict(lr=1e-2, eps=1e-3, noise_multiplier=sigma, max_grad_norm=norm, seed=5, sample_rate=0.1,
+                  expected_batch_size=3 * world * accumulate, accountant="rdp", **options)  # fmt: skip
+    several, one = wrap(build(kind)), build(kind)
+    optimizer = fastdp.DPAdamW(several, **shared)
+    with single():
+        truth = fastdp.DPAdamW(one, **shared)
+    worst = 0.0
+    for step, row in enumerate(sizes):
+        for part in range(accumulate):
+            batches = [batch(1000 * step + 10 * r + 100 * part, n) for r, n in enumerate(row)]
+            total = {"total": options.get("loss_reduction") == "sum"}
+            uses = {} if extra is None else {"extra": extra(rank)}
+            loss_of(several, batches[rank], **total, **uses).backward()
+            with single():
+                if extra is None:
+                    loss_of(one, torch.cat(batches), **total).backward()
+                else:
+                    for r, own in enumerate(batches):
+                        loss_of(one, own, extra=extra(r)).backward()
+            if extra is None and len(batches[rank]):
+                begin = sum(row[:rank])
+                mine, theirs = optimizer.norms, truth.norms
+                groups = [(mine, theirs)] if isinstance(mine, Tensor) else [(mine[k], theirs[k]) for k in mine]
+                for a, b in groups:
+                    b = b[begin : begin + len(batches[rank])]
+                    worst = max(worst, float(((a - b).abs() / b.clamp(min=1e-3)).max()))
+        optimizer.step()
+        optimizer.zero_grad()
+        with single():
+            truth.step()
+        truth.zero_grad()
+    error = max(
+        float((p - q).abs().max())
+        for p, q in zip(several.parameters(), one.parameters(), strict=True)
+    )  # fmt: skip
+    found = worst, error, optimizer.epsilon(1e-5) if sigma else 0.0, truth.epsilon(1e-5) if sigma else 0.0
+    optimizer.detach()
+    truth.detach()
+    return found
+
+
+class single:
+    """Within it, torch.distributed says that there is one process."""
+
+    def __enter__(self) -> None:
+        import fastdp.distributed.world as world
+
+        self._world, self._was = world, world.processes
+        world.processes = lambda: 1
+
+    def __exit__(self, *_: object) -> None:
+        self._world.processes = self._was

@@ -1,0 +1,73 @@
+"""Start some processes once, let them run many cases, and bring back what each said."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+Case = Callable[[int, int], object]
+ROOT = Path(__file__).parent.parent.parent
+
+
+def begin(rank: int, world: int, port: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def start(module: str, world: int, folder: Path, *names: str) -> list[subprocess.Popen[bytes]]:
+    """Run cases of a module, one process a rank, on one thread each."""
+    port = str(free_port())
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.distributed.ranks", module]
+    return [
+        subprocess.Popen([*command, str(rank), str(world), port, str(folder), *names], env=environment, cwd=ROOT)
+        for rank in range(world)
+    ]
+
+
+def results(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float = 120) -> list[dict[str, object]]:
+    """By rank: what each case returned, or its traceback as a `str` that begins so."""
+    try:
+        for process in processes:
+            process.wait(timeout)
+    finally:
+        for process in processes:
+            process.kill()
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(len(processes))]
+
+
+def main(module: str, rank: int, world: int, port: int, folder: Path, names: list[str]) -> None:
+    begin(rank, world, port)
+    cases: dict[str, Case] = __import__(module, fromlist=["CASES"]).CASES
+    found: dict[str, object] = {}
+    for name in names or list(cases):
+        try:
+            found[name] = cases[name](rank, world)
+        except Exception:  # noqa: BLE001 - shown by the test
+            found[name] = traceback.format_exc()
+        (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]), sys.argv[6:])

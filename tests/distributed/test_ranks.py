@@ -1,0 +1,105 @@
+"""Several processes make the step of one: two ranks and three, each started once for all cases."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from .cases import CASES, EXACT
+from .killed import CASES as KILLED
+from .loading import persons, records
+from .ranks import ROOT, results, start
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
+THREE = ["unequal, layerwise, noise", "same_noise", "one_refuses", "records", "persons"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    return results(start("tests.distributed.cases", 2, folder), folder)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    return results(start("tests.distributed.cases", 3, folder, *THREE), folder)
+
+
+def check(name, found):
+    for rank, by_case in enumerate(found):
+        said = by_case[name]
+        assert not isinstance(said, str), f"rank {rank}: {said}"
+        if name in EXACT:
+            norms, weights, epsilon, truth = said
+            assert norms < 1e-6 and weights < 1e-6 and epsilon == truth == found[0][name][2]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(name, two):
+    check(name, two)
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_ranks(name, three):
+    check(name, three)
+
+
+def test_all_ranks_hold_the_same_weights_by_a_secret_key(two):
+    assert two[0]["secret_key"] == two[1]["secret_key"]
+
+
+def test_all_ranks_count_dropped_samples(two):
+    assert [found["drop_and_count"] for found in two] == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", [records, persons])
+def test_the_records_do_not_depend_on_the_number_of_ranks(case, two, three):
+    steps, _, weights, epsilon = case(0, 1)
+    for found in (two, three):
+        mine = [by_case[case.__name__] for by_case in found]
+        assert [sorted(sum(parts, [])) for parts in zip(*(each[0] for each in mine), strict=True)] == [
+            sorted(step) for step in steps
+        ]
+        assert len({each[1] for each in mine}) == 1  # as many batches on every rank
+        assert all(each[3] == epsilon for each in mine)
+        for each in mine:
+            assert np.array_equal(each[2], mine[0][2]) and np.abs(each[2] - weights).max() < 1e-6
+        if case is persons:
+            from .loading import PERSONS
+
+            for parts in zip(*(each[0] for each in mine), strict=True):
+                owners = [{PERSONS[record] for record in part} for part in parts]
+                assert len(set().union(*owners)) == sum(map(len, owners))  # nobody is on two ranks
+
+
+def test_the_example(tmp_path):
+    pytest.importorskip("sklearn")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
+    out = subprocess.run([*command, str(ROOT / "examples" / "ddp.py"), "--quick"], env=environment, timeout=200,
+                         check=True, capture_output=True, text=True).stdout  # fmt: skip
+    accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+), epsilon ([\d.]+) at", out).groups())
+    assert accuracy > 0.3 and 2.9 < epsilon <= 3.0
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_rank_is_killed(name, tmp_path):
+    processes = start("tests.distributed.killed", 2, tmp_path, name)
+    try:
+        processes[1].wait(60)
+        processes[0].wait(60)
+    finally:
+        for process in processes:
+            process.kill()
+    found = pickle.loads((Path(tmp_path) / "0.pickle").read_bytes())[name]
+    assert isinstance(found, float) and found < 10, found
