@@ -65,6 +65,7 @@ running=
 
 # summary: how all stages went so far, written anew after each
 summary() {
+  local row name result spent
   {
     printf 'call %s: %s s so far, results in %s\n' "$call" "$SECONDS" "$out"
     for row in "${rows[@]}"; do

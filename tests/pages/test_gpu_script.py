@@ -108,6 +108,9 @@ def test_a_call_brings_all_its_files_back(call: int, device: Device) -> None:
     assert code == 0, printed
     assert device.files() == ALWAYS | FILES[call]
     assert "passed" in device.summary() and not re.search("FAILED|out of time|no time|running", device.summary())
+    stages = {1: "build info tests sanitizer", 2: "build warm kernels planner host ncu ncu ncu ncu",
+              3: "build warm training"}[call]  # fmt: skip
+    assert [line.split()[0] for line in device.summary().splitlines()[1:]] == stages.split()
     assert {"_C.stub.so", "_CUDA.stub.so"} <= device.cached()
     assert not (device.tree / "fastdp" / "kernels").exists()  # the link is gone
     if call > 1:
