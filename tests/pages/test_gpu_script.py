@@ -48,6 +48,11 @@ exec "$@"
 """
 
 
+def _hears_signals() -> None:
+    """A shell cannot catch what was ignored when it began, as SIGINT is in what runs in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Device:
     """A tree with nothing but what the script looks at, and a PATH of stubs."""
 
@@ -73,7 +78,8 @@ class Device:
     def start(self, call: int, **settings: str) -> subprocess.Popen[str]:
         command = ["bash", str(self.tree / "benchmarks" / "gpu.sh"), str(call)]
         return subprocess.Popen(command, env=self.environment | settings, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+                                stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                                preexec_fn=_hears_signals)  # fmt: skip
 
     def run(self, call: int, **settings: str) -> tuple[int, str]:
         process = self.start(call, **settings)
