@@ -84,7 +84,8 @@ def test_a_gpu_without_code_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = load()
     assert isinstance(reason, str) and "sm_80, sm_90, sm_100" in reason and "cuda:1, which is sm_75" in reason
     monkeypatch.setattr(info, "native_cuda", lambda: reason)
-    monkeypatch.setattr(info, "served", dict)  # what it loads would stay
+    monkeypatch.setattr(info, "triton_module", lambda name: reason)  # what these load would stay
+    monkeypatch.setattr(info, "served", dict)
     assert "none for cuda:1" in info.report()
     monkeypatch.setattr(registry, "gpus", lambda: [("cuda:0", 103)])
     assert load() is module
