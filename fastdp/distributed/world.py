@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import errors
 from ..errors import FastDPError, StepError
-from .private_names import collectives_so_far
+from .private_names import collectives_so_far, timeout_of
 from .reduce import Reduction
 
 TEXT = 2048  # bytes of what a process says in words
@@ -242,7 +242,7 @@ def _control() -> Any:
     """The group of messages of this world, which is made once; all processes must come here."""
     world = dist.group.WORLD
     if not _CONTROL or _CONTROL[0][0] is not world:
-        _CONTROL[:] = [(world, dist.new_group(backend="gloo"))]
+        _CONTROL[:] = [(world, dist.new_group(backend="gloo", timeout=timeout_of(world)))]
     return _CONTROL[0][1]
 
 

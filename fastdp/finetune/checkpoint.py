@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..training.lines import sync_folder
 from .job import FinetuneError
 
 KEPT = 2
@@ -77,20 +78,6 @@ def new_file(path: Path, mode: int = 0o644) -> Iterator[Any]:
         if not isinstance(cause, OSError):
             raise
         raise SaveError(in_words(cause, path, written.bytes if written else 0)) from problem
-
-
-def sync_folder(folder: Path) -> None:
-    """Renames and new names in a folder reach the disk."""
-    if os.name == "nt":  # where folders cannot be opened
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as problem:
-        if problem.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network folders cannot
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def in_words(problem: OSError, path: Path, needed: int = 0) -> str:

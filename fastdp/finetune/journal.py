@@ -14,11 +14,11 @@ import errno
 import json
 import os
 import secrets
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .checkpoint import SaveError, in_words, new_file, sync_folder
+from ..training.lines import append, content_of, line_of, whole_lines
+from .checkpoint import SaveError, in_words, new_file
 from .job import FinetuneError
 
 try:
@@ -60,7 +60,7 @@ class Journal:
         path = self.path
         if not path.exists():
             with new_file(path) as file:
-                file.write(_line({"version": VERSION, "run": secrets.token_hex(16), "plan": plan}))
+                file.write(line_of({"version": VERSION, "run": secrets.token_hex(16), "plan": plan}))
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND)
         except OSError as problem:
@@ -103,11 +103,9 @@ class Journal:
     # ------------------------------------------------------------------
 
     def _append(self, content: dict[str, Any]) -> None:
-        line = _line(content)
+        line = line_of(content)
         try:
-            if os.write(self._file, line) != len(line):
-                raise OSError(errno.ENOSPC, "No space left on device")
-            os.fsync(self._file)
+            append(self._file, line)
         except OSError as problem:
             raise SaveError(
                 f"the step could not be journalled, so it was not made: {in_words(problem, self.path, len(line))}, and "
@@ -138,14 +136,8 @@ class Journal:
             os.close(self._folder)
 
     def _read(self, plan: dict[str, Any]) -> None:
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            os.truncate(self._file, len(whole))
-            os.fsync(self._file)
-            sync_folder(self.path.parent)
-        lines = whole.splitlines()
-        head = _content(lines[0]) if lines else None
+        lines = whole_lines(self._file, self.path)
+        head = content_of(lines[0]) if lines else None
         if head is None or "plan" not in head:
             raise FinetuneError(
                 f"the first line of {self.path} is damaged: how much privacy the run's steps cost cannot be stated any "
@@ -156,7 +148,7 @@ class Journal:
         self._compare(head["plan"], plan)
         self.run = str(head["run"])
         for line in lines[1:]:
-            found = _content(line)
+            found = content_of(line)
             if found is not None and "environment" in found:
                 self.environments[int(found["generation"])] = found["environment"]
             elif found is not None and "digest" in found:
@@ -173,20 +165,3 @@ class Journal:
                 f"the run in {self.path.parent} was begun with another plan ({changes}): resume with the options it "
                 "was begun with, or begin anew in another folder"
             )
-
-
-def _line(content: dict[str, Any]) -> bytes:
-    text = json.dumps(content, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _content(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None where it is damaged."""
-    check, _, text = line.partition(b" ")
-    try:
-        if int(check, 16) != zlib.crc32(text):
-            return None
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None

@@ -6,7 +6,7 @@ import secrets
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -36,6 +36,16 @@ class Run(NamedTuple):
 Runs = list[Run]
 
 
+class File(Protocol):
+    """Where steps are written ahead; see `ledger_file`."""
+
+    runs: Runs
+
+    def add(self, run: Run) -> None: ...
+
+    def close(self) -> object: ...
+
+
 class Ledger:
     """Every noised step: runs of (noise multiplier, sample rate, steps)."""
 
@@ -46,6 +56,8 @@ class Ledger:
         self._runs: Runs = []  # of the history
         self._lost: Runs = []
         self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
+        self._file: File | None = None
+        self.written: Runs = []  # what the file held when it was opened
 
     def enrol(self, parameters: Iterable[Tensor]) -> None:
         """The steps are of these parameters."""
@@ -62,6 +74,26 @@ class Ledger:
         self.history, self._runs = list(history), _unsaid(history)
         self._note()
 
+    def write_to(self, file: File) -> None:
+        """Steps are written to this file ahead, and what it holds is counted."""
+        self._file = file
+        self.count(file.runs)
+
+    def count(self, runs: Runs) -> None:
+        """These steps were made before. Those that a loaded history holds count once."""
+        self.written, self._lost, self.lost = runs, list(runs), _merged(runs)
+
+    def write_ahead(self, noise_multiplier: float, sample_rate: float | None, truncation: float) -> None:
+        """A step is about to be made. Raises StepError if it cannot be written: then it must not be."""
+        if self._file is not None:
+            self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def load(self, history: History, lost: History, makers: Any = None) -> None:
         """Go on from this history. Steps made so far that it does not hold stay counted, with a warning.
 
@@ -75,12 +107,20 @@ class Ledger:
             else:
                 makers = None  # edited
         known = [*runs, *gone]
-        left = _without(self._runs, known)
+        left, after = _without(self._runs, known), _without(self.written, known)
         if makers is None:  # the history of an older version: what it has in common with one's own is the same
             left = _unsaid(beyond(self.history, history), self._made)
         self._lost = [*gone, *_without(self._lost, known), *left]
         self.history, self.lost, self._runs = list(history), _merged(self._lost), runs
         self._note()
+        if after:
+            warnings.warn(
+                f"{_count(after)} noised step(s) of the ledger file are not in the history of the loaded state. "
+                "They were made after it was saved, perhaps, before a run was stopped. epsilon() counts them; if they "
+                "are made again, that counts again.",
+                stacklevel=4,
+            )
+            self.written = []
         if left:
             warnings.warn(
                 f"{_count(left)} noised step(s) that this optimizer has made are not in the "
@@ -130,6 +170,12 @@ class Ledger:
     def add(self, noise_multiplier: float, sample_rate: float | None, truncation: float = 0.0) -> None:
         if not self.history:
             self._note()
+            if self.written:
+                warnings.warn(
+                    f"the ledger file holds {_count(self.written)} noised step(s) from before, and no state was "
+                    "loaded: epsilon() counts them with those of this run",
+                    stacklevel=5,
+                )
         kind = noise_multiplier, sample_rate, truncation
         if self.history and kind_of(self.history[-1]) == kind:
             self.history[-1] = entry(kind, self.history[-1][2] + 1)

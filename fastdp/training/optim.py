@@ -64,7 +64,9 @@ def privatize(
         sample_rate: the probability that a record is in a batch, for the accountant. A Poisson loader supplies it.
         accountant: "prv", "rdp" or "gdp", which are Opacus's accountants.
         options: gamma (of automatic clipping, default 0.01); batch_first, batch_size, rows_per_sample and memory_budget
-            (see PerSampleGradients); and seed, which makes the noise reproducible and voids the guarantee.
+            (see PerSampleGradients); process_group or mesh (of several processes); ledger, a file in which every
+            noised step is written and synced before it is made, so that steps after the last checkpoint stay counted
+            if the process dies; and seed, which makes the noise reproducible and voids the guarantee.
 
     Returns:
         The same object, which now has the class DP<its class>.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class Privacy:
         seed: int | None = None,
         process_group: Any = None,
         mesh: Any = None,
+        ledger: str | PathLike[str] | None = None,
     ) -> None:
         check_frameworks(model)
         self.world = world_of(process_group, mesh)
@@ -78,9 +80,9 @@ class Privacy:
                 named = self.engine.named_parameters()
                 self.clipping = Clipping(named, clipping, max_grad_norm, style, gamma)
                 self.unit = Unit()
-                if self.world.size > 1:
-                    together.begin(self.world, self.engine, self.noise, self._settings())
+                together.begin(self.world, self.engine, self.noise, self.ledger, ledger, self._settings())
             except Exception:
+                self.ledger.close()
                 if hasattr(self, "engine"):
                     self.engine.detach()
                 self.replica.restore()
@@ -313,7 +315,8 @@ class Privacy:
         doubts, self._doubts = self._doubts, []
         try:
             settle(doubts)
-        except SampleMixingError:
+            self.ledger.write_ahead(self.noise_multiplier, self._rate, self._truncation)
+        except (SampleMixingError, StepError):
             self.discard()
             raise
         divisor = 1.0

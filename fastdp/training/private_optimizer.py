@@ -337,6 +337,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             privacy.engine.detach()
             privacy.replica.restore()
             privacy.discard()
+            privacy.ledger.close()
             privacy.detached = True
             privacy.missed.end()
 

@@ -19,19 +19,32 @@ from ..distributed.world import World
 from ..engine.per_sample import PerSampleGradients
 from ..ops.noise import Noise
 from .clipping import Clipping
+from .ledger import Ledger
+from .ledger_file import open_ledger, share
 
 
-def begin(world: World, engine: PerSampleGradients, noise: Noise, settings: Mapping[str, object]) -> None:
-    """All processes have the same model and the same settings, and take the key of the noise from the first."""
+def begin(
+    world: World, engine: PerSampleGradients, noise: Noise, ledger: Ledger, path: Any, settings: Mapping[str, object]
+) -> None:
+    """All processes have the same model and the same settings, and take the key of the noise from the first.
+
+    path: the file of the ledger, or None.
+    """
+    open_ledger(ledger, path, world)
+    if world.size == 1:
+        return
     check_others(engine.others(), world)
     said = {
         "making": "a private optimizer",
         "model (its weights, in names, shapes and values)": mark_of_model(engine.model),
         "seed": noise.seed,
+        "ledger": "in no file" if path is None else "in a file",
         **settings,
     }
     world.agree(said)
     noise.restore(world.from_first(noise.key), noise.step)
+    if path is not None:
+        share(ledger, world)
 
 
 def summed(

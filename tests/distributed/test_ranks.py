@@ -103,3 +103,11 @@ def test_a_rank_is_killed(name, tmp_path):
             process.kill()
     found = pickle.loads((Path(tmp_path) / "0.pickle").read_bytes())[name]
     assert isinstance(found, float) and found < 10, found
+
+
+def test_every_step_is_in_the_ledger_whenever_ranks_are_killed():
+    """tests/distributed/kills.py does it a hundred times."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.distributed.kills", "--kills", "8"]
+    out = subprocess.run(command, env=environment, timeout=200, check=True, capture_output=True, text=True).stdout
+    assert int(re.search(r"'steps': (\d+)", out)[1]) > 8
