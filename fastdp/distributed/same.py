@@ -42,7 +42,8 @@ def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
                 f"'{name}' has no shape yet: every process would initialize it for itself. Call the model on a batch, "
                 "give all processes the same weights, and make the optimizer then."
             )
-        found.append((name, tuple(tensor.shape), str(tensor.dtype), _bits(tensor)))
+        bits = None if hasattr(tensor, "placements") else _bits(tensor)  # a part is another on every process
+        found.append((name, tuple(tensor.shape), str(tensor.dtype), bits))
     return found
 
 

@@ -17,6 +17,7 @@ from . import fused, misuse, state
 from .clipping import ClippingFunction
 from .ledger import finite
 from .privacy import Privacy
+from .update import updated
 from .verified import warn_unverified
 
 if TYPE_CHECKING:
@@ -73,9 +74,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             release = privacy.release()
             try:
-                tables = self.__dict__.setdefault("_step_tables", {})
-                if kind is not None and fused.can_fuse(kind, self.param_groups, self.state, tables):
-                    fused.step(kind, self.param_groups, self.state, release, tables)
+                if kind is not None and updated(kind, self, release):
                     return loss
                 for group in self.param_groups:
                     for parameter in group["params"]:
@@ -321,6 +320,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         privacy = self._attached()
         refuse_several(privacy.world, "optimizer.graphed", "make the step by backward() and step()")
+        privacy.replica.refuse_parts("optimizer.graphed")
         if example_batch is not None:
             return GraphedStep(self, privacy, loss_fn, example_batch, sizes, verify_every, (), compile)
         kept = None if sizes is None else tuple(sizes)

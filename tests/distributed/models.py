@@ -144,14 +144,17 @@ def compare(
         with single():
             truth.step()
         truth.zero_grad()
-    error = max(
-        float((p - q).abs().max())
-        for p, q in zip(several.parameters(), one.parameters(), strict=True)
-    )  # fmt: skip
+    error = max(float((whole(p) - q).abs().max()) for p, q in zip(several.parameters(), one.parameters(), strict=True))
     found = worst, error, optimizer.epsilon(1e-5) if sigma else 0.0, truth.epsilon(1e-5) if sigma else 0.0
     optimizer.detach()
     truth.detach()
     return found
+
+
+@torch.no_grad()
+def whole(parameter: Tensor) -> Tensor:
+    """Of all ranks' parts; all must ask."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 class single:
