@@ -5,23 +5,38 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fastdp
+from fastdp.errors import StepError
 
 from .cases import UNEQUAL
-from .models import compare, single, whole
+from .models import adamw, batch, build, compare, loss_of, single, whole
 
 
-def sharded(model: nn.Module, mesh: Any = None, blocks: bool = True, **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),)) if mesh is None else mesh
+def sharded(model: nn.Module, mesh: Any = "", blocks: bool = True, ignored: bool = False, dim: int = 0,
+            **options: Any) -> nn.Module:  # fmt: skip
+    """mesh: "replicated": as many copies as ranks, each in one part; "copies": one copy in parts, by HSDP's mesh."""
+    world = dist.get_world_size()
+    sizes = {"": (world,), "replicated": (world, 1), "copies": (1, world), "both": (2, world // 2)}
+    if isinstance(mesh, str):
+        size = sizes[mesh]
+        mesh = init_device_mesh("cpu", size, mesh_dim_names=("copies", "parts")[-len(size) :])
+    options["mesh"] = mesh
+    if dim:
+        even = lambda p: p.dim() > dim and p.size(dim) % world == 0
+        options["shard_placement_fn"] = lambda p: Shard(dim) if even(p) else None
+    if ignored:
+        options["ignored_params"] = {model.head.weight, model.places}
     for block in model.blocks if blocks else ():
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def exact(rank: int, world: int, shard: Any = None, unequal: bool = False, **options: Any) -> Any:
@@ -31,6 +46,12 @@ def exact(rank: int, world: int, shard: Any = None, unequal: bool = False, **opt
 
 def case(shard: Any = None, **options: Any) -> Any:
     return functools.partial(exact, shard=shard, **options)
+
+
+def halves() -> list[dict[str, Any]]:
+    """Two clipping groups, each of every second parameter."""
+    names = [name for name, _ in build().named_parameters()]
+    return [{"params": names[::2], "max_grad_norm": 0.3}, {"params": names[1::2], "max_grad_norm": 0.4}]
 
 
 EXACT: dict[str, Any] = {
@@ -44,6 +65,23 @@ EXACT: dict[str, Any] = {
     "checkpointed": case(kind="checkpointed"),
     "accumulation": case(accumulate=2, unequal=True),
     "layerwise": case(style="layerwise", unequal=True),
+    "groups": case(style=halves()),
+    "global": case(clipping="global", norm=1.75),
+    "automatic": case(clipping="automatic"),
+    "a function": case(clipping=lambda n: 0.4 / (n + 0.1)),
+    "sum": case(loss_reduction="sum", unequal=True),
+    "budget": case(kind="checkpointed", memory_budget=1, unequal=True, sigma=1.0),
+    "budget, kept": case(dict(reshard_after_forward=False), kind="checkpointed", memory_budget=1),
+    "derived": case(kind="derived", unequal=True),
+    "derived, checkpointed": case(kind="derived checkpointed"),
+    "fused head": case(kind="fused"),
+    "reentrant": case(kind="reentrant", unequal=True),
+    "replicated": case(dict(mesh="replicated"), unequal=True, sigma=1.0),
+    "replicated, parts of one": case(dict(mesh="copies"), unequal=True, sigma=1.0),
+    "one group": case(dict(blocks=False)),
+    "a parameter left out": case(dict(ignored=True), unequal=True, sigma=1.0),
+    "along the second dimension": case(dict(dim=1), sigma=1.0),
+    "a layer that only some ranks use": case(extra=lambda rank: rank == 0),
 }
 
 
@@ -78,5 +116,60 @@ def same_noise(rank: int, world: int) -> None:
         optimizer.detach()
 
 
-OTHERS: dict[str, Any] = {function.__name__: function for function in (same_noise,)}
+_ALONE: list[Any] = []  # the mesh of this rank alone
+
+
+def alone() -> Any:
+    """A mesh of this rank alone; all ranks must come here."""
+    if not _ALONE:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        _ALONE.append(DeviceMesh.from_group(groups[dist.get_rank()], "cpu"))
+    return _ALONE[0]
+
+
+def in_a_world_of_one(rank: int, world: int) -> None:
+    """fully_shard in one process trains as the plain model does, also where it is given 16-bit weights to use."""
+    for options in ({}, {"reshard_after_forward": False}):
+        with single():
+            several, one = sharded(build("checkpointed"), alone(), **options), build("checkpointed")
+            shared = dict(noise_multiplier=1.0, seed=2, memory_budget=1)
+            optimizer, truth = adamw(several, **shared), adamw(one, **shared)
+            for step in range(3):
+                for model, own in ((several, optimizer), (one, truth)):
+                    loss_of(model, batch(step, 4)).backward()
+                    own.step()
+                assert torch.equal(optimizer.norms, truth.norms)
+            assert optimizer.epsilon(1e-5) == truth.epsilon(1e-5)
+            for p, q in zip(several.parameters(), one.parameters(), strict=True):
+                assert torch.equal(whole(p), q)
+            with pytest.raises(StepError, match="graphed cannot record"):
+                optimizer.graphed(lambda m, x: loss_of(m, x))
+            optimizer.detach(), truth.detach()
+
+
+def mixed_precision(rank: int, world: int) -> None:
+    """16-bit weights in forwards: sums and updates stay float32, and are those of one process within float32's
+    rounding, where `reduce_dtype` would round them to 16 bits."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    several = sharded(build(), mp_policy=policy)
+    with single():
+        one = sharded(build(), alone(), mp_policy=policy)
+    shared = dict(noise_multiplier=0.0, eps=1e-3, loss_reduction="sum")  # no mean, which 16 bits would round
+    optimizer = adamw(several, **shared)
+    with single():
+        truth = adamw(one, **shared)
+    for step in range(2):
+        batches = [batch(10 * step + r, n) for r, n in enumerate(UNEQUAL[step][:world])]
+        loss_of(several, batches[rank], total=True).backward()
+        optimizer.step()
+        with single():
+            loss_of(one, torch.cat(batches), total=True).backward()
+            truth.step()
+    for p, q in zip(several.parameters(), one.parameters(), strict=True):
+        assert p.dtype == torch.float32
+        assert float((whole(p) - whole(q)).abs().max()) < 1e-6
+    optimizer.detach(), truth.detach()
+
+
+OTHERS: dict[str, Any] = {function.__name__: function for function in (same_noise, in_a_world_of_one, mixed_precision)}
 CASES = {**EXACT, **OTHERS}
