@@ -31,7 +31,7 @@ from .others import Others
 from .replay import Replays, Rerun
 from .taken import Known
 from .taken import of as batch_taken
-from .tape import PassRecord, Tape, mixing_error
+from .tape import PassRecord, Tape, guessed_error, mixing_error
 from .threads import two_backwards
 from .tracked import Tracked
 from .uncaptured import Uncaptured
@@ -156,15 +156,17 @@ class Backward:
         """A gradient arrives at an output of the model."""
         tape = self._begin()
         if layout is not None and layout.mixed and not layout.total:
-            tape.failed = True
-            raise mixing_error(layout)
-        if layout is not None and layout.guessed:
-            tape.failed = True
-            raise BatchLayoutError(
-                f"the model's output is made of an input with several rows for each of the {layout.batch} samples, and "
-                "nothing in the model shows whose rows they are. Say so by fastdp.mark_rows(tensor, sample_of_row), or "
-                "by batch_size= if consecutive rows are of one sample."
-            )
+            self._fail(tape, mixing_error(layout))
+        elif layout is not None and layout.guessed:
+            self._fail(tape, guessed_error(layout))
+
+    def _fail(self, tape: Tape, problem: FastDPError) -> None:
+        """Of this backward nothing is kept. Raises the problem: of a sharded model at its end, as other processes wait
+        for the parts of parameters that this one gathers on the way."""
+        tape.failed = True
+        if not self.tracked.is_sharded:
+            raise problem
+        tape.problem = tape.problem or problem
 
     def expect(self, problem: SampleMixingError | Warning | None) -> None:
         """A backward is called, in this thread, on something with this problem, of this engine or of none."""
@@ -185,13 +187,13 @@ class Backward:
         return next(iter(self._expected.values()), None)
 
     def _begin(self) -> Tape:
-        expected = self._of_this_backward()
+        expected, problem = self._of_this_backward(), None
         if expected is not None:
             expected.reached = True
             problem, expected.problem = expected.problem, None
             if isinstance(problem, Warning):
                 warnings.warn(problem, stacklevel=2)
-            elif problem is not None:
+            elif problem is not None and not self.tracked.is_sharded:
                 self.gradients = None
                 raise problem
         tape = self._tape
@@ -207,6 +209,8 @@ class Backward:
                     tape.early = self._early()
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
                     self._tape = tape
+        if isinstance(problem, FastDPError):
+            self._fail(tape, problem)
         return tape
 
     def begin_record(self, forward_pass: PassRecord, path: str) -> bool:
@@ -254,9 +258,10 @@ class Backward:
                 "one backward through forwards of batches of different persons: call backward for each of them"
             )
         if problem is not None:
-            tape.failed = True
-            self.refused(problem)
-            raise problem
+            if not self.tracked.is_sharded:
+                self.refused(problem)
+            self._fail(tape, problem)
+            return False
         if not tape.judged and forward_pass.batch > 1:
             warnings.warn(LossNotFollowedWarning(_UNSEEN), stacklevel=2)
             tape.judged = True
@@ -326,6 +331,8 @@ class Backward:
         doubts = self._doubts.take()
         if self.owner is not None:
             self.owner.guarded = False
+        if tape is not None and tape.problem is not None:
+            raise tape.problem
         if tape is None or tape.failed:
             return
         if tape.batch is not None:

@@ -101,6 +101,13 @@ class Tracked:
             selected = {seen[id(p)] for p in chosen}
         self._slots, self._chosen, self._known = slots, selected, known
         self._seen = None
+        parts = [name for name, p in self.named().items() if hasattr(p, "placements")]
+        if parts:
+            raise ParameterError(
+                f"'{parts[0]}' is a part of a parameter (a DTensor of fully_shard, say). A private optimizer gathers the "
+                "parts; what looks at one process's model alone (fastdp.verify, PerSampleGradients) takes the model "
+                "before fully_shard."
+            )
         odd = [name for name, p in self.named().items() if not p.is_floating_point()]
         if odd:
             raise ParameterError(

@@ -8,22 +8,24 @@ import pytest
 import torch
 
 from .ranks import results, start
-from .sharded import CASES, EXACT
+from .sharded import EXACT, OTHERS
+from .sharded_errors import CASES as ERRORS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
-THREE = ["unequal and empty", "tied", "layerwise", "same_noise"]
+CASES = {**EXACT, **OTHERS, **ERRORS}
+THREE = ["unequal and empty", "tied", "layerwise", "same_noise", "one_refuses"]
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    return results(start("tests.distributed.sharded", 2, folder), folder)
+    return results(start("tests.distributed.test_sharded", 2, folder), folder)
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
-    return results(start("tests.distributed.sharded", 3, folder, *THREE), folder)
+    return results(start("tests.distributed.test_sharded", 3, folder, *THREE), folder)
 
 
 def check(name, found):
