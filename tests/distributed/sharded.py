@@ -17,6 +17,7 @@ import fastdp
 from fastdp.errors import StepError
 
 from .cases import UNEQUAL
+from .loading import persons, records
 from .models import adamw, batch, build, compare, loss_of, single, whole
 
 
@@ -171,5 +172,17 @@ def mixed_precision(rank: int, world: int) -> None:
     optimizer.detach(), truth.detach()
 
 
-OTHERS: dict[str, Any] = {function.__name__: function for function in (same_noise, in_a_world_of_one, mixed_precision)}
+def in_order(rank: int, world: int) -> list[Any]:
+    """The records of a loader, and what was trained on them."""
+    return records(rank, world, sharded)
+
+
+def in_order_by_persons(rank: int, world: int) -> list[Any]:
+    return persons(rank, world, sharded)
+
+
+OTHERS: dict[str, Any] = {
+    function.__name__: function
+    for function in (same_noise, in_a_world_of_one, mixed_precision, in_order, in_order_by_persons)
+}
 CASES = {**EXACT, **OTHERS}

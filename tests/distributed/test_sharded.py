@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
+from .loading import persons, records
 from .ranks import results, start
 from .sharded import EXACT, OTHERS
 from .sharded_errors import CASES as ERRORS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
 CASES = {**EXACT, **OTHERS, **ERRORS}
-THREE = ["unequal and empty", "tied", "layerwise", "same_noise", "one_refuses"]
+THREE = ["unequal and empty", "tied", "layerwise", "same_noise", "one_refuses", "in_order", "in_order_by_persons"]
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +47,16 @@ def test_two_ranks(name, two):
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks(name, three):
     check(name, three)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "case"), [("in_order", records), ("in_order_by_persons", persons)])
+def test_the_records_do_not_depend_on_the_number_of_ranks(name, case, two, three):
+    steps, _, weights, epsilon = case(0, 1)
+    for found in (two, three):
+        mine = [by_case[name] for by_case in found]
+        parts = zip(*(each[0] for each in mine), strict=True)
+        assert [sorted(sum(own, [])) for own in parts] == [sorted(step) for step in steps]
+        for each in mine:
+            assert each[3] == epsilon
+            assert np.array_equal(each[2], mine[0][2]) and np.abs(each[2] - weights).max() < 1e-6
