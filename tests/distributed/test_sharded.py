@@ -30,6 +30,26 @@ def three(tmp_path_factory):
     return results(start("tests.distributed.test_sharded", 3, folder, *THREE), folder)
 
 
+def test_checkpoints_of_two_ranks_are_taken_up_by_three_and_by_one(tmp_path, monkeypatch):
+    from .checkpoints import FOLDER, taken_up
+
+    monkeypatch.setenv(FOLDER, str(tmp_path / "checkpoint"))
+    found = []
+    for world, name in ((2, "saved"), (3, "taken_up")):
+        folder = tmp_path / name
+        folder.mkdir()
+        found += [
+            by_case[name] for by_case in results(start("tests.distributed.checkpoints", world, folder, name), folder)
+        ]
+    found.append(taken_up(0, 1, wrap=lambda model: model))
+    keys = {each[2] for each in found}
+    assert len(keys) == 3  # of each run
+    for weights, history, _ in found:
+        assert history == [(1e-9, 0.1, 5)]
+        for a, b in zip(weights, found[0][0], strict=True):
+            assert np.abs(a - b).max() < 1e-6
+
+
 def check(name, found):
     for rank, by_case in enumerate(found):
         said = by_case[name]
