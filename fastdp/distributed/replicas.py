@@ -57,6 +57,12 @@ class Replica:
             self.shards.failed()
         self.world.refuse(error)
 
+    def check_copies(self) -> None:
+        """Raises ParameterError on all processes where some that hold the same parts hold other numbers. All must ask,
+        once they have agreed to."""
+        if self.shards is not None:
+            self.shards.check_copies()
+
     def changed(self) -> None:
         """A step has updated the parameters."""
         if self.shards is not None:

@@ -34,6 +34,11 @@ def mark_of_parameters(model: nn.Module) -> str:
     return mark(_marks(list(model.named_parameters())))
 
 
+def mark_of_tensors(tensors: list[Tensor]) -> str:
+    """Of the values of these."""
+    return mark(_marks([(str(number), tensor) for number, tensor in enumerate(tensors)]))
+
+
 def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
     found: list[object] = []
     for name, tensor in tensors:

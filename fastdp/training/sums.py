@@ -19,6 +19,7 @@ from ..distributed.world import World
 from ..engine.early import Taken
 from ..engine.gradients import Gradients
 from ..engine.reading import readings
+from ..ops.noise import Noise
 from .fused import Release
 
 Members = Sequence[Sequence[Tensor]]  # the parameters of each clipping group
@@ -62,9 +63,11 @@ class Sums:
         """Over whom these are to be added up at the step; all ids come up once."""
         return [(None, sums)]
 
-    def release(self, release: Release) -> Release:
-        """The same release, of what this process holds."""
-        return release
+    def release(
+        self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
+    ) -> Release:
+        """Of what this process holds."""
+        return Release(sums, places, noise, std, scale)
 
     def with_wholes(self, style: Any) -> Any:
         """Clipping groups, with the tracked parameters in the place of what the user named."""
@@ -153,14 +156,16 @@ class ShardedSums(Sums):
                 copies.setdefault(id(group.copies), (group.copies, {}))[1].update((key, sums[key]) for key in keys)
         return [(None, {key: total for key, total in sums.items() if key not in done}), *copies.values()]
 
-    def release(self, release: Release) -> Release:
+    def release(
+        self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
+    ) -> Release:
         parts = {}
         for group in self._shards.groups:
             for whole in group.wholes:
                 place, key = self._shards.place(whole), id(self._shards.part(whole))
-                if place is not None and key in release.sums:
+                if place is not None and key in sums:
                     parts[key] = place[1]
-        return release._replace(parts=parts)
+        return Release(sums, places, noise, std, scale, parts)
 
     def with_wholes(self, style: Any) -> Any:
         if isinstance(style, str) or not isinstance(style, Sequence):
