@@ -1,11 +1,33 @@
-"""The names of torch that are not public and that this room uses, with what happens where a torch lacks them."""
+"""The names of torch that are not public and that this room uses, with what happens where a torch lacks them.
+
+`tests/distributed/test_private_names.py` says which they are. A torch that has moved one is refused by name.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from ..errors import ParameterError
+
+FSDP = "torch.distributed.fsdp"
+STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+OF_STATE = ("_lazy_init", "_is_root", "_training_state")
+OF_GROUP = (
+    "fsdp_params", "mesh_info", "unshard", "wait_for_unshard", "reshard", "is_unsharded", "reduce_grads",
+    "_training_state", "_all_gather_comm", "modules",
+)  # fmt: skip
+OF_PARAMETER = (
+    "sharded_param", "fsdp_placement", "_orig_size", "is_dtensor", "unsharded_accumulated_grad", "mp_policy",
+    "offload_to_cpu",
+)  # fmt: skip
+OF_MESH = ("shard_process_group", "shard_mesh_size", "shard_mesh_rank")
 
 
 def collectives_so_far(group: Any) -> int | None:
@@ -26,3 +48,133 @@ def timeout_of(group: Any) -> timedelta | None:
         if isinstance(found, timedelta):
             return found
     return None
+
+
+# ---------------------------------------------------------------------- fully_shard
+
+
+def state_of(module: nn.Module) -> Any:
+    """What `fully_shard` keeps of a module that it was called on; None of other modules."""
+    if FSDP not in sys.modules:
+        return None  # nobody has called it
+    find = getattr(sys.modules.get(STATE), "_get_module_fsdp_state", None)
+    if find is not None:
+        return find(module)
+    if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        raise _unknown("fully_shard's state")
+    return None
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The groups of parameters that one `fully_shard` gathers together."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    if not hasattr(state, "_fsdp_param_group"):  # before torch 2.12
+        raise _unknown("fully_shard's groups of parameters")
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def begin(root: Any) -> None:
+    """Let fully_shard find its modules, as it does in its first forward."""
+    root._lazy_init()
+
+
+def is_inner(state: Any) -> bool:
+    """Whether the module is known to lie within another one that `fully_shard` was called on."""
+    return state._is_root is False
+
+
+def check_names(state: Any, group: Any) -> None:
+    """Raises ParameterError if this torch has other names."""
+    found = [name for name in OF_STATE if not hasattr(state, name)]
+    found += [name for name in OF_GROUP if not hasattr(group, name)]
+    found += [name for p in group.fsdp_params[:1] for name in OF_PARAMETER if not hasattr(p, name)]
+    found += [name for name in OF_MESH if not hasattr(group.mesh_info, name)]
+    if found:
+        raise _unknown(f"{found} of fully_shard")
+
+
+def whole_of(entry: Any) -> Tensor:
+    """The whole parameter, as forwards use it; its group was gathered once."""
+    return entry._unsharded_param  # type: ignore[no-any-return]
+
+
+def passing_part(entry: Any) -> Tensor | None:
+    """What stands in the module between forward and backward, if it is cut for fewer processes then."""
+    return getattr(entry, "_sharded_post_forward_param", None)
+
+
+def gather(group: Any) -> None:
+    """Gather a group's parameters, unless they are there; all processes must."""
+    group.unshard()
+    group.wait_for_unshard()
+
+
+def replicas_of(mesh_info: Any) -> tuple[Any, int]:
+    """The process group of those who hold the same part, and their number."""
+    group = getattr(mesh_info, "replicate_process_group", None)
+    return group, 1 if group is None else int(mesh_info.replicate_mesh_size)
+
+
+def changes_parts(entry: Any) -> bool:
+    """Whether a part is changed before it is sent to others (float8)."""
+    return hasattr(entry.sharded_param._local_tensor, "fsdp_pre_all_gather")
+
+
+def hooks_of(module: nn.Module, state: Any) -> list[tuple[dict[int, Any], int, bool]]:
+    """(hooks, number, whether before) of the forward hooks that fully_shard has put on a module."""
+    found: list[tuple[dict[int, Any], int, bool]] = []
+    for hooks, before in ((module._forward_pre_hooks, True), (module._forward_hooks, False)):
+        for number, hook in hooks.items():
+            while (inner := getattr(hook, "__wrapped__", None)) is not None and not hasattr(hook, "__self__"):
+                hook = inner
+            if getattr(hook, "__self__", None) is state:
+                found.append((hooks, number, before))  # type: ignore[arg-type]
+    return found
+
+
+class Counted:
+    """Gathers as another one does, within a context."""
+
+    def __init__(self, inner: Any, around: Callable[[], Any]) -> None:
+        self.inner, self.around = inner, around
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def allocate(self, *args: Any, **options: Any) -> Tensor:
+        return self.inner.allocate(*args, **options)  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self.around():
+            return self.inner(*args, **options)
+
+
+@contextlib.contextmanager
+def at_rest(states: list[Any]) -> Iterator[None]:
+    """Within it the hooks of these modules gather, sum and free nothing, as if the backward that calls them again had
+    gathered already."""
+    kind = type(states[0]._training_state) if states else None
+    held = [*states, *(group for state in states for group in groups_of(state))]
+    before = [each._training_state for each in held]
+    try:
+        for each in held:
+            each._training_state = kind.PRE_BACKWARD  # type: ignore[union-attr]
+        yield
+    finally:
+        for each, was in zip(held, before, strict=True):
+            each._training_state = was
+
+
+def start_anew(root: nn.Module) -> None:
+    """After a forward or backward that failed: free what was gathered, and forget it."""
+    state = state_of(root)
+    if state is not None and hasattr(state, "_reset_iter_state"):  # since torch 2.12
+        state._reset_iter_state()
+
+
+def _unknown(what: str) -> ParameterError:
+    return ParameterError(
+        f"torch {torch.__version__} has other names for {what} than fastdp knows: install a torch that fastdp was "
+        "tested with (docs/distributed.md), or train with DistributedDataParallel"
+    )

@@ -10,29 +10,85 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..engine.per_sample import PerSampleGradients
 from ..errors import ParameterError, StepError
+from .sharded import Sharded, is_sharded
 from .world import World, processes
 
-_INSTEAD = "Give fastdp a model that is whole on every process, plain or in DistributedDataParallel."
+_INSTEAD = (
+    "Give fastdp a model that is whole on every process (plain, or in DistributedDataParallel), or fully_shard it."
+)
 
 
 class Replica:
-    """This process's copy of a model: `module`. The wrapper around it, if there is one, sums no gradients meanwhile.
+    """This process's copy of a model, or its parts of one: `module`. The wrapper around it, if there is one, and
+    fully_shard sum no gradients meanwhile.
 
-    Raises ParameterError if the model is not a whole copy.
+    shards: of a model that `fully_shard` was called on, else None.
+
+    Raises ParameterError if the model is neither a whole copy nor sharded by `fully_shard`.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.wrapper: DistributedDataParallel | None = None
-        self.module = model
+        self.module, self.world = model, world
+        self.shards: Sharded | None = None
         if isinstance(model, DistributedDataParallel):
             _check_wrapper(model, world)
             self.wrapper, self.module = model, model.module
-        _check_whole(self.module, world)
+        sharded = is_sharded(self.module)
+        _check_whole(self.module, world, sharded)
+        if sharded:
+            if self.wrapper is not None:
+                raise ParameterError("fully_shard within DistributedDataParallel: use a mesh of two dimensions (HSDP)")
+            self.shards = Sharded(self.module, world)
+            world.agree({"making": "a private optimizer of a sharded model", "parts": self.shards.mark()})
+            self.shards.open()
         self.claim()
+
+    def begins(self) -> None:
+        """A forward begins, which a backward may follow."""
+        if self.shards is not None:
+            self.shards.begins()
+        self.world.begins()
+
+    def refused(self, error: BaseException) -> None:
+        """A forward or backward raises this error."""
+        if self.shards is not None:
+            self.shards.failed()
+        self.world.refuse(error)
+
+    def check_others(self, engine: PerSampleGradients) -> None:
+        """Raises ParameterError for parameters that are trained without privacy: over several processes, or parts,
+        nothing would sum their gradients."""
+        if (self.world.size > 1 or self.shards is not None) and (others := engine.others()):
+            raise ParameterError(
+                f"{others[:3]} require grad, and the optimizer does not train them: in a world of {self.world.size} "
+                "processes nothing would sum their gradients over the processes. Freeze them (requires_grad=False)."
+            )
+
+    def check_copies(self) -> None:
+        """Raises ParameterError on all processes where some that hold the same parts hold other numbers. All must ask,
+        once they have agreed to."""
+        if self.shards is not None:
+            self.shards.check_copies()
+
+    def changed(self) -> None:
+        """A step has updated the parameters."""
+        if self.shards is not None:
+            self.shards.free()
+
+    def refuse_parts(self, what: str) -> None:
+        """Raises StepError if the model is sharded, where this cannot be done."""
+        if self.shards is not None:
+            raise StepError(
+                f"{what} cannot record a model that fully_shard was called on, whose parameters come and go"
+            )
 
     def claim(self) -> None:
         """Switch off the wrapper's own sums (there is no `.grad` that it could sum) and its broadcasts of buffers."""
+        if self.shards is not None:
+            self.shards.claim()
         if self.wrapper is not None:
             self._before = self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync
             self.wrapper.require_backward_grad_sync = self.wrapper.require_forward_param_sync = False
@@ -47,7 +103,9 @@ class Replica:
             )
 
     def restore(self) -> None:
-        """Let the wrapper sum gradients as it did."""
+        """Let the wrapper, or fully_shard, sum gradients as it did."""
+        if self.shards is not None:
+            self.shards.restore()
         if self.wrapper is not None:
             self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync = self._before
 
@@ -71,15 +129,24 @@ def _check_wrapper(model: DistributedDataParallel, world: World) -> None:
         )
 
 
-def _check_whole(model: nn.Module, world: World) -> None:
-    """Refuse by name what holds a part of a model."""
-    if world.size == 1:
+def meshes_of(model: nn.Module) -> list[Any]:
+    """The meshes on which `fully_shard` has laid the model."""
+    found = (getattr(p, "device_mesh", None) for p in model.parameters()) if is_sharded(model) else ()
+    return [mesh for mesh in found if mesh is not None]
+
+
+def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:
+    """Refuse by name what holds a part of a model in a way that is not known to be exact."""
+    if world.size == 1 and not sharded:
         return
-    sharded = _types("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDPModule")
+    old = _types("torch.distributed.fsdp", "FullyShardedDataParallel")
     engine = _types("deepspeed", "DeepSpeedEngine")
     for module in model.modules():
-        if isinstance(module, sharded):
-            raise ParameterError(f"sharded models (FSDP, fully_shard) are not supported yet. {_INSTEAD}")
+        if isinstance(module, old):
+            raise ParameterError(
+                "FullyShardedDataParallel (FSDP1) joins parameters into flat ones, whose parts are not known to be of "
+                "one layer each: it is not supported. Use torch.distributed.fsdp.fully_shard (FSDP2)."
+            )
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise ParameterError(
                 "SyncBatchNorm normalizes each sample by the samples of all processes: use a norm of each sample alone "
@@ -87,12 +154,12 @@ def _check_whole(model: nn.Module, world: World) -> None:
             )
         if isinstance(module, engine):
             raise ParameterError(f"DeepSpeed averages gradients and steps by itself: it is not supported. {_INSTEAD}")
-    parts = _types("torch.distributed.tensor", "DTensor")
+    parts = () if sharded else _types("torch.distributed.tensor", "DTensor")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, parts):
             raise ParameterError(
-                f"'{name}' is a DTensor (of fully_shard, or of tensor parallelism): this process holds a part of it. "
-                f"Sharded and tensor-parallel models are not supported yet. {_INSTEAD}"
+                f"'{name}' is a DTensor (of tensor parallelism): this process holds a part of it. Tensor-parallel "
+                f"models are not supported yet. {_INSTEAD}"
             )
         if hasattr(parameter, "ds_id"):
             raise ParameterError(f"'{name}' is partitioned by DeepSpeed's ZeRO: it is not supported. {_INSTEAD}")
@@ -136,15 +203,6 @@ def check_samples(world: World) -> None:
             "torch.nn.functional.scaled_dot_product_attention was replaced, as context parallelism does: a "
             "process then has a part of each sample, and every norm is too small. Context parallelism is not supported "
             "yet: give each process whole samples."
-        )
-
-
-def check_others(names: list[str], world: World) -> None:
-    """Raises ParameterError for parameters that are trained without privacy: nothing would sum their gradients."""
-    if names and world.size > 1:
-        raise ParameterError(
-            f"{names[:3]} require grad, and the optimizer does not train them: in a world of {world.size} processes "
-            "nothing would sum their gradients over the processes. Freeze them (requires_grad=False)."
         )
 
 

@@ -34,6 +34,11 @@ def mark_of_parameters(model: nn.Module) -> str:
     return mark(_marks(list(model.named_parameters())))
 
 
+def mark_of_tensors(tensors: list[Tensor]) -> str:
+    """Of the values of these."""
+    return mark(_marks([(str(number), tensor) for number, tensor in enumerate(tensors)]))
+
+
 def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
     found: list[object] = []
     for name, tensor in tensors:
@@ -42,7 +47,8 @@ def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
                 f"'{name}' has no shape yet: every process would initialize it for itself. Call the model on a batch, "
                 "give all processes the same weights, and make the optimizer then."
             )
-        found.append((name, tuple(tensor.shape), str(tensor.dtype), _bits(tensor)))
+        bits = None if hasattr(tensor, "placements") else _bits(tensor)  # a part is another on every process
+        found.append((name, tuple(tensor.shape), str(tensor.dtype), bits))
     return found
 
 

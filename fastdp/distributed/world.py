@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,9 +75,24 @@ class World:
         """The bytes that the first process gives here, which are as many on every process. Call it after an `agree`."""
         return secret
 
-    def sums(self, reduction: Reduction, *more: Tensor) -> list[Tensor]:
-        """The sums over the processes, which have agreed; `more` in place. Raises StepError if a process is gone."""
+    def sums(self, reduction: Reduction, *more: Tensor, group: Any = None) -> list[Tensor]:
+        """The sums over the processes (of a group of them), which have agreed; `more` in place. Raises StepError if a
+        process is gone."""
         raise NotImplementedError
+
+    def any_of(self, flags: Tensor) -> Tensor:
+        """The largest number at each place over the processes, which have agreed: uint8, on the CPU."""
+        return flags
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Within it sums are exchanged, once all have agreed. Raises StepError if a process is gone."""
+        yield
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within it the model's own parts are exchanged, and nothing of samples: `communicated` does not count it."""
+        yield
 
     def begins(self) -> None:
         """A forward begins, which a backward may follow."""
@@ -101,6 +116,7 @@ class Ranks(World):
         self._over = ""  # why this optimizer makes no more steps
         self._sent: list[Any] = []  # messages that nobody may have heard yet
         self._begun: tuple[int | None, ...] | None = None
+        self._own: tuple[int, ...] = (0, 0)  # collectives that were not counted
 
     def check(self) -> None:
         if self._over:
@@ -183,15 +199,33 @@ class Ranks(World):
             raise self._gone(problem) from problem
         return bytes(box.tolist())
 
-    def sums(self, reduction: Reduction, *more: Tensor) -> list[Tensor]:
-        before = self._collectives()
+    def sums(self, reduction: Reduction, *more: Tensor, group: Any = None) -> list[Tensor]:
+        with self.exchanging():
+            return reduction.run(self.group if group is None else group, *more)
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        with self.uncounted():
+            try:
+                yield
+            except RuntimeError as problem:
+                raise self._gone(problem) from problem
+
+    def any_of(self, flags: Tensor) -> Tensor:
         try:
-            found = reduction.run(self.group, *more)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control)
         except RuntimeError as problem:
             raise self._gone(problem) from problem
-        if self._begun == before:  # a forward that no backward has followed yet
-            self._begun = self._collectives()
-        return found
+        return flags
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        before = self._collectives()
+        try:
+            yield
+        finally:  # where one lies within another, the inner one's are counted once
+            own = zip(self._own, before, self._collectives(), strict=True)
+            self._own = tuple(known if was is None or now is None else known + now - was for known, was, now in own)
 
     def begins(self) -> None:
         if self._begun is None:
@@ -202,17 +236,21 @@ class Ranks(World):
         return before is not None and before != self._collectives()
 
     def _collectives(self) -> tuple[int | None, ...]:
-        return collectives_so_far(self._of), collectives_so_far(self.group)
+        """Those of the model's parts and of sums left out."""
+        now = collectives_so_far(self._of), collectives_so_far(self.group)
+        return tuple(None if n is None else n - own for n, own in zip(now, self._own, strict=True))
 
 
-def world_of(process_group: Any = None, mesh: Any = None) -> World:
+def world_of(process_group: Any = None, mesh: Any = None, sharded_on: Sequence[Any] = ()) -> World:
     """The processes that train together: all of torch.distributed, by this process group or one-dimensional mesh.
+
+    sharded_on: the meshes on which the model's parameters are sharded, along all of their dimensions.
 
     Raises StepError if the group leaves processes out.
     """
     if process_group is not None and mesh is not None:
         raise ValueError("give either process_group= or mesh=")
-    if mesh is not None:
+    if mesh is not None and mesh not in sharded_on:
         if mesh.ndim != 1:
             raise StepError(
                 f"the mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}): fastdp trains data-parallel, along one. "

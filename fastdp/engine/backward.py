@@ -15,13 +15,11 @@ from ..errors import (
     LossNotFollowedWarning,
     SampleMixingError,
     StepError,
-    UncapturedUseError,
 )
 from ..layouts.batch import Whose
 from ..layouts.doubts import Inbox
 from ..layouts.layout import Layout
 from ..ops.common import exactly
-from ..uses.links import leaves_of
 from ..uses.planner import Planner
 from ..uses.use import Use
 from .activation_hooks import UNGUARDED
@@ -33,9 +31,10 @@ from .others import Others
 from .replay import Replays, Rerun
 from .taken import Known
 from .taken import of as batch_taken
-from .tape import PassRecord, Tape, mixing_error
+from .tape import PassRecord, Tape, guessed_error, mixing_error
 from .threads import two_backwards
 from .tracked import Tracked
+from .uncaptured import Uncaptured
 
 
 class Arrival:
@@ -89,7 +88,7 @@ class Backward:
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.begins: Callable[[], None] = lambda: None  # told of every forward that a backward may follow
         self.refused: Callable[[BaseException], None] = lambda error: None  # told of what forwards and backwards raise
-        self.whose, self.others = Whose(), Others(tracked)
+        self.whose, self.others, self.uncaptured = Whose(), Others(tracked), Uncaptured(tracked)
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
@@ -107,8 +106,8 @@ class Backward:
         self._lock = threading.Lock()  # backwards may begin in the threads of several devices
         self._open_forwards = 0  # that no backward has gone through yet
         self._recording = ""  # the module of the call that is recorded
+        self._ended_once = False  # the end of this backward waits for others'
         self._unasked = False  # the parameters' gradients are not asked for, only those of other tensors
-        self._grads_before: dict[int, tuple[Tensor, int]] = {}
 
     def forward_begins(self) -> None:
         """A forward that a backward may follow; of a backward before that failed nothing is left."""
@@ -119,7 +118,7 @@ class Backward:
             self._doubts.take()  # of a backward that failed
         self._open_forwards += 1
         self._tape = None
-        self.note_grads()
+        self.uncaptured.note_grads()
         self.others.begin()
         self.begins()
 
@@ -133,11 +132,6 @@ class Backward:
         self.looks_at(given)
         _BEGUN[0] += 1
         self._hand_over(gradients)
-
-    def note_grads(self) -> None:
-        """What stands in `.grad` now did not come of the backwards to follow."""
-        leaves = [p for p in self.tracked.tensors() if p.is_leaf]  # of others .grad warns
-        self._grads_before = {id(p): (p.grad, p.grad._version) for p in leaves if p.grad is not None}
 
     def open_forwards(self) -> int:
         """Forwards that no backward has gone through yet."""
@@ -162,15 +156,17 @@ class Backward:
         """A gradient arrives at an output of the model."""
         tape = self._begin()
         if layout is not None and layout.mixed and not layout.total:
-            tape.failed = True
-            raise mixing_error(layout)
-        if layout is not None and layout.guessed:
-            tape.failed = True
-            raise BatchLayoutError(
-                f"the model's output is made of an input with several rows for each of the {layout.batch} samples, and "
-                "nothing in the model shows whose rows they are. Say so by fastdp.mark_rows(tensor, sample_of_row), or "
-                "by batch_size= if consecutive rows are of one sample."
-            )
+            self._fail(tape, mixing_error(layout))
+        elif layout is not None and layout.guessed:
+            self._fail(tape, guessed_error(layout))
+
+    def _fail(self, tape: Tape, problem: FastDPError) -> None:
+        """Of this backward nothing is kept. Raises the problem: of a sharded model at its end, as other processes wait
+        for the parts of parameters that this one gathers on the way."""
+        tape.failed = True
+        if not self.tracked.is_sharded:
+            raise problem
+        tape.problem = tape.problem or problem
 
     def expect(self, problem: SampleMixingError | Warning | None) -> None:
         """A backward is called, in this thread, on something with this problem, of this engine or of none."""
@@ -191,13 +187,13 @@ class Backward:
         return next(iter(self._expected.values()), None)
 
     def _begin(self) -> Tape:
-        expected = self._of_this_backward()
+        expected, problem = self._of_this_backward(), None
         if expected is not None:
             expected.reached = True
             problem, expected.problem = expected.problem, None
             if isinstance(problem, Warning):
                 warnings.warn(problem, stacklevel=2)
-            elif problem is not None:
+            elif problem is not None and not self.tracked.is_sharded:
                 self.gradients = None
                 raise problem
         tape = self._tape
@@ -208,11 +204,13 @@ class Backward:
                     _BEGUN[0] += 1
                     tape = Tape(_BEGUN[0])
                     tape.judged = expected is not None
-                    self.gradients = None  # of the backward before, should this one be refused
+                    self.gradients, self._ended_once = None, False  # of the backward before, if this one is refused
                     self.planner.begin()
                     tape.early = self._early()
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
                     self._tape = tape
+        if isinstance(problem, FastDPError):
+            self._fail(tape, problem)
         return tape
 
     def begin_record(self, forward_pass: PassRecord, path: str) -> bool:
@@ -260,9 +258,10 @@ class Backward:
                 "one backward through forwards of batches of different persons: call backward for each of them"
             )
         if problem is not None:
-            tape.failed = True
-            self.refused(problem)
-            raise problem
+            if not self.tracked.is_sharded:
+                self.refused(problem)
+            self._fail(tape, problem)
+            return False
         if not tape.judged and forward_pass.batch > 1:
             warnings.warn(LossNotFollowedWarning(_UNSEEN), stacklevel=2)
             tape.judged = True
@@ -313,6 +312,12 @@ class Backward:
     # ------------------------------------------------------------------ its end
 
     def _end(self) -> None:
+        if self.tracked.is_sharded and not self._ended_once:
+            # what gathers the parameters' parts ends its own backward first
+            self._ended_once = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            return
+        self._ended_once = False
         try:
             self._finish()
         except FastDPError as error:
@@ -326,14 +331,16 @@ class Backward:
         doubts = self._doubts.take()
         if self.owner is not None:
             self.owner.guarded = False
+        if tape is not None and tape.problem is not None:
+            raise tape.problem
         if tape is None or tape.failed:
             return
         if tape.batch is not None:
             self.ended()
-        self._check_uncaptured()
+        self.uncaptured.check(self.last_use_of)
         held = [(use, version) for use, version in zip(tape.uses, tape.versions, strict=True) if use is not None]
         uses = [use for use, _ in held]
-        self._check_owned(uses)
+        self.uncaptured.check_owned(uses)
         check_unwritten(uses, [version for _, version in held])
         tape.streams.join()
         if tape.batch is None:
@@ -359,37 +366,3 @@ class Backward:
                 self.on_end(gradients)
             else:
                 self.gradients = gradients
-
-    def _check_uncaptured(self) -> None:
-        """Captured uses are detached: what autograd wrote into `.grad` came by a way that no rule saw."""
-        missed = []
-        for name, parameter in self.tracked.named().items():
-            grad = parameter.grad
-            if grad is None:
-                continue
-            before, version = self._grads_before.get(id(parameter), (None, 0))
-            if grad is not before or grad._version != version:
-                parameter.grad = None  # not private
-                where = self.last_use_of.get(id(parameter), "outside of the model's forward, in the loss perhaps")
-                missed.append(f"'{name}' ({where})")
-        if missed:
-            raise UncapturedUseError(
-                f"{len(missed)} parameter(s) were used where no per-sample rule applies: {', '.join(missed[:5])}. "
-                "Their per-sample gradients are unknown, so nothing was clipped and no step is possible. Use the "
-                "parameter within the model's forward, combined with the data, or freeze it; a function that fastdp "
-                "does not see becomes seen by fastdp.register_rule."
-            )
-
-    def _check_owned(self, uses: list[Use]) -> None:
-        """What was used in the place of the model's parameters for one call would be clipped and then lost."""
-        if not uses:
-            return
-        current = self.tracked.current()
-        for use in uses:
-            if any(id(leaf) not in current for leaf in leaves_of(use.operand)):
-                raise UncapturedUseError(
-                    f"{use.name}() used a tensor of shape {tuple(use.operand.shape)} that stood in the place of a "
-                    "parameter only for the forward (torch.func.functional_call with other tensors, perhaps): "
-                    "its gradient would be lost. Call the model with its own parameters, or call functional_call "
-                    "within the forward of a module that owns them."
-                )

@@ -57,7 +57,7 @@ class Forward(Engine):
             self._handles += [numbered(before, -1, first=True), numbered(after, -2)]
         self._switches = Switches(self)
         for parameter in self.model.parameters():
-            note_parameter(parameter)
+            note_parameter(self.backward.tracked.whole(parameter))
         ENGINES.add(self)
 
     def detach(self) -> None:
@@ -130,6 +130,8 @@ class Forward(Engine):
             backward.looks_at((args, kwargs))
         named = backward.tracked.named()
         refuse_hooks(named)
+        if backward.tracked.is_sharded:
+            refuse_hooks({name: backward.tracked.part(p) for name, p in named.items()})
         tracked = {id(p): name for name, p in named.items()}
         if recomputing and backward.rerun.collect is None and path in backward.replays.blocks:
             backward.replays.blocks[path].computed_again(args, kwargs)

@@ -24,7 +24,7 @@ from .explain import Plan
 from .forward import Forward
 from .gradients import Gradients
 from .taken import Known
-from .tracked import Tracked
+from .tracked import Shards, Tracked
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -46,6 +46,8 @@ class PerSampleGradients:
         memory_budget: the bytes that may be held from the begin of backward to its end for norms and clipped sums (see
             `fastdp.uses.planner`). None selects the fastest plan.
         on_backward: a function that receives the `Gradients` at the end of every backward; they are then not kept.
+        shards: for a model that lies in parts on several processes, what gathers the parts; a private optimizer gives
+            it.
 
     Raises:
         ParameterError: if the model or its parameters cannot be tracked.
@@ -73,6 +75,7 @@ class PerSampleGradients:
         rows_per_sample: int = 1,
         memory_budget: int | None = None,
         on_backward: Callable[[Gradients], None] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ParameterError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -80,7 +83,7 @@ class PerSampleGradients:
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
         self.model, self.planner = model, Planner(memory_budget)
         check_unattached(model)
-        self._tracked = Tracked(model, params)
+        self._tracked = Tracked(model, params, shards)
         self._backward = Backward(self._tracked, self.planner, loss_reduction == "mean", on_backward)
         self._forward = Forward(model, self._backward, Batching(batch_first, batch_size, rows_per_sample))
         self._forward.attach()
@@ -145,7 +148,7 @@ class PerSampleGradients:
 
     def note_grads(self) -> None:
         """Note, between a forward and its backward, that other code than autograd wrote to `.grad` (zeroed it)."""
-        self._backward.note_grads()
+        self._backward.uncaptured.note_grads()
 
     # ------------------------------------------------------------------ results
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ..errors import SampleMixingError
+from ..errors import BatchLayoutError, FastDPError, SampleMixingError
 from ..layouts.groups import People
 from ..layouts.layout import Layout
 from ..layouts.moments import Moment
@@ -26,6 +26,15 @@ def mixing_error(layout: Layout) -> SampleMixingError:
         f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
         f"for such a model; {remedy}",
         layout.mixed,
+    )
+
+
+def guessed_error(layout: Layout) -> BatchLayoutError:
+    """What to say of an output of the model whose rows are of nobody knows which samples."""
+    return BatchLayoutError(
+        f"the model's output is made of an input with several rows for each of the {layout.batch} samples, and "
+        "nothing in the model shows whose rows they are. Say so by fastdp.mark_rows(tensor, sample_of_row), or "
+        "by batch_size= if consecutive rows are of one sample."
     )
 
 
@@ -65,6 +74,7 @@ class Tape:
         self.batch: int | None = None
         self.people: People | None = None
         self.failed = False
+        self.problem: FastDPError | None = None  # to be raised at its end
         self.task: int | None = None  # autograd's number of the backward
         self.checked: PassRecord | None = None  # of this forward all is known that a backward through it must meet
         self.judged = False  # whether the loss was followed

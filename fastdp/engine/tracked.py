@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -27,6 +28,11 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
+def _is_cut(module: nn.Module) -> bool:
+    """Whether fully_shard was called on the module."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
 def owned_by(model: nn.Module) -> set[int]:
     """Ids of the model's parameters and buffers."""
     if not isinstance(module := native(), str):
@@ -46,11 +52,28 @@ def unknown_parameter(model: nn.Module, known: set[tuple[int, str]]) -> tuple[nn
     return None
 
 
-class Tracked:
-    """The chosen parameters of a model, looked up anew at every call: they may be frozen, swapped or sharded since."""
+class Shards(Protocol):
+    """The parameters of a model that lies in parts on several processes: what stands in the model is now the part, now
+    the whole parameter, which forwards use (`fastdp.distributed.sharded`)."""
 
-    def __init__(self, model: nn.Module, params: Iterable[Tensor] | None = None) -> None:
-        self.model = model
+    def whole(self, parameter: Tensor) -> Tensor:
+        """What forwards use of what stands in the model: the same object for good. Itself, if it is not sharded."""
+
+    def part(self, whole: Tensor) -> Tensor:
+        """What lies on this process, and what an optimizer updates. Itself, if it is not sharded."""
+
+    def drops_stray(self, whole: Tensor) -> bool:
+        """Drop the gradients that were taken off the whole parameter; whether there were any."""
+
+
+class Tracked:
+    """The chosen parameters of a model, looked up anew at every call: they may be frozen, swapped or sharded since.
+
+    shards: of a sharded model. What is tracked are then the whole parameters.
+    """
+
+    def __init__(self, model: nn.Module, params: Iterable[Tensor] | None = None, shards: Shards | None = None) -> None:
+        self.model, self._shards = model, shards
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._chosen: set[str] | None = None
         # parameters, whether they are trained, and numbers of elements, of which the next two are
@@ -63,17 +86,17 @@ class Tracked:
     def choose(self, params: Iterable[Tensor] | None = None) -> None:
         """Choose the parameters again (default: all of the model)."""
         slots: list[tuple[nn.Module, str, str]] = []
-        seen: dict[int, str] = {}
+        seen: dict[int, str] = {}  # by the whole parameter
         known: set[tuple[int, str]] = set()
         for path, module in self.model.named_modules():
             known |= {(id(module), name) for name in module._parameters}
             for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
-                    seen[id(parameter)] = f"{path}.{name}" if path else name
-                    slots.append((module, name, seen[id(parameter)]))
+                if parameter is not None and (key := id(self.whole(parameter))) not in seen:
+                    seen[key] = f"{path}.{name}" if path else name
+                    slots.append((module, name, seen[key]))
         selected = None
         if params is not None:
-            chosen = list(params)
+            chosen = [self.whole(p) for p in params]
             foreign = [tuple(p.shape) for p in chosen if id(p) not in seen]
             if foreign:
                 raise ParameterError(
@@ -83,6 +106,12 @@ class Tracked:
             selected = {seen[id(p)] for p in chosen}
         self._slots, self._chosen, self._known = slots, selected, known
         self._seen = None
+        parts = [name for name, p in self.named().items() if hasattr(p, "placements")]
+        if parts or (self._shards is None and any(map(_is_cut, all_modules(self.model)))):
+            raise ParameterError(
+                "the model lies in parts on several processes (DTensors of fully_shard, say), which a private "
+                "optimizer gathers; fastdp.verify and PerSampleGradients take the model before fully_shard"
+            )
         odd = [name for name, p in self.named().items() if not p.is_floating_point()]
         if odd:
             raise ParameterError(
@@ -110,19 +139,49 @@ class Tracked:
 
     def _present(self) -> list[Tensor | None]:
         """The parameters that stand in the model now, chosen or not."""
-        return [module._parameters.get(name) for module, name, _ in self._slots]
+        found: list[Tensor | None] = [module._parameters.get(name) for module, name, _ in self._slots]
+        return found if self._shards is None else [None if p is None else self.whole(p) for p in found]
 
     def current(self) -> set[int]:
-        """Their ids."""
-        return {id(parameter) for parameter in self._present() if parameter is not None}
+        """Their ids, and those of their parts."""
+        found = [p for p in self._present() if p is not None]
+        return set(map(id, found if self._shards is None else (h for p in found for h in self.holders_of(p))))
+
+    # ------------------------------------------------------------------ of a sharded model
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parts of parameters lie on other processes."""
+        return self._shards is not None
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """The tracked parameter of what stands in the model, or of what an optimizer updates."""
+        return parameter if self._shards is None else self._shards.whole(parameter)
+
+    def part(self, parameter: Tensor) -> Tensor:
+        """What an optimizer updates of a tracked parameter."""
+        return parameter if self._shards is None else self._shards.part(parameter)
+
+    def holders_of(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """What may have a `.grad` of a tracked parameter."""
+        return (parameter,) if self._shards is None else (parameter, self._shards.part(parameter))
+
+    def holders(self) -> list[Tensor]:
+        return [holder for p in self.tensors() for holder in self.holders_of(p)]
+
+    def drops_stray(self, parameter: Tensor) -> bool:
+        """Drop what was taken off a parameter's `.grad`; whether there was any."""
+        return self._shards is not None and self._shards.drops_stray(parameter)
+
+    # ------------------------------------------------------------------ which they are
 
     def _look(self) -> None:
         """Find names and offsets, unless the parameters are as they were."""
-        if self._seen is not None and not isinstance(module := native(), str):
+        if self._seen is not None and self._shards is None and not isinstance(module := native(), str):
             if module.same_parameters(self._slots, *self._seen, nn.Parameter):
                 return
         now = self._present()
-        trained = [p is not None and p.requires_grad for p in now]
+        trained = [p is not None and self.part(p).requires_grad for p in now]
         counts = [p.numel() if type(p) is nn.Parameter else _count(p) for p in now]  # (asked for several times a step)
         if (
             self._seen is not None
@@ -151,9 +210,12 @@ class Tracked:
         """The parameters that require grad now and are not tracked, with their names."""
         if self._chosen is None:
             return []
-        left = ((full, module._parameters.get(name)) for module, name, full in self._slots if full not in self._chosen)
+        left = zip(self._present(), (full for _, _, full in self._slots), strict=True)
         mine = {id(p) for p in self.tensors()}  # tied since
-        return [(name, p) for name, p in left if p is not None and p.requires_grad and id(p) not in mine]
+        return [
+            (name, p) for p, name in left
+            if name not in self._chosen and p is not None and self.part(p).requires_grad and id(p) not in mine
+        ]  # fmt: skip
 
     def offsets(self) -> dict[str, int]:
         """Where each parameter begins among all the model's elements, frozen ones counted."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..distributed.parts import Part, placed_like
 from ..ops.checks import words_of
 from ..ops.common import DTYPES
 from ..ops.noise import Noise
@@ -30,14 +31,22 @@ class Release(NamedTuple):
     noise: Noise
     std: float
     scale: float
+    parts: dict[int, Part] = {}  # of sharded parameters: what of them the sums are
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The private gradient of a parameter, in its type; None if it is not tracked."""
         total = self.sums.pop(id(parameter), None)
         if total is None:
             return None
-        noisy = self.noise.add_scaled_(total, self.std, self.scale, self.offsets[id(parameter)])
-        return noisy if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
+        part, offset = self.parts.get(id(parameter)), self.offsets[id(parameter)]
+        if part is None or part.rows == 1:
+            noisy = self.noise.add_scaled_(total, self.std, self.scale, offset)
+        else:
+            noisy = total
+            for row, run in enumerate(total.view(part.rows, part.length)):
+                self.noise.add_scaled_(run, self.std, self.scale, offset + row * part.stride)
+        noisy = noisy if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
+        return noisy if part is None else placed_like(noisy, parameter)
 
 
 def kind_of(base: type) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import check_accountant, warn_of_delta
-from ..distributed.replicas import Replica, check_frameworks, check_others, check_samples
+from ..distributed.replicas import Replica, check_frameworks, check_samples, meshes_of
 from ..distributed.same import mark, mark_of_parameters
 from ..distributed.world import refuse_several, world_of
 from ..engine.explain import Plan
@@ -32,6 +32,7 @@ from .ledger import Ledger, finite
 from .members import Members
 from .missed import Missed
 from .rates import Rate
+from .sums import sums_of
 
 
 class Privacy:
@@ -61,7 +62,7 @@ class Privacy:
         ledger: str | PathLike[str] | None = None,
     ) -> None:
         check_frameworks(model)
-        self.world = world_of(process_group, mesh)
+        self.world = world_of(process_group, mesh, meshes_of(model))
         self._place = ("", 0, 0)  # of the loader, at the last step
         with self.world.deciding():
             check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
@@ -76,10 +77,12 @@ class Privacy:
                 self.engine = PerSampleGradients(
                     model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
                     rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self.clip,
+                    shards=self.replica.shards,
                 )  # fmt: skip
-                named = self.engine.named_parameters()
-                self.clipping = Clipping(named, clipping, max_grad_norm, style, gamma)
+                named, self.sums = self.engine.named_parameters(), sums_of(self.replica.shards, self.world)
+                self.clipping = Clipping(named, clipping, max_grad_norm, self.sums.with_wholes(style), gamma)
                 self.unit = Unit()
+                self.replica.check_others(self.engine)
                 together.begin(self.world, self.engine, self.noise, self.ledger, ledger, self._settings())
             except Exception:
                 self.ledger.close()
@@ -87,7 +90,7 @@ class Privacy:
                     self.engine.detach()
                 self.replica.restore()
                 raise
-        self.engine.watch(self.world.begins, self.world.refuse)
+        self.engine.watch(self.replica.begins, self.replica.refused)
         self.ledger.enrol(self.engine.named_parameters().values())
         if any(p.device.type == "cpu" for p in self.engine.parameters()):
             allocator.keep_freed()
@@ -112,7 +115,8 @@ class Privacy:
         self.missed.refused = self.world.refuse
         self.engine.whose.batch_in_hand = self._in_hand
         self._members = Members(self._clipping_now)
-        self.engine.clip_by_group(self._members)
+        if self.replica.shards is None:  # else sums wait for those of other processes
+            self.engine.clip_by_group(self._members)
         self.discard()
 
     def discard(self) -> None:
@@ -132,11 +136,10 @@ class Privacy:
         self._check_batch(gradients)
         named = self.engine.named_parameters()
         self._check_groups(named)
-        members, taken = self._members.all(self.clipping, named), gradients.taken
-        self._members.check(taken)
-        norm_sq = [
-            taken[k].norm_sq.to(gradients.device) if k in taken else gradients.norm_sq(p) for k, p in enumerate(members)
-        ]
+        members = self._members.all(self.clipping, named)
+        self._members.check(gradients.taken)
+        self.sums.begin(gradients, members, {"backward": self._backwards, "of step": self.noise.step})
+        norm_sq = self.sums.norm_sq(gradients, members)
         factors = self.clipping.factors(norm_sq)
         norms = [squares.sqrt().float() for squares in norm_sq]
         flat = self.clipping.style == "flat"
@@ -144,10 +147,7 @@ class Privacy:
         self._fresh = self._fresh + (~torch.isfinite(torch.stack(norm_sq))).any(0).sum()
         # of all groups before any is kept: of a backward that fails here nothing may wait for the next step
         plan = gradients.plan or Plan(gradients, self._plan)
-        sums = [
-            taken[k].sums if k in taken else gradients.clipped_sum(c, p, not gradients.watched)
-            for k, (p, c) in enumerate(zip(members, factors, strict=True))
-        ]
+        sums = self.sums.clipped(gradients, members, factors)
         self._doubts += gradients.doubts
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
@@ -192,7 +192,7 @@ class Privacy:
         self.world.check()
         self.replica.check()
         check_samples(self.world)
-        check_others(self.engine.others() if self.world.size > 1 else [], self.world)
+        self.replica.check_others(self.engine)
         current = self._current()
         if current is None:
             if self.world.size == 1:
@@ -319,22 +319,14 @@ class Privacy:
         except (SampleMixingError, StepError):
             self.discard()
             raise
-        divisor = 1.0
-        if self.loss_reduction == "mean":
-            assert self._expected is not None  # checked in ready()
-            divisor = float(self._expected)
-        sums, places, offsets = {}, {}, self.engine.offsets()
-        for name, parameter in self.engine.named_parameters().items():
-            total = self._sums.get(id(parameter))
-            if total is None:
-                kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-                total = torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
-            sums[id(parameter)] = total.contiguous()
-            places[id(parameter)] = offsets[name]
+        assert self._expected is not None or self.loss_reduction != "mean"  # checked in ready()
+        divisor = float(self._expected or 1) if self.loss_reduction == "mean" else 1.0
+        sums, places = self.sums.held(self.engine.named_parameters(), self._sums, self.engine.offsets())
         if self.world.size > 1:
             sums = self._summed(sums)
         self._dropped, self._fresh, self._records = self._dropped + self._fresh, 0, 0
-        release = Release(sums, places, self.noise, self.noise_multiplier * self.clipping.sensitivity, 1 / divisor)
+        std, scale = self.noise_multiplier * self.clipping.sensitivity, 1 / divisor
+        release = self.sums.release(sums, places, self.noise, std, scale)
         if self.witness is not None:
             self.witness(release)
         return release
@@ -350,7 +342,12 @@ class Privacy:
             "sample_rate": self._rate, "expected_batch_size": self._expected, "truncation": self._truncation,
             **self._settings(), "weights": "" if self._released else mark_of_parameters(self.engine.model),
         }  # fmt: skip
-        sums, self._fresh, records = together.summed(self.world, sums, self._fresh, self._records, said)
+        shares, device = self.sums.shares(sums), self.engine.parameters()[0].device
+        look = None if self._released else self.replica.check_copies
+        found, self._fresh, records = together.summed(
+            self.world, shares, self._fresh, device, self._records, said, look
+        )
+        sums.update(found)
         if self.sample_rate is not None and not draws and not self.ledger.history:
             self._rate_check.judge(self.sample_rate, records, self.expected_batch_size)
         return sums
@@ -366,6 +363,7 @@ class Privacy:
         self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
         self.noise.step += 1
         self._released = True
+        self.replica.changed()
         self.discard()
 
     def epsilon(self, delta: float) -> float:
@@ -396,4 +394,6 @@ class Privacy:
         """Clip the coming batches by `Clipping.changed(..., *changes)`."""
         if self.busy:
             raise StepError("set_clipping between backward and step: change the clipping between steps")
-        self.clipping = self.clipping.changed(self.engine.named_parameters(), *changes)
+        function, norm, style, gamma = changes
+        named = self.engine.named_parameters()
+        self.clipping = self.clipping.changed(named, function, norm, self.sums.with_wholes(style), gamma)

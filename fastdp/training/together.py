@@ -6,14 +6,13 @@ and adds it after the sums were added up. So the released weights are those of o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed.reduce import Reduction
-from ..distributed.replicas import check_others
 from ..distributed.same import mark, mark_of_model
 from ..distributed.world import World
 from ..engine.per_sample import PerSampleGradients
@@ -21,6 +20,7 @@ from ..ops.noise import Noise
 from .clipping import Clipping
 from .ledger import Ledger
 from .ledger_file import open_ledger, share
+from .sums import Share
 
 
 def begin(
@@ -33,7 +33,6 @@ def begin(
     open_ledger(ledger, path, world)
     if world.size == 1:
         return
-    check_others(engine.others(), world)
     said = {
         "making": "a private optimizer",
         "model (its weights, in names, shapes and values)": mark_of_model(engine.model),
@@ -48,29 +47,37 @@ def begin(
 
 
 def summed(
-    world: World, sums: dict[int, Tensor], dropped: Tensor | int, records: int, said: Mapping[str, object]
-) -> tuple[dict[int, Tensor], Tensor, int]:
-    """Add up clipped sums over all processes, once all have agreed on the step.
+    world: World, shares: Sequence[Share], dropped: Tensor | int, device: torch.device, records: int,
+    said: Mapping[str, object], look: Callable[[], None] | None = None,
+) -> tuple[dict[int, Tensor], Tensor, int]:  # fmt: skip
+    """Add up clipped sums over the processes, once all have agreed on the step.
 
     Args:
         world: of several processes.
-        sums: of every trained parameter, by any keys, in the same order everywhere. They are overwritten.
+        shares: over whom (None: all), and what, by any keys, in the same order everywhere. The sums are overwritten.
         dropped: the samples of this process that contribute nothing.
+        device: where numbers of this process can be added up.
         records: the records of this process.
         said: what must be the same everywhere, and what the step is of.
+        look: what all do once they have agreed, before anything is added up; it raises on all or none.
 
     Returns:
-        The sums, by the same keys; dropped samples and records of all processes.
+        The sums that were given, by the same keys; dropped samples and records of all processes.
 
     Raises:
         FastDPError: if a process refuses, is at another step, or is gone. Nothing was released before.
     """
-    reduction = Reduction(list(sums.values()))  # before all agree: its memory may not suffice
-    device = next(iter(sums.values())).device
+    # before all agree: its memory may not suffice
+    reductions = [(group, sums, Reduction(list(sums.values()))) for group, sums in shares]
     count = torch.as_tensor(dropped, device=device).to(torch.int64).view(1).clone()
     everywhere = world.agree(said, records)
-    totals = world.sums(reduction, count)
-    return dict(zip(sums, totals, strict=True)), count[0], everywhere
+    if look is not None:
+        look()
+    found: dict[int, Tensor] = {}
+    for number, (group, sums, reduction) in enumerate(reductions):
+        totals = world.sums(reduction, *(() if number else (count,)), group=group)
+        found.update(zip(sums, totals, strict=True))
+    return found, count[0], everywhere
 
 
 def settings_of(clipping: Clipping, engine: PerSampleGradients, **more: object) -> dict[str, Any]:

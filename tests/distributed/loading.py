@@ -12,28 +12,28 @@ from torch.utils.data import TensorDataset
 import fastdp
 from fastdp.errors import StepError
 
-from .models import adamw, batch, build, loss_of, single
+from .models import adamw, batch, build, loss_of, single, whole
 
 
 def data(count: int = 60) -> TensorDataset:
     return TensorDataset(torch.arange(count), torch.stack([batch(n, 1)[0] for n in range(count)]))
 
 
-def records(rank: int, world: int, **options: Any) -> list[Any]:
+def records(rank: int, world: int, wrap: Any = None, **options: Any) -> list[Any]:
     """The records of each step that this rank was given, the number of its batches, the weights, and epsilon."""
-    model, steps = build(), [[]]
+    model, steps = build() if wrap is None else wrap(build()), [[]]
     optimizer = adamw(model, expected_batch_size=None, sample_rate=None, seed=1)
     loader = fastdp.poisson_loader(data(), expected_batch_size=9, max_physical_batch_size=3, seed=7, **options)
     count = 0
     for numbers, tokens in loader:
         steps[-1] += numbers.tolist()
         count += 1
-        if len(numbers):
+        if len(numbers) or wrap is not None:  # parts are gathered with the other ranks
             loss_of(model, tokens).backward()
         optimizer.step()
         if optimizer.stepped:
             steps.append([])
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    weights = torch.cat([whole(p).detach().flatten() for p in model.parameters()])
     epsilon = optimizer.epsilon(1e-3)
     optimizer.detach()
     return [steps, count, weights.numpy(), epsilon]
@@ -42,8 +42,8 @@ def records(rank: int, world: int, **options: Any) -> list[Any]:
 PERSONS = np.arange(60) // 3 % 20
 
 
-def persons(rank: int, world: int) -> list[Any]:
-    return records(rank, world, group_by=PERSONS.tolist(), max_records_per_group=2)
+def persons(rank: int, world: int, wrap: Any = None) -> list[Any]:
+    return records(rank, world, wrap, group_by=PERSONS.tolist(), max_records_per_group=2)
 
 
 def loader_refused(rank: int, world: int) -> None:

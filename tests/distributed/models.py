@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
+from fastdp.losses import linear_cross_entropy
 
 D, WORDS, LENGTH = 12, 37, 7
 
@@ -28,22 +29,30 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + weight.square()
+
+
 class LM(nn.Module):
-    def __init__(self, tied: bool = False, checkpointed: bool = False) -> None:
+    def __init__(self, tied: bool = False, checkpointed: bool = False, reentrant: bool = False) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, D), nn.Parameter(torch.randn(LENGTH, D) * 0.1)
         self.blocks, self.norm = nn.ModuleList(Block() for _ in range(2)), nn.LayerNorm(D)
         self.head = nn.Linear(D, WORDS, bias=False)
         self.unused = nn.Linear(D, D)  # by half of the ranks
-        self.checkpointed = checkpointed
+        self.checkpointed, self.reentrant, self.fused = checkpointed, reentrant, False
         if tied:
             self.head.weight = self.words.weight
 
     def forward(self, tokens: Tensor, extra: bool = False) -> Tensor:
         x = self.words(tokens) + self.places
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return self.head(self.norm(x + self.unused(x) if extra else x))
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.checkpointed else block(x)
+        x = self.norm(x + self.unused(x) if extra else x)
+        if self.fused:  # losses [B]
+            return linear_cross_entropy(x, self.head.weight, tokens.roll(-1, 1))
+        return self.head(x)
 
 
 class LoRA(nn.Module):
@@ -57,9 +66,14 @@ class LoRA(nn.Module):
 
 
 def build(kind: str = "") -> LM:
-    """kind: of "tied", "checkpointed", "lora", "frozen" what its words say."""
+    """kind: of "tied", "checkpointed", "reentrant", "lora", "frozen", "derived" and "fused" what its words say."""
     torch.manual_seed(0)
-    model = LM("tied" in kind, "checkpointed" in kind)
+    model = LM("tied" in kind, "checkpointed" in kind or "reentrant" in kind, "reentrant" in kind)
+    model.fused = "fused" in kind
+    if "derived" in kind:
+        for block in model.blocks:
+            nn.utils.parametrizations.weight_norm(block.mlp[0])
+            nn.utils.parametrize.register_parametrization(block.out, "weight", Doubled())
     if "lora" in kind:
         model.requires_grad_(False)
         for block in model.blocks:
@@ -74,7 +88,10 @@ def build(kind: str = "") -> LM:
 
 
 def loss_of(model: nn.Module, tokens: Tensor, total: bool = False, **options: Any) -> Tensor:
-    losses = F.cross_entropy(model(tokens, **options).transpose(1, 2), tokens.roll(-1, 1), reduction="none").mean(1)
+    out = model(tokens, **options)
+    losses = out
+    if out.dim() == 3:
+        losses = F.cross_entropy(out.transpose(1, 2), tokens.roll(-1, 1), reduction="none").mean(1)
     return losses.mean() if len(losses) and not total else losses.sum()
 
 
@@ -144,14 +161,17 @@ def compare(
         with single():
             truth.step()
         truth.zero_grad()
-    error = max(
-        float((p - q).abs().max())
-        for p, q in zip(several.parameters(), one.parameters(), strict=True)
-    )  # fmt: skip
+    error = max(float((whole(p) - q).abs().max()) for p, q in zip(several.parameters(), one.parameters(), strict=True))
     found = worst, error, optimizer.epsilon(1e-5) if sigma else 0.0, truth.epsilon(1e-5) if sigma else 0.0
     optimizer.detach()
     truth.detach()
     return found
+
+
+@torch.no_grad()
+def whole(parameter: Tensor) -> Tensor:
+    """Of all ranks' parts; all must ask."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 class single:

@@ -1,0 +1,101 @@
+"""Which elements of a whole parameter lie on a process, and how sums of the whole are cut for all processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """A part of a parameter, cut along one dimension into `ranks` chunks of equal size, of which the last ones may be
+    short or empty; the part is the chunk `rank`.
+
+    In the whole parameter's order it is `rows` runs of `length` elements, `stride` apart, from `first` on.
+    """
+
+    shape: torch.Size  # of the whole
+    dim: int
+    rank: int
+    ranks: int
+
+    @property
+    def size(self) -> int:
+        """Of the dimension that is cut."""
+        return self.shape[self.dim] if self.shape else 1
+
+    @property
+    def chunk(self) -> int:
+        """How many of its places a process has, at most."""
+        return -(-self.size // self.ranks)
+
+    @property
+    def low(self) -> int:
+        return min(self.rank * self.chunk, self.size)
+
+    @property
+    def high(self) -> int:
+        return min(self.low + self.chunk, self.size)
+
+    @property
+    def inner(self) -> int:
+        """Elements of one place."""
+        return math.prod(self.shape[self.dim + 1 :])
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[: self.dim])
+
+    @property
+    def length(self) -> int:
+        return (self.high - self.low) * self.inner
+
+    @property
+    def stride(self) -> int:
+        return self.size * self.inner
+
+    @property
+    def first(self) -> int:
+        return self.low * self.inner
+
+    @property
+    def local_shape(self) -> torch.Size:
+        return torch.Size((*self.shape[: self.dim], self.high - self.low, *self.shape[self.dim + 1 :]))
+
+    @property
+    def padded(self) -> int:
+        """Elements of each process's share in a sum that is cut."""
+        return self.rows * self.chunk * self.inner
+
+    @property
+    def even(self) -> bool:
+        """Whether a contiguous sum of the whole is cut as it lies."""
+        return self.rows == 1 and self.chunk * self.ranks == self.size
+
+    def cut(self, total: Tensor, into: Tensor) -> None:
+        """Write a sum of the whole into zeros [ranks, padded], each process's share in a row."""
+        by_place = total.reshape(self.rows, self.size, self.inner)
+        for rank in range(self.ranks):
+            low = min(rank * self.chunk, self.size)
+            high = min(low + self.chunk, self.size)
+            share = into[rank].view(self.rows, self.chunk, self.inner)
+            share[:, : high - low].copy_(by_place[:, low:high])
+
+    def own(self, share: Tensor) -> Tensor:
+        """Of this process's share [padded]: the part, in its shape."""
+        places = share.view(self.rows, self.chunk, self.inner)
+        return places[:, : self.high - self.low].reshape(self.local_shape)
+
+
+def placed_like(local: Tensor, parameter: Any) -> Tensor:
+    """A tensor that lies on the processes as the parameter does. local: this process's part."""
+    if not hasattr(parameter, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor  # imports what takes a second
+
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""A model that `fully_shard` (FSDP2, HSDP) has laid in parts on several processes.
+
+What stands in a module is now the part (a DTensor), and now the whole parameter, which is gathered before a forward
+or backward and freed after it. The engine captures uses of the whole, which stays the same object for good; the
+optimizer updates the part. fully_shard itself sums nothing meanwhile, as no `.grad` exists that it could sum: clipped
+sums are cut and added up by `fastdp.distributed.scatter`, in float32 whatever `reduce_dtype` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import ParameterError
+from . import private_names as names
+from .parts import Part
+from .quiet import quiet
+from .same import mark, mark_of_tensors
+from .world import World, processes
+
+
+class Group:
+    """Parameters that are gathered together.
+
+    scatter: the process group of those who hold other parts of them. copies: of those who hold the same ones, or None.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        mesh = handle.mesh_info
+        self.scatter, self.ranks = mesh.shard_process_group, int(mesh.shard_mesh_size)
+        self.copies, self.copy_count = names.replicas_of(mesh)
+        self.rank = int(mesh.shard_mesh_rank)
+        self.wholes: list[Tensor] = []
+
+    def gather(self) -> None:
+        """All processes of the group must."""
+        names.gather(self.handle)
+
+    def free(self) -> None:
+        if self.handle.is_unsharded:
+            self.handle.reshard()
+
+
+class Sharded:
+    """The parts and wholes of a model's parameters. Making it gathers each group once: all processes must, together.
+
+    Raises ParameterError where it is not known that the steps would be exact.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.model, self._world = model, world
+        self.states: list[Any] = []
+        for module in model.modules():
+            state = names.state_of(module)
+            if state is not None and not any(state is known for known in self.states):
+                self.states.append(state)
+        handles = [handle for state in self.states for handle in names.groups_of(state)]
+        _check(model, self.states, world)
+        self.groups = [Group(handle) for handle in handles]
+        self._before: list[tuple[Any, bool, Any]] = []
+        self._hooks: list[tuple[dict[int, Any], int, Any]] = []
+        self._failed = False
+        self._passing: dict[int, Any] = {}
+
+    def mark(self) -> str:
+        """Of how the parameters are cut, the same on every process."""
+        groups = [
+            (
+                group.ranks,
+                group.copy_count,
+                [(tuple(e._orig_size), e.fsdp_placement.dim) for e in group.handle.fsdp_params],
+            )
+            for group in self.groups
+        ]
+        return mark(groups)
+
+    def open(self) -> None:
+        """Gather each group once, so that its whole parameters exist. Call it once all processes agreed to."""
+        names.begin(names.state_of(self.model))
+        self._entries: dict[int, Any] = {}  # by the id of the whole, and of the part
+        self._places: dict[int, tuple[Group, Part]] = {}  # by the id of the whole
+        for group in self.groups:
+            group.gather()
+            for entry in group.handle.fsdp_params:
+                whole = names.whole_of(entry)
+                self._entries[id(whole)] = self._entries[id(entry.sharded_param)] = entry
+                dim = entry.fsdp_placement.dim
+                self._places[id(whole)] = group, Part(torch.Size(entry._orig_size), dim, group.rank, group.ranks)
+                group.wholes.append(whole)
+            group.free()
+        self.check_copies()
+
+    def check_copies(self) -> None:
+        """Raises ParameterError on all processes where some that hold the same parts hold other numbers. All must ask,
+        once they have agreed to."""
+        differ = 0
+        for copies, parts in self._copied().values():
+            own = torch.tensor([int(mark_of_tensors(parts), 16) >> 1], device=parts[0].device)
+            least, most = own.clone(), own.clone()
+            with self._world.exchanging():
+                dist.all_reduce(least, dist.ReduceOp.MIN, group=copies)
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=copies)
+            differ += int(least) != int(most)
+        if self._world.agree({"looking at": "copies of the model"}, differ):
+            raise ParameterError(
+                "the copies of the model that HSDP's mesh holds differ in their weights: give all ranks the same "
+                "weights before fully_shard (a seed, or one checkpoint)"
+            )
+
+    def _copied(self) -> dict[int, tuple[Any, list[Tensor]]]:
+        """What lies here and on others, too, by those who hold it."""
+        found: dict[int, tuple[Any, list[Tensor]]] = {}
+        for group in self.groups:
+            if group.copies is not None and group.copy_count > 1:
+                own = found.setdefault(id(group.copies), (group.copies, []))[1]
+                own += [entry.sharded_param.to_local().detach() for entry in group.handle.fsdp_params]
+        return found
+
+    # ------------------------------------------------------------------ parts and wholes
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """See `fastdp.engine.tracked.Shards`; so `part` and `drops_stray`."""
+        entry = self._entries.get(id(parameter)) or self._between(parameter)
+        return parameter if entry is None else names.whole_of(entry)
+
+    def _between(self, parameter: Tensor) -> Any:
+        """Of the part that reshard_after_forward=<a number> makes anew in every forward."""
+        if not hasattr(parameter, "placements"):
+            return None
+        entry = self._passing.get(id(parameter))
+        if entry is None or names.passing_part(entry) is not parameter:
+            self._passing = {id(names.passing_part(entry)): entry for entry in self._entries.values()}
+            entry = self._passing.get(id(parameter))
+        return entry
+
+    def part(self, whole: Tensor) -> Tensor:
+        entry = self._entries.get(id(whole))
+        return whole if entry is None else entry.sharded_param  # type: ignore[no-any-return]
+
+    def drops_stray(self, whole: Tensor) -> bool:
+        entry = self._entries.get(id(whole))
+        if entry is None or entry.unsharded_accumulated_grad is None:
+            return False
+        entry.unsharded_accumulated_grad = None
+        return True
+
+    def place(self, whole: Tensor) -> tuple[Group, Part] | None:
+        """Whose part of it lies here; None of a parameter that is whole on every process."""
+        return self._places.get(id(whole))
+
+    # ------------------------------------------------------------------ fully_shard's own work
+
+    def claim(self) -> None:
+        """Let fully_shard sum nothing, and gather out of the engine's sight."""
+        for group in self.groups:
+            self._before.append((group.handle, group.handle.reduce_grads, group.handle._all_gather_comm))
+            group.handle.reduce_grads = False
+            group.handle._all_gather_comm = names.Counted(group.handle._all_gather_comm, self._world.uncounted)
+        for module in self.model.modules():
+            state = names.state_of(module)
+            for hooks, number, before in [] if state is None else names.hooks_of(module, state):
+                self._hooks.append((hooks, number, hooks[number]))
+                hooks[number] = quiet(hooks[number], before)
+
+    def restore(self) -> None:
+        """Give fully_shard back what was taken from it."""
+        for handle, reduces, gathers in self._before:
+            handle.reduce_grads, handle._all_gather_comm = reduces, gathers
+        for hooks, number, hook in self._hooks:
+            if number in hooks:
+                hooks[number] = hook
+        self._before, self._hooks = [], []
+
+    def free(self) -> None:
+        """Free all whole parameters: the next forward gathers the parts that the step has updated."""
+        for group in self.groups:
+            group.free()
+
+    @contextlib.contextmanager
+    def at_hand(self, groups: Sequence[Group]) -> Iterator[None]:
+        """Within it these groups' parameters are whole, and no forward or backward gathers or frees any. All processes
+        must name the same groups."""
+        for group in groups:
+            group.gather()
+        try:
+            with names.at_rest(self.states):
+                yield
+        finally:
+            for group in groups:
+                group.free()
+
+    def failed(self) -> None:
+        """A forward or backward raised an error: fully_shard's state is of one that never ended."""
+        self._failed = True
+
+    def begins(self) -> None:
+        """A forward begins."""
+        if self._failed:
+            names.start_anew(self.model)
+            self._failed = False
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module of the model."""
+    return any(names.state_of(module) is not None for module in model.modules())
+
+
+def _check(model: nn.Module, states: Sequence[Any], world: World) -> None:
+    root = names.state_of(model)
+    if root is None or names.is_inner(root):
+        raise ParameterError(
+            "fully_shard was called on modules of the model, and not on the model itself (or the model lies within "
+            "another one): the parts would be gathered by blocks that know nothing of each other, at the wrong time "
+            "in a backward. Call fully_shard(model), too, and give the optimizer that model."
+        )
+    count = max(world.size, processes())
+    for state, handle in [(each, handle) for each in states for handle in names.groups_of(each)]:
+        if not hasattr(handle.mesh_info, "shard_process_group"):
+            raise ParameterError(
+                "the model is replicated by torch.distributed's replicate(), which sums gradients that never come: "
+                "use fully_shard or DistributedDataParallel"
+            )
+        names.check_names(state, handle)
+        mesh = handle.mesh_info
+        covered = int(mesh.shard_mesh_size) * names.replicas_of(mesh)[1]
+        if covered != count and processes() > 1 and world.size > 1:
+            raise ParameterError(
+                f"a mesh of fully_shard holds {covered} of {count} processes: what the others hold is not known. Give "
+                "fully_shard a mesh of all processes (one dimension, or two for HSDP)."
+            )
+        for entry in handle.fsdp_params:
+            name = entry._module_info.param_name if hasattr(entry, "_module_info") else "a parameter"
+            if entry.is_dtensor:
+                raise ParameterError(
+                    f"'{name}' was a DTensor before fully_shard, of tensor parallelism: this is not supported yet. "
+                    "Shard by fully_shard alone."
+                )
+            if names.changes_parts(entry):
+                raise ParameterError(
+                    f"the part of '{name}' is changed before it is gathered (fsdp_pre_all_gather, as float8 does): "
+                    "the forward would use another weight than the one that is updated. Gather it as it is."
+                )
+            if entry.offload_to_cpu:
+                raise ParameterError("fully_shard with CPUOffloadPolicy is not supported yet: leave offload_policy out")

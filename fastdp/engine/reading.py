@@ -1,0 +1,63 @@
+"""Which parameters' numbers the norms and clipped sums of a backward read, once the backward has ended.
+
+Most uses read what they hold, and no parameter. What is not known to do so counts as reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..uses.conv import Conv
+from ..uses.embedding import Lookup
+from ..uses.linear import Matmul
+from ..uses.links import leaves_of, link_of
+from ..uses.routed import Routed
+from ..uses.use import Regrouped, Stack, Stored, Use
+from .gradients import Gradients
+from .replay import Block, Replayed
+
+HOLDING = (Stored, Matmul, Lookup, Conv, Routed)  # all that they read
+
+
+class Reading(NamedTuple):
+    """leaves: the parameters whose norms and sums read (ids). block: what runs again for the sums, if one does; else
+    both read the leaves."""
+
+    leaves: tuple[int, ...]
+    block: Block | None
+
+
+def readings(gradients: Gradients) -> Iterator[Reading]:
+    """Of the uses that read parameters."""
+    for use in gradients.uses:
+        leaves = tuple(map(id, leaves_of(use.operand)))
+        blocks = list(_blocks(use))
+        for block in blocks:
+            yield Reading(leaves, block)
+        if _is_mapped(use) or not (blocks or _holds_all(use)):
+            yield Reading(leaves, None)
+
+
+def _is_mapped(use: Use) -> bool:
+    """Whether the operand's gradient becomes the parameters' by a way that may read them."""
+    link = link_of(use.operand)
+    return link is not None and not (link.isometric and len(link.leaves) == 1)
+
+
+def _parts(use: Use) -> list[Use]:
+    if isinstance(use, Regrouped):
+        return [use.inner]
+    return list(use.uses) if isinstance(use, Stack) else []
+
+
+def _holds_all(use: Use) -> bool:
+    parts = _parts(use)
+    return all(map(_holds_all, parts)) if parts else type(use) in HOLDING
+
+
+def _blocks(use: Use) -> Iterator[Block]:
+    if isinstance(use, Replayed):
+        yield use.block
+    for part in _parts(use):
+        yield from _blocks(part)

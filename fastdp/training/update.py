@@ -1,0 +1,108 @@
+"""The optimizer's own update by the fused operators, where they do what it asks for; of parts, too.
+
+Of a sharded parameter the operators work on what lies on this process. The optimizer's state stays what torch makes of
+such a parameter (a DTensor with the same placement), so checkpoints of torch.distributed.checkpoint hold it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed.parts import placed_like
+from . import fused
+from .fused import Release
+
+
+def updated(kind: str, optimizer: Any, release: Release) -> bool:
+    """Update the parameters, if the fused operators can: False, and nothing was done, if not."""
+    tables = optimizer.__dict__.setdefault("_step_tables", {})
+    if not release.parts:
+        if not fused.can_fuse(kind, optimizer.param_groups, optimizer.state, tables):
+            return False
+        fused.step(kind, optimizer.param_groups, optimizer.state, release, tables)
+        return True
+    if any(part.rows > 1 for part in release.parts.values()):
+        return False  # noise runs by runs of the whole parameter's order
+    known: _Locals = optimizer.__dict__.setdefault("_local_parts", _Locals())
+    groups = known.groups(optimizer.param_groups)
+    state = known.state(kind, optimizer.param_groups, optimizer.state)
+    if not fused.can_fuse(kind, groups, state, tables):
+        return False
+    fused.step(kind, groups, state, known.release(release), tables)
+    known.write_back(optimizer.state)
+    return True
+
+
+@torch.no_grad()
+def makes_state(optimizer: Any, busy: bool) -> bool:
+    """Whether a step is of torch.distributed.checkpoint, which lets an optimizer without state make its own, by a
+    step with zero gradients at the learning rate 0. Such a step tells nothing of data. busy: a backward came before."""
+    if busy or any(optimizer.state.values()) or any(float(group["lr"]) for group in optimizer.param_groups):
+        return False
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return bool(grads) and not any(g is None or bool(_local(g).count_nonzero()) for g in grads)
+
+
+class _Locals:
+    """What lies here of an optimizer's parameters: the same tensors in every step."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id: it, and what lies here of it
+        self._state: dict[Tensor, dict[str, Any]] = {}
+        self._summed: set[int] = set()  # ids of those that the step is of
+
+    def local(self, parameter: Tensor) -> Tensor:
+        now = _local(parameter).detach()
+        known = self._of.get(id(parameter))
+        if known is None or known[0] is not parameter or known[1].data_ptr() != now.data_ptr():
+            known = self._of[id(parameter)] = parameter, now
+        return known[1]
+
+    def groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parts without an element are left out."""
+        return [{**group, "params": [q for p in group["params"] if (q := self.local(p)).numel()]} for group in groups]
+
+    def state(
+        self, kind: str, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
+    ) -> dict[Tensor, dict[str, Any]]:
+        """The state of what lies here; makes the optimizer's, where it has none yet."""
+        self._state = {}
+        for group in groups:
+            for p in group["params"]:
+                own = state[p]
+                if kind == "adam" and not own:
+                    own["step"] = torch.tensor(0.0, dtype=torch.float32)
+                    own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                if kind == "sgd" and group["momentum"] and own.get("momentum_buffer") is None and not _local(p).numel():
+                    own["momentum_buffer"] = torch.zeros_like(p)
+                if _local(p).numel():
+                    self._state[self.local(p)] = {name: _local(value) for name, value in own.items()}
+        return self._state
+
+    def release(self, release: Release) -> Release:
+        """The same release, by what lies here."""
+        local_of = {key: id(q) for key, (_, q) in self._of.items() if key in release.sums}
+        self._summed = set(local_of.values())
+        return release._replace(
+            sums={local_of[key]: total for key, total in release.sums.items()},
+            offsets={local_of[key]: offset for key, offset in release.offsets.items()},
+        )
+
+    def write_back(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """What the operators made anew of the state, and the private gradients."""
+        for p, q in self._of.values():
+            if not q.numel() and "step" in state[p] and id(q) in self._summed:
+                state[p]["step"] = state[p]["step"] + 1
+            p.grad = None if q.grad is None else placed_like(q.grad, p)
+            for name, value in self._state.get(q, {}).items():
+                if state[p].get(name) is None or name == "step":
+                    state[p][name] = placed_like(value, p) if isinstance(value, Tensor) and value.dim() else value
+
+
+@torch.no_grad()
+def _local(value: Any) -> Any:
+    """What lies on this process of a DTensor; else the value itself."""
+    return value.to_local() if hasattr(value, "to_local") else value

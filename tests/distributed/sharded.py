@@ -1,0 +1,213 @@
+"""What two and three processes do with a model that fully_shard has cut."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import fastdp
+from fastdp.errors import StepError
+
+from .cases import UNEQUAL
+from .loading import persons, records
+from .models import adamw, batch, build, compare, loss_of, single, whole
+
+
+def sharded(model: nn.Module, mesh: Any = "", blocks: bool = True, ignored: bool = False, dim: int = 0,
+            **options: Any) -> nn.Module:  # fmt: skip
+    """mesh: "replicated": as many copies as ranks, each in one part; "copies": one copy in parts, by HSDP's mesh."""
+    world = dist.get_world_size()
+    sizes = {"": (world,), "replicated": (world, 1), "copies": (1, world), "both": (2, world // 2)}
+    if isinstance(mesh, str):
+        size = sizes[mesh]
+        mesh = init_device_mesh("cpu", size, mesh_dim_names=("copies", "parts")[-len(size) :])
+    options["mesh"] = mesh
+    if dim:
+        even = lambda p: p.dim() > dim and p.size(dim) % world == 0
+        options["shard_placement_fn"] = lambda p: Shard(dim) if even(p) else None
+    if ignored:
+        options["ignored_params"] = {model.head.weight, model.places}
+    for block in model.blocks if blocks else ():
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def exact(rank: int, world: int, shard: Any = None, unequal: bool = False, **options: Any) -> Any:
+    sizes = [row[:world] for row in UNEQUAL] if unequal else None
+    return compare(rank, world, sizes=sizes, wrap=functools.partial(sharded, **(shard or {})), **options)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """Blocks that were compiled before they are cut."""
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = torch.compile(block, backend="aot_eager")
+    return sharded(model)
+
+
+def runs_compiled(rank: int, world: int) -> Any:
+    from fastdp.engine.compile_stance import Switches
+
+    said: list[str] = []
+    remove, Switches.remove = Switches.remove, lambda self: (said.extend(self.report()), remove(self))[1]
+    try:
+        found = compare(rank, world, wrap=compiled, steps=2)
+    finally:
+        Switches.remove = remove
+    assert any("compiled for 1 kind(s) of inputs" in line for line in said), said
+    return found
+
+
+def case(shard: Any = None, **options: Any) -> Any:
+    return functools.partial(exact, shard=shard, **options)
+
+
+def halves() -> list[dict[str, Any]]:
+    """Two clipping groups, each of every second parameter."""
+    names = [name for name, _ in build().named_parameters()]
+    return [{"params": names[::2], "max_grad_norm": 0.3}, {"params": names[1::2], "max_grad_norm": 0.4}]
+
+
+EXACT: dict[str, Any] = {
+    "gathered again in the backward": case(dict(reshard_after_forward=True)),
+    "kept for the backward": case(dict(reshard_after_forward=False)),
+    "noise": case(sigma=1.0),
+    "unequal and empty": case(unequal=True, sigma=1.0),
+    "tied": case(kind="tied"),
+    "lora": case(kind="lora"),
+    "frozen": case(kind="frozen"),
+    "checkpointed": case(kind="checkpointed"),
+    "accumulation": case(accumulate=2, unequal=True),
+    "layerwise": case(style="layerwise", unequal=True),
+    "groups": case(style=halves()),
+    "global": case(clipping="global", norm=1.75),
+    "automatic": case(clipping="automatic"),
+    "a function": case(clipping=lambda n: 0.4 / (n + 0.1)),
+    "sum": case(loss_reduction="sum", unequal=True),
+    "budget": case(kind="checkpointed", memory_budget=1, unequal=True, sigma=1.0),
+    "budget, kept": case(dict(reshard_after_forward=False), kind="checkpointed", memory_budget=1),
+    "derived": case(kind="derived", unequal=True),
+    "derived, checkpointed": case(kind="derived checkpointed"),
+    "fused head": case(kind="fused"),
+    "reentrant": case(kind="reentrant", unequal=True),
+    "replicated": case(dict(mesh="replicated"), unequal=True, sigma=1.0),
+    "replicated, parts of one": case(dict(mesh="copies"), unequal=True, sigma=1.0),
+    "compiled": runs_compiled,
+    "one group": case(dict(blocks=False)),
+    "a parameter left out": case(dict(ignored=True), unequal=True, sigma=1.0),
+    "along the second dimension": case(dict(dim=1), sigma=1.0),
+    "a layer that only some ranks use": case(extra=lambda rank: rank == 0),
+}
+
+
+def same_noise(rank: int, world: int) -> None:
+    """Sums of whole numbers are the same bits in any order: so are the weights, noise and all, to the last bit."""
+    for place, kind, shape in (
+        (0, "SGD", (31, 40)),
+        (0, "AdamW", (31, 40)),
+        (1, "SGD", (31, 12 * world)),
+        (0, "SGD", (1, 5)),
+    ):
+        several, one = nn.Linear(shape[1], shape[0]), nn.Linear(shape[1], shape[0])
+        for parameter in (*several.parameters(), *one.parameters()):
+            nn.init.zeros_(parameter)
+        mesh = init_device_mesh("cpu", (world,))
+        fully_shard(several, mesh=mesh, shard_placement_fn=lambda p, d=place: Shard(d) if p.dim() == 2 else None)
+        options = dict(lr=0.5, noise_multiplier=0.7, max_grad_norm=1e6, expected_batch_size=8, loss_reduction="sum",
+                       seed=3)  # fmt: skip
+        make = getattr(fastdp, f"DP{kind}")
+        optimizer = make(several, **options)
+        with single():
+            truth = make(one, **options)
+        for step in range(3):
+            data = torch.randint(-3, 4, (4 * world, shape[1]), generator=torch.Generator().manual_seed(step)).float()
+            several(data[rank::world]).sum().backward()
+            optimizer.step()
+            with single():
+                one(data).sum().backward()
+                truth.step()
+            for p, q in zip(several.parameters(), one.parameters(), strict=True):
+                assert torch.equal(whole(p), q), (place, kind)
+        optimizer.detach()
+
+
+_ALONE: list[Any] = []  # the mesh of this rank alone
+
+
+def alone() -> Any:
+    """A mesh of this rank alone; all ranks must come here."""
+    if not _ALONE:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        _ALONE.append(DeviceMesh.from_group(groups[dist.get_rank()], "cpu"))
+    return _ALONE[0]
+
+
+def in_a_world_of_one(rank: int, world: int) -> None:
+    """fully_shard in one process trains as the plain model does, also where it is given 16-bit weights to use."""
+    for options in ({}, {"reshard_after_forward": False}):
+        with single():
+            several, one = sharded(build("checkpointed"), alone(), **options), build("checkpointed")
+            shared = dict(noise_multiplier=1.0, seed=2, memory_budget=1, eps=1e-3)
+            optimizer, truth = adamw(several, **shared), adamw(one, **shared)
+            for step in range(3):
+                for model, own in ((several, optimizer), (one, truth)):
+                    loss_of(model, batch(step, 4)).backward()
+                    own.step()
+                assert torch.allclose(optimizer.norms, truth.norms, rtol=1e-5)
+            assert optimizer.epsilon(1e-5) == truth.epsilon(1e-5)
+            for p, q in zip(several.parameters(), one.parameters(), strict=True):
+                assert float((whole(p) - q).abs().max()) < 1e-6
+            with pytest.raises(StepError, match="graphed cannot record"):
+                optimizer.graphed(lambda m, x: loss_of(m, x))
+            optimizer.detach(), truth.detach()
+
+
+def mixed_precision(rank: int, world: int) -> None:
+    """16-bit weights in forwards: sums and updates stay float32, and are those of one process within float32's
+    rounding, where `reduce_dtype` would round them to 16 bits."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    several = sharded(build(), mp_policy=policy)
+    with single():
+        one = sharded(build(), alone(), mp_policy=policy)
+    shared = dict(noise_multiplier=0.0, eps=1e-3, loss_reduction="sum")  # no mean, which 16 bits would round
+    optimizer = adamw(several, **shared)
+    with single():
+        truth = adamw(one, **shared)
+    for step in range(2):
+        batches = [batch(10 * step + r, n) for r, n in enumerate(UNEQUAL[step][:world])]
+        loss_of(several, batches[rank], total=True).backward()
+        optimizer.step()
+        with single():
+            loss_of(one, torch.cat(batches), total=True).backward()
+            truth.step()
+    for p, q in zip(several.parameters(), one.parameters(), strict=True):
+        assert p.dtype == torch.float32
+        assert float((whole(p) - whole(q)).abs().max()) < 1e-6
+    optimizer.detach(), truth.detach()
+
+
+def in_order(rank: int, world: int) -> list[Any]:
+    """The records of a loader, and what was trained on them."""
+    return records(rank, world, sharded)
+
+
+def in_order_by_persons(rank: int, world: int) -> list[Any]:
+    return persons(rank, world, sharded)
+
+
+OTHERS: dict[str, Any] = {
+    function.__name__: function
+    for function in (same_noise, in_a_world_of_one, mixed_precision, in_order, in_order_by_persons)
+}
+FOUR = {
+    "cut for two between forward and backward": case(dict(reshard_after_forward=2), kind="checkpointed", sigma=1.0),
+    "two copies in two parts": case(dict(mesh="both"), accumulate=2, sigma=1.0),
+}
+CASES = {**EXACT, **OTHERS, **FOUR}
