@@ -206,7 +206,7 @@ def triton_parts(launches: list[tuple[Any, int, dict[str, Any]]], flop: float) -
 @contextmanager
 def launched() -> Iterator[list[tuple[Any, int, dict[str, Any]]]]:
     """Within it Triton kernels are written down with their grids instead of run, chosen for a Hopper GPU."""
-    from fastdp.kernels import common, linear
+    from fastdp.kernels import common
     from triton.runtime.jit import JITFunction
 
     found: list[tuple[Any, int, dict[str, Any]]] = []
@@ -215,17 +215,12 @@ def launched() -> Iterator[list[tuple[Any, int, dict[str, Any]]]]:
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         found.append((self, math.prod(grid(given) if callable(grid) else grid), given))
 
-    stores = getattr(linear, "_stores_gram", None)
     before, limits = JITFunction.run, list(common.ASSUMED)
     JITFunction.run, common.ASSUMED[:] = run, [common.Device(132, 227 * 1024, 90)]
-    if stores is not None:  # it asks whether a tensor lies on a GPU, which one on the meta device stands for here
-        linear._stores_gram = lambda a: common.is_half(a) and linear.BMM_WIDENS and a.size(1) <= linear.STORED_T
     try:
         yield found
     finally:
         JITFunction.run, common.ASSUMED[:] = before, limits
-        if stores is not None:
-            linear._stores_gram = stores
 
 
 def operator_job(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,

@@ -29,18 +29,12 @@ from .common import (
     wide,
 )  # fmt: skip
 from .finish import Sums, finish
-from .products import direct_kernel, gram_kernel, product_kernel, sizes_kernel, vector_kernel
-from .tiles import direct_tile, gram_is_cheaper, gram_tile
+from .products import direct_kernel, gram_kernel, sizes_kernel, vector_kernel
+from .tiles import diagonal, direct_tile, gram_is_cheaper, gram_tile
 
 METHODS = ("auto", "gram", "direct")
 ROWS = 16  # whose sizes one program takes
-STORED_T = 256  # up to so many positions the T x T products are stored; a guess until measured
 BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")  # 16-bit products with a float32 result, from PyTorch 2.8
-
-
-def _stores_gram(a: Tensor) -> bool:
-    """Whether T x T products are small enough that forming and storing them by cuBLAS is taken for the faster way."""
-    return a.is_cuda and is_half(a) and BMM_WIDENS and a.size(1) <= STORED_T
 
 
 # ---------------------------------------------------------------------- launchers
@@ -111,7 +105,7 @@ def _norms(a: Tensor, g: Tensor, method: str, kind: torch.dtype, tile: Tile | No
             sums = Sums(t, i, o, bound[0], bound[1] if enlarges else math.inf)
         if tile is not None or layers is not None:
             return (_gram if gram else _direct)(a, g, kind, tile, sums, layers)
-        route = _direct if not gram else _gram_stored if _stores_gram(a) else _gram
+        route = _gram if gram else _direct
         parts = [route(part_a, part_g, kind, None, sums) for part_a, part_g, _ in wide(a, g)]
     if len(parts) == 1:
         return parts[0]
@@ -145,29 +139,10 @@ def _gram(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None, sum
         p_a, p_g, partial, batch, t, i, o, *a.stride(), *g.stride(), n,
         BLOCK=tile.m, BLOCK_I=min(tile.k, extent(i, 64)), BLOCK_O=min(tile.k, extent(o, 64)), CHUNK=CHUNK,
         CHUNK_I=half and i > CHUNK, CHUNK_O=half and o > CHUNK, PRECISION=precision(a), TYPE=type_,
-        num_warps=tile.warps, num_stages=tile.stages,
+        DIAGONAL=diagonal(a, g, n), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     enlarge = truncation(i) + truncation(o) if half else 0.0
     return finish(partial, tiles, enlarge, kind, True, sums or Sums(t, i, o))
-
-
-def _gram_stored(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None,
-                 sums: Sums | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same from stored T x T products of cuBLAS."""
-    i, o = a.size(2), g.size(2)
-    x, y = (torch.bmm(r, r.mT, out_dtype=torch.float32) for r in (a, g))  # type: ignore[call-overload]
-    # cuBLAS sums in one go
-    return _reduce_products(x, y, truncation(i, i) + truncation(o, o), kind, sums or Sums(a.size(1), i, o))
-
-
-def _reduce_products(x: Tensor, y: Tensor, enlarge: float, kind: torch.dtype,
-                     sums: Sums) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """sum x y for each sample, with the guard of the gram route; x, y [B,T,T] float32, contiguous."""
-    count, block = x.size(1) * x.size(2), 4096
-    n = triton.cdiv(count, block)
-    partial = torch.empty((x.size(0), 5 * n), dtype=torch.float64, device=x.device)
-    product_kernel[(x.size(0) * n,)](x, y, partial, x.size(1), count, sums.i, sums.o, n, BLOCK=block, num_warps=4)
-    return finish(partial, n, enlarge, kind, True, sums)
 
 
 def _direct(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None, sums: Sums | None = None,

@@ -130,7 +130,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Matrix products at sizes of language models, of a low-rank adapter, and of no multiple of anything."""
-    for t, i, o in ((1024, 4096, 4096), (512, 768, 768), (1024, 768, 8), (197, 50, 300)):
+    for t, i, o in ((1024, 4096, 4096), (512, 768, 768), (1024, 768, 8), (197, 50, 300), (197, 768, 3072)):
         a, g, c = meta(8, t, i, dtype=dtype), meta(8, t, o, dtype=dtype), meta(8, dtype=torch.float32)
         name = f"T={t} I={i} O={o}"
         for method in ("gram", "direct"):

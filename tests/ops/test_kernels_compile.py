@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 # Of the cases of `python -m fastdp.kernels.report`, one or two a kernel and choice of tile.
 CASES = {
     "bf16": [
-        "gram T=1024 I=4096", "direct T=1024 I=4096", "per sample T=1024 I=768 O=8", "sum T=512", "gram T=197", "T=1 ",
+        "gram T=1024 I=4096", "direct T=1024 I=4096", "per sample T=1024 I=768 O=8", "sum T=512", "gram T=197", "sum T=197", "T=1 ",
         "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "layer norm", "group norm C=64 32^2 last",
         "many T=512", "stored", "segments",
     ],

@@ -92,13 +92,6 @@ def test_sizes(t: int, i: int, o: int, method: str, dtype: torch.dtype) -> None:
     assert bool((found >= want).all()) and bool((found <= want * (1 + 5e-5)).all()), (found / want - 1).tolist()
 
 
-def test_sizes_of_stored_products() -> None:
-    a, g = numbers(3, 70, 12), numbers(3, 70, 10, seed=1)
-    _, found = linear._reduce_products(a @ a.mT, g @ g.mT, 0.0, torch.float64, linear.Sums(70, 12, 10, 1.0))
-    want = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
-    assert found is not None and bool((found >= want).all()) and bool((found <= want * (1 + 5e-5)).all())
-
-
 @pytest.mark.parametrize("method", ["gram", "direct"])
 def test_norms_are_enlarged_where_the_sum_may_be_off(method: str) -> None:
     """By what `bounds` says in float64, and by nothing where terms do not cancel."""
