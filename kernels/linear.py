@@ -149,18 +149,33 @@ def _direct(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None, s
             layers: Layers | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     tile = tile or direct_tile(a, g)
     n_o, n_i = triton.cdiv(g.size(2), tile.m), triton.cdiv(a.size(2), tile.n)
-    (batch, t, i), o = a.shape, g.size(2)
-    p_a, p_g, count, type_ = _places(a, g, layers)
-    tiles = n_o * n_i
+    t, count, tiles = a.size(1), _places(a, g, layers)[2], n_o * n_i
     partial = torch.empty((count, tiles + (0 if sums is None else t)), dtype=torch.float64, device=a.device)
     _launch_direct(a, g, partial, tile, n_o, n_i, False, layers)
     if sums is not None:
-        n = triton.cdiv(t, ROWS)
-        sizes_kernel[(count * n,)](
-            p_a, p_g, partial[:, tiles:], batch, t, i, o, *a.stride(), *g.stride(), n, partial.stride(0),
-            BLOCK_T=ROWS, BLOCK=extent(max(i, o), 128), TYPE=type_, num_warps=4,
-        )  # fmt: skip
+        _launch_sizes(a, g, partial[:, tiles:], layers)
     return finish(partial, tiles, 2 * truncation(t) if is_half(a) else 0.0, kind, False, sums)
+
+
+def _launch_sizes(a: Tensor, g: Tensor, out: Tensor, layers: Layers | None = None) -> None:
+    (batch, t, i), o = a.shape, g.size(2)
+    p_a, p_g, count, type_ = _places(a, g, layers)
+    n = triton.cdiv(t, ROWS)
+    sizes_kernel[(count * n,)](
+        p_a, p_g, out, batch, t, i, o, *a.stride(), *g.stride(), n, out.stride(0),
+        BLOCK_T=ROWS, BLOCK=extent(max(i, o), 128), TYPE=type_, num_warps=4,
+    )  # fmt: skip
+
+
+def sizes(a: Tensor, g: Tensor) -> Tensor:
+    """sum_t |a_t| |g_t| of each sample, [B] float64, of a [B,T,I] and g [B,T,O]: each number is read once."""
+    a, g = as_rows(a, g)
+    if 0 in (*a.shape, g.size(2)):
+        return a.new_zeros(a.size(0), dtype=torch.float64)
+    out = torch.empty(a.shape[:2], dtype=torch.float64, device=a.device)
+    with torch.cuda.device_of(a):
+        _launch_sizes(a, g, out)
+    return out.sum(1)
 
 
 def _launch_direct(a: Tensor, g: Tensor, out: Tensor, tile: Tile, n_o: int, n_i: int, store: bool,

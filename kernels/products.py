@@ -15,7 +15,8 @@ from .finish import TINY
 
 @triton.jit
 def rows_product(p_x, o_row, o_col, T, K, stride_t, stride_k, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-                  CHUNK: tl.constexpr, CHUNKED: tl.constexpr, PRECISION: tl.constexpr, SAME: tl.constexpr = False):  # fmt: skip
+                  CHUNK: tl.constexpr, CHUNKED: tl.constexpr, PRECISION: tl.constexpr,
+                  SAME: tl.constexpr = False):  # fmt: skip
     """x_t . x_s for a tile of rows t and s of one sample, [BLOCK, BLOCK]. SAME: of equal rows, which are read once."""
     o_k = tl.arange(0, BLOCK_K)
     p_row = p_x + o_row.to(tl.int64)[:, None] * stride_t
