@@ -78,6 +78,9 @@ class Counted(TorchDispatchMode):
             if given.get("OUT") is not None:
                 self.bytes += layers * given["D_I"] * given["D_O"] * 4
         self.bytes += bytes_of(list(tensors.values()))
+        if "p_logits" in tensors:  # read: those of words that were looked up, 32 bytes at least of each
+            picked = tensors["p_ids"].numel() * given["T"]
+            self.bytes += min(0, 32 * picked - bytes_of([tensors["p_logits"]]))
 
 
 @contextlib.contextmanager

@@ -163,6 +163,8 @@ def tiles_of(kernel: str, grid: int, given: dict[str, Any]) -> float | None:
     if kernel == "gram_kernel":
         depth = up(given["D_I"], given["BLOCK_I"]) + up(given["D_O"], given["BLOCK_O"])
         return 2.0 * grid * given["BLOCK"] ** 2 * depth
+    if kernel == "cross_kernel":
+        return 2.0 * grid * given["BLOCK_T"] * given["BLOCK_K"] * up(given["D"], given["BLOCK_D"])
     if kernel in ("direct_kernel", "clipped_kernel", "clipped_rows_kernel"):
         samples = 1 if kernel == "direct_kernel" else given["share"]
         return 2.0 * grid * given["BLOCK_O"] * given["BLOCK_I"] * samples * up(given["T"], given["BLOCK_T"])
@@ -172,6 +174,9 @@ def tiles_of(kernel: str, grid: int, given: dict[str, Any]) -> float | None:
 def bytes_of_launch(given: dict[str, Any]) -> float:
     """What a launch reads and writes: each side of a product once; layers found by their addresses too."""
     moved = float(sum(size_of(value) for value in given.values() if isinstance(value, Tensor)))
+    if "p_logits" in given:  # of a tied table: those of words looked up, 32 bytes at least of each
+        logits, picked = given["p_logits"], given["p_ids"].numel() * given["T"]
+        moved += min(0.0, 32.0 * picked - size_of(logits))
     kind = given.get("TYPE")
     if kind is not None:
         layers = given["p_x" if "p_x" in given else "p_a"].numel()

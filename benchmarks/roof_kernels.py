@@ -22,7 +22,7 @@ Inner = Callable[[Callable[[], Any]], list[Job]]
 NAMES = {
     ("linear", "linear_norm_sq_and_bound"): "linear_norm_sq", ("many", "linear_norm_sq"): "linear_norm_sq",
     ("many", "linear_clipped_sum"): "linear_clipped_sum", ("many", "square_sum"): "square_sum",
-    ("many", "weighted_sum"): "weighted_sum",
+    ("many", "weighted_sum"): "weighted_sum", ("embedding", "cross_term_and_spread"): "tied_cross_term",
 }  # fmt: skip
 
 
@@ -61,6 +61,10 @@ def job_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
         least = Part(sum(part.flop for part in each), moved, 0, each[0].float32)
         a, g = pairs[0]
         text = f"B={a.size(0)} T={a.size(1) if a.dim() == 3 else 1} I={a.size(-1)} O={g.size(-1)}"
+    elif name == "tied_cross_term":  # a logit for each pair of a word looked up and a position
+        ids, e, h, g = args
+        pairs_of = ids.numel() * h.size(1)
+        least = Part(2.0 * pairs_of * h.size(2), moved - size_of(g) + pairs_of * g.element_size(), 0)
     else:
         least = Part(0.0, moved, 0)
     text += f" layers={len(pairs)}" if isinstance(first, list | tuple) and len(pairs) > 1 else ""

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from . import clipped, common, conv, head_loss, linear, many, norm, rows, segments
+from . import clipped, common, conv, embedding, head_loss, linear, many, norm, rows, segments
 
 ARCHITECTURES = {
     80: common.Device(108, 163 * 1024, 80),
@@ -213,9 +213,17 @@ def head_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"head loss V=50257{name}", dtype, lambda o=options: head_loss.gradient_(z, y, 0, 50257, **o))
 
 
+def embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """A table that is also the head, of an odd number of words."""
+    ids, g = meta(8, 512, dtype=torch.int64), meta(8, 512, 50257, dtype=dtype)
+    for d in (768, 4096):
+        e, h = meta(8, 512, d, dtype=dtype), meta(8, 512, d, dtype=dtype)
+        yield Case(f"tied cross term d={d}", dtype, lambda e=e, h=h: embedding.cross_term_and_spread(ids, e, h, g))
+
+
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Every launcher."""
-    for family in (linear_cases, many_cases, segment_cases, conv_cases, norm_cases, head_cases):
+    for family in (linear_cases, many_cases, segment_cases, conv_cases, norm_cases, head_cases, embedding_cases):
         yield from family(dtype)
 
 
