@@ -67,9 +67,10 @@ def job_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
         least = Part(2.0 * pairs_of * h.size(2), moved - size_of(g) + pairs_of * g.element_size(), 0)
     else:
         least = Part(0.0, moved, 0)
+    needed = None if name == "filled_once" else least  # a kernel could read rows as they lie
     text += f" layers={len(pairs)}" if isinstance(first, list | tuple) and len(pairs) > 1 else ""
     parts = tuple(part for job in inner for part in job.parts) + tuple(triton_parts(launches, 0.0))
-    return Job(" ".join([f"fastdp.{name}", *method]), text, parts, least)
+    return Job(" ".join([f"fastdp.{name}", *method]), text, parts, needed)
 
 
 @contextmanager

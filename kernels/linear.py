@@ -18,7 +18,9 @@ from torch import Tensor
 from .common import (
     CHUNK,
     Tile,
+    aligned,
     extent,
+    filled,
     float32_is_exact,
     has_kernel,
     is_half,
@@ -56,6 +58,17 @@ class Layers(NamedTuple):
     g: Tensor
     count: int
     type: tl.dtype
+
+
+def filled_once(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """a [B,T,I] and g [B,T,O] for norms and sums that would both copy one of them to whole vectors of columns: with
+    that copy, zeros behind, in its place. So where it is the wider one alone; else they are as they are."""
+    narrow, wider = sorted((a, g), key=lambda x: x.size(2))
+    if not is_half(a) or a.dtype != g.dtype or a.size(1) < 2 or narrow.size(2) < 2 or 0 in a.shape:
+        return a, g
+    if not aligned(narrow) or aligned(wider):
+        return a, g
+    return (filled(a), g) if wider is a else (a, filled(g))
 
 
 def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dtype | None = None,
