@@ -51,12 +51,12 @@ def job_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
            launches: list[Any]) -> Job:  # fmt: skip
     """What such a call is written down as: its floor is that of as many calls of the operator, in one launch."""
     first = args[0]
-    layers = list(first) if isinstance(first, list | tuple) else [args[:2]]
+    layers = list(first) if isinstance(first, list | tuple) else [tuple(t for t in args[:2] if isinstance(t, Tensor))]
     pairs = [layer if isinstance(layer, tuple) else (layer,) for layer in layers]
     moved = float(sum(map(size_of, {id(t): t for t in tensors((args, kwargs, out))}.values())))
     method = [a for a in args if a in ("gram", "direct") and isinstance(a, str)]
     text = sizes(pairs[0][:2])
-    if name.startswith("linear_") and all(isinstance(t, Tensor) for t in pairs[0]):
+    if name.startswith("linear_"):
         each = [least_of(name, (*pair, *args[2:]), {}, 0.0) for pair in pairs]
         least = Part(sum(part.flop for part in each), moved, 0, each[0].float32)
         a, g = pairs[0]

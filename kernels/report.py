@@ -172,6 +172,7 @@ def norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     x, rows = meta(8, 1024, 768, dtype=dtype), meta(8, 1024, dtype=torch.float32)
     yield Case("layer norm T=1024 d=768", dtype, lambda: norm.norm_affine_per_sample(x, x, rows, rows))
     yield Case("RMS norm T=1024 d=768", dtype, lambda: norm.rms_affine_per_sample(x, x, rows))
+    yield Case("RMS norm's statistic T=1024 d=768", dtype, lambda: norm.rms_rstd(x, 1e-6))
     images, groups = meta(8, 64, 32, 32, dtype=dtype), meta(8, 32, dtype=torch.float32)
     last = images.to(memory_format=torch.channels_last)
     for name, y in (("", images), (" last", last)):

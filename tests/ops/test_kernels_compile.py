@@ -14,7 +14,7 @@ CASES = {
     "bf16": [
         "gram T=1024 I=4096", "direct T=1024 I=4096", "per sample T=1024 I=768 O=8", "sum T=512", "gram T=197",
         "sum T=197", "T=1 ",
-        "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "layer norm", "group norm C=64 32^2 last",
+        "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "layer norm", "RMS norm's", "group norm C=64 32^2 last",
         "many T=512", "stored", "segments", "tied",
     ],
     "fp32": ["head loss", "gram T=512", "direct T=512", "sum T=197", "direct 3x3/2", "gram 16x16", "tied"],
@@ -37,6 +37,7 @@ def test_kernels_compile(dtype: str) -> None:
         "finish",
         "vector",
         "rows",
+        "rstd",
         "channels",
         "add_parts",
         "sizes",
