@@ -116,9 +116,11 @@ def test_products_lost_by_underflow_leave_no_small_norm() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("t", [2, 15, 16, 17, 31, 32, 33, 49])
-def test_tiles_on_the_diagonal(t: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [16, 1024])
+@pytest.mark.parametrize("t", [2, 15, 16, 17, 31, 32, 33])
+def test_tiles_on_the_diagonal(t: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formed from rows that are read once or as others are, at T that end with a tile or beside its end."""
+    monkeypatch.setattr(linear, "CHUNK", chunk)
     a, g = pair(3, t, 32, 48, dtype)
     truth, found = linear_gradients(a, g), {}
     for way in ("only",) if t <= 16 else ("apart", "as others"):
