@@ -78,6 +78,9 @@ class Counted(TorchDispatchMode):
             if given.get("OUT") is not None:
                 self.bytes += layers * given["D_I"] * given["D_O"] * 4
         self.bytes += bytes_of(list(tensors.values()))
+        if "p_logits" in tensors:  # read: those of words that were looked up, 32 bytes at least of each
+            picked = tensors["p_ids"].numel() * given["T"]
+            self.bytes += min(0, 32 * picked - bytes_of([tensors["p_logits"]]))
 
 
 @contextlib.contextmanager
@@ -109,6 +112,8 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 class Plain:
     """A planner that goes by arithmetic."""
 
+    memory_budget = None
+
     def norm_route(self, shape: Any, device: Any, short: bool) -> str:
         if shape.t == 1:
             return "T=1"
@@ -131,15 +136,20 @@ def stored_products(b: int = 32, count: int = 48, i: int = 768, o: int = 768) ->
     return [Stored(meta(o, i), meta(b, o, i, dtype=torch.float32), "linear") for _ in range(count)]
 
 
+def gradients_of(uses: list[Use]) -> Gradients:
+    return Gradients(uses, uses[0].batch, 1.0, torch.device("meta"), Plain())  # type: ignore[arg-type]
+
+
 def norms_of(uses: list[Use]) -> Callable[[], Any]:
     parameters = [use.operand for use in uses]
-    gradients = Gradients(uses, uses[0].batch, 1.0, torch.device("meta"), Plain())  # type: ignore[arg-type]
-    return lambda: gradients.norm_sq(parameters)
+    # within what is counted: a copy that norms and sums share is made for norms
+    return lambda: gradients_of(uses).norm_sq(parameters)
 
 
 def sums_of(uses: list[Use]) -> Callable[[], Any]:
     parameters, factors = [use.operand for use in uses], meta(uses[0].batch, dtype=torch.float32)
-    gradients = Gradients(uses, uses[0].batch, 1.0, torch.device("meta"), Plain())  # type: ignore[arg-type]
+    with counted():
+        gradients = gradients_of(uses)
     return lambda: gradients.clipped_sum(factors, parameters, True)
 
 

@@ -163,10 +163,32 @@ def tiles_of(kernel: str, grid: int, given: dict[str, Any]) -> float | None:
     if kernel == "gram_kernel":
         depth = up(given["D_I"], given["BLOCK_I"]) + up(given["D_O"], given["BLOCK_O"])
         return 2.0 * grid * given["BLOCK"] ** 2 * depth
+    if kernel == "cross_kernel":
+        return 2.0 * grid * given["BLOCK_T"] * given["BLOCK_K"] * up(given["D"], given["BLOCK_D"])
     if kernel in ("direct_kernel", "clipped_kernel", "clipped_rows_kernel"):
         samples = 1 if kernel == "direct_kernel" else given["share"]
         return 2.0 * grid * given["BLOCK_O"] * given["BLOCK_I"] * samples * up(given["T"], given["BLOCK_T"])
     return None
+
+
+def bytes_of_launch(given: dict[str, Any]) -> float:
+    """What a launch reads and writes: each side of a product once; layers found by their addresses too."""
+    moved = float(sum(size_of(value) for value in given.values() if isinstance(value, Tensor)))
+    if "p_logits" in given:  # of a tied table: those of words looked up, 32 bytes at least of each
+        logits, picked = given["p_logits"], given["p_ids"].numel() * given["T"]
+        moved += min(0.0, 32.0 * picked - size_of(logits))
+    kind = given.get("TYPE")
+    if kind is not None:
+        layers = given["p_x" if "p_x" in given else "p_a"].numel()
+        size = kind.primitive_bitwidth // 8
+        if "N" in given:
+            moved += layers * given["B"] * given["N"] * size
+            moved += layers * given["N"] * size if "p_c" in given else 0
+        else:
+            moved += layers * given["B"] * given.get("T", 1) * (given["D_I"] + given["D_O"]) * size
+    if given.get("OUT") is not None:  # sums go to memory of their own
+        moved += given["p_out"].numel() * math.prod((given["D_I"], given["D_O"], given["OUT"].primitive_bitwidth // 8))
+    return moved
 
 
 def triton_parts(launches: list[tuple[Any, int, dict[str, Any]]], flop: float) -> list[Part]:
@@ -178,8 +200,9 @@ def triton_parts(launches: list[tuple[Any, int, dict[str, Any]]], flop: float) -
         name = kernel.fn.__name__
         count = tiles_of(name, grid, given)
         known = known or bool(count)
-        exact = bool(values) and values[0].dtype == torch.float32
-        parts.append(Part(count or 0.0, sum(map(size_of, values)), 1, exact, name.startswith("conv_")))
+        kind = given.get("TYPE")
+        exact = bool(values) and (values[0].dtype if kind is None else str(kind)) in (torch.float32, "fp32")
+        parts.append(Part(count or 0.0, bytes_of_launch(given), 1, exact, name.startswith("conv_")))
     if parts and not known and flop:
         parts[0] = parts[0]._replace(flop=flop)
     return parts
@@ -188,7 +211,7 @@ def triton_parts(launches: list[tuple[Any, int, dict[str, Any]]], flop: float) -
 @contextmanager
 def launched() -> Iterator[list[tuple[Any, int, dict[str, Any]]]]:
     """Within it Triton kernels are written down with their grids instead of run, chosen for a Hopper GPU."""
-    from fastdp.kernels import common, linear
+    from fastdp.kernels import common
     from triton.runtime.jit import JITFunction
 
     found: list[tuple[Any, int, dict[str, Any]]] = []
@@ -197,17 +220,12 @@ def launched() -> Iterator[list[tuple[Any, int, dict[str, Any]]]]:
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         found.append((self, math.prod(grid(given) if callable(grid) else grid), given))
 
-    stores = getattr(linear, "_stores_gram", None)
     before, limits = JITFunction.run, list(common.ASSUMED)
     JITFunction.run, common.ASSUMED[:] = run, [common.Device(132, 227 * 1024, 90)]
-    if stores is not None:  # it asks whether a tensor lies on a GPU, which one on the meta device stands for here
-        linear._stores_gram = lambda a: common.is_half(a) and linear.BMM_WIDENS and a.size(1) <= linear.STORED_T
     try:
         yield found
     finally:
         JITFunction.run, common.ASSUMED[:] = before, limits
-        if stores is not None:
-            linear._stores_gram = stores
 
 
 def operator_job(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,

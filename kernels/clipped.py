@@ -29,7 +29,7 @@ from .common import (
     wide,
 )
 from .linear import Layers, as_rows
-from .tiles import matrix_tile
+from .tiles import sum_tile
 
 SHORT = 32  # samples of fewer rows are scaled row by row
 MOST_SPLITS = 16
@@ -223,7 +223,7 @@ def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile 
     p_a, p_g, count, type_ = (a, g, 1, None) if layers is None else (layers.a, layers.g, layers.count, layers.type)
     half = is_half(a)
     by_rows = not half or t < SHORT
-    tile = tile or (rows_tile(a, g) if by_rows else matrix_tile(o, i, t, a, g))
+    tile = tile or (rows_tile(a, g) if by_rows else sum_tile(a, g))
     n_o, n_i = triton.cdiv(o, tile.m), triton.cdiv(i, tile.n)
     units = device_limits(a.device).units
     share = triton.cdiv(batch, parts or splits(batch, t, count * n_o * n_i, units))

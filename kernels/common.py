@@ -167,9 +167,14 @@ def aligned(*tensors: Tensor) -> bool:
     )
 
 
+def filled(x: Tensor) -> Tensor:
+    """x [B,T,*] as it is, or copied with zeros to whole vectors of columns."""
+    return x if aligned(x) else F.pad(x, (0, -x.size(2) % VECTOR)).contiguous()
+
+
 def wide(a: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """a and g [B,T,*] as they are if their rows allow wide loads, else copied with zeros to whole vectors of columns,
-    so many samples at a time as fit PAD_BYTES; with the samples they are of.
+    """a and g [B,T,*] as they are if their rows allow wide loads, else filled, so many samples at a time as fit
+    PAD_BYTES; with the samples they are of.
     """
     if not is_half(a) or aligned(a, g):
         yield a, g, slice(0, a.size(0))
@@ -178,10 +183,7 @@ def wide(a: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
     count = max(1, PAD_BYTES // bytes_per_sample)
     for low in range(0, a.size(0), count):
         rows = slice(low, min(a.size(0), low + count))
-        part_a, part_g = (
-            x[rows] if aligned(x) else F.pad(x[rows], (0, -x.size(2) % VECTOR)).contiguous() for x in (a, g)
-        )
-        yield part_a, part_g, rows
+        yield *(x[rows] if aligned(x) else filled(x[rows]) for x in (a, g)), rows
 
 
 def stages(bytes_per_stage: int, shared: int, most: int = 4) -> int:

@@ -18,7 +18,9 @@ from torch import Tensor
 from .common import (
     CHUNK,
     Tile,
+    aligned,
     extent,
+    filled,
     float32_is_exact,
     has_kernel,
     is_half,
@@ -29,18 +31,12 @@ from .common import (
     wide,
 )  # fmt: skip
 from .finish import Sums, finish
-from .products import direct_kernel, gram_kernel, product_kernel, sizes_kernel, vector_kernel
-from .tiles import direct_tile, gram_is_cheaper, gram_tile
+from .products import direct_kernel, gram_kernel, sizes_kernel, vector_kernel
+from .tiles import diagonal, direct_tile, gram_is_cheaper, gram_tile
 
 METHODS = ("auto", "gram", "direct")
 ROWS = 16  # whose sizes one program takes
-STORED_T = 256  # up to so many positions the T x T products are stored; a guess until measured
 BMM_WIDENS = hasattr(torch.ops.aten.bmm, "dtype")  # 16-bit products with a float32 result, from PyTorch 2.8
-
-
-def _stores_gram(a: Tensor) -> bool:
-    """Whether T x T products are small enough that forming and storing them by cuBLAS is taken for the faster way."""
-    return a.is_cuda and is_half(a) and BMM_WIDENS and a.size(1) <= STORED_T
 
 
 # ---------------------------------------------------------------------- launchers
@@ -62,6 +58,17 @@ class Layers(NamedTuple):
     g: Tensor
     count: int
     type: tl.dtype
+
+
+def filled_once(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """a [B,T,I] and g [B,T,O] for norms and sums that would both copy one of them to whole vectors of columns: with
+    that copy, zeros behind, in its place. So where it is the wider one alone; else they are as they are."""
+    narrow, wider = sorted((a, g), key=lambda x: x.size(2))
+    if not is_half(a) or a.dtype != g.dtype or a.size(1) < 2 or narrow.size(2) < 2 or 0 in a.shape:
+        return a, g
+    if not aligned(narrow) or aligned(wider):
+        return a, g
+    return (filled(a), g) if wider is a else (a, filled(g))
 
 
 def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.dtype | None = None,
@@ -111,7 +118,7 @@ def _norms(a: Tensor, g: Tensor, method: str, kind: torch.dtype, tile: Tile | No
             sums = Sums(t, i, o, bound[0], bound[1] if enlarges else math.inf)
         if tile is not None or layers is not None:
             return (_gram if gram else _direct)(a, g, kind, tile, sums, layers)
-        route = _direct if not gram else _gram_stored if _stores_gram(a) else _gram
+        route = _gram if gram else _direct
         parts = [route(part_a, part_g, kind, None, sums) for part_a, part_g, _ in wide(a, g)]
     if len(parts) == 1:
         return parts[0]
@@ -145,47 +152,43 @@ def _gram(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None, sum
         p_a, p_g, partial, batch, t, i, o, *a.stride(), *g.stride(), n,
         BLOCK=tile.m, BLOCK_I=min(tile.k, extent(i, 64)), BLOCK_O=min(tile.k, extent(o, 64)), CHUNK=CHUNK,
         CHUNK_I=half and i > CHUNK, CHUNK_O=half and o > CHUNK, PRECISION=precision(a), TYPE=type_,
-        num_warps=tile.warps, num_stages=tile.stages,
+        DIAGONAL=diagonal(a, g, n), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     enlarge = truncation(i) + truncation(o) if half else 0.0
     return finish(partial, tiles, enlarge, kind, True, sums or Sums(t, i, o))
-
-
-def _gram_stored(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None,
-                 sums: Sums | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same from stored T x T products of cuBLAS."""
-    i, o = a.size(2), g.size(2)
-    x, y = (torch.bmm(r, r.mT, out_dtype=torch.float32) for r in (a, g))  # type: ignore[call-overload]
-    # cuBLAS sums in one go
-    return _reduce_products(x, y, truncation(i, i) + truncation(o, o), kind, sums or Sums(a.size(1), i, o))
-
-
-def _reduce_products(x: Tensor, y: Tensor, enlarge: float, kind: torch.dtype,
-                     sums: Sums) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """sum x y for each sample, with the guard of the gram route; x, y [B,T,T] float32, contiguous."""
-    count, block = x.size(1) * x.size(2), 4096
-    n = triton.cdiv(count, block)
-    partial = torch.empty((x.size(0), 5 * n), dtype=torch.float64, device=x.device)
-    product_kernel[(x.size(0) * n,)](x, y, partial, x.size(1), count, sums.i, sums.o, n, BLOCK=block, num_warps=4)
-    return finish(partial, n, enlarge, kind, True, sums)
 
 
 def _direct(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None, sums: Sums | None = None,
             layers: Layers | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     tile = tile or direct_tile(a, g)
     n_o, n_i = triton.cdiv(g.size(2), tile.m), triton.cdiv(a.size(2), tile.n)
-    (batch, t, i), o = a.shape, g.size(2)
-    p_a, p_g, count, type_ = _places(a, g, layers)
-    tiles = n_o * n_i
+    t, count, tiles = a.size(1), _places(a, g, layers)[2], n_o * n_i
     partial = torch.empty((count, tiles + (0 if sums is None else t)), dtype=torch.float64, device=a.device)
     _launch_direct(a, g, partial, tile, n_o, n_i, False, layers)
     if sums is not None:
-        n = triton.cdiv(t, ROWS)
-        sizes_kernel[(count * n,)](
-            p_a, p_g, partial[:, tiles:], batch, t, i, o, *a.stride(), *g.stride(), n, partial.stride(0),
-            BLOCK_T=ROWS, BLOCK=extent(max(i, o), 128), TYPE=type_, num_warps=4,
-        )  # fmt: skip
+        _launch_sizes(a, g, partial[:, tiles:], layers)
     return finish(partial, tiles, 2 * truncation(t) if is_half(a) else 0.0, kind, False, sums)
+
+
+def _launch_sizes(a: Tensor, g: Tensor, out: Tensor, layers: Layers | None = None) -> None:
+    (batch, t, i), o = a.shape, g.size(2)
+    p_a, p_g, count, type_ = _places(a, g, layers)
+    n = triton.cdiv(t, ROWS)
+    sizes_kernel[(count * n,)](
+        p_a, p_g, out, batch, t, i, o, *a.stride(), *g.stride(), n, out.stride(0),
+        BLOCK_T=ROWS, BLOCK=extent(max(i, o), 128), TYPE=type_, num_warps=4,
+    )  # fmt: skip
+
+
+def sizes(a: Tensor, g: Tensor) -> Tensor:
+    """sum_t |a_t| |g_t| of each sample, [B] float64, of a [B,T,I] and g [B,T,O]: each number is read once."""
+    a, g = as_rows(a, g)
+    if 0 in (*a.shape, g.size(2)):
+        return a.new_zeros(a.size(0), dtype=torch.float64)
+    out = torch.empty(a.shape[:2], dtype=torch.float64, device=a.device)
+    with torch.cuda.device_of(a):
+        _launch_sizes(a, g, out)
+    return out.sum(1)
 
 
 def _launch_direct(a: Tensor, g: Tensor, out: Tensor, tile: Tile, n_o: int, n_i: int, store: bool,

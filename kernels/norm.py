@@ -48,6 +48,21 @@ def rows_kernel(
 
 
 @triton.jit
+def rstd_kernel(p_x, p_out, N, T, D, eps, stride_b, stride_t, stride_d, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """1 / sqrt(mean of squares + eps) of BLOCK_N of the N = B T rows of x [B, T, D], by sums in float64."""
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p_row = p_x + (o_n // T * stride_b + o_n % T * stride_t)[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_D], tl.float64)
+    for d in range(0, D, BLOCK_D):
+        o_d = d + tl.arange(0, BLOCK_D)
+        mask = (o_n < N)[:, None] & (o_d < D)[None, :]
+        x = tl.load(p_row + o_d.to(tl.int64)[None, :] * stride_d, mask=mask, other=0.0).to(tl.float64)
+        total += x * x
+    rstd = 1.0 / tl.sqrt(tl.sum(total, 1) / D + eps)
+    tl.store(p_out + o_n, rstd.to(tl.float32), mask=o_n < N)
+
+
+@triton.jit
 def channels_kernel(
     p_x, p_g, p_mean, p_rstd, p_weight, p_bias, C, S, stride_xb, stride_xc, stride_xs, stride_gb, stride_gc, stride_gs,
     per_group, groups, SUM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -124,6 +139,18 @@ def norm_affine_per_sample(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> 
 def rms_affine_per_sample(x: Tensor, g: Tensor, rstd: Tensor) -> Tensor:
     """RMS norm: sum_t g_t x_t rstd_t, [B,d]. x, g [B,...,d]; rstd [B,...] or [B,...,1]. Raises ValueError on shapes."""
     return _rows(x, g, None, rstd)[0]
+
+
+def rms_rstd(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean of squares + eps) of each row of x [B,T,d], which is read once: [B,T] float32."""
+    (batch, count, d), block = x.shape, 4
+    out = torch.empty((batch, count), dtype=torch.float32, device=x.device)
+    if out.numel():
+        with torch.cuda.device_of(x):
+            rstd_kernel[(triton.cdiv(batch * count, block),)](
+                x, out, batch * count, count, d, eps, *x.stride(), BLOCK_N=block, BLOCK_D=extent(d, 512), num_warps=4
+            )
+    return out
 
 
 def group_affine_per_sample(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor,

@@ -15,8 +15,9 @@ from .finish import TINY
 
 @triton.jit
 def rows_product(p_x, o_row, o_col, T, K, stride_t, stride_k, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-                  CHUNK: tl.constexpr, CHUNKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """x_t . x_s for a tile of rows t and s of one sample, [BLOCK, BLOCK]."""
+                  CHUNK: tl.constexpr, CHUNKED: tl.constexpr, PRECISION: tl.constexpr,
+                  SAME: tl.constexpr = False):  # fmt: skip
+    """x_t . x_s for a tile of rows t and s of one sample, [BLOCK, BLOCK]. SAME: of equal rows, which are read once."""
     o_k = tl.arange(0, BLOCK_K)
     p_row = p_x + o_row.to(tl.int64)[:, None] * stride_t
     p_col = p_x + o_col.to(tl.int64)[None, :] * stride_t
@@ -28,7 +29,10 @@ def rows_product(p_x, o_row, o_col, T, K, stride_t, stride_k, BLOCK: tl.constexp
             o = k + o_k
             m_k, o = o < K, o.to(tl.int64)  # columns may be far apart, as those of a convolution of 1 x 1 are
             row = tl.load(p_row + o[None, :] * stride_k, mask=m_row & m_k[None, :], other=0.0)
-            col = tl.load(p_col + o[:, None] * stride_k, mask=m_col & m_k[:, None], other=0.0)
+            if SAME:
+                col = tl.trans(row)
+            else:
+                col = tl.load(p_col + o[:, None] * stride_k, mask=m_col & m_k[:, None], other=0.0)
             acc = dot(row, col, acc, PRECISION)
         if CHUNKED:
             total += acc
@@ -48,25 +52,17 @@ def _put_sizes(p_sizes, rows, gram_a, gram_g, o_row, o_col, T, D_I, D_O):
 
 
 @triton.jit
-def gram_kernel(
-    p_a, p_g, p_partial, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, n,
-    BLOCK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNK_I: tl.constexpr, CHUNK_O: tl.constexpr, PRECISION: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
-    """One tile of one sample's triangle of T x T summands, of one of the layers; n rows of tiles."""
+def _gram_tile(p_a, p_g, p_partial, i_row, i_col, i_tile, T, D_I, D_O, stride_at, stride_ai, stride_gt, stride_go, n,
+               BLOCK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, CHUNK: tl.constexpr,
+               CHUNK_I: tl.constexpr, CHUNK_O: tl.constexpr, PRECISION: tl.constexpr,
+               SAME: tl.constexpr):  # fmt: skip
+    """One tile of one sample's triangle. SAME: one on the diagonal, whose columns are its rows; else it may be any."""
     tiles = n * (n + 1) // 2
-    pid = tl.program_id(0)
-    i_all, i_tile = pid // tiles, pid % tiles
-    i_b = (i_all % B).to(tl.int64)
-    p_a, p_g = start_of(p_a, i_all // B, TYPE), start_of(p_g, i_all // B, TYPE)
-    i_row, i_col = triangle(i_tile, n, 8)
     o_row = i_row * BLOCK + tl.arange(0, BLOCK)
     o_col = i_col * BLOCK + tl.arange(0, BLOCK)
-    m = rows_product(p_a + i_b * stride_ab, o_row, o_col, T, D_I, stride_at, stride_ai, BLOCK, BLOCK_I, CHUNK, CHUNK_I,
-                      PRECISION)  # fmt: skip
-    gram_g = rows_product(p_g + i_b * stride_gb, o_row, o_col, T, D_O, stride_gt, stride_go, BLOCK, BLOCK_O, CHUNK,
-                           CHUNK_O, PRECISION)  # fmt: skip
-    p_partial += i_all.to(tl.int64) * (2 * tiles + 3 * n)
+    m = rows_product(p_a, o_row, o_col, T, D_I, stride_at, stride_ai, BLOCK, BLOCK_I, CHUNK, CHUNK_I, PRECISION, SAME)
+    gram_g = rows_product(p_g, o_row, o_col, T, D_O, stride_gt, stride_go, BLOCK, BLOCK_O, CHUNK, CHUNK_O, PRECISION,
+                          SAME)  # fmt: skip
     if i_row == i_col:
         _put_sizes(p_partial + 2 * tiles + i_row, n, m, gram_g, o_row, o_col, T, D_I, D_O)
     # M_ts = (a_t . a_s)(g_t . g_s)
@@ -74,6 +70,35 @@ def gram_kernel(
     weight = tl.where(i_row == i_col, 1.0, 2.0).to(tl.float64)  # M_ts = M_st: each pair of tiles is formed once
     tl.store(p_partial + i_tile, weight * value)
     tl.store(p_partial + tiles + i_tile, weight * spread)
+
+
+@triton.jit
+def gram_kernel(
+    p_a, p_g, p_partial, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, n,
+    BLOCK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNK_I: tl.constexpr, CHUNK_O: tl.constexpr, PRECISION: tl.constexpr, TYPE: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """One tile of one sample's triangle of T x T summands, of one of the layers; n rows of tiles.
+
+    DIAGONAL: "only" such tiles there are (n = 1), or they go "apart": they read their rows once, in place of rows and
+    columns. Else they are as others.
+    """
+    tiles = n * (n + 1) // 2
+    pid = tl.program_id(0)
+    i_all, i_tile = pid // tiles, pid % tiles
+    i_b = (i_all % B).to(tl.int64)
+    p_a, p_g = start_of(p_a, i_all // B, TYPE) + i_b * stride_ab, start_of(p_g, i_all // B, TYPE) + i_b * stride_gb
+    p_partial += i_all.to(tl.int64) * (2 * tiles + 3 * n)
+    i_row, i_col = triangle(i_tile, n, 8)
+    if DIAGONAL == "only":
+        _gram_tile(p_a, p_g, p_partial, i_row, i_row, i_tile, T, D_I, D_O, stride_at, stride_ai, stride_gt, stride_go,
+                   n, BLOCK, BLOCK_I, BLOCK_O, CHUNK, CHUNK_I, CHUNK_O, PRECISION, True)  # fmt: skip
+    elif DIAGONAL == "apart" and i_row == i_col:  # a branch of its own: one within the loops spills registers
+        _gram_tile(p_a, p_g, p_partial, i_row, i_row, i_tile, T, D_I, D_O, stride_at, stride_ai, stride_gt, stride_go,
+                   n, BLOCK, BLOCK_I, BLOCK_O, CHUNK, CHUNK_I, CHUNK_O, PRECISION, True)  # fmt: skip
+    else:
+        _gram_tile(p_a, p_g, p_partial, i_row, i_col, i_tile, T, D_I, D_O, stride_at, stride_ai, stride_gt, stride_go,
+                   n, BLOCK, BLOCK_I, BLOCK_O, CHUNK, CHUNK_I, CHUNK_O, PRECISION, False)  # fmt: skip
 
 
 @triton.jit
@@ -143,22 +168,6 @@ def _row_squares(p_row, m_t, K, stride_k, BLOCK_T: tl.constexpr, BLOCK: tl.const
         x = tl.load(p_row + o.to(tl.int64)[None, :] * stride_k, mask=mask, other=0.0).to(tl.float64)
         total += x * x
     return tl.sum(total, 1)
-
-
-@triton.jit
-def product_kernel(p_x, p_y, p_partial, T, N, D_I, D_O, n, BLOCK: tl.constexpr):
-    """Sums of M = x y and of M^2 over one block of a sample's N = T T stored products; n blocks a sample."""
-    pid = tl.program_id(0)
-    i_b, i_n = (pid // n).to(tl.int64), pid % n
-    o_n = i_n * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(p_x + i_b * N + o_n, mask=o_n < N, other=0.0)[:, None]
-    y = tl.load(p_y + i_b * N + o_n, mask=o_n < N, other=0.0)[:, None]
-    p_partial += i_b * (5 * n) + i_n
-    on_diagonal = tl.where(o_n < N, o_n % (T + 1), 1)  # 0 on it: entries are T + 1 apart
-    _put_sizes(p_partial + 2 * n, n, x, y, on_diagonal, tl.zeros([1], tl.int32), 1, D_I, D_O)
-    value, spread = tile_sums(x * y)
-    tl.store(p_partial, value)
-    tl.store(p_partial + n, spread)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from . import clipped, common, conv, head_loss, linear, many, norm, rows, segments
+from . import clipped, common, conv, embedding, head_loss, linear, many, norm, rows, segments
 
 ARCHITECTURES = {
     80: common.Device(108, 163 * 1024, 80),
@@ -130,7 +130,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Matrix products at sizes of language models, of a low-rank adapter, and of no multiple of anything."""
-    for t, i, o in ((1024, 4096, 4096), (512, 768, 768), (1024, 768, 8), (197, 50, 300)):
+    for t, i, o in ((1024, 4096, 4096), (512, 768, 768), (1024, 768, 8), (197, 50, 300), (197, 768, 3072)):
         a, g, c = meta(8, t, i, dtype=dtype), meta(8, t, o, dtype=dtype), meta(8, dtype=torch.float32)
         name = f"T={t} I={i} O={o}"
         for method in ("gram", "direct"):
@@ -172,6 +172,7 @@ def norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     x, rows = meta(8, 1024, 768, dtype=dtype), meta(8, 1024, dtype=torch.float32)
     yield Case("layer norm T=1024 d=768", dtype, lambda: norm.norm_affine_per_sample(x, x, rows, rows))
     yield Case("RMS norm T=1024 d=768", dtype, lambda: norm.rms_affine_per_sample(x, x, rows))
+    yield Case("RMS norm's statistic T=1024 d=768", dtype, lambda: norm.rms_rstd(x, 1e-6))
     images, groups = meta(8, 64, 32, 32, dtype=dtype), meta(8, 32, dtype=torch.float32)
     last = images.to(memory_format=torch.channels_last)
     for name, y in (("", images), (" last", last)):
@@ -213,9 +214,17 @@ def head_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"head loss V=50257{name}", dtype, lambda o=options: head_loss.gradient_(z, y, 0, 50257, **o))
 
 
+def embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """A table that is also the head, of an odd number of words."""
+    ids, g = meta(8, 512, dtype=torch.int64), meta(8, 512, 50257, dtype=dtype)
+    for d in (768, 4096):
+        e, h = meta(8, 512, d, dtype=dtype), meta(8, 512, d, dtype=dtype)
+        yield Case(f"tied cross term d={d}", dtype, lambda e=e, h=h: embedding.cross_term_and_spread(ids, e, h, g))
+
+
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Every launcher."""
-    for family in (linear_cases, many_cases, segment_cases, conv_cases, norm_cases, head_cases):
+    for family in (linear_cases, many_cases, segment_cases, conv_cases, norm_cases, head_cases, embedding_cases):
         yield from family(dtype)
 
 

@@ -23,7 +23,7 @@ def square_kernel(p_x, p_out, B, N, n, stride_b, stride_n, PART: tl.constexpr, B
     i_all, i_n = pid // n, (pid % n).to(tl.int64)
     p_x = start_of(p_x, i_all // B, TYPE) + (i_all % B).to(tl.int64) * stride_b
     total = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, PART, BLOCK):
+    for start in range(0, tl.minimum(N - i_n * PART, PART), BLOCK):
         o_n = i_n * PART + start + tl.arange(0, BLOCK)
         x = tl.load(p_x + o_n * stride_n, mask=o_n < N, other=0.0).to(tl.float64)
         total += x * x

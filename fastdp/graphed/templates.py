@@ -83,7 +83,7 @@ def templates_of(gradients: Gradients, size: int, recorder: Recorder) -> tuple[l
             setattr(empty, name, torch.empty(0))
         empty.clock, empty.shared = None, False
         if isinstance(empty, Matmul):
-            empty.bound = None
+            empty.bound = empty.filled = None
         found.append(Template(empty, places))
     return found, data
 

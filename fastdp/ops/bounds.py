@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from . import extension
 from .rows import square_sum
 
 # A bound of less than this share of the norm is left out: no contribution exceeds the clipping norm by more.
@@ -62,6 +63,8 @@ def of_products(a: Tensor, g: Tensor) -> Tensor | None:
     """The bound [B] for sum_t g_t a_t^T, a [B,T,I] and g [B,T,O], by sum_t |g_t| |a_t|. None: no sum at all."""
     if a.size(1) <= 1 or a.numel() == 0 or g.numel() == 0:
         return None
+    if (kernels := extension.on_device("linear", a, g)) is not None:
+        return kernels.sizes(a, g) * units_of_products(a, g)  # type: ignore[no-any-return]
     wide = [torch.complex128 if rows.is_complex() else torch.float64 for rows in (a, g)]
     sizes = [torch.linalg.vector_norm(rows, dim=2, dtype=kind) for rows, kind in zip((a, g), wide, strict=True)]
     return (sizes[0] * sizes[1]).sum(1) * units_of_products(a, g)
@@ -72,14 +75,12 @@ def of_segments(a: Tensor, g: Tensor, starts: Tensor, batch: int) -> Tensor:
 
     starts: where segments begin, [matrices * batch + 1]. Segments of one row are no sums.
     """
-    counts, rows = starts.diff(), torch.arange(a.size(0), device=a.device)
-    segment = torch.searchsorted(starts[1:].contiguous(), rows, right=True)  # rows of no matrix: one behind the last
-    sizes = [torch.zeros(counts.numel() + 1, dtype=torch.float64, device=a.device) for _ in range(2)]
-    for total, values in zip(sizes, (a, g), strict=True):
-        total.index_add_(0, segment, square_sum(values))
+    counts = starts.diff()
+    # in the order of rows, without atomics: the same bits each time; rows of no matrix lie behind the last start
+    sizes = [torch.segment_reduce(square_sum(x), "sum", offsets=starts, initial=0, unsafe=True) for x in (a, g)]
     terms = counts.double() if min(a.size(1), g.size(1)) == 1 else counts.double().clamp(max=BLOCK)
     units = torch.where(counts > 1, (FEW + DRIFT * terms) * unit(a), torch.zeros_like(terms))
-    each = units * (sizes[0][:-1].sqrt() * sizes[1][:-1].sqrt())
+    each = units * (sizes[0].sqrt() * sizes[1].sqrt())
     return torch.where(counts > 1, each, torch.zeros_like(each)).view(-1, batch).square().sum(0).sqrt()
 
 
@@ -102,7 +103,7 @@ def of_repeats(ids: Tensor, g: Tensor) -> Tensor | None:
     stop = torch.where(last, place, ids.size(1)).flip(1).cummin(1).values.flip(1)
     times = torch.empty_like(start).scatter_(1, order, stop - start + 1)  # of the id of each row
     if g.device.type != "cpu":
-        sizes = torch.linalg.vector_norm(g, dim=2, dtype=torch.float64).square()
+        sizes = square_sum(g.flatten(0, 1)).view(ids.shape)
     else:
         repeated = (times > 1).nonzero(as_tuple=True)
         if not len(repeated[0]):

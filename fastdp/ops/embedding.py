@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import extension
 from .common import DTYPES, accumulate, check_padding, chunks, norm_type, scaled, sum_type
 from .noise import on_cuda
-from .registry import cpp, define, native
+from .registry import Kernel, cpp, define, native, triton_module
 from .rows import square_sum
 
 
@@ -113,6 +114,8 @@ def cross_term_and_spread(ids: Tensor, g_embedding: Tensor, h_head: Tensor, g_he
     """`tied_cross_term` and what its rounding is to be told from: sum_{k,t} |g_head[t, ids_k]| |g_embedding_k| |h_t|,
     [B] float64 each."""
     ids, e = _two(ids, g_embedding)
+    if (kernels := extension.on_device("embedding", e, h_head, g_head)) is not None:
+        return kernels.cross_term_and_spread(ids, e, h_head, g_head)  # type: ignore[no-any-return]
     e, h = accumulate(e), accumulate(h_head)
     out, spread = (e.new_empty(ids.size(0), dtype=torch.float64) for _ in range(2))
     for low, high in chunks(ids.size(0), 3 * ids.size(1) * h.size(1) * e.element_size()):
@@ -205,6 +208,7 @@ _cross_term_op = define(
     "-> Tensor",
     _cross_term,
     lambda ids, e, h, g, *, dtype=None: e.new_empty(ids.size(0), dtype=norm_type(e, dtype)),
+    CUDA=Kernel("Triton", lambda: found if isinstance(found := triton_module("embedding"), str) else _cross_term),
 )
 
 

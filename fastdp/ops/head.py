@@ -16,6 +16,7 @@ from torch import Tensor
 from .bounds import roundings, unit
 from .common import accumulate, chunks, full_float32, sum_type
 from .registry import triton_module
+from .rows import square_sum
 
 SLICE = 64 * 2**20  # bytes of a slice of the logits
 # What logits computed again, by products of other shapes, may be off. MEASURED, in units of |h| |W_v| in the last
@@ -40,6 +41,11 @@ def kernels_for(z: Tensor) -> Any:
         return None
     found = triton_module("head_loss")
     return None if isinstance(found, str) else found
+
+
+def _sizes(h: Tensor) -> Tensor:
+    """The size of each token's hidden state, h [B,T,d]: [B,T] float64, without a copy of h."""
+    return square_sum(h.flatten(0, 1)).sqrt().view(h.shape[:2])
 
 
 class Head:
@@ -152,7 +158,7 @@ class Head:
         probabilities: [B,T] float64, of h [B,T,d] and lse [B,T]."""
         largest = self._largest = self._largest_row() if self._largest is None else self._largest
         scale, size = abs(self.terms.logit_scale), lse.abs().double()
-        reach = torch.linalg.vector_norm(h, dim=2, dtype=torch.float64) * largest * scale  # |h| |W_v|
+        reach = _sizes(h) * largest * scale  # |h| |W_v|
         steady = (size - math.log(self.vocabulary) - reach / 4).clamp(min=0)
         units = AGAIN * reach + STEADY * roundings(h.size(2)) * steady
         return units * (unit(h) * scale * (1 + 2 * abs(self.terms.z_loss) * (1 + size)))
@@ -167,8 +173,7 @@ class Head:
 
     def doubt(self, h: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
         """What that does to sums of weight_t g_t h_t^T: [B] float64; weights [B,T]."""
-        sizes = torch.linalg.vector_norm(h, dim=2, dtype=torch.float64)
-        return torch.where(weights != 0, self.again(h, lse) * sizes * weights.abs(), 0).sum(1)
+        return torch.where(weights != 0, self.again(h, lse) * _sizes(h) * weights.abs(), 0).sum(1)
 
     def times_weight(self, g: Tensor, low: int = 0) -> Tensor:
         """sum_v g_tv W_v over the words of a slice that begins with `low`: [N,d]."""

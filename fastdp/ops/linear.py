@@ -282,6 +282,17 @@ def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tenso
     return bounds.enlarged(found, products), products
 
 
+def filled_once(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """a [B,T,I] and g [B,T,O], or one with columns of zeros behind it, where kernels would copy it so for norms and
+    again for sums: an odd vocabulary's logits. Norms and bounds stay; of sums, the first rows and columns are wanted.
+    """
+    kernels = extension.on_device("linear", a, g)
+    if kernels is None:
+        return a, g
+    with torch.no_grad():
+        return kernels.filled_once(a, g)  # type: ignore[no-any-return]
+
+
 def norm_sq_of_many(pairs: Sequence[tuple[Tensor, Tensor]], method: str = "auto") -> Tensor:
     """`norm_sq_and_bound` of products of equal shapes and types, by few launches: [len(pairs), B] float64."""
     kernels = extension.on_device("many", *pairs[0])

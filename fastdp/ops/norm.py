@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import extension
 from .common import DTYPES, accumulate, sum_type
 from .registry import cpp, define, native, triton
 
@@ -136,6 +137,14 @@ def norm_affine_per_sample(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> 
         ValueError: if a shape is wrong.
     """
     return _layer_op(x, g, mean, rstd)  # type: ignore[no-any-return]
+
+
+def rms_rstd(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean of squares + eps) of each row of x [B,T,d]: [B,T] in the type of sums."""
+    if (kernels := extension.on_device("norm", x)) is not None:
+        return kernels.rms_rstd(x, eps)  # type: ignore[no-any-return]
+    sizes = torch.linalg.vector_norm(x, dim=2, dtype=sum_type(x))
+    return sizes.square().div_(x.size(2)).add_(eps).rsqrt_()
 
 
 def rms_affine_per_sample(x: Tensor, g: Tensor, rstd: Tensor) -> Tensor:

@@ -38,11 +38,22 @@ class Matmul(Positioned):
     def __init__(self, operand: Tensor, a: Tensor, g: Tensor, name: str) -> None:
         super().__init__(operand, a.size(0), name)
         self.a, self.g = a, g
+        self.filled: tuple[Tensor, Tensor] | None = None  # both, one with columns of zeros behind it
         self.bound: Tensor | None = None  # of the rounding, where the norms were taken and told it
         self.shape: Shape = Shape("linear", a.size(0), a.size(1), a.size(2), g.size(2))
 
     def plan(self, planner: Planner) -> None:
         self.route = planner.norm_route(self.shape, self.a.device, is_short(self.a))
+        if planner.memory_budget is None:
+            whole = ops.linear.filled_once(self.a, self.g)
+            if whole[0] is not self.a or whole[1] is not self.g:  # the copy stays, what it is of goes
+                self.filled = whole
+                self.a, self.g = (x[..., : own.size(2)] for x, own in zip(whole, self.sides(), strict=True))
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """What kernels are given."""
+        return self.filled or (self.a, self.g)
 
     def sides(self) -> tuple[Tensor, Tensor]:
         return self.a, self.g
@@ -82,7 +93,7 @@ class Matmul(Positioned):
 
     def norm_sq(self) -> Tensor:
         method = "auto" if self.route == "T=1" else self.route
-        found, self.bound = ops.linear.norm_sq_and_bound(self.a, self.g, method)
+        found, self.bound = ops.linear.norm_sq_and_bound(*self.whole, method)
         return found
 
     def rounding(self) -> Tensor | None:
@@ -94,7 +105,13 @@ class Matmul(Positioned):
     def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
         if into is not None:
             return ops.linear.overwrite_clipped_sum(self.a, self.g, factors, into)
-        return ops.linear_clipped_sum(self.a, self.g, factors)
+        return trimmed(ops.linear_clipped_sum(*self.whole, factors), self.operand)
+
+
+def trimmed(total: Tensor, operand: Tensor) -> Tensor:
+    """A sum without the rows or columns that are of columns of zeros."""
+    outputs, inputs = operand.shape
+    return total if total.shape == operand.shape else total[:outputs, :inputs].contiguous()
 
 
 def by_address(a: Tensor, g: Tensor) -> bool:
@@ -108,7 +125,7 @@ class Many(Together):
 
     def __init__(self, uses: Sequence[Matmul]) -> None:
         self.operand, self.route = uses[0].operand, uses[0].route
-        self._pairs = [(use.a, use.g) for use in uses]
+        self._pairs = [use.whole for use in uses]
 
     def norm_sq(self) -> Tensor:
         return ops.linear.norm_sq_of_many(self._pairs, "auto" if self.route == "T=1" else self.route).flatten()
@@ -117,7 +134,7 @@ class Many(Together):
         pairs = self._pairs
         if last:
             self._pairs = []
-        return ops.linear.clipped_sums_of_many(pairs, factors, last)
+        return [trimmed(total, self.operand) for total in ops.linear.clipped_sums_of_many(pairs, factors, last)]
 
 
 def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:

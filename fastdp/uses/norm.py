@@ -15,7 +15,7 @@ from ..errors import SampleMixingError
 from ..layouts.calls import Call, bind
 from ..layouts.layout import Layout
 from ..layouts.propagate import layouts_of
-from ..ops.common import accumulate, sum_type
+from ..ops.common import accumulate
 from .broadcast import use_by_sample, uses_of_broadcast
 from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
@@ -67,9 +67,7 @@ class _RMSNorm(_Norm):
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         operand, lead = ctx.operands[0], saved[0].dim() - len(self.along)
         x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
-        sizes = torch.linalg.vector_norm(x, dim=2, dtype=sum_type(x))
-        rstd = sizes.square().div_(x.size(2)).add_(self.eps).rsqrt_()
-        rows = ops.rms_affine_per_sample(x, g, rstd)
+        rows = ops.rms_affine_per_sample(x, g, ops.norm.rms_rstd(x, self.eps))
         ctx.forward_pass.record(use_by_sample(operand, rows.view(rows.size(0), *operand.shape), self.name))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from ..routes import forced
 from ..truth import norms_of, truth
 
 pytest.importorskip("triton")
-from fastdp.kernels import many
+from fastdp.kernels import common, many
 
 B, LAYERS, D = 3, 4, 16
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
@@ -80,9 +81,10 @@ def test_norms_and_sums_of_float32(route: str, norm: type[nn.Module], t: int) ->
         torch.testing.assert_close(total.double(), want, rtol=1e-4, atol=1e-6)
 
 
-def test_norms_and_sums_of_bfloat16() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_norms_and_sums_of_bfloat16(tied: bool) -> None:
     """Against the same step by the reference: the forward's rounding is in both."""
-    model, ids, factors = Net(tied=False).to(torch.bfloat16), batch(), torch.tensor([0.3, 0.0, 1.7])
+    model, ids, factors = Net(tied=tied).to(torch.bfloat16), batch(), torch.tensor([0.3, 0.0, 1.7])
     found = []
     for backend in ("auto", "reference"):
         engine = fastdp.PerSampleGradients(model)
@@ -111,6 +113,28 @@ def test_a_launch_for_all_layers_of_a_shape(dtype: torch.dtype) -> None:
         engine.clipped_sum(torch.ones(B))
     assert found["clipped_kernel"] == (3 if dtype == torch.bfloat16 else 0), "by cuBLAS where nothing is rounded"
     assert found["weighted_kernel"] == 1
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 30])
+def test_an_odd_vocabulary_is_filled_up_once(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of the logits' gradient, with columns of zeros, takes its place for the norm and for the sum; under a
+    budget parts of it are copied for each."""
+    made = []
+    monkeypatch.setattr(common, "F", SimpleNamespace(pad=lambda x, by: made.append(x.shape) or F.pad(x, by)))
+    model, ids = Net(tied=False).to(torch.bfloat16), batch()
+    engine = fastdp.PerSampleGradients(model, memory_budget=budget)
+    with forced("gram"):
+        z = model(ids).float().flatten(0, 1)  # whose gradient lies row by row
+        F.cross_entropy(z, ids.roll(1, 1).flatten(), reduction="none").view(B, -1).mean(1).mean().backward()
+        norms, sums = engine.norms(), engine.clipped_sum(torch.ones(B))
+    assert made == [(B, 16, 19)] * (1 if budget is None else 2)
+    head = next(use for use in engine._last()._uses if isinstance(use, Matmul) and use.operand is model.head.weight)
+    assert head.g.shape == (B, 16, 19) and head.per_sample(0, B).shape == (B, 19, D)
+    assert (head.filled is None) == (budget is not None)
+    exact = torch.einsum("bto,bti->oi", head.g.double(), head.a.double()) * B
+    assert sums["head.weight"].shape == (19, D) and sums["head.weight"].is_contiguous()
+    torch.testing.assert_close(sums["head.weight"].double(), exact, rtol=1e-4, atol=1e-6)
+    assert bool(norms.isfinite().all())
 
 
 def test_stored_gradients_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

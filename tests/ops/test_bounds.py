@@ -123,6 +123,16 @@ def test_segments_are_off_by_less_than_is_said(make: Callable[..., Tensor]) -> N
     assert (bound < 1e-3).all() and bound.min() > 0
 
 
+def test_a_small_segment_beside_large_ones_keeps_its_bound() -> None:
+    """Each is summed on its own: a difference of running sums would lose it."""
+    rows = torch.ones(7, 4) * torch.tensor([1e18, 1e18, 1e-9, 1e-9, 1e18, 1e18, torch.nan]).unsqueeze(1)
+    starts = torch.tensor([0, 2, 4, 4, 6])
+    found = bounds.of_segments(rows, rows, starts, 4)
+    small = bounds.of_segments(rows[2:4], rows[2:4], torch.tensor([0, 2]), 1)
+    assert found[1] == small[0] > 0 and found[2] == 0 and found[0] == found[3]
+    assert torch.equal(found, bounds.of_segments(rows, rows, starts, 4))
+
+
 def test_numbers_by_hand() -> None:
     squares = torch.tensor([4.0, 4.0, 0.0, float("inf"), float("nan")], dtype=torch.float64)
     bound = torch.tensor([1.0, 1e-6, 1.0, 1.0, 1.0], dtype=torch.float64)

@@ -12,16 +12,17 @@ pytest.importorskip("triton")
 # Of the cases of `python -m fastdp.kernels.report`, one or two a kernel and choice of tile.
 CASES = {
     "bf16": [
-        "gram T=1024 I=4096", "direct T=1024 I=4096", "per sample T=1024 I=768 O=8", "sum T=512", "gram T=197", "T=1 ",
-        "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "layer norm", "group norm C=64 32^2 last",
-        "many T=512", "stored", "segments",
+        "gram T=1024 I=4096", "direct T=1024 I=4096", "per sample T=1024 I=768 O=8", "sum T=512", "gram T=197",
+        "sum T=197", "T=1 ",
+        "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "layer norm", "RMS norm's", "group norm C=64 32^2 last",
+        "many T=512", "stored", "segments", "tied",
     ],
-    "fp32": ["head loss", "gram T=512", "direct T=512", "sum T=197", "direct 3x3/2", "gram 16x16"],
+    "fp32": ["head loss", "gram T=512", "direct T=512", "sum T=197", "direct 3x3/2", "gram 16x16", "tied"],
 }  # fmt: skip
 # ptxas puts a register or four on the stack where that lets one program more run on a multiprocessor.
 STACK = 16
 MATRIX = {80: ("mma.sync",), 90: ("wgmma.mma_async",), 100: ("tcgen05.mma", "mma.sync")}
-GEMM_LIKE = {"gram", "direct", "clipped", "clipped_rows", "conv", "conv_gram", "segment"}
+GEMM_LIKE = {"gram", "direct", "clipped", "clipped_rows", "conv", "conv_gram", "segment", "cross"}
 
 
 @pytest.mark.parametrize("dtype", CASES)
@@ -36,6 +37,7 @@ def test_kernels_compile(dtype: str) -> None:
         "finish",
         "vector",
         "rows",
+        "rstd",
         "channels",
         "add_parts",
         "sizes",
@@ -44,7 +46,7 @@ def test_kernels_compile(dtype: str) -> None:
         "segment",
     }
     if dtype == "fp32":
-        expected = GEMM_LIKE - {"clipped", "segment"} | {"finish", "add_parts", "head_loss"}
+        expected = GEMM_LIKE - {"clipped", "segment"} | {"finish", "add_parts", "head_loss", "square"}
     for arch in MATRIX:
         assert {b["kernel"] for b in built if b["arch"] == arch} == expected, arch
     for b in built:

@@ -10,7 +10,7 @@ from .kernels_truth import DEVICE, DTYPES, check_close, check_norms, linear_grad
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from fastdp.kernels import clipped, common, finish, linear  # noqa: E402
+from fastdp.kernels import clipped, common, linear, tiles  # noqa: E402
 from fastdp.kernels.clipped import add_linear_clipped_sum, linear_clipped_sum  # noqa: E402
 from fastdp.kernels.common import Tile, triangle  # noqa: E402
 from fastdp.kernels.linear import linear_norm_sq, linear_per_sample  # noqa: E402
@@ -115,10 +115,34 @@ def test_products_lost_by_underflow_leave_no_small_norm() -> None:
     assert bool((linear_norm_sq(a, g, "gram", tile=SMALL, dtype=torch.float64) >= truth).all())
 
 
-def test_norms_from_stored_products() -> None:
-    a, g = pair(3, 70, 12, 10, torch.float32)
-    found = linear._reduce_products(a @ a.mT, g @ g.mT, 0.0, torch.float64, finish.Sums(70, 12, 10))[0]
-    check_norms(found, linear_gradients(a, g), linear_gradients(a, g).square().sum((1, 2)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [16, 1024])
+@pytest.mark.parametrize("t", [2, 15, 16, 17, 31, 32, 33])
+def test_tiles_on_the_diagonal(t: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formed from rows that are read once or as others are, at T that end with a tile or beside its end."""
+    monkeypatch.setattr(linear, "CHUNK", chunk)
+    a, g = pair(3, t, 32, 48, dtype)
+    truth, found = linear_gradients(a, g), {}
+    for way in ("only",) if t <= 16 else ("apart", "as others"):
+        monkeypatch.setattr(linear, "diagonal", lambda a, g, n, way=way: way)
+        found[way], bound = linear._norms(a, g, "gram", torch.float64, SMALL, (1.0, 1e9, 0))
+        check_norms(found[way], truth, plain_norms(a, g))
+        sizes = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
+        assert bound is not None and bool((bound >= sizes).all()) and bool((bound <= sizes * (1 + 5e-5)).all())
+    first, *others = found.values()
+    for other in others:
+        torch.testing.assert_close(first, other, rtol=1e-6, atol=0)
+
+
+def test_which_tiles_are_chosen() -> None:
+    meta = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
+    pair_of = lambda t, i=768, o=3072, **kind: (meta(8, t, i, **kind), meta(8, t, o, **kind))
+    steps = {t: tiles.sum_tile(*pair_of(t)).k for t in (40, 64, 65, 96, 97, 128, 129, 197, 224, 225, 256, 512, 1000)}
+    assert [t for t, k in steps.items() if k == 32] == [65, 96, 129, 197, 224] and steps[64] == steps[512] == 64
+    assert tiles.sum_tile(*pair_of(197)).stages == 2 * tiles.sum_tile(*pair_of(512)).stages
+    assert tiles.diagonal(*pair_of(128), 1) == "only" and tiles.diagonal(*pair_of(197), 2) == "apart"
+    assert tiles.diagonal(*pair_of(197, o=3001), 2) == "as others"  # loads of two bytes
+    assert tiles.diagonal(*pair_of(197, o=3001, dtype=torch.float32), 2) == "apart"
 
 
 def test_float64_stays_float64() -> None:
@@ -198,6 +222,17 @@ def test_factors_are_not_rounded_to_16_bits(dtype: torch.dtype, t: int) -> None:
     found = linear_clipped_sum(a, g, c, tile=SUM_TILE)
     truth = weighted(linear_gradients(a, g), c)
     assert abs(found.double().norm() / truth.norm() - 1) < 1e-6
+
+
+@pytest.mark.parametrize("t", [64, 65, 197])
+def test_sums_in_short_steps(t: int) -> None:
+    a, g = pair(3, t, 16, 32, torch.bfloat16)
+    assert tiles.sum_tile(a, g).k == (64 if t == 64 else 32)
+    c = torch.tensor([0.3, 0.0, 1 + 2**-9], device=DEVICE)
+    truth = weighted(linear_gradients(a, g), c)
+    a[1] = float("nan")
+    for parts in (1, 2, None):
+        check_close(linear_clipped_sum(a, g, c, parts=parts), truth, truth.float())
 
 
 def test_sums_over_nothing() -> None:

@@ -11,7 +11,7 @@ from .kernels_truth import DTYPES, check_close, numbers, poisoned
 
 pytest.importorskip("triton")
 
-from fastdp.kernels.norm import group_affine_per_sample, norm_affine_per_sample, rms_affine_per_sample
+from fastdp.kernels.norm import group_affine_per_sample, norm_affine_per_sample, rms_affine_per_sample, rms_rstd
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +81,18 @@ def test_a_bad_number_stays_in_its_sample() -> None:
         for found, known in zip(call(), expected, strict=True):
             assert torch.equal(found[[0, 2]], known[[0, 2]])
         assert not call()[0][1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 37), (2, 4, 513)])
+def test_statistic_of_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = numbers(*shape, dtype=dtype)
+    for y in (x, x.mT.contiguous().mT, x[:1].expand(3, -1, -1), x[:, ::2]):
+        want = (y.double().square().mean(2) + 1e-6).rsqrt()
+        torch.testing.assert_close(rms_rstd(y, 1e-6).double(), want, rtol=1e-6, atol=0)
+    assert rms_rstd(x[:0], 1e-6).shape == (0, shape[1])
+    large = numbers(2, 3, 8) * 1e30  # whose squares float32 does not hold
+    torch.testing.assert_close(rms_rstd(large, 1e-6), large.double().square().mean(2).rsqrt().float())
 
 
 def test_strides_nothing_and_errors() -> None:

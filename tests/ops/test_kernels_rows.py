@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from .by_triton import serve_by_triton
 from .kernels_truth import DEVICE, DTYPES, numbers, poisoned
 
 pytest.importorskip("triton")
@@ -92,11 +93,33 @@ def test_sizes(t: int, i: int, o: int, method: str, dtype: torch.dtype) -> None:
     assert bool((found >= want).all()) and bool((found <= want * (1 + 5e-5)).all()), (found / want - 1).tolist()
 
 
-def test_sizes_of_stored_products() -> None:
-    a, g = numbers(3, 70, 12), numbers(3, 70, 10, seed=1)
-    _, found = linear._reduce_products(a @ a.mT, g @ g.mT, 0.0, torch.float64, linear.Sums(70, 12, 10, 1.0))
-    want = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
-    assert found is not None and bool((found >= want).all()) and bool((found <= want * (1 + 5e-5)).all())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_alone(dtype: torch.dtype) -> None:
+    """Of any strides, of one position, of nothing; neither lost nor infinite where squares of float32 are."""
+    for t in (1, 15, 16, 17, 40):
+        a, g = numbers(3, t, 37, dtype=dtype), numbers(3, 50, t, dtype=dtype, seed=1).mT
+        want = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
+        torch.testing.assert_close(linear.sizes(a, g), want, rtol=1e-12, atol=0)
+    assert linear.sizes(a[:, :0], g[:, :0]).tolist() == [0, 0, 0] and not linear.sizes(a[:0], g[:0]).numel()
+    single = numbers(2, 5, 6) * torch.tensor([1e-30, 1e30], device=DEVICE)[:, None, None]
+    want = single.double().square().sum((1, 2))
+    torch.testing.assert_close(linear.sizes(single, single), want, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bounds_are_the_same_by_the_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, g = numbers(3, 20, 37, dtype=dtype), numbers(3, 20, 9, dtype=dtype, seed=1)
+    ids = torch.arange(20, device=DEVICE).expand(3, -1) % 7
+    starts = torch.tensor([0, 3, 3, 15, 16], device=DEVICE)
+
+    def found() -> list[torch.Tensor | None]:
+        rows = a.flatten(0, 1), g.flatten(0, 1)
+        return [bounds.of_products(a, g), bounds.of_repeats(ids, g), bounds.of_segments(*rows, starts, 2)]
+
+    plain = found()
+    serve_by_triton(monkeypatch)
+    for one, other in zip(found(), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("method", ["gram", "direct"])
