@@ -60,6 +60,7 @@ class Problem(NamedTuple):
             self.weight[0] // self.groups,
             *self.x.shape[2:],
             *self.out,
+            -(-(1 << 31) // max(self.out[1], 1)),
         )
 
     def strides(self) -> tuple[int, ...]:
@@ -68,7 +69,15 @@ class Problem(NamedTuple):
         return (x[0], x[1] * channels, *x[1:], g[0], g[1] * outputs, *g[1:])
 
     def constants(self) -> dict[str, tuple[int, ...] | bool]:
-        return {name.upper(): values for name, values in self.geometry._asdict().items()} | {"LAST": self.last}
+        """LAST; FAST: positions are divided by a multiplication; DEEP: over depth, too; FAR: offsets exceed 32 bits."""
+        deep = self.x.size(2) > 1 or self.geometry.kernel[0] > 1 or self.geometry.padding[0] > 0
+        reach = [(size + 2 * (k + pad) * d) * stride for size, stride, k, pad, d in zip(
+            self.x.shape[2:], self.x.stride()[2:], self.geometry.kernel, self.geometry.padding, self.geometry.dilation,
+            strict=True)]  # fmt: skip
+        far = max(sum(reach) + self.x.size(1) * self.x.stride(1), (self.g.size(2) + 256) * self.g.stride(2)) >= 1 << 31
+        fast = 1 < self.out[1] and (self.g.size(2) + 256) * self.out[1] < 1 << 31
+        names = {name.upper(): values for name, values in self.geometry._asdict().items()}
+        return names | {"LAST": self.last, "FAST": fast, "DEEP": deep, "FAR": far}
 
     def wide(self) -> Problem:
         """With 16-bit numbers as they are loaded 16 bytes at a time, where channels come in whole vectors: both sides
@@ -138,7 +147,7 @@ def _tile(p: Problem, tile: Tile | None) -> Tile:
     if not is_half(p.x):
         return Tile(extent(outputs, 64), extent(p.inputs, 32), 16, 8, 2)
     if p.last:
-        return Tile(extent(outputs, 128), extent(p.inputs, 128), 32, 8, 3)
+        return Tile(extent(outputs, 128), extent(p.inputs, 128), 64, 8, 3)
     return Tile(extent(outputs, 128), extent(p.inputs, 64), 32, 8, 3)
 
 
@@ -148,7 +157,7 @@ def _launch(p: Problem, mode: str, out: Tensor, tile: Tile, share: int, c: Tenso
     with torch.cuda.device_of(p.x):
         conv_kernel[(triton.cdiv(p.x.size(0), share) * p.groups * n_o * n_n,)](
             p.x, p.g, out if c is None else c, out, p.x.size(0), *p.sizes(), *p.strides(), p.groups, n_o, n_n, share,
-            CHUNK // tile.k, **p.constants(), MODE=mode, BLOCK_O=tile.m, BLOCK_N=tile.n, BLOCK_P=tile.k,
+            **p.constants(), MODE=mode, BLOCK_O=tile.m, BLOCK_N=tile.n, BLOCK_P=tile.k, CHUNK=CHUNK,
             PRECISION=common.precision(p.x), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -197,6 +206,8 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
 
 def _gram(p: Problem, kind: torch.dtype, tile: Tile | None) -> Tensor:
     positions, outputs, half = p.g.size(2), p.weight[0] // p.groups, is_half(p.x)
+    if tile is None and p.last:
+        tile = Tile(extent(positions, 128), extent(positions, 128), 64, 8, 3)
     tile = tile or Tile(extent(positions, 64), extent(positions, 64), 32 if half else 16, 8, 3)
     n = triton.cdiv(positions, tile.m)
     count = p.groups * (n * (n + 1) // 2)
