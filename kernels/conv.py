@@ -16,8 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from . import common, linear, tiles
+from . import clipped, common, linear, tiles
 from .common import CHUNK, VECTOR, Tile, extent, has_kernel, is_half, truncation
+from .conv_bound import Limits, enlarged, parts_of
 from .finish import finish
 from .patches import conv_gram_kernel, conv_kernel
 
@@ -157,7 +158,7 @@ def _launch(p: Problem, mode: str, out: Tensor, tile: Tile, share: int, c: Tenso
     with torch.cuda.device_of(p.x):
         conv_kernel[(triton.cdiv(p.x.size(0), share) * p.groups * n_o * n_n,)](
             p.x, p.g, out if c is None else c, out, p.x.size(0), *p.sizes(), *p.strides(), p.groups, n_o, n_n, share,
-            **p.constants(), MODE=mode, BLOCK_O=tile.m, BLOCK_N=tile.n, BLOCK_P=tile.k, CHUNK=CHUNK,
+            out.stride(0), **p.constants(), MODE=mode, BLOCK_O=tile.m, BLOCK_N=tile.n, BLOCK_P=tile.k, CHUNK=CHUNK,
             PRECISION=common.precision(p.x), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -193,18 +194,47 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
         return torch.linalg.vector_norm(rows.flatten(1), dim=1).square().to(kind)
     if _pointwise(p):
         return linear.linear_norm_sq(*_rows(p), method, dtype=kind, tile=tile)
-    outputs = p.weight[0] // groups
-    if method == "gram" or (method == "auto" and tiles.gram_is_cheaper(p.g.size(2), p.inputs, outputs)):
-        return _gram(p.wide(), kind, tile)
-    p = p.wide()
+    return (_gram if _by_gram(p, method) else _direct)(p.wide(), kind, tile)
+
+
+def conv_norm_sq_and_bound(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size, dilation: Size,
+                           groups: int, method: str, sums: tuple[float, int],
+                           limits: tuple[float, float]) -> Tensor:  # fmt: skip
+    """`conv_norm_sq` in float64, enlarged by what rounding may do to the clipped sum, in the same launches.
+
+    sums: of one product at each position, the share of sum_p |x_p| |g_p| by which sums may be off, and `short`: by
+    gram at most so many positions are enlarged by what cancels, which is more. limits: the share of |x| |g| by which
+    sums over any patches may be off, and the share of a norm that a bound must exceed to enlarge it.
+    """
+    p = problem(x, g, kernel_size, stride, padding, dilation, groups)
+    if _empty(p):
+        return x.new_zeros(x.size(0), dtype=torch.float64)
+    if _pointwise(p):
+        return linear.linear_norm_sq_and_bound(*_rows(p), method, sums[0], limits[1], sums[1])[0]
+    known = None if p.g.size(2) == 1 else Limits(*limits)
+    if not _by_gram(p, method):
+        return _direct(p.wide(), torch.float64, None, known)
+    return _gram(p.wide(), torch.float64, None, None if p.g.size(2) <= sums[1] else known)
+
+
+def _by_gram(p: Problem, method: str) -> bool:
+    cheaper = method == "auto" and tiles.gram_is_cheaper(p.g.size(2), p.inputs, p.weight[0] // p.groups)
+    return method == "gram" or cheaper
+
+
+def _direct(p: Problem, kind: torch.dtype, tile: Tile | None, limits: Limits | None = None) -> Tensor:
     tile = _tile(p, tile)
-    count = groups * triton.cdiv(outputs, tile.m) * triton.cdiv(p.inputs, tile.n)
-    partial = x.new_empty((x.size(0), count), dtype=torch.float64)
+    count = p.groups * triton.cdiv(p.weight[0] // p.groups, tile.m) * triton.cdiv(p.inputs, tile.n)
+    behind = 0 if limits is None else parts_of(p.x, p.g)
+    partial = p.x.new_empty((p.x.size(0), count + behind), dtype=torch.float64)
     _launch(p, "norm", partial, tile, 1)
-    return finish(partial, count, 2 * truncation(p.g.size(2)) if is_half(p.x) else 0.0, kind)[0]
+    share = 2 * truncation(p.g.size(2)) if is_half(p.x) else 0.0
+    if limits is None:
+        return finish(partial, count, share, kind)[0]
+    return enlarged(partial, count, p.x, p.g, share, limits)
 
 
-def _gram(p: Problem, kind: torch.dtype, tile: Tile | None) -> Tensor:
+def _gram(p: Problem, kind: torch.dtype, tile: Tile | None, limits: Limits | None = None) -> Tensor:
     positions, outputs, half = p.g.size(2), p.weight[0] // p.groups, is_half(p.x)
     if tile is None and p.last:
         tile = Tile(extent(positions, 128), extent(positions, 128), 64, 8, 3)
@@ -219,7 +249,13 @@ def _gram(p: Problem, kind: torch.dtype, tile: Tile | None) -> Tensor:
             CHUNK_O=half and outputs > CHUNK, PRECISION=common.precision(p.x),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        return finish(partial, count, truncation(p.inputs) + truncation(outputs) if half else 0.0, kind, True)[0]
+        share = truncation(p.inputs) + truncation(outputs) if half else 0.0
+        found = finish(partial, count, share, kind, True)[0]
+        if limits is None:
+            return found
+        partial = p.x.new_empty((p.x.size(0), 1 + parts_of(p.x, p.g)), dtype=torch.float64)
+        partial[:, 0] = found
+        return enlarged(partial, 1, p.x, p.g, 0.0, limits)
 
 
 def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padding: Size = 0, dilation: Size = 1,
@@ -253,6 +289,8 @@ def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Size, stride:
         raise ValueError(f"expected factors [{x.size(0)}], got {tuple(c.shape)}")
     if _empty(p):
         total = x.new_zeros(p.weight, dtype=torch.float32 if is_half(p.x) else p.x.dtype)
+    elif _pointwise(p) and has_kernel(p.x):
+        total = clipped.linear_clipped_sum(*_rows(p), c, tile=tile, parts=parts).view(p.weight)
     elif not is_half(p.x) and tile is None:
         drop, zero = c == 0, torch.zeros((), dtype=p.x.dtype, device=x.device)
         factors = c.to(p.x.dtype)[:, None, None]

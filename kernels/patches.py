@@ -90,7 +90,7 @@ def _patches(p_x, at, of, m_p, m_n, depth, height, width, DEEP: tl.constexpr, KE
 def conv_kernel(
     p_x, p_g, p_c, p_out, B, P, N, C, D_O, depth, height, width, out_h, out_w, inverse,
     stride_xb, stride_xg, stride_c, stride_d, stride_h, stride_w, stride_gb, stride_gg, stride_go, stride_gp,
-    groups, n_o, n_n, share, LAST: tl.constexpr, FAST: tl.constexpr, DEEP: tl.constexpr, FAR: tl.constexpr,
+    groups, n_o, n_n, share, stride_p, LAST: tl.constexpr, FAST: tl.constexpr, DEEP: tl.constexpr, FAR: tl.constexpr,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, DILATION: tl.constexpr,
     MODE: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -135,7 +135,7 @@ def conv_kernel(
         i_p = tl.where(end, 0, i_p)
     if MODE == "norm":
         value, squares = tile_sums(total)  # |tile of G|^2
-        tl.store(p_out + pid, squares)
+        tl.store(p_out + i_split.to(tl.int64) * stride_p + pid % (tiles * groups), squares)
     else:
         row = (i_split.to(tl.int64) * groups + i_group) * D_O + o_o
         taps: tl.constexpr = KERNEL[0] * KERNEL[1] * KERNEL[2]

@@ -217,6 +217,14 @@ def _units(x: Tensor, geometry: Geometry, positions: int) -> float:
 def bounded_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
     """`norm_sq` enlarged by what rounding may do to the clipped sum."""
     positions = positions_of(g, geometry)
+    kernels = extension.on_device("conv", x, g)
+    if kernels is not None and x.size(1) == 1 and not geometry.transposed:
+        linear.check_method(method)
+        product = min(geometry.weight[:2]) > 1
+        sums = bounds.roundings(positions, product) * bounds.unit(x), bounds.BLOCK
+        limits = _units(x, geometry, positions), bounds.TOLERANCE
+        sides = x.squeeze(1), g.squeeze(1)
+        return kernels.conv_norm_sq_and_bound(*sides, *_arguments(geometry), method, sums, limits)  # type: ignore[no-any-return]
     gram = method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry))
     built = _is_compiled(_norm_sq_op, x) and extension.takes(x, g) and x.numel() and g.numel()
     if built and gram:
