@@ -151,8 +151,9 @@ def lines(paper: Paper, known: dict[Key, float]) -> list[Row]:
         if s.calls:
             row |= {"floor ms": f"{1e3 * floor:.3f}", "more ms": f"{1e3 * (s.seconds - floor):.3f}",
                     "of floor": f"{s.seconds / floor:.1f}" if floor else "-"}  # fmt: skip
-        if key in known:
-            row["measured ms"] = f"{s.calls * known[key]:.3f}"
+        shape, _, layers = key[1].partition(" layers=")
+        if (key[0], shape) in known:
+            row["measured ms"] = f"{s.calls * int(layers or 1) * known[key[0], shape]:.3f}"
         rows.append(row)
     return sorted(rows, key=lambda row: -max(float(str(row["ms"])), float(str(row["ordinary ms"]).replace("-", "0"))))
 

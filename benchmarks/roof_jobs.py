@@ -169,6 +169,23 @@ def tiles_of(kernel: str, grid: int, given: dict[str, Any]) -> float | None:
     return None
 
 
+def bytes_of_launch(given: dict[str, Any]) -> float:
+    """What a launch reads and writes: each side of a product once; layers found by their addresses too."""
+    moved = float(sum(size_of(value) for value in given.values() if isinstance(value, Tensor)))
+    kind = given.get("TYPE")
+    if kind is not None:
+        layers = given["p_x" if "p_x" in given else "p_a"].numel()
+        size = kind.primitive_bitwidth // 8
+        if "N" in given:
+            moved += layers * given["B"] * given["N"] * size
+            moved += layers * given["N"] * size if "p_c" in given else 0
+        else:
+            moved += layers * given["B"] * given.get("T", 1) * (given["D_I"] + given["D_O"]) * size
+    if given.get("OUT") is not None:  # sums go to memory of their own
+        moved += given["p_out"].numel() * math.prod((given["D_I"], given["D_O"], given["OUT"].primitive_bitwidth // 8))
+    return moved
+
+
 def triton_parts(launches: list[tuple[Any, int, dict[str, Any]]], flop: float) -> list[Part]:
     """The kernels that a launcher started, by (kernel, grid, arguments). `flop`: of the operator, for those whose tiles
     are not known."""
@@ -178,8 +195,9 @@ def triton_parts(launches: list[tuple[Any, int, dict[str, Any]]], flop: float) -
         name = kernel.fn.__name__
         count = tiles_of(name, grid, given)
         known = known or bool(count)
-        exact = bool(values) and values[0].dtype == torch.float32
-        parts.append(Part(count or 0.0, sum(map(size_of, values)), 1, exact, name.startswith("conv_")))
+        kind = given.get("TYPE")
+        exact = bool(values) and (values[0].dtype if kind is None else str(kind)) in (torch.float32, "fp32")
+        parts.append(Part(count or 0.0, bytes_of_launch(given), 1, exact, name.startswith("conv_")))
     if parts and not known and flop:
         parts[0] = parts[0]._replace(flop=flop)
     return parts

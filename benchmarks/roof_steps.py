@@ -23,6 +23,7 @@ from fastdp.uses import costs
 
 from .models import Workload
 from .roof_jobs import Job, Part, operator_job, sizes, tensors, torch_job
+from .roof_kernels import seen
 
 META = torch.device("meta")
 TENSORS, ELEMENTS = 36, 320 * 65536  # of a launch of torch's fused AdamW, at most
@@ -143,7 +144,7 @@ def steps_of(work: Workload, dtype: torch.dtype = torch.bfloat16) -> Steps:
             )
         for _ in range(2):
             private = Recorder(known)
-            with private, watched():
+            with private, watched(), seen(private.within, private.jobs.append):
                 work.losses(model(x), y).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastdp
 from benchmarks import roof, roof_steps
 from benchmarks.models import Workload
-from benchmarks.roof_jobs import Job, Part, Roof, bytes_of, tiles_of
+from benchmarks.roof_jobs import Job, Part, Roof, bytes_of, bytes_of_launch, tiles_of
 from benchmarks.suites import GPU, SMALL
 from benchmarks.timing import append
 
@@ -106,6 +107,16 @@ def test_every_layer_has_its_kernels(steps: dict[str, Any]) -> None:
         assert copies(steps[name]["private"]) <= copies(steps[name]["ordinary"]) + (12 if name == "resnet50" else 2)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "vit-b16"])
+def test_layers_of_one_launch_are_counted_each(name: str, steps: dict[str, Any]) -> None:
+    """What the engine starts past its operators is seen: a norm and a sum of every linear layer, and no copies."""
+    layers = sum(isinstance(m, nn.Linear) for m in SMALL[name].build().modules())
+    for kernel in ("fastdp.linear_norm_sq", "fastdp.linear_clipped_sum"):
+        shapes = [job[1] for job in steps[name]["private"] if job[0].startswith(kernel)]
+        assert len(shapes) < layers and sum(int(s.partition(" layers=")[2] or 1) for s in shapes) == layers, shapes
+    assert not any(job[0] == "linalg_vector_norm" and "x97" in job[1] for job in steps[name]["private"])
+
+
 def test_shapes_are_those_of_transformers() -> None:
     """The workloads have as many trained numbers as the models whose names they bear."""
     transformers = pytest.importorskip("transformers", minversion="5")
@@ -161,6 +172,18 @@ def test_operations_of_tiles_by_hand() -> None:
     assert tiles_of("direct_kernel", 6, given) == 2 * 6 * 128 * 128 * 128
     assert tiles_of("clipped_kernel", 6, given) == 5 * 2 * 6 * 128 * 128 * 128
     assert tiles_of("another_kernel", 6, given) is None
+
+
+def test_bytes_of_launches_by_address() -> None:
+    """Tables of addresses, what lies there, and sums written to memory of their own."""
+    table, c, out = (torch.empty(n, dtype=kind, device="meta") for n, kind in
+                     ((3, torch.int64), (2, torch.float32), (4, torch.float64)))  # fmt: skip
+    kind = SimpleNamespace(primitive_bitwidth=16)
+    given = {"p_a": table, "p_g": table, "p_c": c, "p_out": table, "B": 2, "T": 5, "D_I": 4, "D_O": 6, "TYPE": kind}
+    assert bytes_of_launch(given) == 3 * 24 + 8 + 3 * 2 * 5 * 10 * 2
+    given["OUT"] = SimpleNamespace(primitive_bitwidth=32)
+    assert bytes_of_launch(given) == 3 * 24 + 8 + 3 * 2 * 5 * 10 * 2 + 3 * 24 * 4
+    assert bytes_of_launch({"p_x": table, "p_out": out, "B": 2, "N": 7, "TYPE": kind}) == 24 + 32 + 3 * 2 * 7 * 2
 
 
 def steps_by_hand() -> roof_steps.Steps:
