@@ -15,14 +15,14 @@ from torch import Tensor
 from fastdp.ops import extension
 from fastdp.ops.registry import triton_module
 
-from .roof_jobs import Job, Part, launched, least_of, size_of, sizes, tensors, triton_parts
+from .roof_jobs import Job, Part, launched, least_of, product_of, size_of, sizes, tensors, triton_parts
 
 Inner = Callable[[Callable[[], Any]], list[Job]]
 # what the operator of the same arithmetic is called, by module and function
 NAMES = {
     ("linear", "linear_norm_sq_and_bound"): "linear_norm_sq", ("many", "linear_norm_sq"): "linear_norm_sq",
     ("many", "linear_clipped_sum"): "linear_clipped_sum", ("many", "square_sum"): "square_sum",
-    ("many", "weighted_sum"): "weighted_sum",
+    ("many", "weighted_sum"): "weighted_sum", ("conv", "conv_norm_sq_and_bound"): "conv_norm_sq",
 }  # fmt: skip
 
 
@@ -61,6 +61,9 @@ def job_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
         least = Part(sum(part.flop for part in each), moved, 0, each[0].float32)
         a, g = pairs[0]
         text = f"B={a.size(0)} T={a.size(1) if a.dim() == 3 else 1} I={a.size(-1)} O={g.size(-1)}"
+    elif (shape := product_of(name, args)) is not None:
+        least = least_of(name, args, {}, moved)
+        text = "B={} T={} I={} O={}".format(*shape[:4]) + (f" groups={shape[4]}" if shape[4] > 1 else "")
     else:
         least = Part(0.0, moved, 0)
     text += f" layers={len(pairs)}" if isinstance(first, list | tuple) and len(pairs) > 1 else ""

@@ -126,8 +126,12 @@ def _pointwise(p: Problem) -> bool:
 
 
 def _rows(p: Problem) -> tuple[Tensor, Tensor]:
-    """The inputs [B,P,C] and output gradients [B,P,O] of a pointwise convolution, not copied if dense."""
-    return p.x.flatten(2).mT, p.g.mT
+    """The inputs [B,P,C] and output gradients [B,P,O] of a pointwise convolution, not copied if dense; of 16 bits once
+    if neither positions nor channels come in whole vectors as they lie, but would with channels last."""
+    sides = p.x.flatten(2).mT, p.g.mT
+    copied = [is_half(t) and not common.aligned(t) and t.size(2) % VECTOR == 0 for t in sides]
+    a, g = (t.contiguous() if copy else t for t, copy in zip(sides, copied, strict=True))
+    return a, g
 
 
 def _empty(p: Problem) -> bool:
@@ -148,8 +152,13 @@ def _tile(p: Problem, tile: Tile | None) -> Tile:
     if not is_half(p.x):
         return Tile(extent(outputs, 64), extent(p.inputs, 32), 16, 8, 2)
     if p.last:
-        return Tile(extent(outputs, 128), extent(p.inputs, 128), 64, 8, 3)
+        return _wide_tile(extent(outputs, 128), extent(p.inputs, 128))
     return Tile(extent(outputs, 128), extent(p.inputs, 64), 32, 8, 3)
+
+
+def _wide_tile(m: int, n: int) -> Tile:
+    """Where 16 bytes are loaded at once: as many warps as have 16 rows or more of a tile with enough to sum each."""
+    return Tile(m, n, 64, 8 if m * n > 64 * 128 else 4, 3)
 
 
 def _launch(p: Problem, mode: str, out: Tensor, tile: Tile, share: int, c: Tensor | None = None) -> None:
@@ -237,7 +246,7 @@ def _direct(p: Problem, kind: torch.dtype, tile: Tile | None, limits: Limits | N
 def _gram(p: Problem, kind: torch.dtype, tile: Tile | None, limits: Limits | None = None) -> Tensor:
     positions, outputs, half = p.g.size(2), p.weight[0] // p.groups, is_half(p.x)
     if tile is None and p.last:
-        tile = Tile(extent(positions, 128), extent(positions, 128), 64, 8, 3)
+        tile = _wide_tile(extent(positions, 128), extent(positions, 128))
     tile = tile or Tile(extent(positions, 64), extent(positions, 64), 32 if half else 16, 8, 3)
     n = triton.cdiv(positions, tile.m)
     count = p.groups * (n * (n + 1) // 2)
