@@ -178,6 +178,9 @@ def tiles_of(kernel: str, grid: int, given: dict[str, Any]) -> float | None:
     if kernel == "conv_gram_kernel":
         depth = up(given["N"], given["BLOCK_N"]) + up(given["D_O"], given["BLOCK_O"])
         return 2.0 * grid * given["BLOCK"] ** 2 * depth
+    if kernel == "depthwise_kernel":
+        positions = up(min(given["P"], given["SPAN"]), given["BLOCK_P"])
+        return 2.0 * grid * given["BLOCK_T"] * given["BLOCK_C"] * positions
     return None
 
 
@@ -210,7 +213,7 @@ def triton_parts(launches: list[tuple[Any, int, dict[str, Any]]], flop: float) -
         kind = given.get("TYPE")
         exact = bool(values) and (values[0].dtype if kind is None else str(kind)) in (torch.float32, "fp32")
         gathers, most = name in ("conv_kernel", "conv_gram_kernel"), None
-        if gathers and not exact:
+        if name == "depthwise_kernel" or (gathers and not exact):
             most = rate(name, given)
         parts.append(Part(count or 0.0, bytes_of_launch(given), 1, exact, gathers and most is None, most or math.inf))
     if parts and not known and flop:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.roof_rates
 
-No device is needed: Triton compiles a kernel for sm_90, and of the loop with the tensor-core instructions is counted
-what one step of a multiprocessor takes at least, in cycles:
+No device is needed: Triton compiles a kernel for sm_90, and of the loop with the tensor-core instructions (of depthwise
+ones, which use none, with the multiply-adds) is counted what one step of a multiprocessor takes at least, in cycles:
 
 - tensor cores: its operations over 4096 a cycle (989 TFLOP/s over 132 multiprocessors at 1.83 GHz);
 - issue: instructions of all warps over 4 a cycle, one a scheduler;
@@ -40,15 +40,16 @@ class Count(NamedTuple):
 
 # What the command prints (Triton 3.9): by kernel, rows and columns of the tile; 64 products a step, loads of 16 bytes
 COUNTS: dict[tuple[str, int, int], Count] = {
-    ("conv_kernel norm", 128, 128): Count(242, 193, 8, (16,)),
-    ("conv_kernel store", 128, 128): Count(242, 193, 8, (16,)),
-    ("conv_kernel sum", 128, 128): Count(244, 198, 8, (16,)),
-    ("conv_gram_kernel", 128, 128): Count(280, 193, 8, (16,)),
-    ("conv_kernel norm", 64, 128): Count(374, 193, 4, (16,)),
-    ("conv_kernel store", 64, 128): Count(380, 193, 4, (16,)),
-    ("conv_kernel sum", 64, 128): Count(383, 198, 4, (16,)),
-    ("conv_gram_kernel", 64, 64): Count(181, 0, 4, (16,)),
+    ("conv_kernel norm", 128, 128): Count(218, 193, 8, (16,)),
+    ("conv_kernel store", 128, 128): Count(212, 193, 8, (16,)),
+    ("conv_kernel sum", 128, 128): Count(214, 198, 8, (16,)),
+    ("conv_gram_kernel", 128, 128): Count(229, 193, 8, (16,)),
+    ("conv_kernel norm", 64, 128): Count(317, 193, 4, (16,)),
+    ("conv_kernel store", 64, 128): Count(326, 193, 4, (16,)),
+    ("conv_kernel sum", 64, 128): Count(329, 198, 4, (16,)),
+    ("conv_gram_kernel", 64, 64): Count(154, 0, 4, (16,)),
 }
+DEPTHWISE = {8: 320, 4: 214}  # instructions of a warp by taps of a program: a step of 1024 positions times channels
 
 
 def cycles(m: int, n: int, k: int, count: Count) -> tuple[float, float]:
@@ -62,6 +63,9 @@ def cycles(m: int, n: int, k: int, count: Count) -> tuple[float, float]:
 
 def rate(kernel: str, given: dict[str, Any]) -> float | None:
     """Operations a second that a launch can reach on paper; None: code like its own was not counted."""
+    if kernel == "depthwise_kernel":  # 4 warps: a warp's instruction takes a cycle of the multiprocessor
+        taps = given["BLOCK_T"]
+        return DATA_SHEET / TENSOR * 2.0 * taps * given["BLOCK_P"] * given["BLOCK_C"] / DEPTHWISE[taps]
     gram = kernel == "conv_gram_kernel"
     m, n, k = (given["BLOCK"], given["BLOCK"], given["BLOCK_N"]) if gram else (
         given["BLOCK_O"], given["BLOCK_N"], given["BLOCK_P"])  # fmt: skip
@@ -106,9 +110,10 @@ def count(code: list[tuple[str, str]], warps: int) -> Count:
              if (match := re.search(r"BRA.*`\((\.L_x_\d+)\)", text))]  # fmt: skip
     for end, start in jumps:
         inside = [text for _, text in code[start : end + 1]]
-        if 0 <= start < end and any("GMMA" in text for text in inside):
+        if 0 <= start < end and any("GMMA" in text or "FFMA" in text for text in inside):
             skipped = {p for place, to in jumps if start < place < to <= end for p in range(place + 1, to)}
-            loads = [text for place, (_, text) in enumerate(code) if start <= place <= end and "LDGSTS" in text]
+            own = (text for place, (_, text) in enumerate(code) if start <= place <= end and place not in skipped)
+            loads = [text for text in own if re.search(r"\bLDG(STS)?\b", text)]
             wide = tuple(sorted({16 if ".128" in text else 8 if ".64" in text else 4 for text in loads}))
             return Count(len(inside) - len(skipped), len(skipped), warps, wide)
     raise ValueError("no loop with tensor-core instructions")
@@ -136,6 +141,10 @@ def launches() -> Iterator[tuple[tuple[str, int, int], Any]]:
                 yield (f"{name} {given['MODE']}", given["BLOCK_O"], given["BLOCK_N"]), launch
             elif name == "conv_gram_kernel":
                 yield (name, given["BLOCK"], given["BLOCK"]), launch
+    for size, padding, side in ((7, 3, 14), (2, 0, 13)):
+        with report.recorded(90) as found:
+            conv.conv_per_sample(meta(8, 96, 14, 14), meta(8, 96, side, side), size, 1, padding, 1, 96)
+        yield ("depthwise_kernel", found[0].arguments["BLOCK_T"], 1024), found[0]
 
 
 def main() -> None:
@@ -144,11 +153,17 @@ def main() -> None:
                             formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()  # fmt: skip
     for (kernel, m, n), launch in launches():
         found = count(machine_code(launch), launch.options["num_warps"])
+        text = f"{kernel:<18}{m:>5} x {n:<5}{found!s:<50}"
+        if kernel == "depthwise_kernel":
+            print(
+                f"{text}{found.step} cycles a step, {2 * m * n * DATA_SHEET / TENSOR / found.step / 1e12:.1f} TFLOP/s"
+            )
+            continue
         step, flush = cycles(m, n, 64, found)
         tensor = 2.0 * m * n * 64 / TENSOR
         share = 4 * tensor / (4 * step + flush)
-        print(f"{kernel:<18}{m:>5} x {n:<5}{found!s:<50}{tensor:>5.0f} cycles of tensor cores, {step:.0f} a step, "
-              f"{flush:.0f} a flush; {share:.0%} of the data sheet in samples of 4 steps")  # fmt: skip
+        print(f"{text}{tensor:>5.0f} cycles of tensor cores, {step:.0f} a step, {flush:.0f} a flush; {share:.0%} of "
+              "the data sheet in samples of 4 steps")  # fmt: skip
 
 
 if __name__ == "__main__":

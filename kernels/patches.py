@@ -24,7 +24,7 @@ def _over(x, y, inverse, FAST: tl.constexpr):
 
 
 @triton.jit
-def _positions(o_p, out_h, out_w, inverse, stride_d, stride_h, stride_w, FAST: tl.constexpr, DEEP: tl.constexpr,
+def positions(o_p, out_h, out_w, inverse, stride_d, stride_h, stride_w, FAST: tl.constexpr, DEEP: tl.constexpr,
                FAR: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr):  # fmt: skip
     """Where the patches of output positions begin: offset, depth, row and column, which padding may put before 0."""
     line = _over(o_p, out_w, inverse, FAST)
@@ -53,7 +53,7 @@ def _element(o_n, C, taps: tl.constexpr, LAST: tl.constexpr):
 
 
 @triton.jit
-def _elements(o_n, C, stride_c, stride_d, stride_h, stride_w, FAR: tl.constexpr, LAST: tl.constexpr,
+def elements(o_n, C, stride_c, stride_d, stride_h, stride_w, FAR: tl.constexpr, LAST: tl.constexpr,
               KERNEL: tl.constexpr, DILATION: tl.constexpr):  # fmt: skip
     """Where elements of a patch lie from its beginning: offset, depth, rows and columns."""
     o_c, o_tap = _element(o_n, C, KERNEL[0] * KERNEL[1] * KERNEL[2], LAST)
@@ -69,20 +69,24 @@ def _elements(o_n, C, stride_c, stride_d, stride_h, stride_w, FAR: tl.constexpr,
 
 
 @triton.jit
+def within(place, size):
+    """Whether 0 <= place < size, by one comparison: below 0 is far above as an unsigned number."""
+    kind: tl.constexpr = tl.uint64 if place.dtype == tl.int64 else tl.uint32
+    return place.to(kind) < tl.cast(size, kind)
+
+
+@triton.jit
 def _patches(p_x, at, of, m_p, m_n, depth, height, width, DEEP: tl.constexpr, KERNEL: tl.constexpr,
              PADDING: tl.constexpr):  # fmt: skip
     """Elements `of` the patches `at` output positions of one sample, 0 in the padding. Without padding and within m_p
     and m_n there is no element outside."""
     m = m_p[:, None] & m_n[None, :]
     if DEEP and PADDING[0] > 0:
-        place = at[1][:, None] + of[1][None, :]
-        m &= (place >= 0) & (place < depth)
+        m &= within(at[1][:, None] + of[1][None, :], depth)
     if PADDING[1] > 0:
-        place = at[2][:, None] + of[2][None, :]
-        m &= (place >= 0) & (place < height)
+        m &= within(at[2][:, None] + of[2][None, :], height)
     if PADDING[2] > 0:
-        place = at[3][:, None] + of[3][None, :]
-        m &= (place >= 0) & (place < width)
+        m &= within(at[3][:, None] + of[3][None, :], width)
     return tl.load(p_x + (at[0][:, None] + of[0][None, :]), mask=m, other=0.0)
 
 
@@ -110,7 +114,7 @@ def conv_kernel(
     p_g += i_group.to(tl.int64) * stride_gg
     p_row = p_g + o_o.to(tl.int64)[:, None] * stride_go
     m_o, m_n = (o_o < D_O)[:, None], o_n < N
-    of = _elements(o_n, C, stride_c, stride_d, stride_h, stride_w, FAR, LAST, KERNEL, DILATION)
+    of = elements(o_n, C, stride_c, stride_d, stride_h, stride_w, FAR, LAST, KERNEL, DILATION)
     total = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_O, BLOCK_N], tl.float32)
     i_b, i_p = first.to(tl.int64), tl.zeros_like(first)  # counted: a division takes as long as all else of a step
@@ -119,7 +123,7 @@ def conv_kernel(
         m_p = o_p < P
         o_g = o_p * stride_gp if not FAR else o_p.to(tl.int64) * stride_gp
         g = tl.load(p_row + i_b * stride_gb + o_g[None, :], mask=m_o & m_p[None, :], other=0.0)
-        at = _positions(o_p, out_h, out_w, inverse, stride_d, stride_h, stride_w, FAST, DEEP, FAR, STRIDE, PADDING)
+        at = positions(o_p, out_h, out_w, inverse, stride_d, stride_h, stride_w, FAST, DEEP, FAR, STRIDE, PADDING)
         x = _patches(p_x + i_b * stride_xb, at, of, m_p, m_n, depth, height, width, DEEP, KERNEL, PADDING)
         acc = dot(g, x, acc, PRECISION)
         i_p += BLOCK_P
@@ -161,14 +165,14 @@ def conv_gram_kernel(
     o_row = i_row * BLOCK + tl.arange(0, BLOCK)
     o_col = i_col * BLOCK + tl.arange(0, BLOCK)
     p_x += i_b * stride_xb + i_group * stride_xg
-    row_at = _positions(o_row, out_h, out_w, inverse, stride_d, stride_h, stride_w, FAST, DEEP, FAR, STRIDE, PADDING)
-    col_at = _positions(o_col, out_h, out_w, inverse, stride_d, stride_h, stride_w, FAST, DEEP, FAR, STRIDE, PADDING)
+    row_at = positions(o_row, out_h, out_w, inverse, stride_d, stride_h, stride_w, FAST, DEEP, FAR, STRIDE, PADDING)
+    col_at = positions(o_col, out_h, out_w, inverse, stride_d, stride_h, stride_w, FAST, DEEP, FAR, STRIDE, PADDING)
     m_row, m_col = o_row < P, o_col < P
     m = tl.zeros([BLOCK, BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     for k in range(0, N, BLOCK_N):
         o_n = k + tl.arange(0, BLOCK_N)
-        of = _elements(o_n, C, stride_c, stride_d, stride_h, stride_w, FAR, LAST, KERNEL, DILATION)
+        of = elements(o_n, C, stride_c, stride_d, stride_h, stride_w, FAR, LAST, KERNEL, DILATION)
         row = _patches(p_x, row_at, of, m_row, o_n < N, depth, height, width, DEEP, KERNEL, PADDING)
         col = _patches(p_x, col_at, of, m_col, o_n < N, depth, height, width, DEEP, KERNEL, PADDING)
         acc = dot(row, tl.trans(col), acc, PRECISION)

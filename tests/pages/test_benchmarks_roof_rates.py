@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.roof_jobs import Part, Roof, tiles_of
-from benchmarks.roof_rates import COUNTS, DATA_SHEET, Count, count, cycles, rate
+from benchmarks.roof_rates import COUNTS, DATA_SHEET, DEPTHWISE, Count, count, cycles, rate
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent.parent
@@ -36,6 +36,8 @@ def test_rates_by_hand() -> None:
     gram = {"BLOCK": 128, "BLOCK_N": 64, "LAST": True, "CHUNK": 1024, "N": 2304, "D_O": 64}
     flush = COUNTS["conv_gram_kernel", 128, 128].flush * 2
     assert rate("conv_gram_kernel", gram) == pytest.approx(DATA_SHEET * 512 * 37 / (640 * 37 + 4 * flush))
+    channels = {"BLOCK_T": 8, "BLOCK_P": 32, "BLOCK_C": 32}
+    assert rate("depthwise_kernel", channels) == pytest.approx(2 * 8 * 1024 * DATA_SHEET / 4096 / DEPTHWISE[8])
     device = Roof(flop=100.0, bytes=10.0, launch=0.0)
     assert device.seconds(Part(200.0, rate=50.0)) == 4.0 and device.seconds(Part(200.0, rate=math.inf)) == 2.0
 
@@ -43,6 +45,8 @@ def test_rates_by_hand() -> None:
 def test_operations_of_tiles_of_convolutions() -> None:
     given = {"P": 70, "BLOCK_P": 64, "BLOCK_O": 128, "BLOCK_N": 64, "share": 5}
     assert tiles_of("conv_kernel", 6, given) == 5 * 2 * 6 * 128 * 64 * 128
+    channels = {"P": 70, "SPAN": 64, "BLOCK_T": 8, "BLOCK_P": 32, "BLOCK_C": 32}
+    assert tiles_of("depthwise_kernel", 6, channels) == 2 * 6 * 8 * 32 * 64
     given = {"N": 100, "D_O": 40, "BLOCK_N": 64, "BLOCK_O": 64, "BLOCK": 128}
     assert tiles_of("conv_gram_kernel", 3, given) == 2 * 3 * 128 * 128 * (128 + 64)
 
