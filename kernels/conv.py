@@ -31,10 +31,23 @@ def _pointwise(p: Problem) -> bool:
 def _rows(p: Problem) -> tuple[Tensor, Tensor]:
     """The inputs [B,P,C] and output gradients [B,P,O] of a pointwise convolution, not copied if dense; of 16 bits once
     if neither positions nor channels come in whole vectors as they lie, but would with channels last."""
-    sides = p.x.flatten(2).mT, p.g.mT
-    copied = [is_half(t) and not common.aligned(t) and t.size(2) % VECTOR == 0 for t in sides]
-    a, g = (t.contiguous() if copy else t for t, copy in zip(sides, copied, strict=True))
+    a, g = (side.contiguous() if _ragged(side) else side for side in (p.x.flatten(2).mT, p.g.mT))
     return a, g
+
+
+def _ragged(side: Tensor) -> bool:
+    return is_half(side) and not common.aligned(side) and side.size(2) % VECTOR == 0
+
+
+def wants_last(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size, dilation: Size,
+               groups: int) -> tuple[bool, bool]:  # fmt: skip
+    """Whether the launchers would copy x, and g, to lay their channels last: who calls several does it once before."""
+    p = problem(x, g, kernel_size, stride, padding, dilation, groups)
+    if _empty(p) or not has_kernel(p.x) or x.dtype != g.dtype:
+        return False, False
+    if _pointwise(p):
+        return _ragged(p.x.flatten(2).mT), _ragged(p.g.mT)
+    return depthwise.copied(p) if depthwise.takes(p) else p.copied()
 
 
 def _empty(p: Problem) -> bool:

@@ -67,17 +67,23 @@ class Problem(NamedTuple):
         names = {name.upper(): values for name, values in self.geometry._asdict().items()}
         return names | {"LAST": self.last, "FAST": fast, "DEEP": deep, "FAR": far}
 
+    def copied(self) -> tuple[bool, bool]:
+        """Whether `wide` copies x, and g."""
+        if not is_half(self.x) or self.weight[1] % VECTOR:
+            return False, False
+        g = self.g
+        vectors = g.stride(1) == 1 or (g.stride(2) == 1 and g.size(2) % VECTOR == 0)
+        return not channels_last(self.x), g.size(1) // self.groups % VECTOR == 0 and not vectors
+
     def wide(self) -> Problem:
         """With 16-bit numbers as they are loaded 16 bytes at a time, where channels come in whole vectors: both sides
         with channels last, copied once unless they lie so. A number is gathered some ten times or more."""
         if not is_half(self.x) or self.weight[1] % VECTOR:
             return self
-        x, g = self.x, self.g
-        if not channels_last(x):
+        (of_x, of_g), x, g = self.copied(), self.x, self.g
+        if of_x:
             x = x.contiguous(memory_format=torch.channels_last_3d)
-        if g.size(1) // self.groups % VECTOR == 0 and g.stride(1) != 1 and (g.stride(2) != 1 or g.size(2) % VECTOR):
-            g = g.mT.contiguous().mT
-        return self._replace(x=x, g=g, last=True)
+        return self._replace(x=x, g=g.mT.contiguous().mT if of_g else g, last=True)
 
 
 def _three(value: Size, n: int, default: int) -> tuple[int, int, int]:

@@ -64,14 +64,17 @@ def takes(p: Problem) -> bool:
     return p.groups > 1 and p.weight[:2] == (p.groups, 1) and has_kernel(p.x)
 
 
+def copied(p: Problem) -> tuple[bool, bool]:
+    """Whether x, and g, are copied to lay channels last: a number of the input is loaded for each tap."""
+    return p.x.stride(1) != 1, p.g.stride(1) != 1
+
+
 def _last(p: Problem) -> Problem:
-    """With channels last, copied unless they lie so: a number of the input is loaded for each tap."""
-    x, g = p.x, p.g
-    if x.stride(1) != 1:
+    """With channels last."""
+    (of_x, of_g), x, g = copied(p), p.x, p.g
+    if of_x:
         x = x.contiguous(memory_format=torch.channels_last_3d)
-    if g.stride(1) != 1:
-        g = g.mT.contiguous().mT
-    return p._replace(x=x, g=g)
+    return p._replace(x=x, g=g.mT.contiguous().mT if of_g else g)
 
 
 def _blocks(taps: int, channels: int) -> tuple[int, int, int]:
