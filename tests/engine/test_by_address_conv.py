@@ -128,8 +128,8 @@ def test_sums_have_the_shape_of_the_weight_and_data_goes() -> None:
     assert isinstance(one, Products)
     sums = one.sums_abreast(2, torch.tensor([0.5, 0.0, 2.0]), last=True)
     for use, total in zip(uses, sums, strict=True):
-        want = torch.einsum("b,bop,bip->oi", torch.tensor([0.5, 0.0, 2.0]).double(),
-                            use.g.double().flatten(1, 2).flatten(2), use.x.double().flatten(1, 2).flatten(2))  # fmt: skip
+        g, x = (side.double().reshape(B, C, -1) for side in (use.g, use.x))
+        want = torch.einsum("b,bop,bip->oi", torch.tensor([0.5, 0.0, 2.0]).double(), g, x)
         assert total.shape == (C, C, 1, 1)
         torch.testing.assert_close(total.double()[..., 0, 0], want, rtol=1e-4, atol=1e-4)
     assert not one._pairs
