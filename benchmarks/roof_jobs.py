@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from .roof_rates import rate
+
 FREE = {"detach", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "lift_fresh", "alias",
         "_local_scalar_dense", "_unsafe_view", "_reshape_alias", "scalar_tensor", "_record_function_enter_new",
         "_record_function_exit", "is_same_size", "_has_same_storage_numel", "expand", "resize_"}  # fmt: skip
@@ -30,13 +32,15 @@ COPIES = {"linalg_vector_norm", "sum"}  # of other numbers in float64: of a copy
 
 
 class Part(NamedTuple):
-    """A kernel of the device (or several of one call). gathers: whether it loads two bytes at a time."""
+    """A kernel of the device (or several of one call). gathers: whether it loads two bytes at a time; rate: operations
+    a second that its code can reach at most, where that was counted (`benchmarks.roof_rates`)."""
 
     flop: float = 0.0
     bytes: float = 0.0
     launches: int = 1
     float32: bool = False
     gathers: bool = False
+    rate: float = math.inf
 
 
 class Job(NamedTuple):
@@ -63,7 +67,7 @@ class Roof(NamedTuple):
         if part is None:
             return 0.0
         peak = (self.float32 if part.float32 else self.flop) * (self.gathers if part.gathers else 1.0)
-        return max(part.flop / peak, part.bytes / self.bytes) + part.launches * self.launch
+        return max(part.flop / min(peak, part.rate), part.bytes / self.bytes) + part.launches * self.launch
 
 
 def size_of(tensor: Tensor) -> int:
@@ -110,6 +114,9 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     if func._overloadname == "dtype":  # of products with a type of the result, which the counter takes for a shape
         args = args[:2]
     whole = float(count(*args, **kwargs, out_val=out))
+    if name.endswith("convolution_backward") and args[9] > 1 and args[10][1]:  # torch takes it for one group
+        flop = 2.0 * args[0].size(0) * math.prod(args[0].shape[2:]) * args[2].numel()
+        whole = flop * sum(args[10][:2])
     if causal and "attention" in name:
         place = [a.name for a in func._schema.arguments].index("is_causal")
         whole *= 0.5 if (args[place] if place < len(args) else kwargs.get("is_causal")) else 1.0
@@ -168,6 +175,14 @@ def tiles_of(kernel: str, grid: int, given: dict[str, Any]) -> float | None:
     if kernel in ("direct_kernel", "clipped_kernel", "clipped_rows_kernel"):
         samples = 1 if kernel == "direct_kernel" else given["share"]
         return 2.0 * grid * given["BLOCK_O"] * given["BLOCK_I"] * samples * up(given["T"], given["BLOCK_T"])
+    if kernel == "conv_kernel":
+        return 2.0 * grid * given["BLOCK_O"] * given["BLOCK_N"] * given["share"] * up(given["P"], given["BLOCK_P"])
+    if kernel == "conv_gram_kernel":
+        depth = up(given["N"], given["BLOCK_N"]) + up(given["D_O"], given["BLOCK_O"])
+        return 2.0 * grid * given["BLOCK"] ** 2 * depth
+    if kernel == "depthwise_kernel":
+        positions = up(min(given["P"], given["SPAN"]), given["BLOCK_P"])
+        return 2.0 * grid * given["BLOCK_T"] * given["BLOCK_C"] * positions
     return None
 
 
@@ -202,7 +217,10 @@ def triton_parts(launches: list[tuple[Any, int, dict[str, Any]]], flop: float) -
         known = known or bool(count)
         kind = given.get("TYPE")
         exact = bool(values) and (values[0].dtype if kind is None else str(kind)) in (torch.float32, "fp32")
-        parts.append(Part(count or 0.0, bytes_of_launch(given), 1, exact, name.startswith("conv_")))
+        gathers, most = name in ("conv_kernel", "conv_gram_kernel"), None
+        if name == "depthwise_kernel" or (gathers and not exact):
+            most = rate(name, given)
+        parts.append(Part(count or 0.0, bytes_of_launch(given), 1, exact, gathers and most is None, most or math.inf))
     if parts and not known and flop:
         parts[0] = parts[0]._replace(flop=flop)
     return parts

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastdp.ops import extension
 from fastdp.ops.registry import triton_module
 
-from .roof_jobs import Job, Part, launched, least_of, size_of, sizes, tensors, triton_parts
+from .roof_jobs import Job, Part, launched, least_of, product_of, size_of, sizes, tensors, triton_parts
 
 Inner = Callable[[Callable[[], Any]], list[Job]]
 # what the operator of the same arithmetic is called, by module and function
@@ -23,7 +23,10 @@ NAMES = {
     ("linear", "linear_norm_sq_and_bound"): "linear_norm_sq", ("many", "linear_norm_sq"): "linear_norm_sq",
     ("many", "linear_clipped_sum"): "linear_clipped_sum", ("many", "square_sum"): "square_sum",
     ("many", "weighted_sum"): "weighted_sum", ("embedding", "cross_term_and_spread"): "tied_cross_term",
+    ("conv", "conv_norm_sq_and_bound"): "conv_norm_sq",
 }  # fmt: skip
+
+QUESTIONS = {"wants_last"}  # they launch nothing
 
 
 class Seen:
@@ -34,6 +37,8 @@ class Seen:
 
     def __getattr__(self, function: str) -> Any:
         found = getattr(triton_module(self._name), function)
+        if function in QUESTIONS:
+            return found
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = (tuple(list(a) if isinstance(a, list) else a for a in args), dict(kwargs))  # lists may be emptied
@@ -65,6 +70,9 @@ def job_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
         ids, e, h, g = args
         pairs_of = ids.numel() * h.size(1)
         least = Part(2.0 * pairs_of * h.size(2), moved - size_of(g) + pairs_of * g.element_size(), 0)
+    elif (shape := product_of(name, args)) is not None:
+        least = least_of(name, args, {}, moved)
+        text = "B={} T={} I={} O={}".format(*shape[:4]) + (f" groups={shape[4]}" if shape[4] > 1 else "")
     else:
         least = Part(0.0, moved, 0)
     needed = None if name == "filled_once" else least  # a kernel could read rows as they lie

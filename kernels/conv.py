@@ -8,105 +8,18 @@ Source: Bu et al. 2022, arXiv 2205.10683.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
 
-from . import common, linear, tiles
+from . import clipped, common, depthwise, linear, rows, tiles
 from .common import CHUNK, VECTOR, Tile, extent, has_kernel, is_half, truncation
+from .conv_bound import Limits, enlarged, parts_of
+from .conv_problem import Problem, Size, problem
 from .finish import finish
 from .patches import conv_gram_kernel, conv_kernel
 
-Size = int | Sequence[int]
-
-
-class Geometry(NamedTuple):
-    """Kernel, stride, padding and dilation along depth, height and width."""
-
-    kernel: tuple[int, int, int]
-    stride: tuple[int, int, int]
-    padding: tuple[int, int, int]
-    dilation: tuple[int, int, int]
-
-
 # ---------------------------------------------------------------------- launchers
-
-
-class Problem(NamedTuple):
-    """A convolution as the kernels take it: x [B,C,D,H,W], g [B,O,P], and the weight's shape."""
-
-    x: Tensor
-    g: Tensor
-    out: tuple[int, int]  # height and width of the output
-    geometry: Geometry
-    groups: int
-    weight: tuple[int, ...]
-    last: bool = False  # channels are the inner elements of patches: `wide`
-
-    @property
-    def inputs(self) -> int:
-        """Elements of a patch in one group."""
-        return math.prod(self.weight[1:])
-
-    def sizes(self) -> tuple[int, ...]:
-        return (
-            self.g.size(2),
-            self.inputs,
-            self.weight[1],
-            self.weight[0] // self.groups,
-            *self.x.shape[2:],
-            *self.out,
-        )
-
-    def strides(self) -> tuple[int, ...]:
-        x, g = self.x.stride(), self.g.stride()
-        channels, outputs = self.weight[1], self.weight[0] // self.groups
-        return (x[0], x[1] * channels, *x[1:], g[0], g[1] * outputs, *g[1:])
-
-    def constants(self) -> dict[str, tuple[int, ...] | bool]:
-        return {name.upper(): values for name, values in self.geometry._asdict().items()} | {"LAST": self.last}
-
-    def wide(self) -> Problem:
-        """With 16-bit numbers as they are loaded 16 bytes at a time, where channels come in whole vectors: both sides
-        with channels last, copied once unless they lie so. A number is gathered some ten times or more."""
-        if not is_half(self.x) or self.weight[1] % VECTOR:
-            return self
-        x, g = self.x, self.g
-        if not _channels_last(x):
-            x = x.contiguous(memory_format=torch.channels_last_3d)
-        if g.size(1) // self.groups % VECTOR == 0 and g.stride(1) != 1 and (g.stride(2) != 1 or g.size(2) % VECTOR):
-            g = g.mT.contiguous().mT
-        return self._replace(x=x, g=g, last=True)
-
-
-def _three(value: Size, n: int, default: int) -> tuple[int, int, int]:
-    values = (value,) * n if isinstance(value, int) else tuple(value) * (n if len(value) == 1 else 1)
-    if len(values) != n:
-        raise ValueError(f"expected one number or {n}, not {value}")
-    return (default,) * (3 - n) + values  # type: ignore[return-value]
-
-
-def problem(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size, dilation: Size,
-            groups: int) -> Problem:  # fmt: skip
-    """Checks shapes and takes one or two dimensions as three; raises ValueError."""
-    n = x.dim() - 2
-    if n not in (1, 2, 3) or g.dim() != x.dim() or x.size(0) != g.size(0) or x.size(1) % groups or g.size(1) % groups:
-        raise ValueError(f"expected x [B,C,*] and g [B,O,*] of one to three dimensions with C and O multiples of "
-                         f"{groups}; got {tuple(x.shape)} and {tuple(g.shape)}")  # fmt: skip
-    geometry = Geometry(_three(kernel_size, n, 1), _three(stride, n, 1), _three(padding, n, 0), _three(dilation, n, 1))
-    full = (1,) * (3 - n) + tuple(x.shape[2:])
-    expected = [(size + 2 * p - d * (k - 1) - 1) // s + 1
-                for size, k, s, p, d in zip(full, *geometry, strict=True)]  # fmt: skip
-    if tuple(expected[3 - n :]) != tuple(g.shape[2:]):
-        raise ValueError(f"these sizes give an output of {expected[3 - n :]}; g has {list(g.shape[2:])}")
-    x, g = common.same_type(x, g)
-    view = x.view(*x.shape[:2], *full)
-    weight = (g.size(1), x.size(1) // groups, *geometry.kernel[3 - n :])
-    return Problem(view, g.flatten(2), (expected[1], expected[2]), geometry, groups, weight)
 
 
 def _pointwise(p: Problem) -> bool:
@@ -116,18 +29,29 @@ def _pointwise(p: Problem) -> bool:
 
 
 def _rows(p: Problem) -> tuple[Tensor, Tensor]:
-    """The inputs [B,P,C] and output gradients [B,P,O] of a pointwise convolution, not copied if dense."""
-    return p.x.flatten(2).mT, p.g.mT
+    """The inputs [B,P,C] and output gradients [B,P,O] of a pointwise convolution, not copied if dense; of 16 bits once
+    if neither positions nor channels come in whole vectors as they lie, but would with channels last."""
+    a, g = (side.contiguous() if _ragged(side) else side for side in (p.x.flatten(2).mT, p.g.mT))
+    return a, g
+
+
+def _ragged(side: Tensor) -> bool:
+    return is_half(side) and not common.aligned(side) and side.size(2) % VECTOR == 0
+
+
+def wants_last(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size, dilation: Size,
+               groups: int) -> tuple[bool, bool]:  # fmt: skip
+    """Whether the launchers would copy x, and g, to lay their channels last: who calls several does it once before."""
+    p = problem(x, g, kernel_size, stride, padding, dilation, groups)
+    if _empty(p) or not has_kernel(p.x) or x.dtype != g.dtype:
+        return False, False
+    if _pointwise(p):
+        return _ragged(p.x.flatten(2).mT), _ragged(p.g.mT)
+    return depthwise.copied(p) if depthwise.takes(p) else p.copied()
 
 
 def _empty(p: Problem) -> bool:
     return 0 in (p.x.size(0), p.g.size(2), *p.weight) or p.x.numel() == 0
-
-
-def _channels_last(x: Tensor) -> bool:
-    """Whether channels are neighbours, and all else whole vectors apart."""
-    rest = [stride for d, stride in enumerate(x.stride()) if d != 1 and x.size(d) > 1]
-    return x.stride(1) == 1 and all(stride % VECTOR == 0 for stride in rest) and x.storage_offset() % VECTOR == 0
 
 
 def _tile(p: Problem, tile: Tile | None) -> Tile:
@@ -138,8 +62,13 @@ def _tile(p: Problem, tile: Tile | None) -> Tile:
     if not is_half(p.x):
         return Tile(extent(outputs, 64), extent(p.inputs, 32), 16, 8, 2)
     if p.last:
-        return Tile(extent(outputs, 128), extent(p.inputs, 128), 32, 8, 3)
+        return _wide_tile(extent(outputs, 128), extent(p.inputs, 128))
     return Tile(extent(outputs, 128), extent(p.inputs, 64), 32, 8, 3)
+
+
+def _wide_tile(m: int, n: int) -> Tile:
+    """Where 16 bytes are loaded at once: as many warps as have 16 rows or more of a tile with enough to sum each."""
+    return Tile(m, n, 64, 8 if m * n > 64 * 128 else 4, 3)
 
 
 def _launch(p: Problem, mode: str, out: Tensor, tile: Tile, share: int, c: Tensor | None = None) -> None:
@@ -148,7 +77,7 @@ def _launch(p: Problem, mode: str, out: Tensor, tile: Tile, share: int, c: Tenso
     with torch.cuda.device_of(p.x):
         conv_kernel[(triton.cdiv(p.x.size(0), share) * p.groups * n_o * n_n,)](
             p.x, p.g, out if c is None else c, out, p.x.size(0), *p.sizes(), *p.strides(), p.groups, n_o, n_n, share,
-            CHUNK // tile.k, **p.constants(), MODE=mode, BLOCK_O=tile.m, BLOCK_N=tile.n, BLOCK_P=tile.k,
+            out.stride(0), **p.constants(), MODE=mode, BLOCK_O=tile.m, BLOCK_N=tile.n, BLOCK_P=tile.k, CHUNK=CHUNK,
             PRECISION=common.precision(p.x), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -180,23 +109,59 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
     if _empty(p):
         return x.new_zeros(x.size(0), dtype=kind)
     if not has_kernel(p.x):
-        rows = conv_per_sample(x, g, kernel_size, stride, padding, dilation, groups)
-        return torch.linalg.vector_norm(rows.flatten(1), dim=1).square().to(kind)
+        stored = conv_per_sample(x, g, kernel_size, stride, padding, dilation, groups)
+        return torch.linalg.vector_norm(stored.flatten(1), dim=1).square().to(kind)
     if _pointwise(p):
         return linear.linear_norm_sq(*_rows(p), method, dtype=kind, tile=tile)
-    outputs = p.weight[0] // groups
-    if method == "gram" or (method == "auto" and tiles.gram_is_cheaper(p.g.size(2), p.inputs, outputs)):
-        return _gram(p.wide(), kind, tile)
-    p = p.wide()
+    if depthwise.takes(p) and tile is None:
+        return rows.square_sum(depthwise.per_sample(p)).to(kind)
+    return (_gram if _by_gram(p, method) else _direct)(p.wide(), kind, tile)
+
+
+def conv_norm_sq_and_bound(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size, dilation: Size,
+                           groups: int, method: str, sums: tuple[float, int],
+                           limits: tuple[float, float]) -> Tensor:  # fmt: skip
+    """`conv_norm_sq` in float64, enlarged by what rounding may do to the clipped sum, in the same launches.
+
+    sums: of one product at each position, the share of sum_p |x_p| |g_p| by which sums may be off, and `short`: by
+    gram at most so many positions are enlarged by what cancels, which is more. limits: the share of |x| |g| by which
+    sums over any patches may be off, and the share of a norm that a bound must exceed to enlarge it.
+    """
+    p = problem(x, g, kernel_size, stride, padding, dilation, groups)
+    if _empty(p):
+        return x.new_zeros(x.size(0), dtype=torch.float64)
+    if _pointwise(p):
+        return linear.linear_norm_sq_and_bound(*_rows(p), method, sums[0], limits[1], sums[1])[0]
+    known = None if p.g.size(2) == 1 else Limits(*limits)
+    if depthwise.takes(p):
+        found = rows.square_sum(depthwise.per_sample(p))
+        return found if known is None else _enlarged(found, p, known)
+    if not _by_gram(p, method):
+        return _direct(p.wide(), torch.float64, None, known)
+    return _gram(p.wide(), torch.float64, None, None if p.g.size(2) <= sums[1] else known)
+
+
+def _by_gram(p: Problem, method: str) -> bool:
+    cheaper = method == "auto" and tiles.gram_is_cheaper(p.g.size(2), p.inputs, p.weight[0] // p.groups)
+    return method == "gram" or cheaper
+
+
+def _direct(p: Problem, kind: torch.dtype, tile: Tile | None, limits: Limits | None = None) -> Tensor:
     tile = _tile(p, tile)
-    count = groups * triton.cdiv(outputs, tile.m) * triton.cdiv(p.inputs, tile.n)
-    partial = x.new_empty((x.size(0), count), dtype=torch.float64)
+    count = p.groups * triton.cdiv(p.weight[0] // p.groups, tile.m) * triton.cdiv(p.inputs, tile.n)
+    behind = 0 if limits is None else parts_of(p.x, p.g)
+    partial = p.x.new_empty((p.x.size(0), count + behind), dtype=torch.float64)
     _launch(p, "norm", partial, tile, 1)
-    return finish(partial, count, 2 * truncation(p.g.size(2)) if is_half(p.x) else 0.0, kind)[0]
+    share = 2 * truncation(p.g.size(2)) if is_half(p.x) else 0.0
+    if limits is None:
+        return finish(partial, count, share, kind)[0]
+    return enlarged(partial, count, p.x, p.g, share, limits)
 
 
-def _gram(p: Problem, kind: torch.dtype, tile: Tile | None) -> Tensor:
+def _gram(p: Problem, kind: torch.dtype, tile: Tile | None, limits: Limits | None = None) -> Tensor:
     positions, outputs, half = p.g.size(2), p.weight[0] // p.groups, is_half(p.x)
+    if tile is None and p.last:
+        tile = _wide_tile(extent(positions, 128), extent(positions, 128))
     tile = tile or Tile(extent(positions, 64), extent(positions, 64), 32 if half else 16, 8, 3)
     n = triton.cdiv(positions, tile.m)
     count = p.groups * (n * (n + 1) // 2)
@@ -208,7 +173,16 @@ def _gram(p: Problem, kind: torch.dtype, tile: Tile | None) -> Tensor:
             CHUNK_O=half and outputs > CHUNK, PRECISION=common.precision(p.x),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        return finish(partial, count, truncation(p.inputs) + truncation(outputs) if half else 0.0, kind, True)[0]
+        share = truncation(p.inputs) + truncation(outputs) if half else 0.0
+        found = finish(partial, count, share, kind, True)[0]
+        return found if limits is None else _enlarged(found, p, limits)
+
+
+def _enlarged(found: Tensor, p: Problem, limits: Limits) -> Tensor:
+    """Norms [B] float64 enlarged by their bound."""
+    partial = p.x.new_empty((p.x.size(0), 1 + parts_of(p.x, p.g)), dtype=torch.float64)
+    partial[:, 0] = found
+    return enlarged(partial, 1, p.x, p.g, 0.0, limits)
 
 
 def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padding: Size = 0, dilation: Size = 1,
@@ -223,6 +197,8 @@ def conv_per_sample(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, p
         return torch.stack([_by_pytorch(p, p.x[b : b + 1], p.g[b : b + 1]) for b in range(batch)])
     if _pointwise(p):
         return linear.linear_per_sample(*_rows(p), tile=tile).view(batch, *p.weight)
+    if depthwise.takes(p) and tile is None:
+        return depthwise.per_sample(p)
     out = x.new_empty((batch, *p.weight), dtype=torch.float32)
     p = p.wide()
     _launch(p, "store", out, _tile(p, tile), 1)
@@ -242,11 +218,15 @@ def conv_clipped_sum(x: Tensor, g: Tensor, c: Tensor, kernel_size: Size, stride:
         raise ValueError(f"expected factors [{x.size(0)}], got {tuple(c.shape)}")
     if _empty(p):
         total = x.new_zeros(p.weight, dtype=torch.float32 if is_half(p.x) else p.x.dtype)
+    elif _pointwise(p) and has_kernel(p.x):
+        total = clipped.linear_clipped_sum(*_rows(p), c, tile=tile, parts=parts).view(p.weight)
+    elif depthwise.takes(p) and tile is None:
+        total = rows.weighted_sum(depthwise.per_sample(p), c)
     elif not is_half(p.x) and tile is None:
         drop, zero = c == 0, torch.zeros((), dtype=p.x.dtype, device=x.device)
         factors = c.to(p.x.dtype)[:, None, None]
-        rows = torch.where(drop[:, None, None], zero, p.g * factors)
-        total = _by_pytorch(p, torch.where(drop[:, None, None, None, None], zero, p.x), rows)
+        scaled = torch.where(drop[:, None, None], zero, p.g * factors)
+        total = _by_pytorch(p, torch.where(drop[:, None, None, None, None], zero, p.x), scaled)
     else:
         p = p.wide()
         total = _clipped_sum(p, c, _tile(p, tile), parts)

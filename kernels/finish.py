@@ -38,7 +38,7 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def _sum_of(p, n, BLOCK: tl.constexpr):
+def sum_of(p, n, BLOCK: tl.constexpr):
     """Numbers added in their order, float64."""
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, n, BLOCK):
@@ -54,21 +54,21 @@ def finish_kernel(p_partial, p_out, p_bound, n, m, stride, T, D_I, D_O, enlarge,
     may have taken, with SIZES where the clipped sum may be off."""
     i_b = tl.program_id(0).to(tl.int64)
     p_partial += i_b * stride
-    value = _sum_of(p_partial, n, BLOCK)
+    value = sum_of(p_partial, n, BLOCK)
     value += value * enlarge
     p_sizes = p_partial + n
     if GUARD:
         p_sizes += n
-        doubt = ROUNDING * tl.sqrt(_sum_of(p_partial + n, n, BLOCK))
+        doubt = ROUNDING * tl.sqrt(sum_of(p_partial + n, n, BLOCK))
         value = tl.where(value < 0, 0.0, value)  # keeps NaN
         value += tl.where(doubt > GRAM_TOLERANCE * value, doubt, 0.0)
         value = tl.where((value > 0) & (value < UNDERFLOW), UNDERFLOW, value)
         if SIZES:  # an entry of a a^T may have lost I TINY and meets at most |g_t| |g_s|; the sum of these is T |g|^2
-            a_sq = _sum_of(p_sizes + m, m, BLOCK) + (TINY * T) * D_I
-            g_sq = _sum_of(p_sizes + 2 * m, m, BLOCK) + (TINY * T) * D_O
+            a_sq = sum_of(p_sizes + m, m, BLOCK) + (TINY * T) * D_I
+            g_sq = sum_of(p_sizes + 2 * m, m, BLOCK) + (TINY * T) * D_O
             value += (TINY * (D_I * g_sq + D_O * a_sq)) * T
     if SIZES:
-        bound = _sum_of(p_sizes, m, BLOCK) * units
+        bound = sum_of(p_sizes, m, BLOCK) * units
         tl.store(p_bound + i_b, bound)
         norm = tl.sqrt(value)
         more = bound - tolerance * norm

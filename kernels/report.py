@@ -152,6 +152,8 @@ def conv_cases(dtype: torch.dtype) -> Iterator[Case]:
         ("3x3/2 256->512 14^2", (256, 14, 14), 512, 3, 2, 1, 1),
         ("16x16/16 3->768 224^2", (3, 224, 224), 768, 16, 16, 0, 1),
         ("3x3 depthwise 96 28^2", (96, 28, 28), 96, 3, 1, 1, 96),
+        ("7x7 depthwise 96 28^2", (96, 28, 28), 96, 7, 1, 3, 96),
+        ("1x1/2 256->512 28^2", (256, 28, 28), 512, 1, 2, 0, 1),
         ("1-D 3 80->384 3000", (80, 3000), 384, 3, 1, 1, 1),
     )
     for name, x_shape, outputs, k, stride, padding, groups in shapes:
@@ -163,6 +165,8 @@ def conv_cases(dtype: torch.dtype) -> Iterator[Case]:
                 norm = lambda x=x, g=g, r=rest, m=method: conv.conv_norm_sq(x, g, *r, m)
                 yield Case(f"{method} {name}", dtype, norm)
         yield Case(f"per sample {name}", dtype, lambda x=x, g=g, r=rest: conv.conv_per_sample(x, g, *r))
+        bound = lambda x=x, g=g, r=rest: conv.conv_norm_sq_and_bound(x, g, *r, "direct", (1e-6, 512), (1e-6, 5e-5))
+        yield Case(f"norm and bound {name}", dtype, bound)
         if half:
             yield Case(f"sum {name}", dtype, lambda x=x, g=g, c=c, r=rest: conv.conv_clipped_sum(x, g, c, *r))
 

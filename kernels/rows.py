@@ -59,15 +59,20 @@ def _order(rows: Tensor) -> list[int]:
     return sorted(range(1, rows.dim()), key=lambda d: -rows.stride(d))
 
 
+def flat(rows: Tensor) -> Tensor:
+    """[B, ...] -> [B, n], as the numbers lie in memory: not copied if a sample's lie without gaps."""
+    return rows.permute(0, *_order(rows)).reshape(rows.size(0), -1) if rows.dim() > 1 else rows.unsqueeze(1)
+
+
 def square_sum(rows: Tensor) -> Tensor:
     """The sum of the squares of each sample's numbers: [B, ...] -> [B] float64; float32, float64 or 16 bits."""
-    flat = rows.permute(0, *_order(rows)).reshape(rows.size(0), -1) if rows.dim() > 1 else rows.unsqueeze(1)
-    batch, count = flat.shape
+    numbers = flat(rows)
+    batch, count = numbers.shape
     n = triton.cdiv(count, PART)
     partial = torch.empty((batch, n), dtype=torch.float64, device=rows.device)
     with torch.cuda.device_of(rows):
         square_kernel[(batch * n,)](
-            flat, partial, batch, count, n, *flat.stride(), PART=PART, BLOCK=BLOCK, TYPE=None, num_warps=4
+            numbers, partial, batch, count, n, *numbers.stride(), PART=PART, BLOCK=BLOCK, TYPE=None, num_warps=4
         )
     return partial[:, 0] if n == 1 else finish(partial, n, 0.0, torch.float64)[0]
 
@@ -75,12 +80,12 @@ def square_sum(rows: Tensor) -> Tensor:
 def weighted_sum(rows: Tensor, c: Tensor) -> Tensor:
     """sum_b c_b rows_b: [B, ...], [B] -> [...] of the rows' type, by sums of float32 (float64 of float64)."""
     order = _order(rows)
-    flat = rows.permute(0, *order).reshape(rows.size(0), -1) if rows.dim() > 1 else rows.unsqueeze(1)
-    batch, count = flat.shape
+    numbers = flat(rows)
+    batch, count = numbers.shape
     out = torch.empty(count, dtype=rows.dtype, device=rows.device)
     with torch.cuda.device_of(rows):
         weighted_kernel[(triton.cdiv(count, BLOCK), 1)](
-            flat, c, out, batch, count, *flat.stride(), c.stride(0),
+            numbers, c, out, batch, count, *numbers.stride(), c.stride(0),
             SUM=tl.float64 if rows.dtype == torch.float64 else tl.float32, BLOCK=BLOCK, TYPE=None,
             num_warps=4,
         )  # fmt: skip

@@ -186,6 +186,32 @@ def clipped_sum(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry) -> Tensor:
     return _reference_clipped_sum(x, g, c, geometry)
 
 
+def laid_out(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Both sides as the kernels of a device read them, channels last where each call would copy them so: once for the
+    norms and the clipped sum."""
+    kernels = extension.on_device("conv", x, g)
+    if kernels is None or x.size(1) != 1 or geometry.transposed:
+        return x, g
+    copied = kernels.wants_last(x.squeeze(1), g.squeeze(1), *_arguments(geometry))
+    x, g = (t.movedim(2, -1).contiguous().movedim(-1, 2) if copy else t for t, copy in zip((x, g), copied, strict=True))
+    return x, g
+
+
+def product_of(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor] | None:
+    """The rows [B,P,C] and [B,P,O] of a convolution that is a matrix product at every position, where they lie. None:
+    it is none, or they would have to be copied."""
+    ones = max(*geometry.weight[2:], *geometry.stride) == 1 and max(geometry.padding) == 0
+    if not ones or geometry.groups > 1 or geometry.transposed or x.size(1) != 1 or x.dtype != g.dtype:
+        return None
+    rows = []
+    for side in (x, g):
+        pairs = zip(side.stride()[3:-1], side.shape[4:], side.stride()[4:], strict=True)
+        if side.numel() == 0 or any(stride != size * inner for stride, size, inner in pairs):
+            return None
+        rows.append(side.squeeze(1).flatten(2).mT)
+    return rows[0], rows[1]
+
+
 def clipped_sums(x: Tensor, g: Tensor, c: Tensor, geometry: Geometry, count: int) -> Tensor:
     """`clipped_sum` of `count` convolutions of one geometry at once, x [count * B,F,C,*] and g [count * B,F,O,*], one
     convolution after the other, with the same factors c [B]: [count, *weight]. They are groups of one convolution."""
@@ -217,6 +243,14 @@ def _units(x: Tensor, geometry: Geometry, positions: int) -> float:
 def bounded_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "auto") -> Tensor:
     """`norm_sq` enlarged by what rounding may do to the clipped sum."""
     positions = positions_of(g, geometry)
+    kernels = extension.on_device("conv", x, g)
+    if kernels is not None and x.size(1) == 1 and not geometry.transposed:
+        linear.check_method(method)
+        product = min(geometry.weight[:2]) > 1
+        sums = bounds.roundings(positions, product) * bounds.unit(x), bounds.BLOCK
+        limits = _units(x, geometry, positions), bounds.TOLERANCE
+        sides = x.squeeze(1), g.squeeze(1)
+        return kernels.conv_norm_sq_and_bound(*sides, *_arguments(geometry), method, sums, limits)  # type: ignore[no-any-return]
     gram = method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry))
     built = _is_compiled(_norm_sq_op, x) and extension.takes(x, g) and x.numel() and g.numel()
     if built and gram:

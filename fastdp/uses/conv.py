@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from ..layouts.calls import bind
 from ..layouts.groups import Groups
 from ..layouts.layout import Layout
 from ..ops import conv as conv_ops
+from ..ops import linear as linear_ops
 from ..ops.common import sum_over
 from ..ops.geometry import Geometry, spatial
 from .captured import Captured, Context, capture
 from .costs import Shape
 from .forward_pass import ForwardPass
-from .linear import as_autocast, autocast_dtype, is_short
+from .linear import as_autocast, autocast_dtype, by_address, is_short
 from .planner import Planner
 from .rules import by_sample, sample_layout, use_rule
+from .together import Together
 from .use import Positioned, Regrouped, Stored, Use
 
 
@@ -61,7 +64,18 @@ class Conv(Positioned):
         return conv_ops.per_sample(self.x[low:high], self.g[low:high], self.geometry)
 
     def alike(self) -> Any:
+        if (pair := self.product()) is not None:
+            a, g = pair
+            return Products, a.shape, g.shape, a.stride(), g.stride(), a.dtype, a.device, self.operand.shape, self.route
         return None if self.geometry.transposed else super().alike()
+
+    def abreast(self, others: Sequence[Any]) -> Any:
+        return super().abreast(others) if self.product() is None else Products([self, *others])
+
+    def product(self) -> tuple[Tensor, Tensor] | None:
+        """Of a convolution of 1 x 1 its rows, where kernels find them by their addresses."""
+        pair = None if self.operand.dtype == torch.float64 else conv_ops.product_of(self.x, self.g, self.geometry)
+        return pair if pair is not None and by_address(*pair) else None
 
     def sums_abreast(self, count: int, factors: Tensor) -> Tensor:
         return conv_ops.clipped_sums(self.x, self.g, factors, self.geometry, count)
@@ -74,6 +88,25 @@ class Conv(Positioned):
 
     def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
         return conv_ops.clipped_sum(self.x, self.g, factors, self.geometry)
+
+
+class Products(Together):
+    """Convolutions of 1 x 1 of equal shape, as the matrix products that they are."""
+
+    def __init__(self, uses: Sequence[Conv]) -> None:
+        self.operand, self.route = uses[0].operand, uses[0].route
+        self._pairs = [pair for use in uses if (pair := use.product()) is not None]
+        assert len(self._pairs) == len(uses)
+
+    def norm_sq(self) -> Tensor:
+        return linear_ops.norm_sq_of_many(self._pairs, self.route).flatten()
+
+    def sums_abreast(self, count: int, factors: Tensor, last: bool = False) -> list[Tensor]:
+        pairs = self._pairs
+        if last:
+            self._pairs = []
+        sums = linear_ops.clipped_sums_of_many(pairs, factors, last)
+        return [total.view(self.operand.shape) for total in sums]
 
 
 def shape_of(x: Tensor, g: Tensor, geometry: Geometry) -> Shape:
@@ -125,6 +158,8 @@ class _Conv(Captured):
             planner = forward_pass.planner
             if planner.materialises(use.shape, planner.adds(x, g), x.device, is_short(x)):
                 use = Stored(weight, use.per_sample(0, use.batch), self.name, use.shape)
+            elif isinstance(use, Conv):
+                use.x, use.g = conv_ops.laid_out(use.x, use.g, self.geometry)
             forward_pass.record(use)
         if ctx.learned[1]:
             over = [d for d in range(1, g.dim()) if d != 2]

@@ -14,10 +14,12 @@ CASES = {
     "bf16": [
         "gram T=1024 I=4096", "direct T=1024 I=4096", "per sample T=1024 I=768 O=8", "sum T=512", "gram T=197",
         "sum T=197", "T=1 ",
-        "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "layer norm", "RMS norm's", "group norm C=64 32^2 last",
+        "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "per sample 7x7", "norm and bound 1-D", "layer norm",
+        "RMS norm's", "group norm C=64 32^2 last",
         "many T=512", "stored", "segments", "tied",
     ],
-    "fp32": ["head loss", "gram T=512", "direct T=512", "sum T=197", "direct 3x3/2", "gram 16x16", "tied"],
+    "fp32": ["head loss", "gram T=512", "direct T=512", "sum T=197", "direct 3x3/2", "gram 16x16", "tied",
+             "per sample 7x7"],
 }  # fmt: skip
 # ptxas puts a register or four on the stack where that lets one program more run on a multiprocessor.
 STACK = 16
@@ -44,9 +46,12 @@ def test_kernels_compile(dtype: str) -> None:
         "square",
         "weighted",
         "segment",
+        "depthwise",
+        "sides",
+        "enlarge",
     }
     if dtype == "fp32":
-        expected = GEMM_LIKE - {"clipped", "segment"} | {"finish", "add_parts", "head_loss", "square"}
+        expected = GEMM_LIKE - {"clipped", "segment"} | {"finish", "add_parts", "head_loss", "square", "depthwise"}
     for arch in MATRIX:
         assert {b["kernel"] for b in built if b["arch"] == arch} == expected, arch
     for b in built:
@@ -57,6 +62,8 @@ def test_kernels_compile(dtype: str) -> None:
             assert b["matrix"] in (*MATRIX[b["arch"]], *(("mma.sync",) if narrow else ())), f"no matrix unit: {b}"
         if dtype == "bf16" and "direct 3x3/2" in b["case"] and b["kernel"] == "conv":
             assert b["wide"] >= 12, f"patches are not gathered 16 bytes at a time: {b}"
+        if b["kernel"] == "depthwise" and "7x7" in b["case"]:  # 8 taps and g for a step, 8 channels a load
+            assert b["wide"] >= 9, f"channels are not loaded 16 bytes at a time: {b}"
         if "many" in b["case"] and b["kernel"] != "finish":  # behind addresses loads stay wide
             assert b["wide"], f"narrow loads: {b}"
         if dtype == "fp32":

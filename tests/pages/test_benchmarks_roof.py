@@ -103,8 +103,12 @@ def test_every_layer_has_its_kernels(steps: dict[str, Any]) -> None:
         attention = lambda step: [job for job in step if "attention" in job[0]]
         assert attention(steps[name]["ordinary"]) == attention(steps[name]["private"])
         copies = lambda step: sum(job[0] == "clone" for job in step)
-        # but small layers, taken together, are laid side by side; no result of a layer is copied (`captured._owned`)
-        assert copies(steps[name]["private"]) <= copies(steps[name]["ordinary"]) + (12 if name == "resnet50" else 2)
+        # but small layers, taken together, are laid side by side, and sides of convolutions with channels last, once
+        # for norm and sum; no result of a layer is copied (`captured._owned`)
+        norms = [job for job in steps[name]["private"] if job[0].startswith(("fastdp.conv_norm", "fastdp.linear_norm"))]
+        sides = 2 * sum(int(job[1].partition(" layers=")[2] or 1) for job in norms)
+        more = min(sides, 26) + 12 if name == "resnet50" else 2
+        assert copies(steps[name]["private"]) <= copies(steps[name]["ordinary"]) + more
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit-b16"])
