@@ -6,6 +6,10 @@
 One process makes the steps of rank 0. Its tensors have no numbers (fake tensors), and its collectives go nowhere (the
 fake process group), but fully_shard, the engine and the optimizer are those of every step. Memory is the sum of the
 storages that are alive, at its largest; on a device, the allocator's rounding and the kernels' scratch come to it.
+
+The time on paper assumes that all products run at --flop operations a second and that every collective moves its bytes
+at --link bytes a second and rank. Ordinarily gathers run beside the products of forward and backward, and sums beside
+those of the backward; with flat clipping, sums are exchanged after the norms are known, beside the products of the sums.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from .scale_meter import GATHERED, Meter, Told
 
 SIZES: dict[str, dict[str, int]] = {
     "small": {"layers": 2, "d": 64, "heads": 4, "groups": 2, "hidden": 172, "vocabulary": 512},
+    "layer": {"layers": 1, "d": 4096, "heads": 32, "groups": 8, "hidden": 14336, "vocabulary": 4096},
     "8b": {"layers": 32, "d": 4096, "heads": 32, "groups": 8, "hidden": 14336, "vocabulary": 128256},
     "70b": {"layers": 80, "d": 8192, "heads": 64, "groups": 8, "hidden": 28672, "vocabulary": 128256},
 }
@@ -215,6 +220,32 @@ def report(setting: Setting, ordinary: Meter, private: Meter) -> list[str]:
     return lines
 
 
+def products(setting: Setting) -> tuple[float, float, float]:
+    """Operations of one product of all weights and the tokens, of the norms, and of the clipped sums."""
+    shape = SIZES[setting.size]
+    d, hidden, narrow = shape["d"], shape["hidden"], shape["d"] // shape["heads"] * shape["groups"]
+    layer = [(d, d), (d, narrow), (d, narrow), (d, d), (d, hidden), (d, hidden), (hidden, d)]
+    matrices = layer * shape["layers"] + [(d, shape["vocabulary"])]
+    tokens, length = setting.samples * setting.tokens, setting.tokens
+    whole = sum(2.0 * tokens * i * o for i, o in matrices)
+    if setting.lora:
+        small = sum(2.0 * tokens * setting.lora * (i + o) for i, o in matrices[:-1])
+        return whole, small, 0.0  # gradients of adapters are stored
+    return whole, sum(min(1.0 * tokens * length * (i + o), 2.0 * tokens * i * o) for i, o in matrices), whole
+
+
+def paper(setting: Setting, ordinary: Meter, private: Meter, flop: float, link: float) -> tuple[float, float]:
+    """Seconds of an ordinary step with checkpointing, and of a private one; see above."""
+    product, norms, sums = (count / flop for count in products(setting))
+    gather, scatter = (ordinary.sent.get(kind, (0, 0))[1] / link for kind in ("all-gather", "reduce-scatter"))
+    copies = [m.sent.get("all-reduce", (0, 0))[1] / link for m in (ordinary, private)]
+    forward = max(product, gather / 2)
+    weights = 0.0 if setting.lora else product
+    usual = forward + max(2 * product + weights, gather / 2 + scatter + copies[0])
+    mine = private.sent.get("reduce-scatter", (0, 0))[1] / link + copies[1]
+    return usual, forward + max(2 * product, gather / 2) + norms + max(sums, mine)
+
+
 def rows(setting: Setting, ordinary: Meter, private: Meter) -> Iterator[dict[str, object]]:
     for step, meter in (("ordinary", ordinary), ("private", private)):
         held = {kind.replace(" ", "_") + "_gib": round(size / 2**30, 3) for kind, size in meter.peak_by.items()}
@@ -233,6 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank's one sample")
     parser.add_argument("--lora", nargs="+", type=int, default=[0, 16], help="ranks of adapters; 0: the whole model")
     parser.add_argument("--copies", type=int, default=1, help="ranks that hold the same part (HSDP)")
+    parser.add_argument("--flop", type=float, default=400e12, help="operations a second of products")
+    parser.add_argument("--link", type=float, default=50e9, help="bytes a second of a rank's collectives")
     parser.add_argument("--out", type=Path, help="append rows to this CSV file")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -242,7 +275,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 setting = Setting(size, ranks, options.tokens, lora, options.copies)
                 begun = time.monotonic()
                 found = [one_step(setting, private) for private in (False, True)]
-                print("\n".join(report(setting, *found)), f"  ({time.monotonic() - begun:.0f} s)", sep="\n", flush=True)
+                times = paper(setting, *found, options.flop, options.link)
+                print("\n".join(report(setting, *found)))
+                print(f"  on paper: {times[0]:.3f} s, private {times[1]:.3f} s, {times[1] / times[0]:.2f} of it")
+                print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
                 if options.out is not None:
                     write(options.out, list(rows(setting, *found)))
 
