@@ -9,7 +9,7 @@ storages that are alive, at its largest; on a device, the allocator's rounding a
 
 The time on paper assumes that all products run at --flop operations a second and that every collective moves its bytes
 at --link bytes a second and rank. Ordinarily gathers run beside the products of forward and backward, and sums beside
-those of the backward; with flat clipping, sums are exchanged after the norms are known, beside the products of the sums.
+those of the backward; with flat clipping, sums are exchanged once the norms are known, beside the sums' products.
 """
 
 from __future__ import annotations
