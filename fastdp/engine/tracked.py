@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -15,6 +16,12 @@ from ..ops.registry import native
 
 def _count(parameter: Tensor | None) -> int:
     return 0 if parameter is None or is_lazy(parameter) else parameter.numel()
+
+
+def _is_fake(parameter: Tensor) -> bool:
+    """Whether it was made within FakeTensorMode: compiled kernels would read memory that is not there."""
+    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    return kind is not None and isinstance(parameter, kind)
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
@@ -117,11 +124,12 @@ class Tracked:
             raise ParameterError(
                 f"complex parameters are not supported: {odd[:3]}; hold their real and imaginary parts"
             )
-        away = [name for name, p in self.named().items() if p.is_meta and not is_lazy(p)]
+        away = [name for name, p in self.named().items() if (p.is_meta or _is_fake(p)) and not is_lazy(p)]
         if away:
             raise ParameterError(
-                f"{away[:3]} are on the meta device, without values (offloaded by accelerate, perhaps): trainable "
-                "parameters must stay on the device that they are used on. Freeze them, or do not offload them."
+                f"{away[:3]} are on the meta device, or fake, without values (offloaded by accelerate, perhaps): "
+                "trainable parameters must stay on the device that they are used on. Freeze them, or do not offload "
+                "them."
             )
         if not self.tensors():
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
