@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..training.words import listed, nearest
+from .ranks import OverRanks, begin_world
 from .runner import TESTS, audit
 from .trainable import AuditError
 
@@ -30,7 +31,16 @@ def main(options: Namespace) -> int:
                 path.mkdir(parents=True, exist_ok=True)
         trainable = load(options.step)
         chosen = names["tests"] if options.tests else None
-        report = audit(trainable, chosen, skip=names["skip"], seed=options.seed, progress=_progress)
+        if begin_world() > 1:
+            trainable = OverRanks(trainable)
+            if not trainable.is_first:
+                trainable.serve()
+                return 0
+        try:
+            report = audit(trainable, chosen, skip=names["skip"], seed=options.seed, progress=_progress)
+        finally:
+            if isinstance(trainable, OverRanks):
+                trainable.end()
     except (AuditError, OSError) as problem:
         if problem.__cause__ is not None:
             _trace(problem.__cause__)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .trainable import Array, AuditError, Batch, Outcome, count
+from .trainable import Array, AuditError, Batch, Outcome, count, pick
 
 _DROPOUT = {nn.modules.dropout._DropoutNd: "p", nn.RNNBase: "dropout", nn.MultiheadAttention: "dropout"}
 
@@ -77,6 +77,15 @@ class TorchTrainable:
         self.history = None if history is None else self._counted
         split = train_parts is not None or accumulate is not None
         self.run_parts = self._run_parts if split else None
+        self._share = (0, 1)
+
+    def take_share(self, rank: int, ranks: int) -> None:
+        """Of every batch, this process trains on its share only: several processes make a step together."""
+        self._share = (rank, ranks)
+
+    def _own(self, batch: Batch) -> Batch:
+        rank, ranks = self._share
+        return batch if ranks == 1 else pick(batch, slice(rank, None, ranks))
 
     # ------------------------------------------------------------------ the protocol
 
@@ -98,19 +107,23 @@ class TorchTrainable:
         self, model: Job, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
     ) -> Outcome:
         """Train the model by the script's own step."""
-        ready = [model.tensors(batch) for batch in batches]
+        ready, size = [model.tensors(self._own(batch)) for batch in batches], _size(batches)
         with self._running(seed):
             if ready:  # a loop of one's own need not bear no batches
-                self._train(model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed)
-        return self._outcome(model, ready)
+                self._train(
+                    model, ready, size, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed
+                )
+        return self._outcome(model, batches)
 
     def trajectory(
         self, model: Job, batches: Sequence[Batch], *, clipping_norm: float, noise_multiplier: float, seed: int
     ) -> Array | None:
         """Return the parameters [steps, P] after every step, or None if a loop does not take batches in turn."""
-        ready = Watched([model.tensors(batch) for batch in batches], model)
+        ready = Watched([model.tensors(self._own(batch)) for batch in batches], model)
         with self._running(seed):
-            self._train(model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed)
+            self._train(
+                model, ready, _size(batches), clipping_norm=clipping_norm, noise_multiplier=noise_multiplier, seed=seed
+            )
         ready.note(len(ready))
         whole = sorted(ready.seen) == list(range(len(ready) + 1))
         return np.stack([ready.seen[k] for k in range(1, len(ready) + 1)]) if whole else None
@@ -125,7 +138,7 @@ class TorchTrainable:
         seed: int,
     ) -> Outcome:
         """Train the model, each logical batch in physical ones."""
-        ready = [[model.tensors(part) for part in batch] for batch in batches]
+        ready = [[model.tensors(self._own(part)) for part in batch] for batch in batches]
         with self._running(seed):
             if self.train_parts is not None:
                 self.train_parts(model.model, ready, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier,
@@ -138,7 +151,7 @@ class TorchTrainable:
                     model.optimizer.zero_grad()
                     for number, (x, y) in enumerate(parts):
                         self.accumulate(model.optimizer, self.loss(model.called(x), y), number == len(parts) - 1)
-        return self._outcome(model, [part for parts in ready for part in parts])
+        return self._outcome(model, [part for parts in batches for part in parts])
 
     def make_batch(self, seed: int, size: int) -> Batch:
         """Return ordinary data as arrays."""
@@ -163,11 +176,11 @@ class TorchTrainable:
 
     # ------------------------------------------------------------------ inside
 
-    def _train(self, model: Job, ready: Sequence[Any], **given: Any) -> None:
+    def _train(self, model: Job, ready: Sequence[Any], size: int, **given: Any) -> None:
         if self.train is not None:
             self.train(model.model, ready, **given)
             return
-        self._optimizer(model, count(ready[0][1]), **given)
+        self._optimizer(model, size, **given)
         for x, y in ready:
             model.optimizer.zero_grad()
             self.loss(model.called(x), y).backward()
@@ -197,13 +210,13 @@ class TorchTrainable:
             warnings.simplefilter("ignore")  # of hooks, of seeds: the audit runs a step hundreds of times
             yield
 
-    def _outcome(self, model: Job, ready: Sequence[tuple[Any, Any]]) -> Outcome:
+    def _outcome(self, model: Job, batches: Sequence[Batch]) -> Outcome:
         flat = model.flat()
-        if not ready:
+        if not batches:
             return Outcome(float("nan"), flat)
         kept = [buffer.clone() for buffer in model.model.buffers()]
         with torch.no_grad():
-            x, y = ready[-1]
+            x, y = model.tensors(batches[-1])
             loss = float(self.loss(model.model(x), y))
             for buffer, value in zip(model.model.buffers(), kept, strict=True):
                 buffer.copy_(value)
@@ -223,7 +236,8 @@ class Job:
 
     def flat(self) -> Array:
         """The trained parameters [P]."""
-        found = torch.cat([p.detach().double().flatten() for p in self.trained])
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.trained]  # of parts: gathered
+        found = torch.cat([p.detach().double().flatten() for p in whole])
         return found.numpy(force=True)  # type: ignore[no-any-return]
 
     def tensors(self, batch: Batch) -> tuple[Any, Any]:
@@ -257,6 +271,11 @@ class Watched(list[Any]):
         if isinstance(number, int):
             self.note(number % len(self))
         return super().__getitem__(number)
+
+
+def _size(batches: Sequence[Batch]) -> int:
+    """Samples of the first batch, over all processes."""
+    return count(batches[0][1]) if batches else 0
 
 
 def _arrays(part: Any) -> Any:

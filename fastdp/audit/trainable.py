@@ -57,6 +57,7 @@ class Trainable(Protocol):
     state(model) -> [S]                whatever else is released with the parameters: running statistics of BatchNorm
     sample(records, steps, seed) -> [indices of step 1, indices of step 2, ...]
                                        the batches that the script's loader draws; with sample_rate, the accounted rate
+    take_share(rank, ranks)            of several processes: of each batch, train on rows rank, rank + ranks, ... only
     history(model) -> [(noise multiplier, sample rate, steps)]
                                        what the accountant has counted on a model after run()
     """

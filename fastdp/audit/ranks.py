@@ -1,0 +1,173 @@
+"""A step of several processes under audit: the tests run on the first one, and all of them make every step.
+
+Every rank gets whole batches and takes its share of each, so that the step is that of their union. What the tests see
+are the results of the first rank, once all ranks hold the same parameters; of a loader, what all ranks drew together.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .trainable import AuditError, Outcome
+
+BY_MODEL = ("run", "trajectory", "run_parts", "predict", "state", "history")
+CALLED = ("build", "sample", *BY_MODEL)
+
+
+def begin_world() -> int:
+    """The number of processes; under torchrun a group of them is made, if the script has not."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return 1
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
+        dist.init_process_group("gloo")
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class OverRanks:
+    """A Trainable on the first rank, whose calls all ranks make.
+
+    Args:
+        trainable: of this rank. It must take its share of a batch by `take_share(rank, ranks)`, as TorchTrainable does.
+    """
+
+    def __init__(self, trainable: Any) -> None:
+        import torch.distributed as dist
+
+        if not callable(getattr(trainable, "take_share", None)):
+            raise AuditError(
+                f"{type(trainable).__name__} has no take_share(rank, ranks): in {dist.get_world_size()} processes each "
+                "must train on its own part of a batch. fastdp.audit.TorchTrainable has it."
+            )
+        self._rank, self._ranks, self._inner = dist.get_rank(), dist.get_world_size(), trainable
+        self._group = dist.new_group(backend="gloo")
+        self._models: dict[int, Any] = {}
+        self._made, self._gone = 0, list[int]()
+        trainable.take_share(self._rank, self._ranks)
+        for name in CALLED:
+            if callable(getattr(trainable, name, None)):
+                setattr(self, name, self._caller(name))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the tests run here."""
+        return self._rank == 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in CALLED:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_inner"], name)
+
+    def _caller(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **given: Any) -> Any:
+            if name not in BY_MODEL:
+                return self._everywhere((name, args, given))
+            model, *rest = args  # it must not be let go of before the call is over
+            return self._everywhere((name, (model.number, *rest), given))
+
+        return call
+
+    def _everywhere(self, said: tuple[str, tuple[Any, ...], dict[str, Any]] | None) -> Any:
+        """Let all ranks do this, whose first one calls here."""
+        import torch.distributed as dist
+
+        gone, self._gone = self._gone, []
+        dist.broadcast_object_list([(gone, said)], group_src=0, group=self._group)
+        self._forget(gone)
+        return None if said is None else self._do(*said)
+
+    def _do(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        import torch.distributed as dist
+
+        found: Any = None
+        problem: str | None = None
+        cause: Exception | None = None
+        try:
+            if name in BY_MODEL:
+                args = (self._models[args[0]], *args[1:])
+            found = getattr(self._inner, name)(*args, **given)
+        except Exception as error:  # noqa: BLE001 - all ranks hear of it
+            cause, problem = error, f"{type(error).__name__}: {error}"
+        said: list[Any] = [None] * self._ranks
+        dist.all_gather_object(said, (problem, _mark(found), found if name == "sample" else None), group=self._group)
+        for rank, (text, _, _) in enumerate(said):
+            if text is not None:
+                if cause is not None:
+                    raise cause
+                raise AuditError(f"rank {rank} failed in {name}(): {text[:300]}")
+        apart = [rank for rank, (_, mark, _) in enumerate(said) if mark != said[0][1]]
+        if apart:
+            raise AuditError(
+                f"after {name}() rank {apart[0]} holds other parameters than rank 0: the ranks do not train one model "
+                "(another noise on each, or sums that are not added up)"
+            )
+        if name == "sample":
+            return [
+                np.concatenate([np.asarray(i, dtype=int) for i in step])
+                for step in zip(*(s[2] for s in said), strict=True)
+            ]
+        if name == "build":
+            self._made += 1
+            self._models[self._made] = found
+            model = Model(self._made)
+            if self._rank == 0:
+                weakref.finalize(model, self._gone.append, self._made)
+            return model
+        return found
+
+    def _forget(self, gone: Sequence[int]) -> None:
+        for number in gone:
+            self._models.pop(number, None)
+
+    def serve(self) -> None:
+        """Do what the first rank says, until it ends. An error of this rank is raised there."""
+        import torch.distributed as dist
+
+        while True:
+            heard: list[Any] = [None]
+            dist.broadcast_object_list(heard, group_src=0, group=self._group)
+            gone, said = heard[0]
+            self._forget(gone)
+            if said is None:
+                self._leave()
+                return
+            try:
+                self._do(*said)
+            except Exception:  # noqa: BLE001 - the first rank raises it, too
+                continue
+
+    def end(self) -> None:
+        """The other ranks are done."""
+        self._everywhere(None)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Together: a process that ended first would break connections of the others."""
+        import torch.distributed as dist
+
+        self._models.clear()
+        gc.collect()
+        dist.barrier(group=self._group)
+        dist.destroy_process_group()
+
+
+class Model:
+    """A model of every rank, by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _mark(found: Any) -> str:
+    """Of the parameters in a result, to the last bit."""
+    if not isinstance(found, Outcome):
+        return ""
+    return hashlib.sha256(np.ascontiguousarray(found.parameters, dtype=np.float64).tobytes()).hexdigest()
