@@ -27,7 +27,7 @@ from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
 from .linear import as_autocast, autocast_dtype
 from .rules import sample_layout, use_rule
-from .use import Positioned, Stored
+from .use import Positioned, Stack, Stored, Use
 
 SHARE = 0.5  # of the logits' bytes, which gradients of samples may take, where they are stored
 
@@ -127,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(node: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms) -> Tensor:
         wanted = node.needs_input_grad
-        found = evaluate(hidden, labels, Head(weight, bias, terms), Wanted(wanted[0], "", wanted[2]))
+        found = evaluate(hidden, labels, Head(weight, bias, terms), Wanted(wanted[0], False, wanted[2]))
         node.terms = terms
         node.save_for_backward(hidden if wanted[1] else None, weight, bias, labels, found.lse, found.hidden, found.bias)
         return found.losses
@@ -209,15 +209,48 @@ class HeadLoss(Positioned):
         return head_sums.cross_term_and_spread(*self._rows(), ids, e)
 
 
+class HeadGradients(Stored):
+    """The gradients of samples [B,V,d] by a head behind which the cross-entropy of tokens stands."""
+
+    def cross_term_and_spread(self, ids: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+        """The inner product with a look-up of the same table, as `ops.embedding.cross_term_and_spread`."""
+        return head_sums.cross_term_of_stored(self.grads, ids, e)
+
+
+class HeadParts(Stack):
+    """The gradients of some samples by a head, stored, before a use by the others."""
+
+    overwrites = True
+
+    def cross_term_and_spread(self, ids: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+        """Of both, one after the other."""
+        sizes = [use.batch for use in self.uses]
+        each: Any = zip(self.uses, ids.split(sizes), e.split(sizes), strict=True)
+        crosses, spreads = zip(*[use.cross_term_and_spread(own, rows) for use, own, rows in each], strict=True)
+        return torch.cat(crosses), torch.cat(spreads)
+
+    def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
+        stored, rest = self.uses
+        first, second = (part.contiguous() for part in factors.split([stored.batch, rest.batch]))
+        return rest.clipped_sum(second, into).add_(stored.clipped_sum(first))
+
+
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.data_ptr() == b.data_ptr()
+
+
+class _Context(Context):
+    """One application, of which the gradients of the first `stored` samples are kept."""
+
+    stored = 0
 
 
 class _HeadLoss(Captured):
     """The loss with its head detached; the gradients of each sample's own loss are computed with it.
 
     Made by the forward, beside the losses: labels as the loss takes them and log-sum-exps [B,T], and of what is wanted
-    the gradients of hidden [B,T,d] and bias [B,V] and squared norms of the weight's [B] with their bounds.
+    the gradients of hidden [B,T,d] and bias [B,V], and of the weight those of some samples [stored,V,d] and of the
+    others squared norms with their bounds.
     """
 
     def __init__(self, forward_pass: ForwardPass, layout: Layout, labels: Tensor, terms: Terms) -> None:
@@ -225,23 +258,25 @@ class _HeadLoss(Captured):
         self.labels, self.terms = labels, terms
 
     def forward(self, ctx: Context, *data: Tensor) -> Tensor:
+        assert isinstance(ctx, _Context)
         hidden = as_autocast(ctx, data[0])
         ctx.keep(*ctx.values)
         weight, bias = ctx.values
-        route = self._route(ctx, hidden, weight) if ctx.learned[0] else ""
-        wanted = Wanted(ctx.wanted[0], route, ctx.learned[1])
+        ctx.stored = self._stored(ctx, hidden, weight) if ctx.learned[0] else 0
+        wanted = Wanted(ctx.wanted[0], ctx.learned[0], ctx.learned[1], ctx.stored)
         found = evaluate(hidden, self.labels, Head(weight, bias, self.terms), wanted)
-        parts = (found.hidden, found.bias, found.norm_sq, found.bound, found.weight)
+        parts = (found.hidden, found.bias, found.weight, found.norm_sq, found.bound)
         ctx.made = (self.labels, found.lse, *[part for part in parts if part is not None])
         return found.losses
 
-    def _route(self, ctx: Context, hidden: Tensor, weight: Tensor) -> str:
-        """To store the gradients of samples, where these are much smaller than the logits or a budget of memory has
-        room for them: then no logits are computed again."""
+    def _stored(self, ctx: Context, hidden: Tensor, weight: Tensor) -> int:
+        """Of how many samples to store the gradients: as many as take SHARE of the logits' bytes, or as a budget of
+        memory has room for. Their logits are not computed again."""
         planner, (batch, length, width) = ctx.forward_pass.planner, hidden.shape
-        size = batch * weight.numel() * (8 if hidden.dtype == torch.float64 else 4)
-        room = width <= length * SHARE or planner.memory_budget is not None
-        return "gradients" if room and not planner.exceeds(size) else "norms"
+        if planner.memory_budget is None:
+            return min(batch, int(batch * length * SHARE / max(width, 1)))
+        size = weight.numel() * (8 if hidden.dtype == torch.float64 else 4)
+        return max(0, min(batch, (planner.memory_budget - planner.held) // size))
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         if not ctx.learned[0]:
@@ -250,6 +285,7 @@ class _HeadLoss(Captured):
         return (data[0] if cast is None else data[0].to(cast),)
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        assert isinstance(ctx, _Context)
         (weight, bias), grad, made = ctx.operands, grads[0].reshape(-1), iter(saved)
         hidden = next(made) if ctx.learned[0] else None
         labels, lse = next(made), next(made)
@@ -257,16 +293,19 @@ class _HeadLoss(Captured):
             next(made)
         if ctx.learned[1]:
             ctx.forward_pass.record(Stored(bias, next(made) * grad.unsqueeze(1), self.name))
-        if hidden is not None:
+        if hidden is None:
+            return
+        count, uses = ctx.stored, list[Use]()
+        if count:  # nobody else has them, and there is no other backward
+            uses.append(HeadGradients(weight, next(made).mul_(grad[:count, None, None]), self.name))
+        if count < len(hidden):
             weights = _weights(labels, self.terms, grad)
             tokens = torch.stack([torch.where(weights != 0, labels, 0).double(), lse.double(), weights.double()], 2)
-            first, second = next(made), next(made, None)
-            if second is None:  # gradients: nobody else has them, and there is no other backward
-                ctx.forward_pass.record(Stored(weight, first.mul_(grad[:, None, None]), self.name))
-                return
-            known = first * grad.double().square(), second * grad.double().abs()
+            rest, scale = slice(count, None), grad[count:].double()
+            known = next(made) * scale.square(), next(made) * scale.abs()
             head = Head(ctx.values[0], ctx.values[1], self.terms)
-            ctx.forward_pass.record(HeadLoss(weight, hidden, tokens, head, self.name, known))
+            uses.append(HeadLoss(weight, hidden[rest], tokens[rest], head, self.name, known))
+        ctx.forward_pass.record(uses[0] if len(uses) == 1 else HeadParts(uses))
 
     def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if not ctx.wanted[0]:
@@ -327,4 +366,4 @@ def capture_head_loss(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...
             raise SampleMixingError(f"{place}: {why}.", f"{place}: {why}")
     terms, target = _checked(hidden, weight, labels, bias, **kwargs)
     one = _HeadLoss(forward_pass, layout, target, terms)
-    return capture(one, Context(forward_pass, weight, bias), hidden)
+    return capture(one, _Context(forward_pass, weight, bias), hidden)

@@ -15,7 +15,7 @@ from fastdp.errors import FastDPError, GraphError, SampleMixingError, Uncaptured
 from fastdp.losses import linear_cross_entropy
 from fastdp.ops import head, head_loss
 from fastdp.uses import head_loss as use_of_head
-from fastdp.uses.head_loss import HeadLoss
+from fastdp.uses.head_loss import HeadGradients, HeadLoss, HeadParts
 
 from .. import cases
 from ..truth import against, norms_of, truth
@@ -51,10 +51,16 @@ def batch(b: int = 5, t: int = 7, v: int = 23) -> tuple[Tensor, Tensor]:
     return torch.randint(0, v, (b, t)), labels
 
 
-@pytest.fixture(params=["stored", "recomputed", "slices"])
+@pytest.fixture(params=["stored", "by tokens", "partly", "recomputed", "slices"])
 def route(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Gradients of samples stored, or logits computed again, of whole tokens or a few words at a time."""
-    monkeypatch.setattr(use_of_head, "SHARE", 1e9 if request.param == "stored" else 0.0)
+    """Gradients of samples stored (a few tokens at a time), of some of them, or logits computed again, of whole tokens
+    or a few words at a time."""
+    monkeypatch.setattr(use_of_head, "SHARE", 1e9 if request.param in ("stored", "by tokens") else 0.0)
+    if request.param == "partly":
+        some = lambda self, ctx, hidden, weight: (len(hidden) + 1) // 2  # noqa: E731
+        monkeypatch.setattr(use_of_head._HeadLoss, "_stored", some)
+    if request.param == "by tokens":
+        monkeypatch.setattr(head_loss, "PART", 250)
     if request.param == "slices":
         monkeypatch.setattr(head_loss, "LIMIT", 1)
         monkeypatch.setattr(head, "SLICE", 200)
@@ -66,7 +72,8 @@ def test_every_route(route: str, name: str) -> None:
     found = against(truth(*cases.build(name)), *cases.build(name))
     assert found.worst < 1e-5, (route, found)
     if name in ("fused_head", "fused_head_tied", "fused_head_bias"):
-        assert any(isinstance(use, HeadLoss) for use in found.uses) == (route != "stored")
+        kinds = {"stored": HeadGradients, "by tokens": HeadGradients, "partly": HeadParts}
+        assert any(isinstance(use, kinds.get(route, HeadLoss)) for use in found.uses)
 
 
 @pytest.mark.parametrize("tied", [False, True])
