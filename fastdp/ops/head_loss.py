@@ -26,7 +26,7 @@ from .head_sums import norm_sq
 from .linear import norm_sq_and_bound
 
 LIMIT = 128 * 2**20  # bytes of whole samples' logits at once, for norms; one with more is taken by slices of words
-PART = 48 * 2**20  # bytes of logits at once otherwise; a sample with more is taken a few tokens at a time
+PART = 64 * 2**20  # bytes of logits at once otherwise; a sample with more is taken a few tokens at a time
 CACHED = 2**20  # bytes of logits for each thread, which several passes go over while they are in its cache
 
 
@@ -117,6 +117,12 @@ def evaluate(hidden: Tensor, labels: Tensor, head: Head, wanted: Wanted) -> Foun
     return Found(losses, lse, dh, db, squares, bound, dw)
 
 
+def tokens_at_once(length: int, bytes_of_row: int) -> int:
+    """How many tokens of a sample are taken at once where its gradient is stored: in parts of equal sizes."""
+    count = max(1, PART // bytes_of_row)
+    return -(-length // max(1, -(-length // count)))
+
+
 def _parts(batch: int, stored: int, size: int, normed: bool) -> Iterator[tuple[int, int, bool]]:
     """Samples to take at once, of so many bytes of logits each, and whether their gradients are stored: those last,
     which stay, so that they and the logits of whole samples are not there together."""
@@ -168,8 +174,7 @@ def _by_tokens(
     lse, losses = (torch.empty_like(weights) for _ in range(2))
     dh = h.new_empty(h.shape, dtype=sum_type(h)) if wanted.hidden else None
     db = h.new_zeros((1, head.vocabulary), dtype=sum_type(h)) if wanted.bias else None
-    count = max(1, PART // (head.vocabulary * lse.element_size()))
-    count = -(-h.size(1) // -(-h.size(1) // count))  # parts of equal sizes
+    count = tokens_at_once(h.size(1), head.vocabulary * lse.element_size())
     for low in range(0, h.size(1), count):
         part = slice(low, low + count)
         rows, w = h[0, part], weights[0, part]
@@ -188,7 +193,8 @@ def _by_tokens(
 def _of_logits(
     head: Head, rows: Tensor, y: Tensor, w: Tensor, buffer: list[Tensor], wanted: Wanted
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits of tokens [N,d], turned into gradients, with what `_turned` gives: z [N,V], lse and losses [N], r [N,1]."""
+    """Logits of tokens [N,d], turned into gradients, with what `_turned` gives: z [N,V], lse and losses [N],
+    r [N,1]."""
     size = rows.size(0) * head.vocabulary
     if not buffer or buffer[0].numel() < size:
         buffer[:] = [rows.new_empty(size, dtype=sum_type(rows))]

@@ -21,15 +21,16 @@ from ..layouts.positions import WHY, by_place
 from ..layouts.rules import layout_rule
 from ..ops import head_sums
 from ..ops.head import Head, Terms
-from ..ops.head_loss import Wanted, evaluate, kept
+from ..ops.head_loss import Wanted, evaluate, kept, tokens_at_once
 from ..ops.registry import is_watched
 from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
+from .head_parts import HeadGradients, HeadParts
 from .linear import as_autocast, autocast_dtype
 from .rules import sample_layout, use_rule
-from .use import Positioned, Stack, Stored, Use
+from .use import Positioned, Stored, Use
 
-SHARE = 0.5  # of the logits' bytes, which gradients of samples may take, where they are stored
+SHARE = 0.5  # of the logits' bytes, which stored gradients of samples may take
 
 
 def linear_cross_entropy(
@@ -209,32 +210,6 @@ class HeadLoss(Positioned):
         return head_sums.cross_term_and_spread(*self._rows(), ids, e)
 
 
-class HeadGradients(Stored):
-    """The gradients of samples [B,V,d] by a head behind which the cross-entropy of tokens stands."""
-
-    def cross_term_and_spread(self, ids: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-        """The inner product with a look-up of the same table, as `ops.embedding.cross_term_and_spread`."""
-        return head_sums.cross_term_of_stored(self.grads, ids, e)
-
-
-class HeadParts(Stack):
-    """The gradients of some samples by a head, stored, before a use by the others."""
-
-    overwrites = True
-
-    def cross_term_and_spread(self, ids: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-        """Of both, one after the other."""
-        sizes = [use.batch for use in self.uses]
-        each: Any = zip(self.uses, ids.split(sizes), e.split(sizes), strict=True)
-        crosses, spreads = zip(*[use.cross_term_and_spread(own, rows) for use, own, rows in each], strict=True)
-        return torch.cat(crosses), torch.cat(spreads)
-
-    def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
-        stored, rest = self.uses
-        first, second = (part.contiguous() for part in factors.split([stored.batch, rest.batch]))
-        return rest.clipped_sum(second, into).add_(stored.clipped_sum(first))
-
-
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.data_ptr() == b.data_ptr()
 
@@ -270,13 +245,14 @@ class _HeadLoss(Captured):
         return found.losses
 
     def _stored(self, ctx: Context, hidden: Tensor, weight: Tensor) -> int:
-        """Of how many samples to store the gradients: as many as take SHARE of the logits' bytes, or as a budget of
-        memory has room for. Their logits are not computed again."""
+        """Of how many samples to store the gradients, whose logits are then not computed again: as many as take, with
+        the logits that are there at once, SHARE of the bytes of all logits; or as a budget of memory has room for."""
         planner, (batch, length, width) = ctx.forward_pass.planner, hidden.shape
+        size = 8 if hidden.dtype == torch.float64 else 4
         if planner.memory_budget is None:
-            return min(batch, int(batch * length * SHARE / max(width, 1)))
-        size = weight.numel() * (8 if hidden.dtype == torch.float64 else 4)
-        return max(0, min(batch, (planner.memory_budget - planner.held) // size))
+            rows = batch * length * SHARE - tokens_at_once(length, weight.size(0) * size)
+            return max(0, min(batch, int(rows / max(width, 1))))
+        return max(0, min(batch, (planner.memory_budget - planner.held) // max(weight.numel() * size, 1)))
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         if not ctx.learned[0]:
@@ -296,8 +272,8 @@ class _HeadLoss(Captured):
         if hidden is None:
             return
         count, uses = ctx.stored, list[Use]()
-        if count:  # nobody else has them, and there is no other backward
-            uses.append(HeadGradients(weight, next(made).mul_(grad[:count, None, None]), self.name))
+        if count:
+            uses.append(HeadGradients(weight, next(made), grad[:count], self.name))
         if count < len(hidden):
             weights = _weights(labels, self.terms, grad)
             tokens = torch.stack([torch.where(weights != 0, labels, 0).double(), lse.double(), weights.double()], 2)

@@ -19,7 +19,8 @@ from ..ops.linear import GRAM_TOLERANCE
 from ..ops.rows import square_sum
 from .derived import pull_back
 from .embedding import Lookup
-from .head_loss import HeadGradients, HeadLoss, HeadParts
+from .head_loss import HeadLoss
+from .head_parts import HeadGradients, HeadParts
 from .linear import Matmul
 from .links import link_of
 from .use import Use
