@@ -21,6 +21,7 @@ from ..layouts.batch import Whose
 from ..layouts.doubts import Inbox
 from ..layouts.layout import Layout
 from ..ops.common import exactly
+from ..uses.head_loss import outside
 from ..uses.links import leaves_of
 from ..uses.planner import Planner
 from ..uses.use import Use
@@ -370,7 +371,7 @@ class Backward:
             before, version = self._grads_before.get(id(parameter), (None, 0))
             if grad is not before or grad._version != version:
                 parameter.grad = None  # not private
-                where = self.last_use_of.get(id(parameter), "outside of the model's forward, in the loss perhaps")
+                where = self.last_use_of.get(id(parameter), outside(parameter))
                 missed.append(f"'{name}' ({where})")
         if missed:
             raise UncapturedUseError(

@@ -7,6 +7,7 @@ the forward's own logits (`ops.head_loss`).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..errors import GraphError, SampleMixingError
 from ..layouts.calls import Call, Tags
 from ..layouts.layout import Layout
+from ..layouts.notes import OUTSIDE
 from ..layouts.positions import WHY, by_place
 from ..layouts.rules import layout_rule
 from ..ops import head_sums
@@ -90,16 +92,42 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
             "linear_cross_entropy computes norms of gradients within the forward, which cannot be replayed: store "
             "logits (causal_lm_loss), or take no graphed step"
         )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise GraphError(
+            "linear_cross_entropy does not run within torch.func's transforms (grad, vmap, jvp): take the loss of "
+            "stored logits there (causal_lm_loss, token_loss)"
+        )
+    for name, value in {"hidden": hidden, "weight": weight, "labels": labels}.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a tensor, not {type(value).__name__}")
     if hidden.dim() != 3 or labels.shape != hidden.shape[:2]:
         raise ValueError(f"hidden [B, T, d] and labels [B, T], not {tuple(hidden.shape)} and {tuple(labels.shape)}")
     if weight.dim() != 2 or weight.size(1) != hidden.size(2) or not weight.size(0):
-        raise ValueError(f"weight [V, {hidden.size(2)}] for hidden {tuple(hidden.shape)}, not {tuple(weight.shape)}")
+        turned = weight.dim() == 2 and weight.size(0) == hidden.size(2)
+        raise ValueError(
+            f"weight [V, {hidden.size(2)}] for hidden {tuple(hidden.shape)}, not {tuple(weight.shape)}"
+            f"{': give its transpose, weight.t()' if turned else ''}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias [{weight.size(0)}], not {tuple(bias.shape)}")
-    if not hidden.is_floating_point() or (hidden.dtype != weight.dtype and autocast_dtype(hidden) is None):
-        raise ValueError(f"hidden and weight are floats of one type, not {hidden.dtype} and {weight.dtype}")
+    operands = [weight] if bias is None else [weight, bias]
+    cast = autocast_dtype(hidden) is not None
+    if not hidden.is_floating_point() or not all(cast or t.dtype == hidden.dtype for t in operands):
+        kinds = " and ".join(str(t.dtype) for t in (hidden, *operands))
+        raise ValueError(f"hidden, weight and bias are floats of one type, not {kinds}")
+    if any(t.device != hidden.device for t in operands):
+        raise ValueError(f"weight and bias on the device of hidden, {hidden.device}, not {weight.device}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels are whole numbers, not {labels.dtype}")
+    for name in ("label_smoothing", "logit_scale", "z_loss", "softcap"):
+        value = terms.get(name)
+        if name == "softcap" and value is None:
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            what = value if isinstance(value, float) else type(value).__name__
+            raise ValueError(
+                f"{name} is a finite number, not {what}: it is never learned; multiply hidden states by what is"
+            )
     found = Terms(**terms)
     if not 0 <= found.label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], not {found.label_smoothing!r}")
@@ -109,6 +137,8 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
     if mask is not None:
         if mask.shape != labels.shape:
             raise ValueError(f"a mask of the shape {tuple(labels.shape)}, not {tuple(mask.shape)}")
+        if mask.device.type == "cpu" and mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+            raise ValueError("a mask holds 0 and 1 (or bool); an additive mask of attention is none")
         target = target.masked_fill(mask.to(target.device) == 0, found.ignore_index)
     if shift:  # the last position has nothing to predict
         target = torch.cat([target[:, 1:], target.new_full((len(target), 1), found.ignore_index)], 1)
@@ -137,6 +167,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(node: Any, grad: Tensor) -> Any:
         hidden, weight, bias, labels, lse, dh, db = node.saved_tensors
+        for operand in (weight, bias):  # if an engine is there it did not see this, and says so
+            if operand is not None and operand.is_leaf:
+                setattr(operand, OUTSIDE, True)
         of_weight = None
         if hidden is not None:
             head, weights = Head(weight, bias, node.terms), _weights(labels, node.terms, torch.ones_like(grad))
@@ -144,6 +177,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden = None if dh is None else (dh * grad[:, None, None]).to(dh.dtype)
         of_bias = None if db is None else torch.mv(db.t(), grad).to(bias.dtype)
         return of_hidden, of_weight, of_bias, None, None
+
+
+def outside(parameter: Tensor) -> str:
+    """Where a parameter was used that got a gradient which no rule saw, and what to do, if that is known."""
+    where = "outside of the model's forward, in the loss perhaps"
+    if not vars(parameter).pop(OUTSIDE, False):
+        return where
+    return (
+        "in linear_cross_entropy, outside of the model's forward: call it within the forward of the module that owns "
+        "the weight, or of one around it, and let that return the losses"
+    )
 
 
 class HeadLoss(Positioned):

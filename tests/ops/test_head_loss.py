@@ -212,6 +212,8 @@ def test_refusals() -> None:
     h, w, y, c = data()
     for arguments, words in [
         ((h[0], w, y), "hidden"), ((h, w[:, :2], y), "weight"), ((h, w, y, c[:3]), "bias"),
+        ((h, w.t(), y), "weight.t()"), ((h, w, y, c.float()), "one type"), ((h, w.to("meta"), y), "device of hidden"),
+        ((h, w, y.tolist()), "labels is a tensor"), ((h, w, y > 0), "whole numbers"),
         ((h, w.float(), y), "one type"), ((h, w, y.double()), "whole numbers"), ((h, w, y[:, :2]), "labels"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=words):
@@ -222,6 +224,12 @@ def test_refusals() -> None:
         linear_cross_entropy(h, w, y, softcap=0.0)
     with pytest.raises(ValueError, match="mask"):
         linear_cross_entropy(h, w, y, mask=y[:1])
+    with pytest.raises(ValueError, match="a mask holds 0 and 1"):
+        linear_cross_entropy(h, w, y, mask=torch.full(y.shape, -1e9))
+    for name, value in [("logit_scale", torch.tensor(2.0, requires_grad=True)), ("z_loss", math.nan),
+                        ("softcap", math.inf)]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} is a finite number"):
+            linear_cross_entropy(h, w, y, **{name: value})
     with pytest.raises(IndexError, match="label 11"):
         linear_cross_entropy(h, w, torch.full_like(y, V))
     (first,) = torch.autograd.grad(linear_cross_entropy(h.requires_grad_(), w, y).sum(), h, create_graph=True)

@@ -214,9 +214,24 @@ def test_refused_in_the_loss() -> None:
     body = nn.Sequential(model.table, model.layer)
     body.head = model.head  # type: ignore[assignment]
     engine = fastdp.PerSampleGradients(_Body(model))
-    with pytest.raises(UncapturedUseError, match="outside of the model's forward"):
+    with pytest.raises(UncapturedUseError, match="within the forward of the module that owns the weight"):
         linear_cross_entropy(engine.model(ids), model.head.weight, labels).mean().backward()
         engine.norms()
+
+
+def test_refused_by_transforms() -> None:
+    """torch.func's transforms say what to do; functional_call alone is an ordinary call."""
+    model, (ids, labels) = Model(), batch()
+    own = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], i: Tensor, y: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (i[None], y[None])).sum()
+
+    with pytest.raises(GraphError, match="torch.func's transforms"):
+        torch.func.grad(loss)(own, ids[0], labels[0])
+    with pytest.raises(GraphError, match="causal_lm_loss"):
+        torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(own, ids, labels)
+    torch.testing.assert_close(loss(own, ids[0], labels[0]), losses(model, (ids[:1], labels[:1])).sum())
 
 
 class _Body(nn.Module):
