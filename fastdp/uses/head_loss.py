@@ -120,11 +120,11 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels are whole numbers, not {labels.dtype}")
     for name in ("label_smoothing", "logit_scale", "z_loss", "softcap"):
-        value = terms.get(name)
-        if name == "softcap" and value is None:
+        number: Any = terms.get(name)
+        if name == "softcap" and number is None:
             continue
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            what = value if isinstance(value, float) else type(value).__name__
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            what = number if isinstance(number, float) else type(number).__name__
             raise ValueError(
                 f"{name} is a finite number, not {what}: it is never learned; multiply hidden states by what is"
             )
