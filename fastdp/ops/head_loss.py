@@ -90,7 +90,7 @@ def evaluate(hidden: Tensor, labels: Tensor, head: Head, wanted: Wanted) -> Foun
     buffer: list[Tensor] = []
     with torch.no_grad(), exactly():
         for low, high, known in _parts(batch, stored, length * bytes_of_row, normed):
-            if known:
+            if known and not low:
                 buffer.clear()  # logits of whole samples make room for the gradients
             places, own = _in_front(keep[low:high])  # tokens that have a loss, first
             count = places.size(1)
