@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..errors import UncapturedUseError
+from ..uses.head_loss import outside
 from ..uses.links import leaves_of
 from ..uses.use import Use
 from .tracked import Tracked
@@ -41,7 +42,7 @@ class Uncaptured:
             for holder in found:
                 holder.grad = None  # not private
             if self.tracked.drops_stray(parameter) or found:
-                where = last_use_of.get(id(parameter), "outside of the model's forward, in the loss perhaps")
+                where = last_use_of.get(id(parameter), outside(parameter))
                 missed.append(f"'{name}' ({where})")
         if missed:
             raise UncapturedUseError(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..calibration import Calibration, calibration
 from ..losses import IGNORE
-from .encode import Collate, Encoded, logits_of
+from ..training.fused_head import FusedHead
+from .encode import Collate, Encoded, inputs_of, logits_of
 
 HEADLINE = {"classify": "accuracy", "lm": "perplexity"}
 
@@ -20,10 +21,11 @@ class Evaluation:
     """Called with the model, in eval mode and without gradients: {metric: value}. `last`: calibration of the last call.
 
     classify: accuracy, nll (nats), ece. lm: nll (nats a token, all tokens alike), perplexity = exp(nll).
+    fused: of a language model whose logits are not stored.
     """
 
-    def __init__(self, data: Encoded, collate: Collate, task: str, rows: int) -> None:
-        self.data, self.collate, self.task, self.rows = data, collate, task, rows
+    def __init__(self, data: Encoded, collate: Collate, task: str, rows: int, fused: FusedHead | None = None) -> None:
+        self.data, self.collate, self.task, self.rows, self.fused = data, collate, task, rows, fused
         self.last: Calibration | None = None
         self.order = sorted(range(len(data)), key=data.length)  # little padding
 
@@ -45,6 +47,10 @@ class Evaluation:
         for start in range(0, len(self.order), self.rows):
             batch = self.collate([self.data[i] for i in self.order[start : start + self.rows]])
             batch = {name: value.to(device) for name, value in batch.items()}
+            if self.fused is not None and self.fused.is_of(model):
+                losses, count = self.fused.evaluated(model, inputs_of(model, batch), batch["labels"])
+                total, tokens = total + float(losses), tokens + int(count)
+                continue
             given = logits(model, batch).float()
             if self.task == "classify":
                 found.append(given.cpu())

@@ -70,10 +70,9 @@ def prepare(options: Namespace) -> Prepared:
     units = len(encoded) if groups is None else len(set(groups))
     plan = preflight.make_plan(options, units)
     collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else ())
-    evaluation = None if held_out is None else Evaluation(held_out, collate, options.task, _EVALUATED_AT_ONCE)
-    loss = loss_of(model, options.task)
-    if options.fused_loss:
-        loss = fused_loss_of(model, _fused(options, model, collate([encoded[0]]), device))
+    fused = _fused(options, model, collate([encoded[0]]), device) if options.fused_loss else None
+    loss = loss_of(model, options.task) if fused is None else fused_loss_of(model, fused)
+    evaluation = None if held_out is None else Evaluation(held_out, collate, options.task, _EVALUATED_AT_ONCE, fused)
     per_epoch = max(1, round(1 / plan.sample_rate))
     job = Job(
         model=model, loss=loss, data=encoded, collate=collate, plan=plan,

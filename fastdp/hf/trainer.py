@@ -20,6 +20,7 @@ from ..training.optim import PrivateOptimizer, privatize
 from . import arguments, ledger
 from .batches import Ticket, check_dataset, make_source, tickets, varied
 from .checks import check_model, check_padding, evaluating
+from .evaluation import FusedEvaluation
 from .losses import Head, find_head, reduced, rows, size_of, without_labels
 from .options import PrivacyArguments
 from .spending import Spending, Watch, logger
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..training.graphed_shapes import GraphedShapes
 
 
-class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
+class DPTrainer(Spending, FusedEvaluation):
     """A `transformers.Trainer` that trains with differential privacy.
 
     Batches are Poisson samples of train_dataset, cut into physical batches of per_device_train_batch_size. The loss is
@@ -279,7 +280,7 @@ class DPTrainer(Spending, transformers.Trainer):  # type: ignore[misc]
     ) -> Any:
         """In training, return one loss per sample [B], or the result of compute_loss_func.
 
-        In evaluation, return Trainer's loss.
+        In evaluation, return Trainer's loss; with fused_loss=True, without logits if nothing else is asked for.
         """
         if not self._learning:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

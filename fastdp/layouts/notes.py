@@ -37,6 +37,9 @@ UNTRACKED = "_fastdp_constant"  # requires a gradient, but is of no sample and o
 
 # ------------------------------------------------------------------ on what is made of parameters
 LINK = "_fastdp_link"  # of which parameters, and how (`uses.links.Link`)
+OUTSIDE = (
+    "_fastdp_outside"  # a parameter: `linear_cross_entropy` gave it a gradient outside of any forward that is seen
+)
 
 # ------------------------------------------------------------------ on storages
 HELD = "_fastdp_held"  # (and on each tensor with a layout) what the memory held when it was tagged

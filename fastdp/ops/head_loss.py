@@ -13,6 +13,7 @@ models" (arXiv 2411.09009), the gradient within the forward that of Liger (Hsu e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,16 +22,18 @@ from torch import Tensor
 from .bounds import added, enlarged
 from .common import accumulate, chunks, exactly, full_float32, sum_type
 from .head import Head, Terms, kernels_for, words
-from .head_sums import norm_sq, per_sample
+from .head_sums import norm_sq
 from .linear import norm_sq_and_bound
 
-LIMIT = 128 * 2**20  # bytes of logits at once, of whole tokens; a sample with more is taken by slices of the vocabulary
+LIMIT = 128 * 2**20  # bytes of whole samples' logits at once, for norms; one with more is taken by slices of words
+PART = 64 * 2**20  # bytes of logits at once otherwise; a sample with more is taken a few tokens at a time
+CACHED = 2**20  # bytes of logits for each thread, which several passes go over while they are in its cache
 
 
 class Found(NamedTuple):
     """Of each sample's own loss: losses [B], log-sum-exps [B,T], gradients of hidden [B,T,d] and bias [B,V], and of the
-    weight either the gradients [B,V,d], or their squared norms [B] float64 with what sums may be off, [B]. None for
-    what was not wanted."""
+    weight the gradients of the first samples [stored,V,d], of the others squared norms [B - stored] float64 with what
+    sums may be off, [B - stored]. None for what was not wanted."""
 
     losses: Tensor
     lse: Tensor
@@ -42,11 +45,12 @@ class Found(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are. weight: "" (nothing), "norms" or "gradients"."""
+    """Which gradients are. weight: those of the first `stored` samples, squared norms of the others."""
 
     hidden: bool = False
-    weight: str = ""
+    weight: bool = False
     bias: bool = False
+    stored: int = 0
 
 
 def kept(labels: Tensor, terms: Terms) -> Tensor:
@@ -78,35 +82,54 @@ def evaluate(hidden: Tensor, labels: Tensor, head: Head, wanted: Wanted) -> Foun
     lse = hidden.new_zeros((batch, length), dtype=kind)
     dh = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
     db = hidden.new_zeros((batch, head.vocabulary), dtype=kind) if wanted.bias else None
-    squares, bound = (
-        hidden.new_zeros(batch, dtype=torch.float64) if wanted.weight == "norms" else None for _ in range(2)
-    )
-    dw = hidden.new_empty((batch, *head.weight.shape), dtype=kind) if wanted.weight == "gradients" else None
+    stored = min(wanted.stored, batch) if wanted.weight else 0
+    normed = wanted.weight and stored < batch
+    squares, bound = (hidden.new_zeros(batch - stored, dtype=torch.float64) if normed else None for _ in range(2))
+    dw = hidden.new_empty((stored, *head.weight.shape), dtype=kind) if stored else None
     bytes_of_row = hidden.new_empty((), dtype=kind).element_size() * head.vocabulary
     buffer: list[Tensor] = []
     with torch.no_grad(), exactly():
-        for low, high in chunks(batch, length * bytes_of_row, LIMIT):
+        for low, high, known in _parts(batch, stored, length * bytes_of_row, normed):
+            if known and not low:
+                buffer.clear()  # logits of whole samples make room for the gradients
             places, own = _in_front(keep[low:high])  # tokens that have a loss, first
             count = places.size(1)
+            into = dw[low:high] if known and dw is not None else None
             if not count or not width:
-                if dw is not None:
-                    dw[low:high] = 0
+                if into is not None:
+                    into.zero_()
                 continue
             h = hidden[low:high].gather(1, places.unsqueeze(-1).expand(-1, -1, width))
             y = torch.where(own, labels[low:high].gather(1, places), 0)
             of_token = own.to(kind) * inverse[low:high, None]  # [b, T']
-            take = _whole if (high - low) * count * bytes_of_row <= LIMIT else _sliced
-            found = take(head, h, y, of_token, buffer, wanted, None if dw is None else dw[low:high])
+            limit, more = (LIMIT, _sliced) if normed and not known else (PART, _by_tokens)
+            take = _whole if (high - low) * count * bytes_of_row <= limit else more
+            found = take(head, h, y, of_token, buffer, wanted, into)
             losses[low:high] = torch.where(own, found.losses * of_token, 0).sum(1)
             lse[low:high].scatter_(1, places, torch.where(own, found.lse, 0))
             if dh is not None and found.hidden is not None:
                 dh[low:high].scatter_(1, places.unsqueeze(-1).expand(-1, -1, width), found.hidden.to(dh.dtype))
             if db is not None and found.bias is not None:
                 db[low:high] = found.bias
-            if squares is not None and bound is not None:
+            if squares is not None and bound is not None and not known:
                 assert found.norm_sq is not None and found.bound is not None
-                squares[low:high], bound[low:high] = found.norm_sq, found.bound
+                squares[low - stored : high - stored], bound[low - stored : high - stored] = found.norm_sq, found.bound
     return Found(losses, lse, dh, db, squares, bound, dw)
+
+
+def tokens_at_once(length: int, bytes_of_row: int) -> int:
+    """How many tokens of a sample are taken at once where its gradient is stored: in parts of equal sizes."""
+    count = max(1, PART // bytes_of_row)
+    return -(-length // max(1, -(-length // count)))
+
+
+def _parts(batch: int, stored: int, size: int, normed: bool) -> Iterator[tuple[int, int, bool]]:
+    """Samples to take at once, of so many bytes of logits each, and whether their gradients are stored: those last,
+    which stay, so that they and the logits of whole samples are not there together."""
+    for low, high in chunks(batch - stored, size, LIMIT if normed else PART):
+        yield stored + low, stored + high, False
+    for low, high in chunks(stored, size, PART):
+        yield low, high, True
 
 
 def _in_front(keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,17 +146,11 @@ def _whole(
 ) -> Found:
     """Tokens [b,T,d] with all of their logits at once. Losses and lse are each token's own, gradients of their sums by
     weights [b,T]."""
-    rows, y, w = h.flatten(0, 1), labels.flatten(), weights.flatten()
-    size = rows.size(0) * head.vocabulary
-    if not buffer or buffer[0].numel() < size:
-        buffer[:] = [h.new_empty(size, dtype=sum_type(h))]
-    z = head.logits(rows, out=buffer[0][:size].view(rows.size(0), head.vocabulary))
-    lse, losses, r = _turned(head, z, y, w, any(wanted))
-    losses = losses.view(weights.shape)
+    rows, w = h.flatten(0, 1), weights.flatten()
+    z, lse, losses, r = _of_logits(head, rows, labels.flatten(), w, buffer, wanted)
+    lse, losses = lse.view(weights.shape), losses.view(weights.shape)
     if not any(wanted):
-        return Found(losses, lse.view(weights.shape), None, None, None, None)
-    if z.device.type == "cpu" and not bool(w.all()):  # a token without a loss may hold anything
-        z.masked_fill_((w == 0).unsqueeze(1), 0)
+        return Found(losses, lse, None, None, None, None)
     dh = torch.where(r != 0, head.times_weight(z) * r, 0).view(h.shape) if wanted.hidden else None
     g = z.view(*h.shape[:2], head.vocabulary)
     db = torch.bmm(r.view(weights.shape).unsqueeze(1), g).squeeze(1) if wanted.bias else None
@@ -146,8 +163,46 @@ def _whole(
                 torch.mm(g_of.t(), a_of, out=own)
     elif wanted.weight:
         squares, bound = norm_sq_and_bound(a, g)
-        squares, bound = _with_doubt(head, squares, bound, h, weights, lse.view(weights.shape))
-    return Found(losses, lse.view(weights.shape), dh, db, squares, bound)
+        squares, bound = _with_doubt(head, squares, bound, h, weights, lse)
+    return Found(losses, lse, dh, db, squares, bound)
+
+
+def _by_tokens(
+    head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], wanted: Wanted, into: Tensor | None
+) -> Found:
+    """`_whole` of one sample, some tokens at a time, where its gradient is stored or not wanted."""
+    lse, losses = (torch.empty_like(weights) for _ in range(2))
+    dh = h.new_empty(h.shape, dtype=sum_type(h)) if wanted.hidden else None
+    db = h.new_zeros((1, head.vocabulary), dtype=sum_type(h)) if wanted.bias else None
+    count = tokens_at_once(h.size(1), head.vocabulary * lse.element_size())
+    for low in range(0, h.size(1), count):
+        part = slice(low, low + count)
+        rows, w = h[0, part], weights[0, part]
+        z, lse[0, part], losses[0, part], r = _of_logits(head, rows, labels[0, part], w, buffer, wanted)
+        if dh is not None:
+            dh[0, part] = torch.where(r != 0, head.times_weight(z) * r, 0)
+        if db is not None:
+            db += torch.mm(r.t(), z)
+        if into is not None:
+            a = torch.where(w.unsqueeze(1) != 0, accumulate(rows) * r, 0)
+            with full_float32(into):
+                into[0].addmm_(z.t(), a, beta=1.0 if low else 0.0)
+    return Found(losses, lse, dh, db, None, None)
+
+
+def _of_logits(
+    head: Head, rows: Tensor, y: Tensor, w: Tensor, buffer: list[Tensor], wanted: Wanted
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits of tokens [N,d], turned into gradients, with what `_turned` gives: z [N,V], lse and losses [N],
+    r [N,1]."""
+    size = rows.size(0) * head.vocabulary
+    if not buffer or buffer[0].numel() < size:
+        buffer[:] = [rows.new_empty(size, dtype=sum_type(rows))]
+    z = head.logits(rows, out=buffer[0][:size].view(rows.size(0), head.vocabulary))
+    lse, losses, r = _turned(head, z, y, w, any(wanted))
+    if any(wanted) and z.device.type == "cpu" and not bool(w.all()):  # a token without a loss may hold anything
+        z.masked_fill_((w == 0).unsqueeze(1), 0)
+    return z, lse, losses, r
 
 
 def _turned(head: Head, z: Tensor, y: Tensor, w: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,6 +212,18 @@ def _turned(head: Head, z: Tensor, y: Tensor, w: Tensor, wanted: bool) -> tuple[
     if (kernels := kernels_for(z)) is not None:
         lse, at_label, mean = kernels.gradient_(z, y, 0, head.vocabulary, *head.numbers(), write=wanted)
         return lse, head.token_losses(lse, at_label, mean if smooth else None), w.unsqueeze(1)
+    row = z.size(1) * z.element_size()
+    if z.device.type == "cpu" and z.size(0) * row > CACHED * torch.get_num_threads():
+        some = chunks(z.size(0), row, CACHED * torch.get_num_threads())
+        found = [_turned_rows(head, z[low:high], y[low:high], w[low:high], wanted) for low, high in some]
+        lse, losses, r = map(torch.cat, zip(*found, strict=True))
+        return lse, losses, r
+    return _turned_rows(head, z, y, w, wanted)
+
+
+def _turned_rows(head: Head, z: Tensor, y: Tensor, w: Tensor, wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`_turned` by torch's functions, one pass after the other."""
+    smooth = bool(head.terms.label_smoothing)
     slope = head.scores(z)
     at_label = z.gather(1, y.unsqueeze(1)).squeeze(1)
     mean = z.mean(1) if smooth else None
@@ -186,7 +253,8 @@ def _with_doubt(
 def _sliced(
     head: Head, h: Tensor, labels: Tensor, weights: Tensor, buffer: list[Tensor], wanted: Wanted, into: Tensor | None
 ) -> Found:
-    """`_whole` by slices of the vocabulary: logits are computed twice."""
+    """`_whole` by slices of the vocabulary, for norms: logits are computed twice."""
+    assert into is None and wanted.weight
     rows, y, w = h.flatten(0, 1), labels.flatten(), weights.flatten()
     kind = sum_type(h)
     top = rows.new_full((rows.size(0),), -torch.inf, dtype=kind)
@@ -217,11 +285,7 @@ def _sliced(
             if db is not None:
                 db[:, low:high] = torch.bmm(weights.unsqueeze(1), g.view(*h.shape[:2], high - low)).squeeze(1)
             del g
-    squares = bound = None
-    if into is not None:
-        into.copy_(per_sample(head, h, labels, lse_by_sample, weights))
-    elif wanted.weight:
-        squares, bound = norm_sq(head, h, labels, lse_by_sample, weights)
+    squares, bound = norm_sq(head, h, labels, lse_by_sample, weights)
     if dh is not None:
         dh = torch.where(w.unsqueeze(1) != 0, dh * w.unsqueeze(1), 0).view(h.shape)
     return Found(losses, lse_by_sample, dh, db, squares, bound)

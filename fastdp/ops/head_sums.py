@@ -122,3 +122,15 @@ def cross_term_and_spread(
             dots = torch.bmm(wide[low:high], e[low:high].to(wide.dtype).mT)
             out[low:high] = (dots * g).sum((1, 2), dtype=torch.float64)
     return out, spread
+
+
+def cross_term_of_stored(grads: Tensor, ids: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_term_and_spread` where the head's gradients [B,V,d] are stored: the rows that were looked up."""
+    cross, spread = (grads.new_empty(grads.size(0), dtype=torch.float64) for _ in range(2))
+    for low, high in chunks(grads.size(0), 2 * ids.size(1) * grads.size(2) * grads.element_size()):
+        own = ids[low:high].unsqueeze(2).expand(-1, -1, grads.size(2))
+        rows, others = grads[low:high].gather(1, own), accumulate(e[low:high])
+        cross[low:high] = (rows * others).sum((1, 2), dtype=torch.float64)
+        sizes = [torch.linalg.vector_norm(t, dim=2, dtype=torch.float64) for t in (rows, others)]
+        spread[low:high] = (sizes[0] * sizes[1]).sum(1)
+    return cross, spread

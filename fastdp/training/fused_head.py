@@ -34,9 +34,7 @@ class FusedHead:
         inner: Any = model
         if hasattr(inner, "get_base_model"):
             inner = inner.get_base_model()
-        self.kind = type(inner).__name__
-        find = getattr(inner, "get_output_embeddings", None)
-        head = find() if callable(find) else None
+        self.kind, head = type(inner).__name__, _head_of(model)
         if type(head) is not nn.Linear:
             what = "no output embeddings" if head is None else f"a head of the kind {type(head).__name__}"
             raise StepError(f"{REFUSED}{self.kind} has {what}, not an ordinary linear layer{REMEDY}")
@@ -44,6 +42,10 @@ class FusedHead:
         config: Any = getattr(inner, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.softcap, self.scale = _softcap(text), _scale(text)
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this is the head of such a model, which it may not be once another has taken its place."""
+        return _head_of(model) is self.head
 
     def losses(
         self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, label_smoothing: float = 0.0
@@ -70,6 +72,12 @@ class FusedHead:
         if not found:
             raise StepError(f"{REFUSED}the forward of {self.kind} does not call its head{REMEDY}")
         return found[0]
+
+    def evaluated(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """For evaluation: the sum of the losses of all labelled tokens, each counting alike, and their number."""
+        counts = (labels[:, 1:] != Terms().ignore_index).sum(1)
+        losses = self.losses(model, inputs, labels)
+        return (losses.double() * counts.to(losses.device)).sum(), counts.sum()
 
     def check(self, model: nn.Module, inputs: Mapping[str, Any], tolerance: float = 1e-4) -> None:
         """Compare the logits that the fused loss would be of with the model's own, on these inputs (a few samples).
@@ -115,6 +123,13 @@ class FusedHead:
             del own["forward"]
             if before is not None:
                 own["forward"] = before
+
+
+def _head_of(model: Any) -> Any:
+    """The head, of the model within adapters; None: it has none."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    find = getattr(inner, "get_output_embeddings", None)
+    return find() if callable(find) else None
 
 
 def _softcap(config: Any) -> float | None:

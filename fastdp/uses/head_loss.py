@@ -7,6 +7,7 @@ the forward's own logits (`ops.head_loss`).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,19 +18,21 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..errors import GraphError, SampleMixingError
 from ..layouts.calls import Call, Tags
 from ..layouts.layout import Layout
+from ..layouts.notes import OUTSIDE
 from ..layouts.positions import WHY, by_place
 from ..layouts.rules import layout_rule
 from ..ops import head_sums
 from ..ops.head import Head, Terms
-from ..ops.head_loss import Wanted, evaluate, kept
+from ..ops.head_loss import Wanted, evaluate, kept, tokens_at_once
 from ..ops.registry import is_watched
 from .captured import Captured, Context, capture
 from .forward_pass import ForwardPass
+from .head_parts import HeadGradients, HeadParts
 from .linear import as_autocast, autocast_dtype
 from .rules import sample_layout, use_rule
-from .use import Positioned, Stored
+from .use import Positioned, Stored, Use
 
-SHARE = 0.5  # of the logits' bytes, which gradients of samples may take, where they are stored
+SHARE = 0.5  # of the logits' bytes, which stored gradients of samples may take
 
 
 def linear_cross_entropy(
@@ -89,16 +92,42 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
             "linear_cross_entropy computes norms of gradients within the forward, which cannot be replayed: store "
             "logits (causal_lm_loss), or take no graphed step"
         )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise GraphError(
+            "linear_cross_entropy does not run within torch.func's transforms (grad, vmap, jvp): take the loss of "
+            "stored logits there (causal_lm_loss, token_loss)"
+        )
+    for name, value in {"hidden": hidden, "weight": weight, "labels": labels}.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a tensor, not {type(value).__name__}")
     if hidden.dim() != 3 or labels.shape != hidden.shape[:2]:
         raise ValueError(f"hidden [B, T, d] and labels [B, T], not {tuple(hidden.shape)} and {tuple(labels.shape)}")
     if weight.dim() != 2 or weight.size(1) != hidden.size(2) or not weight.size(0):
-        raise ValueError(f"weight [V, {hidden.size(2)}] for hidden {tuple(hidden.shape)}, not {tuple(weight.shape)}")
+        turned = weight.dim() == 2 and weight.size(0) == hidden.size(2)
+        raise ValueError(
+            f"weight [V, {hidden.size(2)}] for hidden {tuple(hidden.shape)}, not {tuple(weight.shape)}"
+            f"{': give its transpose, weight.t()' if turned else ''}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias [{weight.size(0)}], not {tuple(bias.shape)}")
-    if not hidden.is_floating_point() or (hidden.dtype != weight.dtype and autocast_dtype(hidden) is None):
-        raise ValueError(f"hidden and weight are floats of one type, not {hidden.dtype} and {weight.dtype}")
+    operands = [weight] if bias is None else [weight, bias]
+    cast = autocast_dtype(hidden) is not None
+    if not hidden.is_floating_point() or not all(cast or t.dtype == hidden.dtype for t in operands):
+        kinds = " and ".join(str(t.dtype) for t in (hidden, *operands))
+        raise ValueError(f"hidden, weight and bias are floats of one type, not {kinds}")
+    if any(t.device != hidden.device for t in operands):
+        raise ValueError(f"weight and bias on the device of hidden, {hidden.device}, not {weight.device}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels are whole numbers, not {labels.dtype}")
+    for name in ("label_smoothing", "logit_scale", "z_loss", "softcap"):
+        number: Any = terms.get(name)
+        if name == "softcap" and number is None:
+            continue
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            what = number if isinstance(number, float) else type(number).__name__
+            raise ValueError(
+                f"{name} is a finite number, not {what}: it is never learned; multiply hidden states by what is"
+            )
     found = Terms(**terms)
     if not 0 <= found.label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], not {found.label_smoothing!r}")
@@ -108,6 +137,8 @@ def _checked(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
     if mask is not None:
         if mask.shape != labels.shape:
             raise ValueError(f"a mask of the shape {tuple(labels.shape)}, not {tuple(mask.shape)}")
+        if mask.device.type == "cpu" and mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+            raise ValueError("a mask holds 0 and 1 (or bool); an additive mask of attention is none")
         target = target.masked_fill(mask.to(target.device) == 0, found.ignore_index)
     if shift:  # the last position has nothing to predict
         target = torch.cat([target[:, 1:], target.new_full((len(target), 1), found.ignore_index)], 1)
@@ -127,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(node: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms) -> Tensor:
         wanted = node.needs_input_grad
-        found = evaluate(hidden, labels, Head(weight, bias, terms), Wanted(wanted[0], "", wanted[2]))
+        found = evaluate(hidden, labels, Head(weight, bias, terms), Wanted(wanted[0], False, wanted[2]))
         node.terms = terms
         node.save_for_backward(hidden if wanted[1] else None, weight, bias, labels, found.lse, found.hidden, found.bias)
         return found.losses
@@ -136,6 +167,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(node: Any, grad: Tensor) -> Any:
         hidden, weight, bias, labels, lse, dh, db = node.saved_tensors
+        for operand in (weight, bias):  # if an engine is there it did not see this, and says so
+            if operand is not None and operand.is_leaf:
+                setattr(operand, OUTSIDE, True)
         of_weight = None
         if hidden is not None:
             head, weights = Head(weight, bias, node.terms), _weights(labels, node.terms, torch.ones_like(grad))
@@ -143,6 +177,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden = None if dh is None else (dh * grad[:, None, None]).to(dh.dtype)
         of_bias = None if db is None else torch.mv(db.t(), grad).to(bias.dtype)
         return of_hidden, of_weight, of_bias, None, None
+
+
+def outside(parameter: Tensor) -> str:
+    """Where a parameter was used that got a gradient which no rule saw, and what to do, if that is known."""
+    where = "outside of the model's forward, in the loss perhaps"
+    if not vars(parameter).pop(OUTSIDE, False):
+        return where
+    return (
+        "in linear_cross_entropy, outside of the model's forward: call it within the forward of the module that owns "
+        "the weight, or of one around it, and let that return the losses"
+    )
 
 
 class HeadLoss(Positioned):
@@ -213,11 +258,18 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.data_ptr() == b.data_ptr()
 
 
+class _Context(Context):
+    """One application, of which the gradients of the first `stored` samples are kept."""
+
+    stored = 0
+
+
 class _HeadLoss(Captured):
     """The loss with its head detached; the gradients of each sample's own loss are computed with it.
 
     Made by the forward, beside the losses: labels as the loss takes them and log-sum-exps [B,T], and of what is wanted
-    the gradients of hidden [B,T,d] and bias [B,V] and squared norms of the weight's [B] with their bounds.
+    the gradients of hidden [B,T,d] and bias [B,V], and of the weight those of some samples [stored,V,d] and of the
+    others squared norms with their bounds.
     """
 
     def __init__(self, forward_pass: ForwardPass, layout: Layout, labels: Tensor, terms: Terms) -> None:
@@ -225,23 +277,26 @@ class _HeadLoss(Captured):
         self.labels, self.terms = labels, terms
 
     def forward(self, ctx: Context, *data: Tensor) -> Tensor:
+        assert isinstance(ctx, _Context)
         hidden = as_autocast(ctx, data[0])
         ctx.keep(*ctx.values)
         weight, bias = ctx.values
-        route = self._route(ctx, hidden, weight) if ctx.learned[0] else ""
-        wanted = Wanted(ctx.wanted[0], route, ctx.learned[1])
+        ctx.stored = self._stored(ctx, hidden, weight) if ctx.learned[0] else 0
+        wanted = Wanted(ctx.wanted[0], ctx.learned[0], ctx.learned[1], ctx.stored)
         found = evaluate(hidden, self.labels, Head(weight, bias, self.terms), wanted)
-        parts = (found.hidden, found.bias, found.norm_sq, found.bound, found.weight)
+        parts = (found.hidden, found.bias, found.weight, found.norm_sq, found.bound)
         ctx.made = (self.labels, found.lse, *[part for part in parts if part is not None])
         return found.losses
 
-    def _route(self, ctx: Context, hidden: Tensor, weight: Tensor) -> str:
-        """To store the gradients of samples, where these are much smaller than the logits or a budget of memory has
-        room for them: then no logits are computed again."""
+    def _stored(self, ctx: Context, hidden: Tensor, weight: Tensor) -> int:
+        """Of how many samples to store the gradients, whose logits are then not computed again: as many as take, with
+        the logits that are there at once, SHARE of the bytes of all logits; or as a budget of memory has room for."""
         planner, (batch, length, width) = ctx.forward_pass.planner, hidden.shape
-        size = batch * weight.numel() * (8 if hidden.dtype == torch.float64 else 4)
-        room = width <= length * SHARE or planner.memory_budget is not None
-        return "gradients" if room and not planner.exceeds(size) else "norms"
+        size = 8 if hidden.dtype == torch.float64 else 4
+        if planner.memory_budget is None:
+            rows = batch * length * SHARE - tokens_at_once(length, weight.size(0) * size)
+            return max(0, min(batch, int(rows / max(width, 1))))
+        return max(0, min(batch, (planner.memory_budget - planner.held) // max(weight.numel() * size, 1)))
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         if not ctx.learned[0]:
@@ -250,6 +305,7 @@ class _HeadLoss(Captured):
         return (data[0] if cast is None else data[0].to(cast),)
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        assert isinstance(ctx, _Context)
         (weight, bias), grad, made = ctx.operands, grads[0].reshape(-1), iter(saved)
         hidden = next(made) if ctx.learned[0] else None
         labels, lse = next(made), next(made)
@@ -257,16 +313,19 @@ class _HeadLoss(Captured):
             next(made)
         if ctx.learned[1]:
             ctx.forward_pass.record(Stored(bias, next(made) * grad.unsqueeze(1), self.name))
-        if hidden is not None:
+        if hidden is None:
+            return
+        count, uses = ctx.stored, list[Use]()
+        if count:
+            uses.append(HeadGradients(weight, next(made), grad[:count], self.name))
+        if count < len(hidden):
             weights = _weights(labels, self.terms, grad)
             tokens = torch.stack([torch.where(weights != 0, labels, 0).double(), lse.double(), weights.double()], 2)
-            first, second = next(made), next(made, None)
-            if second is None:  # gradients: nobody else has them, and there is no other backward
-                ctx.forward_pass.record(Stored(weight, first.mul_(grad[:, None, None]), self.name))
-                return
-            known = first * grad.double().square(), second * grad.double().abs()
+            rest, scale = slice(count, None), grad[count:].double()
+            known = next(made) * scale.square(), next(made) * scale.abs()
             head = Head(ctx.values[0], ctx.values[1], self.terms)
-            ctx.forward_pass.record(HeadLoss(weight, hidden, tokens, head, self.name, known))
+            uses.append(HeadLoss(weight, hidden[rest], tokens[rest], head, self.name, known))
+        ctx.forward_pass.record(uses[0] if len(uses) == 1 else HeadParts(uses))
 
     def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if not ctx.wanted[0]:
@@ -327,4 +386,4 @@ def capture_head_loss(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...
             raise SampleMixingError(f"{place}: {why}.", f"{place}: {why}")
     terms, target = _checked(hidden, weight, labels, bias, **kwargs)
     one = _HeadLoss(forward_pass, layout, target, terms)
-    return capture(one, Context(forward_pass, weight, bias), hidden)
+    return capture(one, _Context(forward_pass, weight, bias), hidden)

@@ -20,6 +20,7 @@ from ..ops.rows import square_sum
 from .derived import pull_back
 from .embedding import Lookup
 from .head_loss import HeadLoss
+from .head_parts import HeadGradients, HeadParts
 from .linear import Matmul
 from .links import link_of
 from .use import Use
@@ -63,23 +64,23 @@ def isometric(operand: Tensor) -> bool:
 def _tied(parameter: Tensor, uses: list[Use]) -> bool:
     """One look-up and one matrix product (or loss behind one) of the table itself."""
     kinds = {type(use) for use in uses}
-    pairs = ({Matmul, Lookup}, {HeadLoss, Lookup})
+    pairs = [{head, Lookup} for head in (Matmul, HeadLoss, HeadGradients, HeadParts)]
     return len(uses) == 2 and kinds in pairs and all(use.operand is parameter for use in uses)
 
 
 def _tied_norm_sq(parameter: Tensor, uses: list[Use]) -> Tensor:
     """|G_e + G_h|^2 = |G_e|^2 + |G_h|^2 + 2 <G_e, G_h>, where its summands do not cancel."""
     lookup = next(use for use in uses if isinstance(use, Lookup))
-    head = next(use for use in uses if isinstance(use, Matmul | HeadLoss))
-    if isinstance(head, HeadLoss):
-        a, (cross, spread) = head.hidden, head.cross_term_and_spread(lookup.ids, lookup.g)
+    head = next(use for use in uses if isinstance(use, Matmul | HeadLoss | HeadGradients | HeadParts))
+    if isinstance(head, Matmul):
+        cross, spread = ops.embedding.cross_term_and_spread(lookup.ids, lookup.g, head.a, head.g)
     else:
-        a, (cross, spread) = head.a, ops.embedding.cross_term_and_spread(lookup.ids, lookup.g, head.a, head.g)
+        cross, spread = head.cross_term_and_spread(lookup.ids, lookup.g)
     squares = lookup.norm_sq().double(), head.norm_sq().double()
     found = squares[0] + squares[1] + 2 * cross
-    doubt = GRAM_TOLERANCE * (squares[0] + squares[1]) + 2 * unit(a) * roundings(a.size(2)) * spread
+    doubt = GRAM_TOLERANCE * (squares[0] + squares[1]) + 2 * unit(parameter) * roundings(parameter.size(1)) * spread
     sure = doubt <= CLOSED_TOLERANCE * found
-    sizes = (squares[0].sqrt() + squares[1].sqrt()) * (2 * roundings(2) * unit(a))
+    sizes = (squares[0].sqrt() + squares[1].sqrt()) * (2 * roundings(2) * unit(parameter))
     head_bound = head.rounding()
     if found.device.type != "cpu":  # no look at values on a device: rather a norm too large by its rounding
         found = torch.where(sure, found, found.clamp(min=0) + doubt)

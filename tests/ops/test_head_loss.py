@@ -28,7 +28,10 @@ CUTS = [(2**27, 2**26), (8 * T * V, 2**26), (1, 256), (1, 1)]
 @pytest.fixture(params=CUTS, ids=str)
 def cut(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(head_loss, "LIMIT", request.param[0])
+    monkeypatch.setattr(head_loss, "PART", request.param[0])
     monkeypatch.setattr(head, "SLICE", request.param[1])
+    if request.param[0] < 2**27:  # a few rows at a time
+        monkeypatch.setattr(head_loss, "CACHED", 8 * V)
     yield
 
 
@@ -124,12 +127,15 @@ def test_norms_and_sums(cut: None, dtype: torch.dtype, shape: tuple[int, ...], t
     exact = rows_of(h, w, y, c, terms, of)
     limit = 1e-10 if dtype == torch.float64 else 2e-5
     one = Head(w, c, terms)
-    found = evaluate(h, y, one, Wanted(True, "norms", True))
-    stored = evaluate(h, y, one, Wanted(False, "gradients"))
-    assert found.norm_sq is not None and stored.weight is not None
     norms = exact.square().sum((1, 2))
-    bounded(found.norm_sq * of.double().square(), norms, limit)
-    torch.testing.assert_close(stored.weight.double() * of[:, None, None].double(), exact, rtol=0, atol=limit)
+    for count in range(shape[0] + 1):  # of so many samples gradients are stored
+        found = evaluate(h, y, one, Wanted(True, True, True, count))
+        assert (found.norm_sq is None) == (count == shape[0]) and (found.weight is None) == (count == 0)
+        if found.norm_sq is not None:
+            bounded(found.norm_sq * of[count:].double().square(), norms[count:], limit)
+        if found.weight is not None:
+            own = found.weight.double() * of[:count, None, None].double()
+            torch.testing.assert_close(own, exact[:count], rtol=0, atol=limit)
     weights = _weights(y, terms, of.to(found.lse.dtype))
     kept = (one, h, torch.where(weights != 0, y, 0), found.lse, weights)
     bounded(head_sums.norm_sq(*kept)[0], norms, limit)
@@ -147,9 +153,9 @@ def test_norms_and_sums(cut: None, dtype: torch.dtype, shape: tuple[int, ...], t
 def test_a_bad_sample_stays_alone(cut: None, bad: float) -> None:
     h, w, y, c = data(4, 9, 4, 11, torch.float32)
     y[3] = 1
-    clean = evaluate(h, y, Head(w, c, Terms()), Wanted(True, "norms", True))
+    clean = evaluate(h, y, Head(w, c, Terms()), Wanted(True, True, True))
     h[2, 3, 1] = bad
-    found = evaluate(h, y, Head(w, c, Terms()), Wanted(True, "norms", True))
+    found = evaluate(h, y, Head(w, c, Terms()), Wanted(True, True, True))
     assert found.norm_sq is not None and clean.norm_sq is not None and not found.norm_sq[2].isfinite()
     others = [0, 1, 3]
     torch.testing.assert_close(found.norm_sq[others], clean.norm_sq[others], rtol=1e-6, atol=0)
@@ -190,6 +196,7 @@ class Largest(TorchDispatchMode):
 
 def test_logits_are_never_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_loss, "LIMIT", 4 * 20 * 500)
+    monkeypatch.setattr(head_loss, "PART", 4 * 20 * 500)
     monkeypatch.setattr(head, "SLICE", 4 * 20 * 500)
     h, w, y = (
         torch.randn(8, 20, 6, requires_grad=True),
@@ -205,6 +212,8 @@ def test_refusals() -> None:
     h, w, y, c = data()
     for arguments, words in [
         ((h[0], w, y), "hidden"), ((h, w[:, :2], y), "weight"), ((h, w, y, c[:3]), "bias"),
+        ((h, w.t(), y), "weight.t()"), ((h, w, y, c.float()), "one type"), ((h, w.to("meta"), y), "device of hidden"),
+        ((h, w, y.tolist()), "labels is a tensor"), ((h, w, y > 0), "whole numbers"),
         ((h, w.float(), y), "one type"), ((h, w, y.double()), "whole numbers"), ((h, w, y[:, :2]), "labels"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=words):
@@ -215,6 +224,12 @@ def test_refusals() -> None:
         linear_cross_entropy(h, w, y, softcap=0.0)
     with pytest.raises(ValueError, match="mask"):
         linear_cross_entropy(h, w, y, mask=y[:1])
+    with pytest.raises(ValueError, match="a mask holds 0 and 1"):
+        linear_cross_entropy(h, w, y, mask=torch.full(y.shape, -1e9))
+    for name, value in [("logit_scale", torch.tensor(2.0, requires_grad=True)), ("z_loss", math.nan),
+                        ("softcap", math.inf)]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} is a finite number"):
+            linear_cross_entropy(h, w, y, **{name: value})
     with pytest.raises(IndexError, match="label 11"):
         linear_cross_entropy(h, w, torch.full_like(y, V))
     (first,) = torch.autograd.grad(linear_cross_entropy(h.requires_grad_(), w, y).sum(), h, create_graph=True)

@@ -16,6 +16,7 @@ from fastdp.losses import linear_cross_entropy
 from fastdp.ops import head, head_loss
 from fastdp.uses import head_loss as use_of_head
 from fastdp.uses.head_loss import HeadLoss
+from fastdp.uses.head_parts import HeadGradients, HeadParts
 
 from .. import cases
 from ..truth import against, norms_of, truth
@@ -51,10 +52,15 @@ def batch(b: int = 5, t: int = 7, v: int = 23) -> tuple[Tensor, Tensor]:
     return torch.randint(0, v, (b, t)), labels
 
 
-@pytest.fixture(params=["stored", "recomputed", "slices"])
+@pytest.fixture(params=["stored", "by tokens", "partly", "recomputed", "slices"])
 def route(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Gradients of samples stored, or logits computed again, of whole tokens or a few words at a time."""
-    monkeypatch.setattr(use_of_head, "SHARE", 1e9 if request.param == "stored" else 0.0)
+    """Gradients of samples stored (a few tokens at a time), of some of them, or logits computed again, of whole tokens
+    or a few words at a time."""
+    monkeypatch.setattr(use_of_head, "SHARE", 1e9 if request.param in ("stored", "by tokens") else 0.0)
+    if request.param == "partly":
+        monkeypatch.setattr(use_of_head._HeadLoss, "_stored", lambda *given: (len(given[2]) + 1) // 2)
+    if request.param == "by tokens":
+        monkeypatch.setattr(head_loss, "PART", 250)
     if request.param == "slices":
         monkeypatch.setattr(head_loss, "LIMIT", 1)
         monkeypatch.setattr(head, "SLICE", 200)
@@ -66,7 +72,8 @@ def test_every_route(route: str, name: str) -> None:
     found = against(truth(*cases.build(name)), *cases.build(name))
     assert found.worst < 1e-5, (route, found)
     if name in ("fused_head", "fused_head_tied", "fused_head_bias"):
-        assert any(isinstance(use, HeadLoss) for use in found.uses) == (route != "stored")
+        kinds = {"stored": HeadGradients, "by tokens": HeadGradients, "partly": HeadParts}
+        assert any(isinstance(use, kinds.get(route, HeadLoss)) for use in found.uses)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -207,9 +214,24 @@ def test_refused_in_the_loss() -> None:
     body = nn.Sequential(model.table, model.layer)
     body.head = model.head  # type: ignore[assignment]
     engine = fastdp.PerSampleGradients(_Body(model))
-    with pytest.raises(UncapturedUseError, match="outside of the model's forward"):
+    with pytest.raises(UncapturedUseError, match="within the forward of the module that owns the weight"):
         linear_cross_entropy(engine.model(ids), model.head.weight, labels).mean().backward()
         engine.norms()
+
+
+def test_refused_by_transforms() -> None:
+    """torch.func's transforms say what to do; functional_call alone is an ordinary call."""
+    model, (ids, labels) = Model(), batch()
+    own = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], i: Tensor, y: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (i[None], y[None])).sum()
+
+    with pytest.raises(GraphError, match="torch.func's transforms"):
+        torch.func.grad(loss)(own, ids[0], labels[0])
+    with pytest.raises(GraphError, match="causal_lm_loss"):
+        torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(own, ids, labels)
+    torch.testing.assert_close(loss(own, ids[0], labels[0]), losses(model, (ids[:1], labels[:1])).sum())
 
 
 class _Body(nn.Module):
