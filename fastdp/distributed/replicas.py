@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ParameterError, StepError
+from .frameworks import unwrap
+from .private_names import wrapper_around
 from .world import World, processes
 
 _INSTEAD = "Give fastdp a model that is whole on every process, plain or in DistributedDataParallel."
@@ -24,7 +26,9 @@ class Replica:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.wrapper: DistributedDataParallel | None = None
-        self.module = model
+        self.module, self._world = model, world
+        self._late = False  # a framework put the wrapper around the model once the optimizer was made
+        unwrap(model)
         if isinstance(model, DistributedDataParallel):
             _check_wrapper(model, world)
             self.wrapper, self.module = model, model.module
@@ -36,6 +40,23 @@ class Replica:
         if self.wrapper is not None:
             self._before = self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync
             self.wrapper.require_backward_grad_sync = self.wrapper.require_forward_param_sync = False
+
+    def begins(self) -> None:
+        """A forward begins, which a backward may follow; through a wrapper that is not known yet, perhaps.
+
+        Raises ParameterError if that wrapper is refused.
+        """
+        self._world.begins()
+        found = wrapper_around(self.module) if self._world.size > 1 else None
+        if found is None:
+            return
+        if found is not self.wrapper:
+            _check_wrapper(found, self._world)
+            self.restore()
+            self.wrapper, self._late = found, True
+            self.claim()
+        elif self._late:  # no_sync() of the first forward has switched it on again
+            found.require_backward_grad_sync = False
 
     def check(self) -> None:
         """Raises StepError if something has switched the wrapper's sums on again."""
@@ -96,28 +117,6 @@ def _check_whole(model: nn.Module, world: World) -> None:
             )
         if hasattr(parameter, "ds_id"):
             raise ParameterError(f"'{name}' is partitioned by DeepSpeed's ZeRO: it is not supported. {_INSTEAD}")
-
-
-def check_frameworks(model: nn.Module) -> None:
-    """Raises StepError in a world of several processes if a framework rules it in a way that was not shown to be exact.
-
-    It asks nothing of other processes: the framework rules all of them.
-    """
-    if processes() == 1:
-        return
-    lightning = (*_types("lightning.pytorch", "LightningModule"), *_types("pytorch_lightning", "LightningModule"))
-    if any(isinstance(module, lightning) for module in model.modules()):
-        raise StepError(
-            f"Lightning with {processes()} processes is not supported yet: its strategies wrap the model after the "
-            "optimizer is made. Use Trainer(devices=1), or a loop of your own under torchrun: docs/distributed.md."
-        )
-    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    if getattr(state, "_shared_state", None):
-        raise StepError(
-            f"Accelerate with {processes()} processes is not supported yet: prepare() wraps the model after the "
-            "optimizer is made. Use accelerate launch --num_processes 1, or a loop of your own under torchrun, with "
-            "DistributedDataParallel: docs/distributed.md."
-        )
 
 
 def check_samples(world: World) -> None:

@@ -29,6 +29,11 @@ def mark_of_model(model: nn.Module) -> str:
     return mark(_marks([*model.named_parameters(), *model.named_buffers()]))
 
 
+def mark_of_shapes(model: nn.Module) -> str:
+    """Of the names and shapes alone."""
+    return mark([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()])
+
+
 def mark_of_parameters(model: nn.Module) -> str:
     """The same of its parameters alone: a forward may have written to buffers."""
     return mark(_marks(list(model.named_parameters())))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import check_accountant, warn_of_delta
-from ..distributed.replicas import Replica, check_frameworks, check_others, check_samples
-from ..distributed.same import mark, mark_of_parameters
+from ..distributed.frameworks import check_frameworks
+from ..distributed.replicas import Replica, check_others, check_samples
+from ..distributed.same import mark
 from ..distributed.world import refuse_several, world_of
 from ..engine.explain import Plan
 from ..engine.gradients import Gradients, add
@@ -85,7 +86,7 @@ class Privacy:
                     self.engine.detach()
                 self.replica.restore()
                 raise
-        self.engine.watch(self.world.begins, self.world.refuse)
+        self.engine.watch(self.replica.begins, self.world.refuse)
         self.ledger.enrol(self.engine.named_parameters().values())
         if any(p.device.type == "cpu" for p in self.engine.parameters()):
             allocator.keep_freed()
@@ -345,7 +346,7 @@ class Privacy:
             "step": self.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
             "step of the pass": step, "key": mark("noise", self.noise.key), "history": mark(self.ledger.spent),
             "sample_rate": self._rate, "expected_batch_size": self._expected, "truncation": self._truncation,
-            **self._settings(), "weights": "" if self._released else mark_of_parameters(self.engine.model),
+            **self._settings(), "weights": "" if self._released else together.first_step_of(self, self.engine.model),
         }  # fmt: skip
         sums, self._fresh, records = together.summed(self.world, sums, self._fresh, self._records, said)
         if self.sample_rate is not None and not draws and not self.ledger.history:
