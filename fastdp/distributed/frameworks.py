@@ -40,7 +40,7 @@ def check_frameworks(model: nn.Module) -> None:
 
 
 def unwrap(model: nn.Module) -> None:
-    """Take DistributedDataParallel off a LightningModule: a strategy calls it through `forward`, and sums through it."""
+    """Take DistributedDataParallel off a LightningModule: a strategy makes steps through its forward."""
     for trainer in _trainers(model):
         strategy = trainer.strategy
         if strategy.model is not strategy.lightning_module and getattr(strategy.model, "module", None) is model:

@@ -19,7 +19,7 @@ def collectives_so_far(group: Any) -> int | None:
 def wrapper_around(model: nn.Module) -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward is running, if it holds this model.
 
-    A torch that does not say leaves the wrapper unknown: it then raises an error of its own in its second forward, since
+    A torch that does not say leaves the wrapper unknown: it then raises an error of its own in its second forward, as
     no gradient came for its sums.
     """
     found = getattr(DistributedDataParallel, "_active_ddp_module", None)

@@ -15,6 +15,7 @@ from .frameworks import unwrap
 from .private_names import wrapper_around
 from .world import World, processes
 
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # which names DistributedDataParallel, when it is made, asks a module for
 _INSTEAD = "Give fastdp a model that is whole on every process, plain or in DistributedDataParallel."
 
 
@@ -33,6 +34,9 @@ class Replica:
             _check_wrapper(model, world)
             self.wrapper, self.module = model, model.module
         _check_whole(self.module, world)
+        self._quiet = world.size > 1 and self.wrapper is None and not hasattr(model, IGNORED)
+        if self._quiet:  # a wrapper that comes later must not broadcast buffers in a forward that only some ranks make
+            setattr(model, IGNORED, [name for name, _ in model.named_buffers()])
         self.claim()
 
     def claim(self) -> None:
@@ -48,15 +52,17 @@ class Replica:
         """
         self._world.begins()
         found = wrapper_around(self.module) if self._world.size > 1 else None
-        if found is None:
-            return
-        if found is not self.wrapper:
-            _check_wrapper(found, self._world)
-            self.restore()
-            self.wrapper, self._late = found, True
-            self.claim()
-        elif self._late:  # no_sync() of the first forward has switched it on again
+        if found is not None and found is not self.wrapper:
+            self.adopt(found)
+        elif found is not None and self._late:  # no_sync() of the first forward has switched it on again
             found.require_backward_grad_sync = False
+
+    def adopt(self, wrapper: DistributedDataParallel) -> None:
+        """Take a wrapper that was put around the model later. Raises ParameterError if it is refused."""
+        _check_wrapper(wrapper, self._world)
+        self._switch_on()
+        self.wrapper, self._late = wrapper, True
+        self.claim()
 
     def check(self) -> None:
         """Raises StepError if something has switched the wrapper's sums on again."""
@@ -69,6 +75,11 @@ class Replica:
 
     def restore(self) -> None:
         """Let the wrapper sum gradients as it did."""
+        self._switch_on()
+        if self._quiet:
+            vars(self.module).pop(IGNORED, None)
+
+    def _switch_on(self) -> None:
         if self.wrapper is not None:
             self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync = self._before
 

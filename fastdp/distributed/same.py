@@ -30,8 +30,9 @@ def mark_of_model(model: nn.Module) -> str:
 
 
 def mark_of_shapes(model: nn.Module) -> str:
-    """Of the names and shapes alone."""
-    return mark([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()])
+    """The same of its buffers, and of its parameters the names and shapes alone."""
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return mark(shapes, _marks(list(model.named_buffers())))
 
 
 def mark_of_parameters(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ from .reduce import Reduction
 
 TEXT = 2048  # bytes of what a process says in words
 _CONTROL: list[tuple[Any, Any]] = []  # the default group, and the group of messages that was made beside it
+
+
+_TOLD = "_fastdp_all_processes_know"  # on errors
+AnyError = TypeVar("AnyError", bound=BaseException)
 
 
 def processes() -> int:
@@ -117,8 +121,9 @@ class Ranks(World):
             raise
 
     def refuse(self, error: BaseException) -> None:
-        if self._over:
+        if self._over or vars(error).get(_TOLD):  # an error may pass several objects of this class on its way
             return
+        vars(error)[_TOLD] = True
         self._over = f"rank {self.rank} raised {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the group is gone, and the others hear that
             for message in (_words(1, 0, ""), _letters(f"{type(error).__name__}: {error}")):
@@ -146,9 +151,11 @@ class Ranks(World):
 
     def _gone(self, problem: BaseException) -> StepError:
         self._over = f"a process is gone, or did not answer in time ({str(problem)[:200]})"
-        return StepError(
-            f"{self._over}. Nothing of this step was released here, and the ledger is as it was. Start all processes "
-            "again, from a checkpoint: with a fresh key of the noise, which every new optimizer draws."
+        return _told(
+            StepError(
+                f"{self._over}. Nothing of this step was released here, and the ledger is as it was. Start all "
+                "processes again, from a checkpoint: with a fresh key of the noise, which every new optimizer draws."
+            )
         )
 
     def _raise_for(self, heard: list[list[int]], texts: list[Tensor]) -> None:
@@ -158,7 +165,7 @@ class Ranks(World):
         self._over = f"rank {number} raised {kind}: {text}"
         known = getattr(errors, kind, None)
         known = known if isinstance(known, type) and issubclass(known, FastDPError) else StepError
-        raise known(f"rank {number} refused, so no rank makes a step ({kind}): {text}")
+        raise _told(known(f"rank {number} refused, so no rank makes a step ({kind}): {text}"))
 
     def _raise_difference(self, texts: list[str]) -> None:
         """Say which process says something else than the first, and what."""
@@ -170,9 +177,11 @@ class Ranks(World):
             if other != mine
         ]
         self._over = "the ranks do not do the same: " + "; ".join(found[:4] or ["in all"])
-        raise StepError(
-            f"{self._over}. Every rank must make the same model, optimizer and loader, by equal arguments, and call "
-            "step() equally often. Nothing of this step was released."
+        raise _told(
+            StepError(
+                f"{self._over}. Every rank must make the same model, optimizer and loader, by equal arguments, and "
+                "call step() equally often. Nothing of this step was released."
+            )
         )
 
     def from_first(self, secret: bytes) -> bytes:
@@ -236,6 +245,12 @@ def refuse_several(world: World, what: str, instead: str) -> None:
     """Raises StepError if several processes train together, where this cannot be done, with what to do instead."""
     if world.size > 1:
         raise StepError(f"{what} works in one process, and {world.size} train together: {instead}")
+
+
+def _told(error: AnyError) -> AnyError:
+    """The error, of which all processes know."""
+    vars(error)[_TOLD] = True
+    return error
 
 
 def _control() -> Any:

@@ -155,7 +155,7 @@ class PoissonLoader:
         batches = iter(self.loader)
         watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sample_rate)
         chance = self.truncation
-        pending: deque[tuple[int, bool, People | None]] | None = None
+        pending: deque[tuple[int, bool, People | None, int]] | None = None
         logical, physical, place, step, draws = next(_LOGICAL), 0, 0, 0, ""
         for batch in batches:
             if pending is None:
@@ -163,11 +163,12 @@ class PoissonLoader:
                 place, step = self.sampler.running
                 draws = self.sampler.mark
                 watch.begin(mark_of_key(self.sampler.key), (place, step), self.sampler.steps)
-            size, final, people = pending.popleft()
+            size, final, people, whole = pending.popleft()
             step += final
             note = PhysicalBatch(
                 id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people,
                 truncation=chance, share=self.sampler.share, place=(draws, place, step - final),
+                whole=whole,
             )  # fmt: skip
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
