@@ -282,15 +282,24 @@ def poisson_loader(
             data, sample_rate, expected_batch_size, max_physical_batch_size, max_batch_size, steps, seed, group_by,
             max_records_per_group, dict(loader_options),
         )  # fmt: skip
-        _share(found, world, seed)
+        _share(found, world)
     return found
 
 
-def _share(loader: PoissonLoader, world: World, seed: int | None) -> None:
+def share(loader: PoissonLoader) -> None:
+    """Share a loader that was made before torch.distributed began. All processes call this, before they iterate."""
+    world = world_of()
+    if loader.sampler.share == (0, 1):
+        with world.deciding():
+            _share(loader, world)
+
+
+def _share(loader: PoissonLoader, world: World) -> None:
     """Let the loaders of several processes draw one sample, and hand out a part each."""
     if world.size == 1:
         return
     sampler = loader.sampler
+    seed = sampler.seed
     records = mark_of_records(loader.dataset)
     if records is None:
         warnings.warn(

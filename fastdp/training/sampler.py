@@ -40,7 +40,7 @@ class PoissonSampler(Sampler[list[int]]):
         self.size, self.sample_rate, self.steps = size, sample_rate, steps  # size: of samples
         self.grouping, self.largest = grouping, max_batch_size
         self.limit = max_physical_batch_size
-        self.key = secrets.randbits(256) if seed is None else seed
+        self.seed, self.key = seed, secrets.randbits(256) if seed is None else seed
         self.share = (0, 1)
         self.passes, self.first = 0, 0  # passes begun, and the step at which the next one begins
         self.pending: deque[tuple[int, bool, People | None, int]] = deque()  # of the pass begun last

@@ -3,73 +3,36 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import fastdp
 from fastdp.errors import FastDPError, ParameterError, StepError
 
-from ..by_hand import EXPECTED, R, network, records
-
-Found = tuple[list[list[float]], list[Any], float]  # weights, history, epsilon
-
-
-def _found(model: nn.Module, history: list[Any], epsilon: float) -> Found:
-    return [p.detach().flatten().tolist() for p in model.parameters()], history, epsilon
-
-
-def _shared_folder(world: int) -> Path:
-    """One that all processes know."""
-    box = [tempfile.mkdtemp()]
-    if world > 1:
-        dist.broadcast_object_list(box)
-    return Path(box[0])
-
-
-def _loader(limit: int | None = 2, **options: Any) -> Any:
-    given = {"expected_batch_size": EXPECTED, "steps": 4, "seed": 1, **options}
-    return fastdp.poisson_loader(records(), max_physical_batch_size=limit, **given)
-
-
-def _sgd(model: nn.Module, **options: Any) -> Any:
-    given = {"lr": 1.0, "noise_multiplier": 1.0, "max_grad_norm": R, "seed": 3, "accountant": "rdp", **options}
-    return fastdp.DPSGD(model, **given)
-
+from ..by_hand import network, records
+from .loops_lightning import CASES as LIGHTNING
+from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
 
 # --------------------------------------------------------------------------- Accelerate
 
 
-def _accelerator(rank: int, **options: Any) -> Any:
-    import accelerate
-
-    if dist.get_world_size() > 1:
-        os.environ["LOCAL_RANK"] = str(rank)
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
-    return accelerate.Accelerator(cpu=True, **options)
-
-
 def accelerated(rank: int, world: int) -> Found:
     """`prepare` wraps the model after the optimizer was made; batches without samples make no forward."""
-    prepared = _accelerator(rank, step_scheduler_with_optimizer=False)
+    prepared = accelerator(rank, step_scheduler_with_optimizer=False)
     torch.manual_seed(rank)  # the weights of rank 1 are others until `prepare`
     plain = network() if rank == 0 else nn.Sequential(*(_drawn_anew(module) for module in network()))
-    private, loader = _sgd(plain), _loader()
+    private, batches = sgd(plain), loader()
     schedule = torch.optim.lr_scheduler.StepLR(private, 2, 0.5)
-    model, optimizer, same, schedule = prepared.prepare(plain, private, loader, schedule)
-    assert same is loader and isinstance(model, DistributedDataParallel) == (world > 1)
+    model, optimizer, same, schedule = prepared.prepare(plain, private, batches, schedule)
+    assert same is batches and isinstance(model, DistributedDataParallel) == (world > 1)
     for _ in range(2):
-        for x, y in loader:
+        for x, y in batches:
             with prepared.accumulate(model):
                 if len(x):
                     prepared.backward(F.cross_entropy(model(x), y))
@@ -77,9 +40,9 @@ def accelerated(rank: int, world: int) -> Found:
                 if private.stepped:
                     schedule.step()
                 optimizer.zero_grad()
-    found = _found(prepared.unwrap_model(model), private.history, private.epsilon(1e-3))
+    result = found(prepared.unwrap_model(model), private.history, private.epsilon(1e-3))
     private.detach()
-    return found
+    return result
 
 
 def _drawn_anew(module: nn.Module) -> nn.Module:
@@ -89,43 +52,43 @@ def _drawn_anew(module: nn.Module) -> nn.Module:
 
 
 def accelerate_refused(rank: int, world: int) -> None:
-    prepared = _accelerator(rank)
+    prepared = accelerator(rank)
     plain = network()
-    private, loader = _sgd(plain), _loader(None)
+    private, batches = sgd(plain), loader(None)
     schedule = torch.optim.lr_scheduler.StepLR(private, 2, 0.5)
     model, optimizer, schedule = prepared.prepare(plain, private, schedule)
     with pytest.raises(StepError, match="steps 2 times where it is called once"):
-        for x, y in loader:
+        for x, y in batches:
             prepared.backward(F.cross_entropy(model(x), y))
             optimizer.step()
     private.detach()
     del schedule
-    private = _sgd(plain)  # `prepare` was left out, and the weights are not the same
+    private = sgd(plain)  # `prepare` was left out, and the weights are not the same
     if rank:
         nn.init.zeros_(plain[0].weight)
     with pytest.raises(StepError, match="weights"):
-        for x, y in _loader(None):
+        for x, y in loader(None):
             prepared.backward(F.cross_entropy(plain(x), y))
             private.step()
     private.detach()
-    private = _sgd(model.module)
+    private = sgd(model.module)
     wrapped = DistributedDataParallel(model.module, static_graph=True)
     with pytest.raises(ParameterError, match="static_graph"):
         wrapped(records()[:2][0])
     private.detach()
     prepared.state._shared_state["distributed_type"] = "FSDP"
     with pytest.raises(StepError, match="Accelerate with distributed_type FSDP"):
-        _sgd(network())
-    _accelerator(rank)
+        sgd(network())
+    accelerator(rank)
 
 
 def wrapped_later(rank: int, world: int) -> Found:
     """DistributedDataParallel by hand around a model with a buffer, after the optimizer; at first in no_sync()."""
     model = network()
     model.register_buffer("counted", torch.zeros(1))
-    private, loader = _sgd(model), _loader()
+    private, batches = sgd(model), loader()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True) if world > 1 else model
-    for number, (x, y) in enumerate(loader):
+    for number, (x, y) in enumerate(batches):
         if len(x):
             if world > 1 and number == 0:
                 with wrapped.no_sync():
@@ -133,10 +96,10 @@ def wrapped_later(rank: int, world: int) -> Found:
             else:
                 F.cross_entropy(wrapped(x), y).backward()
         private.step()
-    found = _found(model, private.history, private.epsilon(1e-3))
+    result = found(model, private.history, private.epsilon(1e-3))
     private.detach()
     assert "_ddp_params_and_buffers_to_ignore" not in vars(model)
-    return found
+    return result
 
 
 # --------------------------------------------------------------------------- Trainer of transformers
@@ -146,10 +109,8 @@ def _trainer(rank: int, world: int, folder: Path, **options: Any) -> Any:
     from ..hf_models import bert, private, texts, trainer_of, transformers
 
     transformers.trainer_callback.logger.setLevel(logging.ERROR)
-    _accelerator(rank)
-    import accelerate
-
-    accelerate.state.AcceleratorState._reset_state(True)  # the trainer makes its own
+    accelerator(rank)
+    no_accelerator()  # the trainer makes its own
     privacy = private(noise_multiplier=1.0, noise_seed=3, verify=True, **options.pop("privacy", {}))
     given = {
         "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch", "learning_rate": 0.01,
@@ -162,7 +123,7 @@ def _trainer(rank: int, world: int, folder: Path, **options: Any) -> Any:
 
 def trainer(rank: int, world: int) -> Any:
     """A run, and one that is taken up from its checkpoint: the same weights, logs and files, by the first process."""
-    folder = _shared_folder(world)
+    folder = shared_folder(world)
     whole = _trainer(rank, world, folder)
     whole.train()
     logs = [{k: v for k, v in e.items() if k in ("loss", "epsilon")} for e in whole.state.log_history]
@@ -176,14 +137,14 @@ def trainer(rank: int, world: int) -> Any:
     assert sorted(each.name for each in folder.glob("checkpoint-6/rng*")) == (
         ["rng_state.pth"] if world == 1 else [f"rng_state_{r}.pth" for r in range(world)]
     )
-    return *_found(whole.model, whole.history, whole.epsilon()), [e for e in logs if e]
+    return *found(whole.model, whole.history, whole.epsilon()), [e for e in logs if e]
 
 
 def trainer_refused(rank: int, world: int) -> None:
     """What one process refuses before the first step, all refuse; and so in a step."""
     from fastdp.hf.arguments import ArgumentError
 
-    folder = _shared_folder(world)
+    folder = shared_folder(world)
     with pytest.raises(ArgumentError, match="torch_compile=True with 2 processes"):
         _trainer(rank, world, folder, torch_compile=True)
     with pytest.raises(StepError, match="graphed works in one process"):
@@ -216,7 +177,10 @@ def _Poisons(made: Any) -> Any:
     return Poisons()
 
 
-CASES = {case.__name__: case for case in (accelerated, accelerate_refused, wrapped_later, trainer, trainer_refused)}
-ALONE = ("accelerated", "wrapped_later", "trainer")  # what one process runs, too
+CASES: dict[str, Any] = {
+    case.__name__: case for case in (accelerated, accelerate_refused, wrapped_later, trainer, trainer_refused)
+}
+CASES.update(LIGHTNING)
+ALONE = [name for name in CASES if "refused" not in name]  # what one process runs, too
 
 warnings.filterwarnings("ignore", message="noise_seed")

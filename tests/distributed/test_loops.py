@@ -20,6 +20,7 @@ pytestmark = [
 ]
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
+pytest.importorskip("lightning")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +53,17 @@ def test_two_ranks(name, found):
                 assert all(log[key] == pytest.approx(value, abs=1e-3) for key, value in true.items())
 
 
-def torchrun(*command: str) -> str:
-    begin = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run(*command: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
-    found = subprocess.run([*begin, *command], env=environment, timeout=200, capture_output=True, text=True, cwd=ROOT)
+    found = subprocess.run(
+        [sys.executable, *command], env=environment, timeout=200, capture_output=True, text=True, cwd=ROOT
+    )
     assert found.returncode == 0, found.stderr[-3000:]
     return found.stdout
+
+
+def torchrun(*command: str) -> str:
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
 
 
 def accuracy_and_epsilon(out: str) -> tuple[float, float]:
@@ -79,3 +85,10 @@ def test_trainer_of_transformers(tmp_path):
     assert accuracy > 0.5 and 2.9 < epsilon <= 3.0
     assert {"model.safetensors", "privacy.json"} <= {path.name for path in tmp_path.iterdir()}
     assert out.count("'train_loss'") == 1  # logged by one process
+
+
+def test_lightning():
+    pytest.importorskip("sklearn")
+    out = run("examples/lightning_module.py", "--quick", "--devices", "2", "--accelerator", "cpu")
+    accuracy, epsilon = accuracy_and_epsilon(out)
+    assert accuracy > 0.6 and 2.9 < epsilon <= 3.0
