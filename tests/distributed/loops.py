@@ -17,6 +17,7 @@ from fastdp.errors import FastDPError, ParameterError, StepError
 
 from ..by_hand import network, records
 from .loops_lightning import CASES as LIGHTNING
+from .loops_opacus import CASES as OPACUS
 from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
 
 # --------------------------------------------------------------------------- Accelerate
@@ -181,6 +182,7 @@ CASES: dict[str, Any] = {
     case.__name__: case for case in (accelerated, accelerate_refused, wrapped_later, trainer, trainer_refused)
 }
 CASES.update(LIGHTNING)
-ALONE = [name for name in CASES if "refused" not in name]  # what one process runs, too
+CASES.update(OPACUS)
+ALONE = [name for name in CASES if "refused" not in name and "secure" not in name]  # what one process runs, too
 
 warnings.filterwarnings("ignore", message="noise_seed")

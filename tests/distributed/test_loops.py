@@ -92,3 +92,9 @@ def test_lightning():
     out = run("examples/lightning_module.py", "--quick", "--devices", "2", "--accelerator", "cpu")
     accuracy, epsilon = accuracy_and_epsilon(out)
     assert accuracy > 0.6 and 2.9 < epsilon <= 3.0
+
+
+def test_opacus_names():
+    pytest.importorskip("sklearn")
+    accuracy, epsilon = accuracy_and_epsilon(torchrun("examples/opacus_ddp.py", "--quick"))
+    assert accuracy > 0.5 and 2.9 < epsilon <= 3.0
