@@ -79,6 +79,14 @@ class World:
         """The bytes that the first process gives here, which are as many on every process. Call it after an `agree`."""
         return secret
 
+    def everywhere(self, what: str, value: Any) -> list[Any]:
+        """What each process gives here, in their order. what: a name, which must be the same on all."""
+        return [value]
+
+    def told(self, what: str, value: Any) -> Any:
+        """What the first process gives here."""
+        return self.everywhere(what, value if self.rank == 0 else None)[0]
+
     def sums(self, reduction: Reduction, *more: Tensor) -> list[Tensor]:
         """The sums over the processes, which have agreed; `more` in place. Raises StepError if a process is gone."""
         raise NotImplementedError
@@ -191,6 +199,15 @@ class Ranks(World):
         except RuntimeError as problem:
             raise self._gone(problem) from problem
         return bytes(box.tolist())
+
+    def everywhere(self, what: str, value: Any) -> list[Any]:
+        self.agree({"exchange": what})
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, value, group=self._control)
+        except RuntimeError as problem:
+            raise self._gone(problem) from problem
+        return found
 
     def sums(self, reduction: Reduction, *more: Tensor) -> list[Tensor]:
         before = self._collectives()

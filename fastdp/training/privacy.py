@@ -13,7 +13,7 @@ from ..accounting import check_accountant, warn_of_delta
 from ..distributed.frameworks import check_frameworks
 from ..distributed.replicas import Replica, check_others, check_samples
 from ..distributed.same import mark
-from ..distributed.world import refuse_several, world_of
+from ..distributed.world import world_of
 from ..engine.explain import Plan
 from ..engine.gradients import Gradients, add
 from ..engine.per_sample import PerSampleGradients
@@ -339,8 +339,6 @@ class Privacy:
 
     def _summed(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums over all processes, which agree on the step."""
-        if self.witness is not None:
-            refuse_several(self.world, "python -m fastdp finetune", "start it without torchrun")
         draws, pass_, step = self._place
         said = {
             "step": self.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
