@@ -56,7 +56,7 @@ def run(job: Job, resume: bool = False) -> Outcome:
     journal = folder / "journal.jsonl"
     if journal.exists() and not resume and world_of().rank == 0:
         raise FinetuneError(f"{folder} holds a run already: resume it, or take another folder")
-    with generators_kept():
+    with world_of().deciding(), generators_kept():
         loop = _Loop(job, folder, journal)
         try:
             return loop.run()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastdp.errors import FastDPError, ParameterError, StepError
 
 from ..by_hand import network, records
+from .loops_finetune import CASES as FINETUNE
 from .loops_lightning import CASES as LIGHTNING
 from .loops_opacus import CASES as OPACUS
 from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
@@ -183,6 +184,9 @@ CASES: dict[str, Any] = {
 }
 CASES.update(LIGHTNING)
 CASES.update(OPACUS)
-ALONE = [name for name in CASES if "refused" not in name and "secure" not in name]  # what one process runs, too
+CASES.update(FINETUNE)
+ALONE = [
+    name for name in CASES if not {"refused", "secure", "resumed"} & set(name.split("_"))
+]  # what one process runs, too
 
 warnings.filterwarnings("ignore", message="noise_seed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -98,3 +99,13 @@ def test_opacus_names():
     pytest.importorskip("sklearn")
     accuracy, epsilon = accuracy_and_epsilon(torchrun("examples/opacus_ddp.py", "--quick"))
     assert accuracy > 0.5 and 2.9 < epsilon <= 3.0
+
+
+def test_the_command_finetune(tmp_path):
+    more = ["--seed", "7", "--device", "cpu", "--accountant", "gdp", "--max-physical-batch-size", "32"]
+    said = run("examples/finetune_ddp.py", "--out", str(tmp_path / "out"), *more)
+    assert said.count("done: epsilon") == 1 and "2 share each step" in said  # said by one process
+    card = json.loads((tmp_path / "out" / "privacy_card.json").read_text())
+    assert card["epsilon"] <= 8 and (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "journal.jsonl").read_text().count('"digest"') == card["steps"]
+    assert not (tmp_path / "out.secret.key").exists()
