@@ -20,6 +20,9 @@ nothing of the data.
 New keys are new for the sampling too. The same records with new noise would be one sample with two releases, for which
 the amplification by sampling holds once, not twice.
 
+Several processes (`ranks`) do not repeat: whether all would come to the same sums again, none of them can tell. The
+first one journals a step for all, and none draws noise before it has.
+
 Keys go when the run is over. A folder copied back from an older backup, with keys that were used since, voids all this.
 """
 

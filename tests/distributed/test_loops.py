@@ -109,3 +109,10 @@ def test_the_command_finetune(tmp_path):
     assert card["epsilon"] <= 8 and (tmp_path / "out" / "model" / "model.safetensors").exists()
     assert (tmp_path / "out" / "journal.jsonl").read_text().count('"digest"') == card["steps"]
     assert not (tmp_path / "out.secret.key").exists()
+
+
+def test_ray():
+    pytest.importorskip("ray.train.torch")
+    pytest.importorskip("sklearn")
+    accuracy, epsilon = accuracy_and_epsilon(run("examples/ray_ddp.py", "--quick"))
+    assert accuracy > 0.5 and 2.9 < epsilon <= 3.0
