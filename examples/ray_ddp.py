@@ -10,10 +10,12 @@ is fastdp's own: leave Ray Data's shards and `ray.train.torch.prepare_data_loade
 from __future__ import annotations
 
 import argparse
+import tempfile
 from typing import Any
 
 import ray.train
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ray.train.torch import TorchTrainer, prepare_model
 from sklearn.datasets import load_digits
@@ -59,7 +61,13 @@ def train_worker(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
     with torch.no_grad():
         accuracy = float((model.module.eval()(x).argmax(1) == y).float().mean())
-    ray.train.report({"accuracy": accuracy, "epsilon": optimizer.epsilon(DELTA)})
+    metrics = {"accuracy": accuracy, "epsilon": optimizer.epsilon(DELTA)}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if dist.get_rank() == 0:
+            torch.save(model.module.state_dict(), f"{folder}/model.pt")
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report(metrics, checkpoint=checkpoint)  # of metrics without a checkpoint, the result keeps none
 
 
 def main() -> None:

@@ -57,9 +57,10 @@ def run(job: Job, resume: bool = False) -> Outcome:
     """
     folder = Path(job.folder)
     journal = folder / "journal.jsonl"
-    if journal.exists() and not resume and world_of().rank == 0:
-        raise FinetuneError(f"{folder} holds a run already: resume it, or take another folder")
-    with world_of().deciding(), generators_kept():
+    world = world_of()
+    with world.deciding(), generators_kept():
+        if journal.exists() and not resume and world.rank == 0:
+            raise FinetuneError(f"{folder} holds a run already: resume it, or take another folder")
         loop = _Loop(job, folder, journal)
         try:
             return loop.run()

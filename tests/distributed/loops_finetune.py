@@ -68,6 +68,8 @@ def finetune_refused(rank: int, world: int) -> None:
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setattr(command, "prepare", prepare)
+        patch.setenv("RANK", str(rank))
+        patch.setenv("WORLD_SIZE", str(world))  # which Lightning, in the cases before, has deleted
         options = Namespace(out=shared_folder(world) / "out", resume=False, dry_run=False, device="cpu")
         assert command.main(options) == 1
     assert ("rank 1 refused" in said.getvalue() and "the data is not here" in said.getvalue()) == (rank == 0)
