@@ -2,17 +2,21 @@
 
 pip install accelerate scikit-learn
 python examples/accelerate_loop.py [--quick]
+torchrun --nproc-per-node 2 examples/accelerate_loop.py --cpu [--quick]
+
+Any number of processes makes the same steps on the same records; on GPUs, `accelerate launch` starts one a device.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import broadcast_object_list, send_to_device
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -40,9 +44,10 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def prepared(epochs: int, epsilon: float, mixed_precision: str):
+def prepared(epochs: int, epsilon: float, mixed_precision: str, cpu: bool):
     """Everything that a run needs; `private` is the optimizer itself, `optimizer` Accelerate's wrapper of it."""
-    accelerator = Accelerator(mixed_precision=mixed_precision)  # gradient_accumulation_steps stays 1
+    # gradient_accumulation_steps stays 1; a prepared scheduler must step once a step, not once a process
+    accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu, step_scheduler_with_optimizer=False)
     train, x, y = digits()
     model = network()
     fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), train[:8])  # raises where samples are coupled
@@ -80,22 +85,32 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
     parser.add_argument("--epsilon", type=float, default=3.0)
     parser.add_argument("--mixed-precision", default="no", choices=["no", "bf16"])
+    parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     epochs = 3 if options.quick else 30
-    settings = (epochs, options.epsilon, options.mixed_precision)
+    settings = (epochs, options.epsilon, options.mixed_precision, options.cpu)
 
     accelerator, model, optimizer, schedule, loader, private, x, y = prepared(*settings)
-    with tempfile.TemporaryDirectory() as folder:
+    folder = broadcast_object_list([tempfile.mkdtemp()])[0]  # that of the first process: it saves, and all load
+    try:
         for _ in range(epochs // 2):
             train(accelerator, model, optimizer, schedule, loader, private)
         accelerator.save_state(folder)
-        print(f"half way: accuracy {accuracy(accelerator, model, x, y):.3f}, epsilon {private.epsilon(DELTA):.2f}")
+        accelerator.print(
+            f"half way: accuracy {accuracy(accelerator, model, x, y):.3f}, epsilon {private.epsilon(DELTA):.2f}"
+        )
 
         accelerator, model, optimizer, schedule, loader, private, x, y = prepared(*settings)  # another process, say
         accelerator.load_state(folder)  # weights, moments, schedule, the loader's place and what was spent
+        accelerator.wait_for_everyone()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     for _ in range(epochs - epochs // 2):
         train(accelerator, model, optimizer, schedule, loader, private)
-    print(f"accuracy {accuracy(accelerator, model, x, y):.3f}, epsilon {private.epsilon(DELTA):.2f} at delta {DELTA}")
+    accelerator.print(
+        f"accuracy {accuracy(accelerator, model, x, y):.3f}, epsilon {private.epsilon(DELTA):.2f} at delta {DELTA}"
+    )
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """A LightningModule trained privately: scikit-learn's digits to epsilon 3, automatic or manual optimization.
 
 pip install lightning scikit-learn
-python examples/lightning_module.py [--quick] [--manual]
+python examples/lightning_module.py [--quick] [--manual] [--devices 2 [--strategy ddp_spawn]]
+
+Any number of devices makes the same steps on the same records.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Digits(L.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean(), batch_size=len(batch[0]))
+        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
 
     def configure_optimizers(self):
         self.private = fastdp.DPAdamW(
@@ -79,6 +81,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
     parser.add_argument("--manual", action="store_true", help="manual optimization")
     parser.add_argument("--epsilon", type=float, default=3.0)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--strategy", default="ddp", choices=["ddp", "ddp_spawn", "ddp_fork"])
+    parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -92,14 +97,16 @@ def main() -> None:
     module = Digits(sigma, steps, options.manual)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            max_epochs=epochs, accelerator="auto", devices=1, precision=options.precision, logger=False,
+            max_epochs=epochs, accelerator=options.accelerator, devices=options.devices,
+            strategy=options.strategy if options.devices > 1 else "auto", precision=options.precision, logger=False,
             default_root_dir=folder, enable_model_summary=False, enable_progress_bar=False,
             callbacks=[DPCallback(delta=DELTA, target_epsilon=options.epsilon)],
         )  # fmt: skip
         trainer.fit(module, stream(loader), DataLoader(test, batch_size=120))
     seen = trainer.callback_metrics
-    print(f"accuracy {seen['accuracy']:.3f}, epsilon {seen['epsilon']:.2f} at delta {DELTA}, ", end="")
-    print(f"{int(seen['noised_steps'])} noised steps in {trainer.global_step} physical batches")
+    if trainer.is_global_zero:
+        print(f"accuracy {seen['accuracy']:.3f}, epsilon {seen['epsilon']:.2f} at delta {DELTA}, ", end="")
+        print(f"{int(seen['noised_steps'])} noised steps in {trainer.global_step} physical batches of a process")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .accounting import epsilon_of
+from .distributed.frameworks import unwrap
 from .errors import StepError
 from .sampling import PoissonLoader, leave, new_pass, wait
 from .training.ledger import kind_of
+from .training.loader import share
 from .training.optim import PrivateOptimizer
 
 
@@ -42,6 +44,7 @@ class _Stream:
 
     def __iter__(self) -> Iterator[Any]:
         self.leave()
+        share(self.loader)
         fetched = self._fetched = deque[Callable[[], None]]()
         mine = self._pass = new_pass()
         weakref.finalize(self, leave, mine)
@@ -120,6 +123,9 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
             )
         if problem:
             raise StepError(problem)
+        unwrap(pl_module)
+        if isinstance(loaders, PoissonLoader):
+            share(loaders)
         self._spend(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -143,9 +149,11 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
         optimizers = _private(trainer)
         for number, optimizer in enumerate(optimizers):
             suffix = f"_{number}" if len(optimizers) > 1 else ""
-            pl_module.log(f"noised_steps{suffix}", float(sum(run[2] for run in optimizer.history)))
+            # all processes hold the same numbers; unless they are synchronized, Lightning warns
+            several: dict[str, Any] = {"sync_dist": True, "reduce_fx": "max"} if trainer.world_size > 1 else {}
+            pl_module.log(f"noised_steps{suffix}", float(sum(run[2] for run in optimizer.history)), **several)
             if self.delta is not None:
-                pl_module.log(f"epsilon{suffix}", optimizer.epsilon(self.delta), prog_bar=True)
+                pl_module.log(f"epsilon{suffix}", optimizer.epsilon(self.delta), prog_bar=True, **several)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._leave(trainer)

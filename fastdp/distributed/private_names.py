@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ParameterError
 
@@ -36,6 +37,18 @@ def collectives_so_far(group: Any) -> int | None:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):
         return None
+
+
+def wrapper_around(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is running, if it holds this model.
+
+    A torch that does not say leaves the wrapper unknown: it then raises an error of its own in its second forward, as
+    no gradient came for its sums.
+    """
+    found = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if found is None or not any(module is model for module in found.module.modules()):
+        return None
+    return found  # type: ignore[no-any-return]
 
 
 def timeout_of(group: Any) -> timedelta | None:

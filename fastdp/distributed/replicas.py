@@ -12,9 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.per_sample import PerSampleGradients
 from ..errors import ParameterError, StepError
+from .frameworks import unwrap
+from .private_names import wrapper_around
 from .sharded import Sharded, is_sharded
 from .world import World, processes
 
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # which names DistributedDataParallel, when it is made, asks a module for
 _INSTEAD = (
     "Give fastdp a model that is whole on every process (plain, or in DistributedDataParallel), or fully_shard it."
 )
@@ -33,6 +36,8 @@ class Replica:
         self.wrapper: DistributedDataParallel | None = None
         self.module, self.world = model, world
         self.shards: Sharded | None = None
+        self._late = False  # a framework put the wrapper around the model once the optimizer was made
+        unwrap(model)
         if isinstance(model, DistributedDataParallel):
             _check_wrapper(model, world)
             self.wrapper, self.module = model, model.module
@@ -44,13 +49,10 @@ class Replica:
             self.shards = Sharded(self.module, world)
             world.agree({"making": "a private optimizer of a sharded model", "parts": self.shards.mark()})
             self.shards.open()
+        self._quiet = world.size > 1 and self.wrapper is None and not sharded and not hasattr(model, IGNORED)
+        if self._quiet:  # a wrapper that comes later must not broadcast buffers in a forward that only some ranks make
+            setattr(model, IGNORED, [name for name, _ in model.named_buffers()])
         self.claim()
-
-    def begins(self) -> None:
-        """A forward begins, which a backward may follow."""
-        if self.shards is not None:
-            self.shards.begins()
-        self.world.begins()
 
     def refused(self, error: BaseException) -> None:
         """A forward or backward raises this error."""
@@ -93,6 +95,27 @@ class Replica:
             self._before = self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync
             self.wrapper.require_backward_grad_sync = self.wrapper.require_forward_param_sync = False
 
+    def begins(self) -> None:
+        """A forward begins, which a backward may follow; through a wrapper that is not known yet, perhaps.
+
+        Raises ParameterError if that wrapper is refused.
+        """
+        if self.shards is not None:
+            self.shards.begins()
+        self.world.begins()
+        found = wrapper_around(self.module) if self.world.size > 1 else None
+        if found is not None and found is not self.wrapper:
+            self.adopt(found)
+        elif found is not None and self._late:  # no_sync() of the first forward has switched it on again
+            found.require_backward_grad_sync = False
+
+    def adopt(self, wrapper: DistributedDataParallel) -> None:
+        """Take a wrapper that was put around the model later. Raises ParameterError if it is refused."""
+        _check_wrapper(wrapper, self.world)
+        self._switch_on()
+        self.wrapper, self._late = wrapper, True
+        self.claim()
+
     def check(self) -> None:
         """Raises StepError if something has switched the wrapper's sums on again."""
         if self.wrapper is not None and self.wrapper.require_backward_grad_sync:
@@ -106,6 +129,11 @@ class Replica:
         """Let the wrapper, or fully_shard, sum gradients as it did."""
         if self.shards is not None:
             self.shards.restore()
+        self._switch_on()
+        if self._quiet:
+            vars(self.module).pop(IGNORED, None)
+
+    def _switch_on(self) -> None:
         if self.wrapper is not None:
             self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync = self._before
 
@@ -163,28 +191,6 @@ def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:
             )
         if hasattr(parameter, "ds_id"):
             raise ParameterError(f"'{name}' is partitioned by DeepSpeed's ZeRO: it is not supported. {_INSTEAD}")
-
-
-def check_frameworks(model: nn.Module) -> None:
-    """Raises StepError in a world of several processes if a framework rules it in a way that was not shown to be exact.
-
-    It asks nothing of other processes: the framework rules all of them.
-    """
-    if processes() == 1:
-        return
-    lightning = (*_types("lightning.pytorch", "LightningModule"), *_types("pytorch_lightning", "LightningModule"))
-    if any(isinstance(module, lightning) for module in model.modules()):
-        raise StepError(
-            f"Lightning with {processes()} processes is not supported yet: its strategies wrap the model after the "
-            "optimizer is made. Use Trainer(devices=1), or a loop of your own under torchrun: docs/distributed.md."
-        )
-    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    if getattr(state, "_shared_state", None):
-        raise StepError(
-            f"Accelerate with {processes()} processes is not supported yet: prepare() wraps the model after the "
-            "optimizer is made. Use accelerate launch --num_processes 1, or a loop of your own under torchrun, with "
-            "DistributedDataParallel: docs/distributed.md."
-        )
 
 
 def check_samples(world: World) -> None:

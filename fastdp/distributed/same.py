@@ -29,6 +29,12 @@ def mark_of_model(model: nn.Module) -> str:
     return mark(_marks([*model.named_parameters(), *model.named_buffers()]))
 
 
+def mark_of_shapes(model: nn.Module) -> str:
+    """The same of its buffers, and of its parameters the names and shapes alone."""
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return mark(shapes, _marks(list(model.named_buffers())))
+
+
 def mark_of_parameters(model: nn.Module) -> str:
     """The same of its parameters alone: a forward may have written to buffers."""
     return mark(_marks(list(model.named_parameters())))

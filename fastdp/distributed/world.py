@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ from .reduce import Reduction
 
 TEXT = 2048  # bytes of what a process says in words
 _CONTROL: list[tuple[Any, Any]] = []  # the default group, and the group of messages that was made beside it
+
+
+_TOLD = "_fastdp_all_processes_know"  # on errors
+AnyError = TypeVar("AnyError", bound=BaseException)
 
 
 def processes() -> int:
@@ -74,6 +78,14 @@ class World:
     def from_first(self, secret: bytes) -> bytes:
         """The bytes that the first process gives here, which are as many on every process. Call it after an `agree`."""
         return secret
+
+    def everywhere(self, what: str, value: Any) -> list[Any]:
+        """What each process gives here, in their order. what: a name, which must be the same on all."""
+        return [value]
+
+    def told(self, what: str, value: Any) -> Any:
+        """What the first process gives here."""
+        return self.everywhere(what, value if self.rank == 0 else None)[0]
 
     def sums(self, reduction: Reduction, *more: Tensor, group: Any = None) -> list[Tensor]:
         """The sums over the processes (of a group of them), which have agreed; `more` in place. Raises StepError if a
@@ -133,8 +145,9 @@ class Ranks(World):
             raise
 
     def refuse(self, error: BaseException) -> None:
-        if self._over:
+        if self._over or vars(error).get(_TOLD):  # an error may pass several objects of this class on its way
             return
+        vars(error)[_TOLD] = True
         self._over = f"rank {self.rank} raised {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the group is gone, and the others hear that
             for message in (_words(1, 0, ""), _letters(f"{type(error).__name__}: {error}")):
@@ -162,9 +175,11 @@ class Ranks(World):
 
     def _gone(self, problem: BaseException) -> StepError:
         self._over = f"a process is gone, or did not answer in time ({str(problem)[:200]})"
-        return StepError(
-            f"{self._over}. Nothing of this step was released here, and the ledger is as it was. Start all processes "
-            "again, from a checkpoint: with a fresh key of the noise, which every new optimizer draws."
+        return _told(
+            StepError(
+                f"{self._over}. Nothing of this step was released here, and the ledger is as it was. Start all "
+                "processes again, from a checkpoint: with a fresh key of the noise, which every new optimizer draws."
+            )
         )
 
     def _raise_for(self, heard: list[list[int]], texts: list[Tensor]) -> None:
@@ -174,7 +189,7 @@ class Ranks(World):
         self._over = f"rank {number} raised {kind}: {text}"
         known = getattr(errors, kind, None)
         known = known if isinstance(known, type) and issubclass(known, FastDPError) else StepError
-        raise known(f"rank {number} refused, so no rank makes a step ({kind}): {text}")
+        raise _told(known(f"rank {number} refused, so no rank makes a step ({kind}): {text}"))
 
     def _raise_difference(self, texts: list[str]) -> None:
         """Say which process says something else than the first, and what."""
@@ -186,9 +201,11 @@ class Ranks(World):
             if other != mine
         ]
         self._over = "the ranks do not do the same: " + "; ".join(found[:4] or ["in all"])
-        raise StepError(
-            f"{self._over}. Every rank must make the same model, optimizer and loader, by equal arguments, and call "
-            "step() equally often. Nothing of this step was released."
+        raise _told(
+            StepError(
+                f"{self._over}. Every rank must make the same model, optimizer and loader, by equal arguments, and "
+                "call step() equally often. Nothing of this step was released."
+            )
         )
 
     def from_first(self, secret: bytes) -> bytes:
@@ -198,6 +215,15 @@ class Ranks(World):
         except RuntimeError as problem:
             raise self._gone(problem) from problem
         return bytes(box.tolist())
+
+    def everywhere(self, what: str, value: Any) -> list[Any]:
+        self.agree({"exchange": what})
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, value, group=self._control)
+        except RuntimeError as problem:
+            raise self._gone(problem) from problem
+        return found
 
     def sums(self, reduction: Reduction, *more: Tensor, group: Any = None) -> list[Tensor]:
         with self.exchanging():
@@ -274,6 +300,12 @@ def refuse_several(world: World, what: str, instead: str) -> None:
     """Raises StepError if several processes train together, where this cannot be done, with what to do instead."""
     if world.size > 1:
         raise StepError(f"{what} works in one process, and {world.size} train together: {instead}")
+
+
+def _told(error: AnyError) -> AnyError:
+    """The error, of which all processes know."""
+    vars(error)[_TOLD] = True
+    return error
 
 
 def _control() -> Any:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 refused or failed with a reason, 130 interrupted (argparse
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shlex
 import sys
@@ -17,15 +18,19 @@ from typing import Any
 
 import torch
 
+from ..distributed.same import mark
+from ..distributed.world import World
 from ..errors import BatchReadWarning, FastDPError
 from ..training.words import count
 from . import preflight
 from .card import make_card
 from .checkpoint import new_file
-from .job import FinetuneError, Outcome
+from .job import FREE, FinetuneError, Outcome
 from .outputs import write_outputs
 from .prepare import Prepared, prepare
 from .progress import Progress
+from .ranks import started, together
+from .training import run
 
 OPTIONS = "options.json"  # in --out: what the run was begun with
 # may differ when a run is resumed: they change neither the guarantee nor what is learnt
@@ -39,35 +44,65 @@ def main(options: Namespace) -> int:
         with warnings.catch_warnings():
             return _main(options)
     except FastDPError as problem:
-        print(f"\nfastdp finetune: {problem}", file=sys.stderr)
+        _say(problem)
     except KeyboardInterrupt:
-        print("\nfastdp finetune: interrupted", file=sys.stderr)
-        if _is_begun(options.out) and not options.dry_run:
+        _say("interrupted")
+        if _is_begun(options.out) and not options.dry_run and started()[0] == 0:
             print(how_to_resume(), file=sys.stderr)
         return 130
     except OSError as problem:
         if not problem.filename and problem.errno is None:
             raise
-        print(f"\nfastdp finetune: {problem.filename or 'a file'}: {problem.strerror}", file=sys.stderr)
+        _say(f"{problem.filename or 'a file'}: {problem.strerror}")
     except (torch.OutOfMemoryError, MemoryError) as problem:
-        print(
-            f"\nfastdp finetune: memory does not suffice ({(str(problem) or 'RAM').splitlines()[0]}): try a "
-            "smaller --max-length, --lora 8 or a smaller model",
-            file=sys.stderr,
+        _say(
+            f"memory does not suffice ({(str(problem) or 'RAM').splitlines()[0]}): try a smaller --max-length, --lora "
+            "8 or a smaller model"
         )
-    if _is_begun(options.out) and not options.dry_run and options.resume:
+    if started()[0] == 0 and _is_begun(options.out) and not options.dry_run and options.resume:
         print(f"What was saved in {options.out} is untouched.", file=sys.stderr)
     return 1
 
 
+def _say(problem: object) -> None:
+    """What all processes raise, the first one says."""
+    if started()[0] == 0:
+        print(f"\nfastdp finetune: {problem}", file=sys.stderr)
+
+
 def _main(options: Namespace) -> int:
-    _check_out(options)
-    ready = prepare(options)
-    print(preflight.said(ready.sections), flush=True)
-    if options.dry_run:
-        print("\n--dry-run: nothing was trained or written.")
-        return 0
-    return train(ready)
+    ready, problem = None, None
+    try:
+        if started()[0] == 0:
+            _check_out(options)
+        ready = prepare(options)
+    except Exception as error:
+        if started()[1] == 1:
+            raise
+        problem = error
+    with together("cuda" if torch.cuda.is_available() and options.device != "cpu" else "cpu") as world:
+        if problem is not None:
+            raise problem
+        assert ready is not None
+        _same_plan(world, ready)
+        if world.rank == 0:
+            print(preflight.said(ready.sections), flush=True)
+        if options.dry_run:
+            if world.rank == 0:
+                print("\n--dry-run: nothing was trained or written.")
+            return 0
+        if world.rank == 0:
+            return train(ready)
+        return 130 if run(ready.job, options.resume).status == "interrupted" else 0
+
+
+def _same_plan(world: World, ready: Prepared) -> None:
+    """All processes have the same plan and data, and take the smallest of their physical batches."""
+    fixed = [(name, value) for name, value in dataclasses.asdict(ready.plan).items() if name not in FREE]
+    world.agree({"the plan": mark(fixed), "the data": mark(dict(ready.job.fingerprint))})
+    sizes = world.everywhere("physical batches", ready.plan.max_physical_batch_size)
+    size = min((size for size in sizes if size is not None), default=None)
+    ready.plan = ready.job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=size)
 
 
 # ---------------------------------------------------------------------- the folder
@@ -129,8 +164,6 @@ def how_to_resume() -> str:
 
 def train(ready: Prepared) -> int:
     """Run the job, write the outputs; the exit code."""
-    from .training import run
-
     options = ready.options
     options.out.mkdir(parents=True, exist_ok=True)
     if not (options.out / OPTIONS).exists():

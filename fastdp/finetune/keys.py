@@ -53,9 +53,10 @@ class Keys:
                 (b"noise", b"sampling", b"other")]  # fmt: skip
         return cls(generation, made[0], int.from_bytes(made[1], "little"), made[2])
 
-    def seed_generators(self, step: int) -> None:
-        """Begin torch's, numpy's and Python's generators anew for a step."""
-        drawn = hashlib.sha256(self.other + step.to_bytes(8, "little")).digest()
+    def seed_generators(self, step: int, rank: int = 0) -> None:
+        """Begin torch's, numpy's and Python's generators anew for a step of a process."""
+        process = b"" if rank == 0 else rank.to_bytes(8, "little")
+        drawn = hashlib.sha256(self.other + step.to_bytes(8, "little") + process).digest()
         torch.manual_seed(int.from_bytes(drawn[:8], "little") >> 1)
         np.random.seed(int.from_bytes(drawn[8:12], "little"))
         random.seed(drawn[12:])

@@ -22,6 +22,7 @@ from .encode import Collate, Encoded, encode, fused_loss_of, graphed_of, inputs_
 from .evaluation import Evaluation
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
+from .ranks import own_device, started
 from .records import Data, load_data
 from .replays import check as check_graphed
 
@@ -82,6 +83,8 @@ def prepare(options: Namespace) -> Prepared:
         group_by=groups, length=encoded.length, new=new_parameters(model, new),
         graphed=graphed_of(model, options.task, encoded, collate) if options.graphed else None,
     )  # fmt: skip
+    if job.graphed is not None and started()[1] > 1:
+        raise FinetuneError("--graphed works in one process: leave it out, or start the command without torchrun")
     if job.graphed is not None:
         check_graphed(job, device)
     sections = [
@@ -121,10 +124,13 @@ def _measure(ready: Prepared) -> None:
     short, ready.routes = preflight.routes(job, min(found.size, len(ready.train)))
     records = ready.plan.expected_batch_size * len(ready.train) / ready.units  # in a step
     needed = preflight.disk_needed(ready.model, bool(options.lora))
+    size = started()[1]
+    if size > 1:
+        ready.sections.append(("processes", [f"{size} share each step; the sizes below are of the first"]))
     ready.sections += [
         ("plan", [short]),
         ("memory", [preflight.memory_line(found)]),
-        ("time", [preflight.time_line(found, records, ready.plan.steps)]),
+        ("time", [preflight.time_line(found, records / size, ready.plan.steps)]),
         ("disk", [preflight.check_disk(options.out, needed)]),
     ]
 
@@ -152,7 +158,7 @@ def _tokens_digest(encoded: Encoded) -> str:
 
 def _device(name: str | None) -> torch.device:
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(name or (own_device() if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as problem:
         raise FinetuneError(f"--device {name}: {str(problem).splitlines()[0]}") from None

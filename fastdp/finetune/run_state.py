@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..accounting import delta_problem, epsilon_of
+from ..distributed.world import world_of
 from ..sampling import poisson_loader
 from ..training.optim import DPAdamW
 from ..uses import costs
@@ -20,6 +21,7 @@ from .checkpoint import Checkpoints, SaveError, in_words
 from .job import FREE, FinetuneError, Job
 from .journal import Journal
 from .keys import Keys, environment, weights_digest
+from .ranks import Told, about, tell_keys
 from .replays import Replays
 
 SHOWN = 20  # at so many points of the run epsilon is computed to be shown
@@ -29,22 +31,29 @@ class Standing:
     """The run in a folder. `step` counts the steps that led to the weights."""
 
     def __init__(self, job: Job, folder: Path, journal: Path) -> None:
+        self.world = world_of()
         self.job, self.plan, self.model = job, job.plan, job.model
         self.secret = job.secret or folder.resolve().with_name(folder.resolve().name + ".secret.key")
         if self.secret.resolve().is_relative_to(folder.resolve()):
             raise FinetuneError(f"the keys in {self.secret} must not lie in the run's folder, which may be given away")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise SaveError(in_words(problem, folder)) from problem
+        if self.world.rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as problem:
+                raise SaveError(in_words(problem, folder)) from problem
         self.trained = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
         if not self.trained:
             raise FinetuneError("no parameter of the model is trainable")
         self.device = next(iter(self.trained.values())).device
         self.environment = environment(job.model)
+        if self.world.size > 1:
+            self.environment["processes"] = self.world.size
         self.frozen = weights_digest(job.model)
         shown = dataclasses.asdict(job.plan)
-        self.journal = Journal(journal, {name: value for name, value in shown.items() if name not in FREE})
+        fixed = {name: value for name, value in shown.items() if name not in FREE}
+        mine = Journal(journal, fixed) if self.world.rank == 0 else None
+        known = self.world.told("a journal", None if mine is None else about(mine))
+        self.journal = mine or Told(known)
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.step, self.saved = 0, -1  # saved: the step of the newest checkpoint
         self.history: list[dict[str, float]] = []
@@ -132,22 +141,28 @@ class Standing:
 
     def _restore(self) -> None:
         """The newest checkpoint, and whether the steps after it can be repeated."""
-        found = self.checkpoints.load(self._note)
-        if found is None and self.journal.count:
+        found = self.checkpoints.load(self._note) if self.world.rank == 0 else None
+        if found is None and self.journal.count and self.world.rank == 0:
             raise FinetuneError(
                 f"no checkpoint in {self.checkpoints.folder} is whole, and {self.journal.count} private steps were "
                 f"made: they cost epsilon {self._of(self.journal.count):.4g} at delta {self.plan.delta:g}. Begin anew "
                 "in another folder, and add this to what the new run spends"
             )
+        found = self.world.told("a checkpoint", found)
         if found is not None:
             self._load(*found)
         if self.job.keep_physical and self.journal.steps:  # dropout and rounding depend on it
             self.physical = list(self.journal.steps.values())[-1].physical
-        kept, generation = Keys.load(self.secret, self.journal.run), self.journal.generation
+        kept = Keys.load(self.secret, self.journal.run) if self.world.rank == 0 else None
+        generation = self.journal.generation
         if kept is not None:
             self._compare(kept[1])
             self.keys = kept[0]
-        elif self.plan.seed is not None and generation >= 0:
+        if self.world.size > 1:  # whether all would come to the same sums again, none can tell
+            self.reason = "steps of several processes are not repeated" if self.journal.count else ""
+            self.keys = None
+            return
+        if kept is None and self.plan.seed is not None and generation >= 0:
             self.keys = Keys.new(generation, self.plan.seed)
         before = self.journal.environments.get(generation)
         if self.keys is None or before is None or self.keys.generation != generation:
@@ -208,8 +223,11 @@ class Standing:
     def _new_keys(self) -> None:
         """All steps that were to be repeated are lost; the coming ones have keys of their own."""
         self.repeating = 0
-        self.keys = Keys.new(self.journal.generation + 1, self.plan.seed)
-        self.keys.save(self.secret, self.journal.run, dict(self.job.fingerprint))
+        if self.world.rank == 0:
+            self.keys = Keys.new(self.journal.generation + 1, self.plan.seed)
+            self.keys.save(self.secret, self.journal.run, dict(self.job.fingerprint))
+        self.keys = tell_keys(self.world, self.keys)
+        assert self.keys is not None
         self.journal.begin(self.keys.generation, {**self.environment, "costs": self._costs()})
         self._place()
 
@@ -240,6 +258,9 @@ class Standing:
 
     def _save(self, needed: bool) -> None:
         """A checkpoint. One that is not needed may fail: the steps since the last one can be repeated."""
+        if self.world.rank > 0:
+            self.saved = self.step
+            return
         begun = time.monotonic()
         state = {
             "step": self.step, "frozen": self.frozen, "history": self.history,

@@ -20,6 +20,9 @@ nothing of the data.
 New keys are new for the sampling too. The same records with new noise would be one sample with two releases, for which
 the amplification by sampling holds once, not twice.
 
+Several processes (`ranks`) do not repeat: whether all would come to the same sums again, none of them can tell. The
+first one journals a step for all, and none draws noise before it has.
+
 Keys go when the run is over. A folder copied back from an older backup, with keys that were used since, voids all this.
 """
 
@@ -38,6 +41,7 @@ import torch
 from torch import Tensor
 
 from .. import sampling
+from ..distributed.world import world_of
 from ..training.fused import Release
 from .job import FinetuneError, Job, Outcome
 from .journal import Entry
@@ -53,9 +57,10 @@ def run(job: Job, resume: bool = False) -> Outcome:
     """
     folder = Path(job.folder)
     journal = folder / "journal.jsonl"
-    if journal.exists() and not resume:
-        raise FinetuneError(f"{folder} holds a run already: resume it, or take another folder")
-    with generators_kept():
+    world = world_of()
+    with world.deciding(), generators_kept():
+        if journal.exists() and not resume and world.rank == 0:
+            raise FinetuneError(f"{folder} holds a run already: resume it, or take another folder")
         loop = _Loop(job, folder, journal)
         try:
             return loop.run()
@@ -86,20 +91,26 @@ class _Loop(Standing):
             with self.stop:
                 if self.step < self.last:
                     self._begin()
-                while self.step < self.last and not self.stop.asked:
+                while self.step < self.last and not self._stops():
                     self._one_step()
                     self._after_step()
-                if not self.stop.asked:
+                stopped = self._stops()
+                if not stopped:
                     self._evaluate()
                 if self.saved != self.step:
-                    self._save(needed=not self.stop.asked)
+                    self._save(needed=not stopped)
         finally:
             self.model.train(mode)
         left = self.step < self.last
-        if not left:
+        self.world.agree({"a run's end": self.step})  # what the first process could not save, all hear of
+        if not left and self.world.rank == 0:
             delete(self.secret)
         status: Any = "interrupted" if left else "finished" if self.step >= self.plan.steps else "budget"
         return Outcome(status, self.step, self._epsilon(exact=True), self.history, self.lost, self._nonfinite())
+
+    def _stops(self) -> bool:
+        """Whether a process was asked to end."""
+        return self.world.agree({"a run's step": self.step}, int(self.stop.asked)) > 0
 
     # ------------------------------------------------------------------ a step
 
@@ -122,6 +133,11 @@ class _Loop(Standing):
             except RuntimeError as problem:
                 if self._released or not out_of_memory(problem):  # released: the noise is drawn
                     raise
+                if self.world.size > 1:  # the others have made their part of the batch
+                    raise FinetuneError(
+                        f"out of memory with {self._largest} samples at once: resume with a smaller "
+                        "--max-physical-batch-size"
+                    ) from problem
                 largest = self._largest
             size = self._smaller(size, largest)
         self.step += 1
@@ -137,7 +153,7 @@ class _Loop(Standing):
     def _logical(self, size: int | None) -> tuple[float, int]:
         """One logical batch: (mean loss, samples)."""
         assert self.keys is not None
-        self.keys.seed_generators(self.step)
+        self.keys.seed_generators(self.step, self.world.rank)
         self._size, self._largest, self._released = size, 0, False
         self.loader.sampler.limit = size
         if self.batches is None:
@@ -157,6 +173,9 @@ class _Loop(Standing):
                 )
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if current.final and self.world.size > 1:
+                parts = self.world.everywhere("the loss of a step", (float(total), samples))
+                total, samples = sum(part[0] for part in parts), sum(part[1] for part in parts)
             if current.final:
                 return float(total) / max(samples, 1), samples
 
@@ -179,6 +198,7 @@ class _Loop(Standing):
             self.journal.add(self.keys.generation, self.step, entry)
         elif known.digest != entry.digest:
             raise _Different
+        self.world.agree({"journalled": entry.digest})  # by the first process: none draws noise before
         self._released = True  # from here on the weights may have changed
 
     def _begin_again(self) -> None:
@@ -226,7 +246,7 @@ class _Loop(Standing):
             self._save(needed=False)
 
     def _evaluate(self) -> None:
-        if self.job.evaluate is None or (self.history and self.history[-1]["step"] == self.step):
+        if self.world.rank > 0 or self.job.evaluate is None or (self.history and self.history[-1]["step"] == self.step):
             return
         mode = self.model.training
         self.model.eval()

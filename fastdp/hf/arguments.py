@@ -43,7 +43,8 @@ def _refused(why: str, example: Any, accepts: Callable[[Any], bool] = _off) -> F
 
 _SCRIPT, _EVAL = "read by scripts only", "evaluation is the ordinary trainer's"
 _TRACK, _HUB = "reporting", "the hub gets the model and privacy.json, never a key"
-_ONE = "one process trains"
+_ONE = "fastdp sums over processes by itself, once a step"
+_RANKS = "of the processes that torchrun starts"
 _LOADER = "passed to the loader"
 
 OPTIMIZERS = {
@@ -57,7 +58,9 @@ OPTIMIZERS = {
 
 FIELDS: dict[str, Field] = {
     "output_dir": _supported("privacy.json, which records what has been spent, is kept there"),
-    "per_device_train_batch_size": _supported("the largest physical batch; with accumulation, the expected batch size"),
+    "per_device_train_batch_size": _supported(
+        "the largest physical batch of a process; times accumulation and processes, the expected batch size"
+    ),
     "num_train_epochs": _supported("an epoch is ceil(1 / sample rate) noised steps"),
     "max_steps": _supported("noised steps"),
     "learning_rate": _supported(),
@@ -123,7 +126,7 @@ FIELDS: dict[str, Field] = {
     "logging_strategy": _supported("the logged loss is a plain mean over private data: not covered by the guarantee"),
     "logging_steps": _supported("noised steps"),
     "logging_first_step": _supported(),
-    "log_on_each_node": Field("no effect", _ONE),
+    "log_on_each_node": Field("no effect", _TRACK),
     "logging_nan_inf_filter": Field("no effect", "only on what is logged; samples without a finite gradient count 0"),
     "include_num_input_tokens_seen": _supported("not covered by the guarantee"),
     "log_level": Field("no effect", _TRACK),
@@ -149,7 +152,7 @@ FIELDS: dict[str, Field] = {
     "save_only_model": _supported("such a checkpoint cannot be resumed from"),
     "save_strategy": _supported("every checkpoint holds the accountant and no key"),
     "save_steps": _supported("noised steps"),
-    "save_on_each_node": Field("no effect", _ONE),
+    "save_on_each_node": _supported("by default the first process saves"),
     "save_total_limit": _supported(),
     "enable_jit_checkpoint": _supported(),
     "push_to_hub": _supported(_HUB),
@@ -171,7 +174,7 @@ FIELDS: dict[str, Field] = {
     ),
     "use_cpu": _supported(),
     "accelerator_config": Field("no effect", "the training loader is not Accelerate's"),
-    "parallelism_config": _refused("training over several devices is not supported yet", object()),
+    "parallelism_config": _refused("sharded and tensor-parallel models are not supported yet", object()),
     "dataloader_drop_last": Field("no effect", "Poisson batches have no last one that is smaller"),
     "dataloader_num_workers": _supported(_LOADER),
     "dataloader_pin_memory": _supported(_LOADER),
@@ -190,10 +193,10 @@ FIELDS: dict[str, Field] = {
     "ddp_find_unused_parameters": Field("no effect", _ONE),
     "ddp_bucket_cap_mb": Field("no effect", _ONE),
     "ddp_broadcast_buffers": Field("no effect", _ONE),
-    "ddp_static_graph": Field("no effect", _ONE),
-    "ddp_backend": Field("no effect", _ONE),
-    "ddp_timeout": Field("no effect", _ONE),
-    "fsdp": _refused("training over several devices is not supported yet", "full_shard"),
+    "ddp_static_graph": _refused("it counts gradients that never come", True),
+    "ddp_backend": _supported(_RANKS),
+    "ddp_timeout": _supported(_RANKS),
+    "fsdp": _refused("sharded models are not supported yet; torchrun trains whole copies", "full_shard"),
     "fsdp_config": Field("no effect", "fsdp is refused"),
     "deepspeed": _refused("its engine averages gradients and steps by itself", {"zero_optimization": {"stage": 2}}),
     "debug": _refused("hooks for underflow read every activation; not tried", ["underflow_overflow"]),
@@ -202,7 +205,7 @@ FIELDS: dict[str, Field] = {
     "do_eval": Field("no effect", _SCRIPT),
     "do_predict": Field("no effect", _SCRIPT),
     "resume_from_checkpoint": Field("no effect", _SCRIPT + "; trainer.train(resume_from_checkpoint=...) resumes"),
-    "local_rank": Field("no effect", "a world of more than one process is refused"),
+    "local_rank": _supported(_RANKS),
 }
 
 
@@ -222,11 +225,15 @@ def check(args: Any) -> None:
                 )
         elif not known.accepts(value):
             raise ArgumentError(f"{type(args).__name__}.{field.name}={_short(value)} is refused: {known.why}")
-    world = getattr(args, "world_size", 1)
-    if world > 1 or getattr(args, "n_gpu", 0) > 1:
+    if getattr(args, "n_gpu", 0) > 1:
         raise ArgumentError(
-            f"{world} processes and {args.n_gpu} GPUs: gradients of several devices would be added up before they are "
-            "private. Start one process, and show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+            f"one process with {args.n_gpu} GPUs: gradients of several devices would be added up before they are "
+            "private. Start one process a GPU (torchrun), or show it one (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if getattr(args, "world_size", 1) > 1 and getattr(args, "torch_compile", False):
+        raise ArgumentError(
+            f"torch_compile=True with {args.world_size} processes: the wrapper around the model would be compiled with "
+            "it. Leave it out"
         )
 
 

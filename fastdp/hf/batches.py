@@ -99,17 +99,17 @@ def check_dataset(dataset: Any) -> None:
 def make_source(data: Any, collate: Any, keys: list[Any] | None, args: Any, privacy: PrivacyArguments) -> Source:
     """The Poisson loader of a run. keys: the group of each record, where samples are groups of them.
 
-    The sample rate is per_device_train_batch_size * gradient_accumulation_steps / n, unless given. Raises ValueError
-    where that is more than 1.
+    The sample rate is per_device_train_batch_size * gradient_accumulation_steps * processes / n, unless given. Raises
+    ValueError where that is more than 1.
     """
     rate, samples = privacy.sample_rate, len(data) if keys is None else len(set(keys))
     if rate is None:
-        expected = args.train_batch_size * args.gradient_accumulation_steps
+        expected = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         rate = expected / max(samples, 1)
         if rate > 1:
             raise ValueError(
-                f"per_device_train_batch_size x gradient_accumulation_steps = {expected} is more than there are "
-                f"samples ({samples})"
+                f"per_device_train_batch_size x gradient_accumulation_steps x processes = {expected} is more than "
+                f"there are samples ({samples})"
             )
     generator = torch.Generator()
     grouped: dict[str, Any] = (
@@ -121,7 +121,8 @@ def make_source(data: Any, collate: Any, keys: list[Any] | None, args: Any, priv
         pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
         persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,
-        worker_init_fn=functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0), **grouped,
+        worker_init_fn=functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        **grouped,
     )  # fmt: skip
     return Source(loader, generator, args.seed)
 

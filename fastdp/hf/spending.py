@@ -140,7 +140,8 @@ class Spending:
         if self._private is None or self._source is None:
             return False
         self._place = self._source.loader.state_dict()
-        ledger.write(self.args.output_dir, self._spent(), None)
+        if self.args.should_save:
+            ledger.write(self.args.output_dir, self._spent(), None)
         return self._allowed is not None and sum(run[2] for run in self.history) >= self._allowed
 
     def _options(self) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..accounting import noise_multiplier_for
+from ..distributed.world import world_of
 from ..errors import AccountingError, ParameterError, StepError
 from ..training.fused_head import FusedHead
 from ..training.optim import PrivateOptimizer, privatize
@@ -67,7 +69,8 @@ class DPTrainer(Spending, FusedEvaluation):
         self._trained: Any = None  # the model, or its compiled form
         self._learning = False  # inside the loss of a training step, or of a check of it
         self._complete = False  # the logical batch of the step in hand has been taken whole
-        self._loss_sum: tuple[Tensor, int] | None = None  # of that batch, and its records
+        self._loss_sum: Tensor | None = None  # over this process's records of that batch, and
+        self._whole = 0  # the number of all of its records
         super().__init__(*positional, **named)
         self._given = self.optimizer is not None
         arguments.check(self.args)
@@ -83,6 +86,10 @@ class DPTrainer(Spending, FusedEvaluation):
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         """Run Trainer.train. A checkpoint to resume from must be one of a DPTrainer; see docs/huggingface.md."""
+        with world_of().deciding():  # what a process refuses before the first step, all refuse
+            return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _train(self, resume_from_checkpoint: str | bool | None, trial: Any, ignore_keys_for_eval: Any) -> Any:
         if trial is not None:
             self.hyperparameter_search()
         arguments.check(self.args)
@@ -204,6 +211,8 @@ class DPTrainer(Spending, FusedEvaluation):
         private, source = self._private, self._source
         assert private is not None and source is not None
         run = private._privacy
+        if isinstance(prepared[0], DistributedDataParallel):
+            run.replica.adopt(prepared[0])
         chosen = self.privacy.noise_multiplier
         if self._resumed is not None:
             if chosen is not None and private.noise_multiplier != chosen:
@@ -318,8 +327,9 @@ class DPTrainer(Spending, FusedEvaluation):
         zero = torch.zeros((), device=self.args.device)
         if not inputs.last:
             return zero
-        (total, size), self._loss_sum, self._complete = self._loss_sum or (zero, 0), None, False
-        return total / max(size, 1)
+        total, self._loss_sum, self._complete = self._loss_sum, None, False
+        # the mean over the processes, which the Trainer takes, is that over the samples of all
+        return zero if total is None else total * self.args.world_size / max(self._whole, 1)
 
     def _physical_batch(self, model: nn.Module, private: PrivateOptimizer, ticket: Ticket) -> None:
         assert self._source is not None
@@ -336,14 +346,14 @@ class DPTrainer(Spending, FusedEvaluation):
             if self._graphed is None:
                 self.accelerator.backward(loss)
             self._note(loss.detach(), current.size, private)
-        self._complete = current.final
+        self._complete, self._whole = current.final, current.whole
         if not current.final:
             private.step()  # accumulates
             private.zero_grad()
 
     def _note(self, loss: Tensor, size: int, private: PrivateOptimizer) -> None:
-        total, count = self._loss_sum or (torch.zeros((), device=loss.device), 0)
-        self._loss_sum = total + loss.float() * size, count + size
+        total = torch.zeros((), device=loss.device) if self._loss_sum is None else self._loss_sum
+        self._loss_sum = total + loss.float() * size
         if self.privacy.log_clipped_share and isinstance(private.norms, Tensor):
             clipped = (private.norms > self.privacy.per_sample_max_grad_norm).sum()
             before, seen = self._clipped or (torch.zeros_like(clipped), 0)
@@ -379,13 +389,13 @@ class DPTrainer(Spending, FusedEvaluation):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The model, and privacy.json beside it."""
         super()._save(output_dir, state_dict)
-        if self.history:
+        if self.history and self.args.should_save:
             folder = output_dir if output_dir is not None else self.args.output_dir
             Path(folder).mkdir(parents=True, exist_ok=True)
             ledger.write(folder, self._spent(), self.epsilon())
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         self._leave()
-        if self.history:
+        if self.history and self.args.should_save:
             ledger.write(self.args.output_dir, self._spent(), self.epsilon())
         return super()._finalize_training(trial, num_train_samples, start_time)

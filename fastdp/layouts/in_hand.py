@@ -27,6 +27,7 @@ class PhysicalBatch(NamedTuple):
     truncation: float = 0.0  # the probability that its logical batch was cut to a largest size
     share: tuple[int, int] = (0, 1)  # which part of the logical batch it is of, and of how many: those of processes
     place: tuple[str, int, int] = ("", 0, 0)  # what the loader draws by, and of the logical batch its pass and step
+    whole: int = 0  # records of the logical batch, of all processes
 
 
 _MOMENTS = itertools.count()

@@ -155,7 +155,7 @@ class PoissonLoader:
         batches = iter(self.loader)
         watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sample_rate)
         chance = self.truncation
-        pending: deque[tuple[int, bool, People | None]] | None = None
+        pending: deque[tuple[int, bool, People | None, int]] | None = None
         logical, physical, place, step, draws = next(_LOGICAL), 0, 0, 0, ""
         for batch in batches:
             if pending is None:
@@ -163,11 +163,12 @@ class PoissonLoader:
                 place, step = self.sampler.running
                 draws = self.sampler.mark
                 watch.begin(mark_of_key(self.sampler.key), (place, step), self.sampler.steps)
-            size, final, people = pending.popleft()
+            size, final, people, whole = pending.popleft()
             step += final
             note = PhysicalBatch(
                 id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people,
                 truncation=chance, share=self.sampler.share, place=(draws, place, step - final),
+                whole=whole,
             )  # fmt: skip
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
@@ -281,15 +282,24 @@ def poisson_loader(
             data, sample_rate, expected_batch_size, max_physical_batch_size, max_batch_size, steps, seed, group_by,
             max_records_per_group, dict(loader_options),
         )  # fmt: skip
-        _share(found, world, seed)
+        _share(found, world)
     return found
 
 
-def _share(loader: PoissonLoader, world: World, seed: int | None) -> None:
+def share(loader: PoissonLoader) -> None:
+    """Share a loader that was made before torch.distributed began. All processes call this, before they iterate."""
+    world = world_of()
+    if loader.sampler.share == (0, 1):
+        with world.deciding():
+            _share(loader, world)
+
+
+def _share(loader: PoissonLoader, world: World) -> None:
     """Let the loaders of several processes draw one sample, and hand out a part each."""
     if world.size == 1:
         return
     sampler = loader.sampler
+    seed = sampler.seed
     records = mark_of_records(loader.dataset)
     if records is None:
         warnings.warn(

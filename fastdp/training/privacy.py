@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import check_accountant, warn_of_delta
-from ..distributed.replicas import Replica, check_frameworks, check_samples, meshes_of
-from ..distributed.same import mark, mark_of_parameters
-from ..distributed.world import refuse_several, world_of
+from ..distributed.frameworks import check_frameworks
+from ..distributed.replicas import Replica, check_samples, meshes_of
+from ..distributed.same import mark
+from ..distributed.world import world_of
 from ..engine.explain import Plan
 from ..engine.gradients import Gradients, add
 from ..engine.per_sample import PerSampleGradients
@@ -333,14 +334,12 @@ class Privacy:
 
     def _summed(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums over all processes, which agree on the step."""
-        if self.witness is not None:
-            refuse_several(self.world, "python -m fastdp finetune", "start it without torchrun")
         draws, pass_, step = self._place
         said = {
             "step": self.noise.step, "loader draws by": draws or "no poisson_loader", "pass": pass_,
             "step of the pass": step, "key": mark("noise", self.noise.key), "history": mark(self.ledger.spent),
             "sample_rate": self._rate, "expected_batch_size": self._expected, "truncation": self._truncation,
-            **self._settings(), "weights": "" if self._released else mark_of_parameters(self.engine.model),
+            **self._settings(), "weights": "" if self._released else together.first_step_of(self, self.engine.model),
         }  # fmt: skip
         shares, device = self.sums.shares(sums), self.engine.parameters()[0].device
         look = None if self._released else self.replica.check_copies

@@ -40,10 +40,10 @@ class PoissonSampler(Sampler[list[int]]):
         self.size, self.sample_rate, self.steps = size, sample_rate, steps  # size: of samples
         self.grouping, self.largest = grouping, max_batch_size
         self.limit = max_physical_batch_size
-        self.key = secrets.randbits(256) if seed is None else seed
+        self.seed, self.key = seed, secrets.randbits(256) if seed is None else seed
         self.share = (0, 1)
         self.passes, self.first = 0, 0  # passes begun, and the step at which the next one begins
-        self.pending: deque[tuple[int, bool, People | None]] = deque()  # of the pass begun last
+        self.pending: deque[tuple[int, bool, People | None, int]] = deque()  # of the pass begun last
         self.running = (0, 0)  # of the pass begun last: its number, and its first step
 
     def __len__(self) -> int:
@@ -70,20 +70,26 @@ class PoissonSampler(Sampler[list[int]]):
             chosen = np.flatnonzero(draw.random(self.size) < self.sample_rate).tolist()
             if self.largest is not None and len(chosen) > self.largest:
                 chosen = sorted(draw.choice(chosen, self.largest, replace=False).tolist())
-            parts = self._mine(chosen, draw)
+            parts, whole = self._mine(chosen, draw)
             for number, (part, people) in enumerate(parts):
-                pending.append((len(part), number == len(parts) - 1, people))
+                pending.append((len(part), number == len(parts) - 1, people, whole))
                 yield part
 
-    def _mine(self, chosen: list[int], draw: np.random.Generator) -> list[Part]:
-        """This rank's physical batches: at least one, and as many as every rank has, so the last may be empty."""
+    def _mine(self, chosen: list[int], draw: np.random.Generator) -> tuple[list[Part], int]:
+        """This rank's physical batches, and the number of records of all ranks.
+
+        There is at least one batch, and as many as every rank has, so the last may be empty.
+        """
         rank, ranks = self.share
         if self.grouping is None:
             mine, largest = chosen[rank::ranks], len(chosen[::ranks])
             limit = self.limit or max(largest, 1)
             count = max(1, math.ceil(largest / limit))
-            return [(mine[i * limit : (i + 1) * limit], None) for i in range(count)]
+            return [(mine[i * limit : (i + 1) * limit], None) for i in range(count)], len(chosen)
         records = self.grouping.records(chosen, draw)  # of all ranks: the caps are drawn one after the other
         shares = [self.grouping.parts(share, self.limit) for share in self.grouping.shares(records, ranks)]
         parts = shares[rank] + [[] for _ in range(max(map(len, shares)) - len(shares[rank]))]
-        return [([r for own in part for r in own], People.of_counts([len(own) for own in part])) for part in parts]
+        found: list[Part] = [
+            ([r for own in part for r in own], People.of_counts([len(own) for own in part])) for part in parts
+        ]
+        return found, sum(map(len, records))

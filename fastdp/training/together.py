@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..distributed.frameworks import check_schedulers, equal_later
 from ..distributed.reduce import Reduction
-from ..distributed.same import mark, mark_of_model
+from ..distributed.same import mark, mark_of_model, mark_of_parameters, mark_of_shapes
 from ..distributed.world import World
 from ..engine.per_sample import PerSampleGradients
 from ..ops.noise import Noise
@@ -35,7 +36,10 @@ def begin(
         return
     said = {
         "making": "a private optimizer",
-        "model (its weights, in names, shapes and values)": mark_of_model(engine.model),
+        # of a model that is made equal later the weights are compared before the first step
+        "model (its weights, in names, shapes and values)": (mark_of_shapes if equal_later() else mark_of_model)(
+            engine.model
+        ),
         "seed": noise.seed,
         "ledger": "in no file" if path is None else "in a file",
         **settings,
@@ -44,6 +48,12 @@ def begin(
     noise.restore(world.from_first(noise.key), noise.step)
     if path is not None:
         share(ledger, world)
+
+
+def first_step_of(privacy: object, model: nn.Module) -> str:
+    """A mark of the weights with which an optimizer's first step begins. Raises StepError for its schedulers."""
+    check_schedulers(privacy)
+    return mark_of_parameters(model)
 
 
 def summed(

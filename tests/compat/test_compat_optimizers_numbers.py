@@ -149,10 +149,3 @@ def test_optimizers_of_process_groups(tmp_path):
         dist.destroy_process_group()
     with pytest.raises(NotImplementedError, match="ghost_fsdp"):
         optimizers.FSDPOptimizerFastGradientClipping(inside, **options)
-
-
-def test_more_than_one_process_is_refused(monkeypatch):
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(NotImplementedError, match="2 processes"):
-        optimizers.DistributedDPOptimizer(torch.optim.SGD(plain().parameters(), lr=0.1), noise_multiplier=1.0,
-                                          max_grad_norm=1.0, expected_batch_size=6)  # fmt: skip

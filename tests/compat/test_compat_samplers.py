@@ -106,3 +106,15 @@ def test_every_process_takes_part_in_every_step(monkeypatch):
         assert len(list(other)) < 100
     seen = [set(torch.cat(share).tolist()) for share in shares]
     assert not seen[0] & seen[1] and seen[0] | seen[1] == set(range(9))
+
+
+def test_under_one_seed_shares_are_parts_of_one_batch(monkeypatch):
+    """Opacus draws each process's share by the same numbers, so that records of two processes come together."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        options = {"total_size": 9, "sample_rate": 0.4, "steps": 50, "generator": seeded(7)}
+        shares.append(list(DistributedUniformWithReplacementSampler(**options)))
+    whole = UniformWithReplacementSampler(num_samples=9, sample_rate=0.4, steps=50, generator=seeded(7))
+    assert [sorted(torch.cat(parts).tolist()) for parts in zip(*shares, strict=True)] == list(whole)

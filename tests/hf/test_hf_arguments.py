@@ -54,10 +54,10 @@ def test_fields_of_subclasses_are_not_let_through(tmp_path):
     arguments.check(transformers.Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True))
 
 
-def test_more_than_one_process(tmp_path, monkeypatch):
+def test_several_devices_of_one_process(tmp_path, monkeypatch):
     made = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
-    monkeypatch.setattr(type(made), "world_size", 2)
-    with pytest.raises(arguments.ArgumentError, match="2 processes"):
+    monkeypatch.setattr(type(made), "n_gpu", 2)
+    with pytest.raises(arguments.ArgumentError, match="2 GPUs"):
         arguments.check(made)
 
 

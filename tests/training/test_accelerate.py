@@ -193,14 +193,6 @@ def test_a_model_compiled_by_prepare_is_refused(accelerator):
         compiled(records()[:4][0])
 
 
-def test_several_processes_are_refused(accelerator, monkeypatch):
-    accelerator()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    with pytest.raises(StepError, match="num_processes 1"):
-        sgd(network())
-
-
 def test_skip_first_batches_does_not_make_an_ordinary_loader_of_it(accelerator):
     """The loader's own state is the way to begin within a pass."""
     with pytest.raises(AttributeError, match="batch_sampler"):

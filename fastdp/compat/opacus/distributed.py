@@ -1,38 +1,91 @@
-"""opacus.distributed: one process so far."""
+"""opacus.distributed: data-parallel training, whose steps are those of one process on all processes' batches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-
-def check_alone() -> int:
-    """The size of the process group, 1. Raises ValueError without one, NotImplementedError where it is larger."""
-    size = torch.distributed.get_world_size()
-    if size > 1:
-        raise NotImplementedError(
-            f"the process group has {size} processes: fastdp does not train data-parallel yet. Run one process, with "
-            "BatchMemoryManager for batches that do not fit."
-        )
-    return size
+from ...distributed.reduce import Reduction
+from ...distributed.same import mark, mark_of_parameters
+from ...distributed.world import World, world_of
+from .grad_sample.gsm_base import owners_of
+from .grad_sample.samples import is_processed
 
 
-class OfOneProcess:
-    """What an optimizer in a process group adds to DPOptimizer.
+class OfProcesses:
+    """What an optimizer in a process group adds to DPOptimizer: the sums of all processes, and one noise for them.
 
-    Raises ValueError outside of a process group, NotImplementedError in one of several processes.
+    Clipped sums are added up in float32 before the noise, whose key is that of process 0, so every process adds the
+    same noise to the same sums. (Opacus adds noise on process 0, and then sums.) `expected_batch_size` is that of one
+    process, as in Opacus. Raises ValueError outside of a process group, StepError if processes differ in what they do.
     """
 
+    params: list[nn.Parameter]
+    loss_reduction: str
+    noise_multiplier: float
+    expected_batch_size: float | None
+    accumulated_iterations: int
+    _world: World | None = None
+    _made = 0  # steps
+
     def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        self.world_size = check_alone()
+        self.world_size = torch.distributed.get_world_size()
         self.rank = torch.distributed.get_rank()
         super().__init__(optimizer, **kwargs)  # type: ignore[call-arg]
+        self._processes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_world": None}  # type: ignore[misc]
+
+    def _processes(self) -> World:
+        """Those that train together, who hear of what this process's forwards and backwards refuse."""
+        self._world = self._world or world_of()
+        for owner in owners_of(self.params):
+            owner.share(self._world)
+        return self._world
+
+    def pre_step(self, closure: Callable[[], Any] | None = None) -> bool | None:
+        with self._processes().deciding():
+            return super().pre_step(closure)  # type: ignore[misc,no-any-return]
+
+    def add_noise(self) -> None:
+        """The sums of all processes into `p.summed_grad`; then noise, which is the same on all."""
+        self._sum_over_processes()
+        super().add_noise()  # type: ignore[misc]
+        self._made += 1
+
+    def _sum_over_processes(self) -> None:
+        world, held = self._processes(), [(p, p.summed_grad) for p in self.params]  # type: ignore[attr-defined]
+        if world.size == 1 or any(is_processed(total) for _, total in held):  # the noise of these is refused
+            return
+        reduction = Reduction([total.contiguous() for _, total in held])
+        world.agree({
+            "step": self._made, "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self._sensitivity(), "loss_reduction": self.loss_reduction,  # type: ignore[attr-defined]
+            "expected_batch_size": self.expected_batch_size, "backwards": self.accumulated_iterations,
+            "trained parameters": mark([(tuple(p.shape), str(p.dtype)) for p, _ in held]),
+            "weights": mark_of_parameters(nn.ParameterList(self.params)) if self._made == 0 else "",
+        })  # fmt: skip
+        for (p, _), total in zip(held, world.sums(reduction), strict=True):
+            p.summed_grad = total  # type: ignore[attr-defined]
+
+    def _same_key(self, key: bytes) -> bytes:
+        return self._processes().from_first(key)
+
+    def scale_grad(self) -> None:
+        """As DPOptimizer's; the expected batch is that of all processes."""
+        super().scale_grad()  # type: ignore[misc]
+        if self.loss_reduction == "mean" and self.world_size > 1:
+            for p in self.params:
+                assert p.grad is not None
+                p.grad /= self.world_size
 
     def reduce_gradients(self) -> None:
-        """Nothing: there is one process."""
+        """Nothing: sums are added up before the noise."""
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -45,11 +98,14 @@ def average_gradients(model: nn.Module) -> None:
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """A model whose copies begin with the weights of process 0; for now in a group of one process."""
+    """A model whose copies begin with the weights and buffers of process 0. Raises ValueError without a group."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        check_alone()
+        if torch.distributed.get_world_size() > 1:
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    torch.distributed.broadcast(tensor.data, 0)
         self.module = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

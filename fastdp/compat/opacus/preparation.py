@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, Sampler
 
-from .distributed import DifferentiallyPrivateDistributedDataParallel, check_alone
+from .distributed import DifferentiallyPrivateDistributedDataParallel
 from .grad_sample import AbstractGradSampleModule
 
 
@@ -25,17 +26,15 @@ def or_as_it_was(hooks: Any, given: Any) -> Iterator[None]:
 
 
 def is_distributed(module: Any) -> bool:
-    """Whether the module trains in a process group. Raises NotImplementedError where that is not supported."""
+    """Whether the module trains in a process group. Raises NotImplementedError if it is wrapped in another way."""
     plain = module._module if isinstance(module, AbstractGradSampleModule) else module
     if isinstance(plain, DistributedDataParallel) or hasattr(plain, "set_requires_gradient_sync"):  # or FSDP's
         raise NotImplementedError(
-            f"{type(plain).__name__}: data-parallel and sharded training is not supported yet. Give the plain module, "
-            "in one process."
+            f"{type(plain).__name__} is not supported by make_private: give each process the whole module in "
+            "fastdp.compat.opacus.distributed.DifferentiallyPrivateDistributedDataParallel. Sharded modules are not "
+            "supported yet."
         )
-    if isinstance(plain, DifferentiallyPrivateDistributedDataParallel):
-        check_alone()
-        return True
-    return False
+    return isinstance(plain, DifferentiallyPrivateDistributedDataParallel)
 
 
 def sample_rate_of(data_loader: Any) -> float:
@@ -61,6 +60,7 @@ def records_of(holder: Any) -> int | None:
         return None
 
 
-def expected_batch_size_of(data_loader: Any, sample_rate: float) -> int:
-    """len(dataset) * rate, rounded down but for the rounding of floating point; at least 1."""
-    return max(1, int(len(data_loader.dataset) * sample_rate * (1 + 1e-12)))
+def expected_batch_size_of(data_loader: Any, sample_rate: float, distributed: bool = False) -> float:
+    """len(dataset) * rate, rounded down but for the rounding of floating point; at least 1. distributed: its share."""
+    whole = max(1, int(len(data_loader.dataset) * sample_rate * (1 + 1e-12)))
+    return whole / torch.distributed.get_world_size() if distributed else whole

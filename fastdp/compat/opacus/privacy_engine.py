@@ -213,7 +213,7 @@ class PrivacyEngine:
         Returns (module, optimizer, data_loader), or in mode "ghost" (module, optimizer, criterion, data_loader).
 
         Raises UnsupportedModuleError if the module cannot be trained privately, ValueError if an argument is invalid,
-        and NotImplementedError if a mode, or training in several processes, is not supported.
+        and NotImplementedError if a mode, or the module's wrapper, is not supported.
         """
         if noise_generator and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")
@@ -245,7 +245,7 @@ class PrivacyEngine:
                 optimizer=optimizer,
                 noise_multiplier=noise_multiplier,
                 max_grad_norm=max_grad_norm,
-                expected_batch_size=expected_batch_size_of(data_loader, sample_rate),
+                expected_batch_size=expected_batch_size_of(data_loader, sample_rate, distributed),
                 loss_reduction=loss_reduction,
                 noise_generator=noise_generator,
                 distributed=distributed,

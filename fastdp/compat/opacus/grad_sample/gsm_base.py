@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ....distributed.replicas import check_samples
+from ....distributed.world import World
 from ....engine.gradients import Gradients
 from ....engine.per_sample import PerSampleGradients
 from . import samples
@@ -89,6 +91,7 @@ class EngineHooks(AbstractGradSampleHooks):
         self.hooks_enabled = False
         self.grad_accumulation_allowed = True
         self._engine: PerSampleGradients | None = None
+        self._world = World()
         self.add_hooks(loss_reduction=loss_reduction, batch_first=batch_first)
 
     # ------------------------------------------------------------------ on the module and off it
@@ -118,8 +121,15 @@ class EngineHooks(AbstractGradSampleHooks):
                 self._module, loss_reduction=self.loss_reduction, batch_first=self.batch_first,
                 on_backward=self._on_backward,
             )  # fmt: skip
+            self.share(self._world)
             for p in parameters:
                 _OWNERS[p] = weakref.ref(self)
+
+    def share(self, world: World) -> None:
+        """Train together with other processes, which hear of errors of this one."""
+        self._world = world
+        if self._engine is not None:
+            self._engine.watch(world.begins, world.refuse)
 
     def _detach(self) -> None:
         if self._engine is not None:
@@ -149,7 +159,7 @@ class EngineHooks(AbstractGradSampleHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry no engine; they attach one when they are called."""
-        return {**self.__dict__, "_engine": None, "autograd_grad_sample_hooks": [_Handle()]}
+        return {**self.__dict__, "_engine": None, "_world": World(), "autograd_grad_sample_hooks": [_Handle()]}
 
     def ready(self) -> None:
         """A forward begins: attach the engine where there is none (a copy, parameters unfrozen since)."""
@@ -180,6 +190,8 @@ class EngineHooks(AbstractGradSampleHooks):
         """The end of a backward: its gradients wait on the parameters."""
         if not self._counts():
             return
+        self._world.check()
+        check_samples(self._world)
         parameters = self._trained()
         record = samples.Record(gradients, parameters)
         waiting = 0

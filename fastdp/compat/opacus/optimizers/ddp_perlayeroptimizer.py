@@ -1,4 +1,4 @@
-"""Per-layer clipping in a process group: of one process so far."""
+"""Per-layer clipping in a process group."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ class SimpleDistributedPerLayerOptimizer(DPPerLayerOptimizer, DistributedDPOptim
 
 
 class DistributedPerLayerOptimizer(SimpleDistributedPerLayerOptimizer):
-    """Opacus clips within its data-parallel hooks here; with one process there are none."""
+    """Opacus clips within its data-parallel hooks here; fastdp has none."""

@@ -1,10 +1,10 @@
-"""DPOptimizer in a process group: of one process so far."""
+"""DPOptimizer in a process group."""
 
 from __future__ import annotations
 
-from ..distributed import OfOneProcess
+from ..distributed import OfProcesses
 from .optimizer import DPOptimizer
 
 
-class DistributedDPOptimizer(OfOneProcess, DPOptimizer):
-    """As DPOptimizer; errors of `OfOneProcess`."""
+class DistributedDPOptimizer(OfProcesses, DPOptimizer):
+    """As DPOptimizer; errors of `OfProcesses`."""

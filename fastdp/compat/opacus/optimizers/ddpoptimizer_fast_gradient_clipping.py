@@ -1,10 +1,10 @@
-"""The optimizer of mode "ghost" in a process group: of one process so far."""
+"""The optimizer of mode "ghost" in a process group."""
 
 from __future__ import annotations
 
-from ..distributed import OfOneProcess
+from ..distributed import OfProcesses
 from .optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 
-class DistributedDPOptimizerFastGradientClipping(OfOneProcess, DPOptimizerFastGradientClipping):
-    """As DPOptimizerFastGradientClipping; errors of `OfOneProcess`."""
+class DistributedDPOptimizerFastGradientClipping(OfProcesses, DPOptimizerFastGradientClipping):
+    """As DPOptimizerFastGradientClipping; errors of `OfProcesses`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,14 +22,17 @@ class StepNoise:
     against attacks on the gaps between floating-point numbers (Holohan & Braghin 2021, arXiv 2107.10138, section 5.1).
     Otherwise each step's key is drawn from the generator, or from torch's own: torch.manual_seed repeats a run, and
     whoever knows the seed can take the noise off. Raises StepError where it would repeat a step of the same run.
+    same_key: of the keys of several processes, makes one.
     """
 
-    def __init__(self, generator: Any, secure: bool) -> None:
-        self.secure = secure
+    def __init__(self, generator: Any, secure: bool, same_key: Callable[[bytes], bytes] = lambda key: key) -> None:
+        self.secure, self._same_key = secure, same_key
         self.source = Noise(None if secure else 0)
         self.offset = 0
         self._used: set[bytes] = set()  # keys of the steps so far
-        if not secure:
+        if secure:
+            self.source.restore(same_key(self.source.key), self.source.step)
+        else:
             self._restart(generator)
 
     def again(self, generator: Any) -> None:
@@ -40,7 +44,7 @@ class StepNoise:
             self._restart(generator)
 
     def _restart(self, generator: Any) -> None:
-        key = _key(generator)
+        key = self._same_key(_key(generator))
         if key in self._used:
             raise StepError(
                 "the noise of this step would be that of a step before: the random generator was seeded again since "

@@ -285,10 +285,14 @@ class DPOptimizer(Copied, Optimizer):
 
     def _next_noise(self) -> StepNoise:
         if self._noise is None or self._noise.secure != self.secure_mode:
-            self._noise = StepNoise(self.generator, self.secure_mode)
+            self._noise = StepNoise(self.generator, self.secure_mode, self._same_key)
         else:
             self._noise.again(self.generator)
         return self._noise
+
+    def _same_key(self, key: bytes) -> bytes:
+        """The key of the noise that all processes draw, of which this one proposes one."""
+        return key
 
     def scale_grad(self) -> None:
         """Under a mean loss `p.grad` is divided by the expected batch size, for each backward of the step."""

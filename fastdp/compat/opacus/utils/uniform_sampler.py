@@ -46,7 +46,8 @@ class UniformWithReplacementSampler(theirs.UniformWithReplacementSampler):  # ty
 class DistributedUniformWithReplacementSampler(theirs.DistributedUniformWithReplacementSampler):  # type: ignore[misc]
     """The share of this process of every Poisson batch, empty ones too: Opacus leaves these out, and processes part.
 
-    (Training on more than one process is not supported: see docs/opacus.md.)
+    Every process draws the whole batch, so under one seed all shares are parts of one batch. (In Opacus, the records of
+    different processes are then drawn by the same numbers, and so together.)
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class DistributedUniformWithReplacementSampler(theirs.DistributedUniformWithRepl
             order = torch.randperm(
                 self.total_size, generator=torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
             )
-        mine = order[self.rank :: self.num_replicas]
+        mine = torch.zeros(self.total_size, dtype=torch.bool)
+        mine[order[self.rank :: self.num_replicas]] = True
         for _ in range(self.num_batches):
-            yield mine[_drawn(len(mine), self.sample_rate, self.generator)]
+            drawn = _drawn(self.total_size, self.sample_rate, self.generator)
+            yield drawn[mine[drawn]]
 
 
 def _check_rate(sample_rate: Any) -> None:

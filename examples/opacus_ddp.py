@@ -1,0 +1,78 @@
+"""A script with Opacus's names, data-parallel: scikit-learn's digits to epsilon 3.
+
+pip install scikit-learn
+torchrun --nproc-per-node 2 examples/opacus_ddp.py [--quick] [--ghost]
+
+But for where the names come from, this is a script for Opacus. The batch size of the loader is that of all processes
+together; the engine gives each process its share, and any number of processes makes the same steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fastdp.compat.opacus import PrivacyEngine
+from fastdp.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from fastdp.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
+
+DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; what one of them holds at once
+
+
+def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    """1,437 8x8 images to train on, and 360 with their labels to test: the same, in the same order, on every rank."""
+    data = load_digits()
+    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return TensorDataset(x[train], y[train]), x[test], y[test]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
+        nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
+    parser.add_argument("--ghost", action="store_true", help="grad_sample_mode='ghost'")
+    parser.add_argument("--epsilon", type=float, default=3.0)
+    options = parser.parse_args()
+    epochs = 3 if options.quick else 30
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    train, x, y = digits()
+    model = DPDDP(network().to(device))
+    engine = PrivacyEngine(secure_mode=True)
+    model, optimizer, *criterion, loader = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.AdamW(model.parameters(), lr=5e-3), max_grad_norm=1.0,
+        data_loader=DataLoader(train, batch_size=BATCH), target_epsilon=options.epsilon, target_delta=DELTA,
+        epochs=epochs, grad_sample_mode="ghost" if options.ghost else "hooks",
+    )  # fmt: skip
+    loss = criterion[0] if criterion else nn.CrossEntropyLoss()
+    for _ in range(epochs):
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=AT_ONCE, optimizer=optimizer) as batches:
+            for images, labels in batches:
+                optimizer.zero_grad()
+                loss(model(images.to(device)), labels.to(device)).backward()
+                optimizer.step()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            accuracy = float((model.eval()(x.to(device)).argmax(1).cpu() == y).float().mean())
+        print(f"accuracy {accuracy:.3f}, epsilon {engine.get_epsilon(DELTA):.2f} at delta {DELTA}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

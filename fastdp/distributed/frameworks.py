@@ -1,0 +1,88 @@
+"""What frameworks do that rule all processes of a world: which of their ways are refused, and what they wrap later.
+
+Nothing here asks other processes: a framework rules all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+from torch import nn
+
+from ..errors import StepError
+from .world import processes
+
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+_INSTEAD = "Sharded models are not supported yet: docs/distributed.md"
+STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")  # of Lightning, with whole copies of a model
+SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")  # of Accelerate's distributed types
+
+
+def check_frameworks(model: nn.Module) -> None:
+    """Raises StepError in a world of several processes if a framework trains the model in parts."""
+    if processes() == 1:
+        return
+    for trainer in _trainers(model):
+        strategy = trainer.strategy
+        if not any(kind.__name__ in STRATEGIES for kind in type(strategy).__mro__):
+            raise StepError(
+                f"Lightning's {type(strategy).__name__} with {processes()} processes is refused: it does not keep the "
+                f"whole model on every process. Use Trainer(strategy='ddp'). {_INSTEAD}"
+            )
+    kind = _accelerate()
+    if kind in SHARDING:
+        raise StepError(
+            f"Accelerate with distributed_type {kind} and {processes()} processes is refused: it does not keep the "
+            f"whole model on every process. Use accelerate launch --multi_gpu (or --cpu). {_INSTEAD}"
+        )
+
+
+def unwrap(model: nn.Module) -> None:
+    """Take DistributedDataParallel off a LightningModule: a strategy makes steps through its forward."""
+    for trainer in _trainers(model):
+        strategy = trainer.strategy
+        if strategy.model is not strategy.lightning_module and getattr(strategy.model, "module", None) is model:
+            strategy.model = strategy.lightning_module
+
+
+def equal_later() -> bool:
+    """Whether a framework makes the weights equal on all processes once the optimizer was made."""
+    return processes() > 1 and _accelerate() is not None
+
+
+def check_schedulers(privacy: object) -> None:
+    """Raises StepError if Accelerate steps a scheduler of this optimizer (its `_privacy`) once for each process.
+
+    Nothing of the optimizer knows its schedulers, so all objects are looked at, before the first step alone.
+    """
+    kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
+    if kind is None or processes() == 1:
+        return
+    for found in [each for each in gc.get_objects() if type(each) is kind]:
+        several = found.step_with_optimizer and not found.split_batches
+        if several and any(getattr(each.optimizer, "_privacy", None) is privacy for each in found.optimizers):
+            raise StepError(
+                f"the scheduler that prepare() was given steps {processes()} times where it is called once: Accelerate "
+                "takes it that the number of processes multiplies the batch, and poisson_loader's batch is that of all "
+                "processes. Use Accelerator(step_scheduler_with_optimizer=False), or leave it out of prepare()."
+            )
+
+
+def _accelerate() -> str | None:
+    """The distributed type of the Accelerator of this process, if there is one."""
+    for name in ("AcceleratorState", "PartialState"):
+        state = getattr(getattr(sys.modules.get("accelerate.state"), name, None), "_shared_state", None)
+        if state and "distributed_type" in state:
+            return str(getattr(state["distributed_type"], "value", state["distributed_type"]))
+    return None
+
+
+def _trainers(model: nn.Module) -> list[Any]:
+    """Of the LightningModules in a model, those that a Trainer holds."""
+    kinds = tuple(
+        kind for name in _LIGHTNING if isinstance(kind := getattr(sys.modules.get(name), "LightningModule", None), type)
+    )
+    modules = [module for module in model.modules() if isinstance(module, kinds)] if kinds else []
+    return [trainer for module in modules if (trainer := getattr(module, "_trainer", None)) is not None]

@@ -1,0 +1,111 @@
+"""Lightning's Trainer on one process or two."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastdp.errors import StepError
+
+from ..by_hand import network, records
+from .models import single
+from .parts import found, loader, no_accelerator, sgd
+
+
+def _fit(rank: int, world: int, module: Any, batches: Any, **options: Any) -> Any:
+    from lightning import pytorch as lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    no_accelerator()
+    os.environ["LOCAL_RANK"] = str(rank)
+    given = {"strategy": "ddp" if world > 1 else "auto", "max_epochs": 2, **options}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=world, plugins=[LightningEnvironment()], logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, **given,
+    )  # fmt: skip
+    trainer.fit(module, batches, torch.utils.data.DataLoader(records(), batch_size=8))
+    return trainer
+
+
+def _module(manual: bool = False, part: bool = False) -> Any:
+    """part: the optimizer is given the network within the module."""
+    from lightning import pytorch as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.automatic_optimization = network(), not manual
+
+        def forward(self, x: Any) -> Any:
+            return self.net(x)
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            loss = F.cross_entropy(self(batch[0]), batch[1]) if len(batch[0]) else self(batch[0]).sum()
+            if manual:
+                self.manual_backward(loss)
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+            return loss
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("val", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            self.private = sgd(self.net if part else self)
+            return self.private
+
+    return Module()
+
+
+def _trains(rank: int, world: int, callback: bool = True, streamed: bool = True, **options: Any) -> Any:
+    from fastdp.lightning import DPCallback, stream
+
+    with single() if callback else contextlib.nullcontext():  # before Lightning begins, there is one process
+        batches = loader(4 if streamed else None)
+    module = _module(**options)
+    callbacks = [DPCallback(delta=1e-3)] if callback else []
+    trainer = _fit(rank, world, module, stream(batches) if streamed else batches, callbacks=callbacks)
+    private = module.private
+    logged = [{k: float(v) for k, v in trainer.callback_metrics.items() if k in ("epsilon", "noised_steps")}]
+    result = *found(module, private.history, private.epsilon(1e-3)), logged
+    private.detach()
+    return result
+
+
+def lightning_refused(rank: int, world: int) -> None:
+    """Other strategies by name; and what one process refuses, all refuse."""
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    module = _module()
+    module._trainer = type("Trainer", (), {"strategy": FSDPStrategy()})()
+    with pytest.raises(StepError, match="FSDPStrategy with 2 processes is refused"):
+        module.configure_optimizers()
+    module = _module()
+    if rank:
+        module.on_before_zero_grad = _spoil
+    with pytest.raises(StepError, match="spoilt"):
+        _fit(rank, world, module, loader(None))
+    module.private.detach()
+
+
+def _spoil(*_: Any) -> None:
+    raise StepError("the step is spoilt")
+
+
+CASES = {
+    "lightning": _trains,
+    "lightning, no stream": functools.partial(_trains, streamed=False),
+    "lightning, manual": functools.partial(_trains, manual=True),
+    "lightning, a part, manual": functools.partial(_trains, manual=True, part=True),
+    "lightning, without the callback": functools.partial(_trains, callback=False, streamed=False),
+    "lightning, a part, without the callback": functools.partial(_trains, callback=False, streamed=False, part=True),
+    "lightning_refused": lightning_refused,
+}
