@@ -84,7 +84,7 @@ class Replica:
         """Raises StepError if the model is sharded, where this cannot be done."""
         if self.shards is not None:
             raise StepError(
-                f"{what} cannot record a model that fully_shard was called on, whose parameters come and go"
+                f"{what} takes a model that is whole on this process, and fully_shard was called on this one"
             )
 
     def claim(self) -> None:
