@@ -40,6 +40,7 @@ def write(folder: str | Path, spent: Spent, epsilon: float | None) -> None:
         "loader": {name: spent.loader[name] for name in ("pass", "step") if name in spent.loader},
     }
     path = Path(folder) / NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{NAME}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(content, indent=1), encoding="utf-8")

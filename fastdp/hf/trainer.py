@@ -391,7 +391,6 @@ class DPTrainer(Spending, FusedEvaluation):
         super()._save(output_dir, state_dict)
         if self.history and self.args.should_save:
             folder = output_dir if output_dir is not None else self.args.output_dir
-            Path(folder).mkdir(parents=True, exist_ok=True)
             ledger.write(folder, self._spent(), self.epsilon())
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
