@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
