@@ -11,8 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ParameterError, StepError
+from . import private_names as names
 from .sharded import Sharded, is_sharded
-from .world import World, processes
+from .tensor import TensorParallel
+from .tensor_mesh import split_world, tensor_mesh_of
+from .world import World, processes, world_of
 
 _INSTEAD = (
     "Give fastdp a model that is whole on every process (plain, or in DistributedDataParallel), or fully_shard it."
@@ -31,16 +34,21 @@ class Replica:
     def __init__(self, model: nn.Module, world: World) -> None:
         self.wrapper: DistributedDataParallel | None = None
         self.module, self.world = model, world
-        self.shards: Sharded | None = None
+        self.shards: Sharded | TensorParallel | None = None
         if isinstance(model, DistributedDataParallel):
             _check_wrapper(model, world)
             self.wrapper, self.module = model, model.module
-        sharded = is_sharded(self.module)
-        _check_whole(self.module, world, sharded)
-        if sharded:
+        sharded, mesh = is_sharded(self.module), tensor_mesh_of(self.module)
+        _check_whole(self.module, world, sharded or mesh is not None)
+        if sharded or mesh is not None:
             if self.wrapper is not None:
-                raise ParameterError("fully_shard within DistributedDataParallel: use a mesh of two dimensions (HSDP)")
-            self.shards = Sharded(self.module, world)
+                raise ParameterError(
+                    "fully_shard or tensor parallelism within DistributedDataParallel: leave the wrapper out (fastdp "
+                    "sums over copies by itself, by the optimizer's mesh=), or use a mesh of two dimensions (HSDP)"
+                )
+            parts = Sharded(self.module, world, 1 if mesh is None else mesh.size()) if sharded else None
+            self.shards = TensorParallel(self.module, mesh, parts) if mesh is not None else parts
+            assert self.shards is not None
             world.agree({"making": "a private optimizer of a sharded model", "parts": self.shards.mark()})
             self.shards.open()
         self.claim()
@@ -113,10 +121,16 @@ def _check_wrapper(model: DistributedDataParallel, world: World) -> None:
         )
 
 
-def meshes_of(model: nn.Module) -> list[Any]:
-    """The meshes on which `fully_shard` has laid the model."""
+def world_for(model: nn.Module, process_group: Any, mesh: Any) -> World:
+    """The processes that train this model together, by the user's group or mesh.
+
+    Raises StepError if they are not all of torch.distributed's.
+    """
+    tensor_mesh = tensor_mesh_of(model)
+    if tensor_mesh is not None:
+        return split_world(tensor_mesh, process_group, mesh, names.sharding_group(model))
     found = (getattr(p, "device_mesh", None) for p in model.parameters()) if is_sharded(model) else ()
-    return [mesh for mesh in found if mesh is not None]
+    return world_of(process_group, mesh, [m for m in found if m is not None])
 
 
 def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:

@@ -72,6 +72,6 @@ def settings_of(clipping: Clipping, engine: PerSampleGradients, **more: object) 
         **more,
         "clipping": (function, clipping.max_grad_norm, clipping.gamma),
         "groups": mark([(g.name, g.parameters, g.max_grad_norm) for g in clipping.groups]),
-        "trained parameters": mark([(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]),
+        "trained parameters": mark([(name, engine.shape_of(p), str(p.dtype)) for name, p in named.items()]),
         "their places": mark(sorted(engine.offsets().items())),
     }
