@@ -77,14 +77,13 @@ class Part(NamedTuple):
         return self.rows == 1 and self.chunk * self.ranks == self.size
 
     def cut(self, total: Tensor, into: Tensor) -> None:
-        """Write a sum of the whole into [ranks, padded], each process's share in a row; padding is zero."""
+        """Write a sum of the whole into zeros [ranks, padded], each process's share in a row."""
         by_place = total.reshape(self.rows, self.size, self.inner)
         for rank in range(self.ranks):
             low = min(rank * self.chunk, self.size)
             high = min(low + self.chunk, self.size)
             share = into[rank].view(self.rows, self.chunk, self.inner)
             share[:, : high - low].copy_(by_place[:, low:high])
-            share[:, high - low :].zero_()
 
     def own(self, share: Tensor) -> Tensor:
         """Of this process's share [padded]: the part, in its shape."""

@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .parts import Part
+from .reduce import ALIGNED
 
 LARGE = 1 << 20  # bytes of a sum that is worth a collective of its own
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 
 Waiting = tuple[Any, Tensor, list[tuple[Tensor, Part]], Tensor]  # work, shares, whose they are, what it reads
 
@@ -55,7 +58,7 @@ class Scatter:
             start = 0
             for whole, part in members:
                 self.found[id(whole)] = part.own(shares[start : start + part.padded])
-                start += part.padded
+                start += _aligned(part)
 
     def done(self) -> dict[int, Tensor]:
         self._settle()
@@ -64,24 +67,27 @@ class Scatter:
 
 def _laid_out(members: Sequence[tuple[Tensor, Part]], sums: Mapping[int, Tensor], kind: torch.dtype) -> Tensor:
     """[ranks, elements of a share]."""
-    ranks, size = members[0][1].ranks, sum(part.padded for _, part in members)
-    laid = torch.empty(ranks, size, dtype=kind, device=members[0][0].device)
+    ranks, size = members[0][1].ranks, sum(_aligned(part) for _, part in members)
+    laid = torch.zeros(ranks, size, dtype=kind, device=members[0][0].device)
     start = 0
     for whole, part in members:
-        into, total = laid[:, start : start + part.padded], sums.get(id(whole))
-        if total is None:
-            into.zero_()
-        else:
-            part.cut(total, into)
-        start += part.padded
+        total = sums.get(id(whole))
+        if total is not None:
+            part.cut(total, laid[:, start : start + part.padded])
+        start += _aligned(part)
     return laid
+
+
+def _aligned(part: Part) -> int:
+    """Elements from the begin of one share to that of the next."""
+    return -(-part.padded // ALIGNED) * ALIGNED
 
 
 def _begin(group: Any, by_rank: Tensor, members: list[tuple[Tensor, Part]]) -> Waiting:
     if by_rank.size(0) == 1:
         return None, by_rank.view(-1), members, by_rank
     shares = by_rank.new_empty(by_rank.size(1))
-    return dist.reduce_scatter_tensor(shares, by_rank.view(-1), group=group, async_op=True), shares, members, by_rank
+    return _reduce_scatter(shares, by_rank.view(-1), group=group, async_op=True), shares, members, by_rank
 
 
 def buckets_of(wholes: Sequence[Tensor], groups: Sequence[Any]) -> Iterator[tuple[Any, list[Tensor]]]:

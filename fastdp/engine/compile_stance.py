@@ -84,12 +84,17 @@ PLAINLY = _Plainly()
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what torch.compile returned, or was compiled in place."""
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    return is_wrapper(module) or module._compiled_call_impl is not None
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is what torch.compile returned (fully_shard makes a class of its own of the module's)."""
+    return any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)
 
 
 def _settings(module: nn.Module) -> Found | None:
     """Backend and dynamic shapes of a compiled module; None where compilation is off for it."""
-    if type(module).__name__ == "OptimizedModule":
+    if is_wrapper(module):
         context = module.dynamo_ctx
     else:
         wrapper: Any = module._compiled_call_impl
@@ -128,7 +133,7 @@ class Switches:
             found = _settings(module)
             if found is None:
                 continue
-            wrapped = type(module).__name__ == "OptimizedModule"
+            wrapped = is_wrapper(module)
             name, target = ("forward", module._orig_mod) if wrapped else ("_compiled_call_impl", module)
             original = getattr(module, name)
             self._undo.append((module, name, original))

@@ -111,9 +111,8 @@ class Tracked:
         parts = [name for name, p in self.named().items() if hasattr(p, "placements")]
         if parts:
             raise ParameterError(
-                f"'{parts[0]}' is a part of a parameter (a DTensor of fully_shard, say). A private optimizer gathers the "
-                "parts; what looks at one process's model alone (fastdp.verify, PerSampleGradients) takes the model "
-                "before fully_shard."
+                f"'{parts[0]}' is a part of a parameter (a DTensor of fully_shard, say). A private optimizer gathers "
+                "the parts; fastdp.verify and PerSampleGradients take the model before fully_shard."
             )
         odd = [name for name, p in self.named().items() if not p.is_floating_point()]
         if odd:

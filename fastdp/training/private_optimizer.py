@@ -17,7 +17,7 @@ from . import fused, misuse, state
 from .clipping import ClippingFunction
 from .ledger import finite
 from .privacy import Privacy
-from .update import updated
+from .update import makes_state, updated
 from .verified import warn_unverified
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         following.sweep()
         privacy = self._attached()
+        if makes_state(self, privacy.busy):
+            return _unhooked(_base(self).step)(self)
         with privacy.world.deciding():  # of several processes, none makes a step that another refuses
             return self._step(privacy, closure)
 
@@ -366,13 +368,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy = self._privacy_or_none()
         if privacy is not None:
             found["fastdp"] = state.state_of(privacy)
+            state.ride_along(found)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()`. Warns if the state comes from an optimizer without privacy."""
         super().load_state_dict(state_dict)
-        if "fastdp" in state_dict:
-            state.load(self._attached(), state_dict["fastdp"])
+        state.put_off(self.param_groups)
+        if (carried := state.carried_by(state_dict)) is not None:
+            state.load(self._attached(), carried)
         else:
             warnings.warn(
                 "this state was saved by an optimizer without privacy: the accountant's history stays as it is",

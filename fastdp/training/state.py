@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 from ..errors import StepError
@@ -49,3 +51,30 @@ def load(privacy: Privacy, state: dict[str, Any]) -> None:
     privacy.set_dropped(dropped)
     privacy.unit.grouped = state.get("grouped")
     privacy.discard()
+
+
+# ---------------------------------------------------------------------- within torch's own part of a checkpoint
+
+RIDER = "fastdp"  # in the first group of parameters: torch.distributed.checkpoint keeps nothing beside groups and state
+
+
+def ride_along(found: dict[str, Any]) -> None:
+    """Put the state, as text, where torch.distributed.checkpoint keeps it, if anything has imported that."""
+    if "torch.distributed.checkpoint.state_dict" in sys.modules:
+        found["param_groups"][0][RIDER] = json.dumps(found["fastdp"])
+
+
+def carried_by(state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """The state that a `state_dict()` holds; None if there is none."""
+    if "fastdp" in state_dict:
+        return state_dict["fastdp"]  # type: ignore[no-any-return]
+    riders = {group[RIDER] for group in state_dict["param_groups"] if RIDER in group}
+    if len(riders) > 1:
+        raise StepError("the groups of parameters in this state were saved by several optimizers")
+    return json.loads(riders.pop()) if riders else None  # type: ignore[no-any-return]
+
+
+def put_off(groups: list[dict[str, Any]]) -> None:
+    """The groups were loaded: what rode along has no place in them."""
+    for group in groups:
+        group.pop(RIDER, None)

@@ -36,6 +36,16 @@ def updated(kind: str, optimizer: Any, release: Release) -> bool:
     return True
 
 
+@torch.no_grad()
+def makes_state(optimizer: Any, busy: bool) -> bool:
+    """Whether a step is of torch.distributed.checkpoint, which lets an optimizer without state make its own, by a
+    step with zero gradients at the learning rate 0. Such a step tells nothing of data. busy: a backward came before."""
+    if busy or any(optimizer.state.values()) or any(float(group["lr"]) for group in optimizer.param_groups):
+        return False
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return bool(grads) and not any(g is None or bool(_local(g).count_nonzero()) for g in grads)
+
+
 class _Locals:
     """What lies here of an optimizer's parameters: the same tensors in every step."""
 

@@ -13,6 +13,7 @@ from fastdp.distributed.reduce import Reduction
 from fastdp.errors import StepError
 
 from .models import adamw, batch, build, loss_of
+from .sharded import sharded
 
 
 def _dies(rank: int, agreed: bool) -> float:
@@ -44,4 +45,24 @@ def within_the_step(rank: int, world: int) -> float:
     return _dies(rank, agreed=True)
 
 
+def sharded_before_a_forward(rank: int, world: int) -> float:
+    """The others' forward raises torch's own error, as the parts do not come; nothing is released."""
+    model = sharded(build())
+    optimizer = adamw(model)
+    loss_of(model, batch(rank, 2)).backward()
+    optimizer.step()
+    before = [p.to_local().detach().clone() for p in model.parameters()]
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError):
+        loss_of(model, batch(rank, 2)).backward()
+    with pytest.raises(StepError):
+        optimizer.step()
+    assert optimizer.history == [(1.0, 0.1, 1)]
+    assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
+    return time.monotonic() - begun
+
+
 CASES = {"before_the_step": before_the_step, "within_the_step": within_the_step}
+CASES["sharded_before_a_forward"] = sharded_before_a_forward

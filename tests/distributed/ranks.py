@@ -44,7 +44,7 @@ def start(module: str, world: int, folder: Path, *names: str) -> list[subprocess
     ]
 
 
-def results(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float = 120) -> list[dict[str, object]]:
+def results(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float = 300) -> list[dict[str, object]]:
     """By rank: what each case returned, or its traceback as a `str` that begins so."""
     try:
         for process in processes:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from .cases import CASES, EXACT
-from .killed import CASES as KILLED
 from .loading import persons, records
 from .ranks import ROOT, results, start
 
@@ -92,7 +91,7 @@ def test_the_example(tmp_path):
     assert accuracy > 0.3 and 2.9 < epsilon <= 3.0
 
 
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", ["before_the_step", "within_the_step"])
 def test_a_rank_is_killed(name, tmp_path):
     processes = start("tests.distributed.killed", 2, tmp_path, name)
     try:

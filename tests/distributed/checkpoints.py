@@ -1,0 +1,66 @@
+"""A checkpoint of torch.distributed.checkpoint, saved by two processes and taken up by another number of them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from .models import adamw, batch, build, loss_of, whole
+from .sharded import sharded
+
+FOLDER = "FASTDP_TEST_CHECKPOINT"
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, world: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        loss_of(model, batch(step, 6)[rank::world], total=True).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def optimizer_of(model: nn.Module) -> Any:
+    return adamw(model, noise_multiplier=1e-9, loss_reduction="sum", eps=1e-3)
+
+
+def weights(model: nn.Module) -> list[Any]:
+    return [whole(p).detach().numpy().copy() for p in model.parameters()]
+
+
+def saved(rank: int, world: int) -> list[Any]:
+    model = sharded(build())
+    optimizer = optimizer_of(model)
+    train(model, optimizer, rank, world, 0, 3)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=os.environ[FOLDER])
+    train(model, optimizer, rank, world, 3, 5)
+    found = [weights(model), optimizer.history, optimizer.noise_state()["key"]]
+    optimizer.detach()
+    return found
+
+
+def taken_up(rank: int, world: int, wrap: Any = sharded) -> list[Any]:
+    """From the checkpoint on; the steps after it are made, and counted, again, with a fresh key."""
+    model = wrap(build())
+    nn.init.zeros_(model.head.weight)
+    optimizer = optimizer_of(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without privacy")
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        state = {"model": of_model, "optimizer": of_optimizer}
+        dcp.load(state, checkpoint_id=os.environ[FOLDER])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )  # fmt: skip
+    assert optimizer.history == [(1e-9, 0.1, 3)] and "fastdp" not in optimizer.param_groups[0]
+    train(model, optimizer, rank, world, 3, 5)
+    found = [weights(model), optimizer.history, optimizer.noise_state()["key"]]
+    optimizer.detach()
+    return found
+
+
+CASES = {"saved": saved, "taken_up": taken_up}
