@@ -23,6 +23,7 @@ from ..layouts.layout import layout_on, tag, tag_of
 from ..layouts.nests import map_tensors, tensors_in
 from ..uses.links import link_of
 from .parts import Part, placed_within
+from .private_names import lies_here
 from .same import lanes_of, mark
 from .sharded import Group, Sharded
 from .tensor_calls import CALLS, Split
@@ -64,11 +65,11 @@ class TensorParallel:
             if not hasattr(parameter, "placements"):
                 return parameter  # type: ignore[no-any-return]
             _check_placement(parameter, self.mesh)
-            leaf: Tensor = nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
+            leaf: Tensor = nn.Parameter(lies_here(parameter).detach(), requires_grad=parameter.requires_grad)
             known = self._leaves[id(parameter)] = self._leaves[id(leaf)] = parameter, leaf
         whole, leaf = known
-        if leaf.data_ptr() != whole._local_tensor.data_ptr():
-            leaf.data = whole._local_tensor.detach()
+        if leaf.data_ptr() != lies_here(whole).data_ptr():
+            leaf.data = lies_here(whole).detach()
         if leaf.requires_grad != whole.requires_grad:
             leaf.requires_grad_(whole.requires_grad)
         return leaf

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .private_names import lies_here
+
 
 def settled(tensor: Tensor) -> Tensor:
     """The numbers, where a collective that makes them may still be on its way."""
@@ -21,7 +23,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(node: Any, whole: Any, placements: Any) -> Tensor:
         node.mesh, node.placements, node.shape = whole.device_mesh, placements, whole.shape
-        found = settled(whole._local_tensor)
+        found = settled(lies_here(whole))
         return found.view_as(found)
 
     @staticmethod
@@ -44,7 +46,7 @@ class _Whole(torch.autograd.Function):
         found = grads[0]
         if tuple(found.placements) != node.placements:
             found = found.redistribute(node.mesh, node.placements)
-        return settled(found._local_tensor), None, None, None
+        return settled(lies_here(found)), None, None, None
 
 
 class _Settled(torch.autograd.Function):
