@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -17,8 +18,10 @@ from .tensor import TensorParallel
 from .tensor_mesh import split_world, tensor_mesh_of
 from .world import World, processes, world_of
 
+_EXPERIMENTAL = "torch.distributed.tensor.experimental"
 _INSTEAD = (
-    "Give fastdp a model that is whole on every process (plain, or in DistributedDataParallel), or fully_shard it."
+    "Give fastdp a model that is whole on every process (plain, or in DistributedDataParallel), fully_shard it, or "
+    "split its layers (parallelize_module)."
 )
 
 
@@ -31,7 +34,7 @@ class Replica:
     Raises ParameterError if the model is neither a whole copy nor sharded by `fully_shard`.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, memory_budget: int | None = None) -> None:
         self.wrapper: DistributedDataParallel | None = None
         self.module, self.world = model, world
         self.shards: Sharded | TensorParallel | None = None
@@ -46,6 +49,11 @@ class Replica:
                     "fully_shard or tensor parallelism within DistributedDataParallel: leave the wrapper out (fastdp "
                     "sums over copies by itself, by the optimizer's mesh=), or use a mesh of two dimensions (HSDP)"
                 )
+            if memory_budget is not None and mesh is not None:
+                raise ParameterError(
+                    "memory_budget= is not supported under tensor parallelism, where all processes would have to run "
+                    "the same parts again: leave it out (checkpointing works)"
+                )
             parts = Sharded(self.module, world, 1 if mesh is None else mesh.size()) if sharded else None
             self.shards = TensorParallel(self.module, mesh, parts) if mesh is not None else parts
             assert self.shards is not None
@@ -55,6 +63,7 @@ class Replica:
 
     def begins(self) -> None:
         """A forward begins, which a backward may follow."""
+        _check_attention(self.world)
         if self.shards is not None:
             self.shards.begins()
         self.world.begins()
@@ -74,8 +83,14 @@ class Replica:
         """Raises StepError if the model is sharded, where this cannot be done."""
         if self.shards is not None:
             raise StepError(
-                f"{what} cannot record a model that fully_shard was called on, whose parameters come and go"
+                f"{what} cannot record a model that fully_shard was called on, or whose layers are split (tensor "
+                "parallelism): its parameters come and go, or its calls wait for other processes"
             )
+
+    def check_copies(self) -> None:
+        """Raises ParameterError if copies of a split model hold other numbers. All processes must ask."""
+        if isinstance(self.shards, TensorParallel):
+            self.shards.check_copies(self.world)
 
     def claim(self) -> None:
         """Switch off the wrapper's own sums (there is no `.grad` that it could sum) and its broadcasts of buffers."""
@@ -150,17 +165,32 @@ def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:
                 "SyncBatchNorm normalizes each sample by the samples of all processes: use a norm of each sample alone "
                 "(fastdp.make_compatible puts GroupNorm in its place)"
             )
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if any(getattr(hook, "__module__", "").startswith(_EXPERIMENTAL) for hook in hooks):
+            raise ParameterError(
+                "a module works by torch.distributed.tensor.experimental (context parallelism): a process then has a "
+                "part of each sample, and every norm is too small. It is not supported yet: give each process whole "
+                "samples."
+            )
         if isinstance(module, engine):
             raise ParameterError(f"DeepSpeed averages gradients and steps by itself: it is not supported. {_INSTEAD}")
-    parts = () if sharded else _types("torch.distributed.tensor", "DTensor")
+    stages = _types("torch.distributed.pipelining.stage", "_PipelineStageBase")
+    if stages and any(_holds_stage(holder, model, stages) for holder in gc.get_referrers(model)):
+        raise ParameterError(
+            "the model is a stage of a pipeline (PipelineStage): this process has a part of each sample's gradient, "
+            "and every norm is too small. Pipeline parallelism is not supported yet: use fully_shard or tensor "
+            "parallelism."
+        )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, parts):
-            raise ParameterError(
-                f"'{name}' is a DTensor (of tensor parallelism): this process holds a part of it. Tensor-parallel "
-                f"models are not supported yet. {_INSTEAD}"
-            )
         if hasattr(parameter, "ds_id"):
             raise ParameterError(f"'{name}' is partitioned by DeepSpeed's ZeRO: it is not supported. {_INSTEAD}")
+
+
+def _holds_stage(holder: Any, model: nn.Module, stages: tuple[Any, ...]) -> bool:
+    """Whether this object, or the names of one, are of a pipeline's stage with this model."""
+    return isinstance(holder, stages) or (
+        isinstance(holder, dict) and holder.get("submod") is model and "stage_index" in holder
+    )
 
 
 def check_frameworks(model: nn.Module) -> None:
@@ -196,7 +226,11 @@ def check_samples(world: World) -> None:
             "gradients is not bounded by clipping. Communicate before a forward or after its backward (evaluate under "
             "torch.no_grad()), and use a loss of each sample alone."
         )
-    if type(F.scaled_dot_product_attention) is not type(torch._C._nn.scaled_dot_product_attention):
+    _check_attention(world)
+
+
+def _check_attention(world: World) -> None:
+    if world.size > 1 and type(F.scaled_dot_product_attention) is not type(torch._C._nn.scaled_dot_product_attention):
         raise StepError(
             "torch.nn.functional.scaled_dot_product_attention was replaced, as context parallelism does: a "
             "process then has a part of each sample, and every norm is too small. Context parallelism is not supported "

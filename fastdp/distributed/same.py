@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,14 +42,21 @@ def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
                 f"'{name}' has no shape yet: every process would initialize it for itself. Call the model on a batch, "
                 "give all processes the same weights, and make the optimizer then."
             )
-        bits = None if hasattr(tensor, "placements") else _bits(tensor)  # a part is another on every process
+        bits = None if _is_cut(tensor) else _bits(tensor)  # a part is another on every process
         found.append((name, tuple(tensor.shape), str(tensor.dtype), bits))
     return found
 
 
+def _is_cut(tensor: Tensor) -> bool:
+    """Whether a part of it lies here."""
+    return any(not place.is_replicate() for place in getattr(tensor, "placements", ()))
+
+
 @torch.no_grad()
 def _bits(tensor: Tensor) -> object:
-    """Two sums of a tensor's bits, of which one knows their order; on a device without a copy to the host."""
+    """Two sums of a tensor's bits, of which one knows their order; on a device without a copy to the host. Of a DTensor
+    those of what lies here."""
+    tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
     try:
         words = tensor.detach().contiguous().view(-1).view(torch.uint8)
         words = nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32)
@@ -107,6 +114,10 @@ def _same_randomness() -> Iterator[None]:
     finally:
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+def mark_of_bits(tensors: Sequence[Tensor]) -> str:
+    return mark([_bits(tensor) for tensor in tensors])
 
 
 _PRIMES = (2147483647, 2147483629)

@@ -24,10 +24,11 @@ from ..layouts.nests import map_tensors, tensors_in
 from ..uses.links import link_of
 from .parts import Part, placed_within
 from .private_names import lies_here
-from .same import lanes_of, mark
+from .same import lanes_of, mark, mark_of_bits
 from .sharded import Group, Sharded
 from .tensor_calls import CALLS, Split
 from .tensor_values import settled_for_autograd
+from .world import World
 
 # where styles make their hooks
 STYLES = ("torch.distributed.tensor._api", "torch.distributed.tensor.parallel.style")
@@ -113,6 +114,18 @@ class TensorParallel:
         if whole is None or self.is_copied(leaf):
             return part if part is not None or whole is None else Part(whole.shape, 0, 0, 1)
         return placed_within(Part(whole.shape, whole.placements[0].dim % whole.dim(), self.rank, self.size), part)
+
+    def check_copies(self, world: World) -> None:
+        """Raises ParameterError unless all copies of the split model hold the same parts. All processes must ask."""
+        if self.sharded is not None:
+            return  # fully_shard keeps one copy
+        cut = [leaf for p in self.model.parameters() if not self.is_copied(leaf := self.whole(p))]
+        said = [text.split(" ") for text in world.told(f"{self.rank} {mark_of_bits(cut)}")]
+        if len({tuple(pair) for pair in said}) > len({rank for rank, _ in said}):
+            raise ParameterError(
+                "the copies of the model whose layers are split hold different parts of them: load the same weights on "
+                "every copy (every row of mesh['tp']) before the optimizer is made"
+            )
 
     # ------------------------------------------------------------------ what the engine asks in a forward
 

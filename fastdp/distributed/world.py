@@ -73,6 +73,10 @@ class World:
         """
         return records
 
+    def told(self, text: str) -> list[str]:
+        """What each process says here, by rank. Call it after an `agree`."""
+        return [text]
+
     def from_first(self, secret: bytes) -> bytes:
         """The bytes that the first process gives here, which are as many on every process. Call it after an `agree`."""
         return secret
@@ -199,6 +203,9 @@ class Ranks(World):
             f"{self._over}. Every rank must make the same model, optimizer and loader, by equal arguments, and call "
             "step() equally often. Nothing of this step was released."
         )
+
+    def told(self, text: str) -> list[str]:
+        return [_text(found) for found in self._gather(_letters(text))]
 
     def from_first(self, secret: bytes) -> bytes:
         box = torch.tensor(list(secret), dtype=torch.uint8)

@@ -69,7 +69,7 @@ class Privacy:
             self.loss_reduction = loss_reduction
             self.world.check()
             self.noise, self.ledger = Noise(seed), Ledger()
-            self.replica = Replica(model, self.world)
+            self.replica = Replica(model, self.world, memory_budget)
             model = self.replica.module
             try:
                 self.engine = PerSampleGradients(
@@ -82,7 +82,7 @@ class Privacy:
                 self.unit = Unit()
                 self._check_others()
                 if self.world.size > 1:
-                    together.begin(self.world, self.engine, self.noise, self._settings())
+                    together.begin(self.world, self.replica, self.engine, self.noise, self._settings())
             except Exception:
                 if hasattr(self, "engine"):
                     self.engine.detach()

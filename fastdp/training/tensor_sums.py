@@ -55,8 +55,8 @@ class TensorSums(Sums):
         n, count = self._split.size, own.numel()
         total, once, squares = message[: 3 * count].view(3, *own.shape)
         given, given_squares = message[3 * count :].view(2, -1)
-        self._note("found different norms of the parameters that are whole on each", _differ(once, squares, n))
         self._note("were given different batches", _differ(given, given_squares, n))
+        self._note("found different norms of the parameters that are whole on each", _differ(once, squares, n))
         return list(total + once / n)
 
     def _note(self, what: str, differ: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.reduce import Reduction
+from ..distributed.replicas import Replica
 from ..distributed.same import mark, mark_of_model
 from ..distributed.world import World
 from ..engine.per_sample import PerSampleGradients
@@ -21,7 +22,9 @@ from .clipping import Clipping
 from .sums import Share
 
 
-def begin(world: World, engine: PerSampleGradients, noise: Noise, settings: Mapping[str, object]) -> None:
+def begin(
+    world: World, replica: Replica, engine: PerSampleGradients, noise: Noise, settings: Mapping[str, object]
+) -> None:
     """All processes have the same model and the same settings, and take the key of the noise from the first."""
     said = {
         "making": "a private optimizer",
@@ -30,6 +33,7 @@ def begin(world: World, engine: PerSampleGradients, noise: Noise, settings: Mapp
         **settings,
     }
     world.agree(said)
+    replica.check_copies()
     noise.restore(world.from_first(noise.key), noise.step)
 
 

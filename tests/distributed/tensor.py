@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import fastdp
 
 from .models import single, whole
+from .tensor_errors import OTHERS
 from .tensor_models import LENGTH, WORDS, build, freeze, split
 
 
@@ -107,4 +108,4 @@ COPIES: dict[str, Any] = {
     "copies in parts, lora": case(kind="lora", copies=2, shard=True),
     "copies in parts, checkpointed": case(how="sequence", kind="checkpointed", copies=2, shard=True),
 }
-CASES = {**EXACT, **COPIES}
+CASES = {**EXACT, **COPIES, **OTHERS}
