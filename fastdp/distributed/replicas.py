@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ParameterError, StepError
+from ..layouts import in_hand
 from . import private_names as names
 from .sharded import Sharded, is_sharded
 from .tensor import TensorParallel
@@ -64,9 +65,21 @@ class Replica:
     def begins(self) -> None:
         """A forward begins, which a backward may follow."""
         _check_attention(self.world)
+        self._check_dealt()
         if self.shards is not None:
             self.shards.begins()
         self.world.begins()
+
+    def _check_dealt(self) -> None:
+        """Raises StepError if processes that share layers are handed different samples: before their forwards meet."""
+        batch = in_hand.current() if self.world.split is not None else None
+        if batch is not None and batch.share != self.world.share:
+            raise StepError(
+                f"the loader's batches are one of {batch.share[1]} parts of a logical batch, and the optimizer's mesh "
+                f"has {self.world.share[1]}: the processes that share the model's layers must have the same samples. "
+                "Give fastdp.poisson_loader the mesh of those with samples of their own (mesh=mesh['dp'], of one "
+                "dimension, perhaps of size 1)."
+            )
 
     def refused(self, error: BaseException) -> None:
         """A forward or backward raises this error."""

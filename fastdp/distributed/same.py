@@ -56,7 +56,7 @@ def _is_cut(tensor: Tensor) -> bool:
 def _bits(tensor: Tensor) -> object:
     """Two sums of a tensor's bits, of which one knows their order; on a device without a copy to the host. Of a DTensor
     those of what lies here."""
-    tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    tensor = getattr(tensor, "to_local", lambda: tensor)()
     try:
         words = tensor.detach().contiguous().view(-1).view(torch.uint8)
         words = nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32)

@@ -16,22 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.layout_cache import inquires
-from ..errors import ParameterError, SampleMixingError, UncapturedUseError
+from ..errors import ParameterError, UncapturedUseError
 from ..layouts.inputs import nested_tensors
 from ..layouts.kinds import ELEMENTWISE, function_name
-from ..layouts.layout import layout_on, tag, tag_of
-from ..layouts.nests import map_tensors, tensors_in
+from ..layouts.nests import tensors_in
 from ..uses.links import link_of
 from .parts import Part, placed_within
 from .private_names import lies_here
 from .same import lanes_of, mark, mark_of_bits
 from .sharded import Group, Sharded
 from .tensor_calls import CALLS, Split
-from .tensor_values import settled_for_autograd
+from .tensor_hooks import check_plan, out_of_sight
 from .world import World
 
-# where styles make their hooks
-STYLES = ("torch.distributed.tensor._api", "torch.distributed.tensor.parallel.style")
 ON_DATA = frozenset(name for name in ELEMENTWISE if not name.endswith("_") or name.endswith("__")) | frozenset(
     "__getitem__ flatten view reshape transpose permute unsqueeze squeeze contiguous to type_as chunk split unbind "
     "swapaxes softmax log_softmax cross_entropy nll_loss mean sum matmul __matmul__ bmm scaled_dot_product_attention "
@@ -51,9 +48,10 @@ class TensorParallel:
         self.group, self.size, self.rank = mesh.get_group(), int(mesh.size()), int(mesh.get_local_rank())
         self.groups: list[Group] = [] if sharded is None else sharded.groups
         self._leaves: dict[int, tuple[Any, Tensor]] = {}  # by the ids of a DTensor and of its leaf: both
-        self._hooks: list[tuple[dict[int, Any], int, Any]] = []
+        self._undo: list[Callable[[], None]] = []  # what gives styles their hooks back
         self._lanes: list[Tensor] = []  # of what the forwards were given since the last backward
         self._handle: Any = None
+        check_plan(model)
         if sharded is not None:
             sharded.leaf_of = self.leaf
 
@@ -176,22 +174,15 @@ class TensorParallel:
         """Let the hooks of styles work out of the engine's sight, and see what forwards are given."""
         if self.sharded is not None:
             self.sharded.claim()
-        for module in self.model.modules():
-            for hooks, before in ((module._forward_pre_hooks, True), (module._forward_hooks, False)):
-                for number, hook in hooks.items():
-                    if getattr(hook, "__module__", "") in STYLES:
-                        self._hooks.append((hooks, number, hook))
-                        named = before and number in module._forward_pre_hooks_with_kwargs
-                        hooks[number] = _apart(hook, before, named)
+        self._undo = [undo for module in self.model.modules() for undo in out_of_sight(module)]
         self._handle = self.model.register_forward_pre_hook(self._given, with_kwargs=True)
 
     def restore(self) -> None:
         if self.sharded is not None:
             self.sharded.restore()
-        for hooks, number, hook in self._hooks:
-            if number in hooks:
-                hooks[number] = hook
-        self._hooks = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
         if self._handle is not None:
             self._handle.remove()
 
@@ -217,10 +208,14 @@ class TensorParallel:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._lanes += [lanes_of(t) for t in nested_tensors((args, kwargs)) if not hasattr(t, "placements")]
 
-    def take_lanes(self) -> list[Tensor]:
-        """Numbers by which processes compare what their forwards were given since the last time."""
+    def take_lanes(self) -> Tensor | None:
+        """Numbers by which processes compare what their forwards were given since the last time, however many these
+        were: [4] in [0, 1)."""
         found, self._lanes = self._lanes, []
-        return found
+        if not found:
+            return None
+        places = torch.arange(1.0, len(found) + 1, dtype=torch.float64, device=found[0].device)
+        return (torch.stack(found) * places[:, None]).sum(0) % 1
 
 
 def _check_placement(parameter: Any, mesh: Any) -> None:
@@ -234,60 +229,3 @@ def _check_placement(parameter: Any, mesh: Any) -> None:
         raise ParameterError(
             f"a parameter of shape {tuple(parameter.shape)} is placed as {kind}: Shard or Replicate it"
         )
-
-
-def _apart(hook: Callable[..., Any], before: bool, named: bool) -> Callable[..., Any]:
-    """A style's hook out of sight: it lays tensors out anew, in which the samples lie as in those that it was given."""
-
-    def ran(given: Any, run: Callable[[Any], Any]) -> Any:
-        with torch._C.DisableTorchFunction():
-            ready = map_tensors(given, _ready)
-            found = run(ready)
-            if found is None:
-                return None
-            made = map_tensors(found, _ready)
-            for old, new in zip(nested_tensors(given), nested_tensors(made), strict=False):
-                _carry(old, new)
-            return made
-
-    def of_inputs(module: nn.Module, args: Any) -> Any:
-        return ran(args, lambda ready: hook(module, ready))
-
-    def of_named_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return ran((args, kwargs), lambda ready: hook(module, *ready))
-
-    def of_output(module: nn.Module, args: Any, out: Any) -> Any:
-        return ran(out, lambda ready: hook(module, args, ready))
-
-    made: Any = (of_named_inputs if named else of_inputs) if before else of_output
-    made._torchdynamo_disable, made._torchdynamo_disable_msg = True, None
-    return made  # type: ignore[no-any-return]
-
-
-def _ready(tensor: Tensor) -> Tensor:
-    """With its numbers and its gradient's there, if it is no DTensor."""
-    if hasattr(tensor, "placements") or not (tensor.requires_grad or hasattr(tensor, "trigger_wait")):
-        return tensor
-    found = settled_for_autograd(tensor)
-    if link_of(tensor) is not None or isinstance(tensor, nn.Parameter):
-        raise UncapturedUseError(
-            "a style of tensor parallelism lays out a tensor that is made of parameters alone: this is not supported. "
-            "Give the module data"
-        )
-    _carry(tensor, found)
-    return found
-
-
-def _carry(old: Tensor, new: Tensor) -> None:
-    """Note on the new tensor where the samples lie, which is where they lay."""
-    known = layout_on(old)
-    layout = None if known is None else tag_of(old, known.batch)
-    if new is old or layout is None:
-        return
-    places = getattr(new, "placements", ())
-    if layout.batch > 1 and layout.alone < 0 and any(p.is_shard() and p.dim % new.dim() == layout.dim for p in places):
-        raise SampleMixingError(
-            f"a style of tensor parallelism cuts dimension {layout.dim}, in which the samples lie, over the processes, "
-            "each of which must have every sample: shard another dimension (the sequence is dimension 1)"
-        )
-    tag(new, layout)

@@ -48,14 +48,14 @@ class TensorSums(Sums):
         copied = [[p for p in group if self._split.is_copied(p)] for group in members]
         found = torch.stack(self._inner.norm_sq(gradients, [*split, *copied]))  # [2 groups, B]
         own, same = found[: len(members)], found[len(members) :]
-        lanes = torch.cat([same.new_zeros(1), *(lane.to(same) for lane in self._split.take_lanes())])
+        given = self._split.take_lanes()
+        lanes = same.new_zeros(4) if given is None else given.to(same)
         message = torch.cat([own.flatten(), same.flatten(), same.square().flatten(), lanes, lanes.square()])
         with self._world.exchanging():
             dist.all_reduce(message, group=self._split.group)
         n, count = self._split.size, own.numel()
         total, once, squares = message[: 3 * count].view(3, *own.shape)
-        given, given_squares = message[3 * count :].view(2, -1)
-        self._note("were given different batches", _differ(given, given_squares, n))
+        self._note("were given different batches", _differ(message[3 * count : -4], message[-4:], n))
         self._note("found different norms of the parameters that are whole on each", _differ(once, squares, n))
         return list(total + once / n)
 

@@ -17,6 +17,8 @@ import fastdp
 
 from .models import single, whole
 from .tensor_errors import OTHERS
+from .tensor_hf import CASES as WITH_TRANSFORMERS
+from .tensor_hf import EXACT as OF_TRANSFORMERS
 from .tensor_models import LENGTH, WORDS, build, freeze, split
 
 
@@ -32,7 +34,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def exact(
     rank: int, world: int, how: str = "", kind: str = "", copies: int = 1, shard: bool = False, sigma: float = 0.0,
-    accumulate: int = 1, steps: int = 3, unequal: bool = False, **options: Any,
+    accumulate: int = 1, steps: int = 2, unequal: bool = False, **options: Any,
 ) -> tuple[float, float, float, float]:  # fmt: skip
     """Steps of AdamW on a split model, and in one process on the union of the copies' batches.
 
@@ -108,4 +110,5 @@ COPIES: dict[str, Any] = {
     "copies in parts, lora": case(kind="lora", copies=2, shard=True),
     "copies in parts, checkpointed": case(how="sequence", kind="checkpointed", copies=2, shard=True),
 }
-CASES = {**EXACT, **COPIES, **OTHERS}
+EXACT |= OF_TRANSFORMERS
+CASES = {**EXACT, **COPIES, **OTHERS, **WITH_TRANSFORMERS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -77,6 +78,33 @@ def same_noise(rank: int, world: int) -> None:
         for p, q in zip(several.parameters(), one.parameters(), strict=True):
             assert float(q.abs().max()) > 0 and torch.equal(whole(p), q)
         optimizer.detach()
+
+
+def records(rank: int, world: int) -> None:
+    """A loader that deals over the copies alone gives the ranks of a split model the same records."""
+    mesh = tensor_mesh()
+    data = torch.utils.data.TensorDataset(tokens(size=40))
+    options = dict(expected_batch_size=6, max_physical_batch_size=4, seed=2, steps=4)
+    several, one = split(build(), mesh["tp"], "words"), build()
+    found = []
+    for model, where in ((several, mesh["dp"]), (one, None)):
+        with single() if where is None else contextlib.nullcontext():
+            loader = fastdp.poisson_loader(data, mesh=where, **options)
+            optimizer = fastdp.DPSGD(model, lr=0.5, noise_multiplier=0.5, max_grad_norm=0.3, seed=1, accountant="rdp")
+            for (given,) in loader:
+                (loss_of(model, given) if len(given) else model(given).sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(optimizer.epsilon(1e-5))
+            optimizer.detach()
+    assert found[0] == found[1]
+    for p, q in zip(several.parameters(), one.parameters(), strict=True):
+        assert float((whole(p) - q).abs().max()) < 1e-6
+    optimizer = adamw(several)
+    with pytest.raises(StepError, match="must have the same samples"):  # dealt over all ranks: each has another part
+        for (given,) in fastdp.poisson_loader(data, **options):
+            several(given)
+    optimizer.detach()
 
 
 def refused_when_made(rank: int, world: int) -> None:
@@ -200,5 +228,5 @@ def context_parallelism(rank: int, world: int) -> None:
 
 OTHERS: dict[str, Any] = {
     function.__name__: function
-    for function in (same_noise, refused_when_made, refused_in_a_forward, context_parallelism)
+    for function in (same_noise, records, refused_when_made, refused_in_a_forward, context_parallelism)
 }
