@@ -148,6 +148,7 @@ class GradientDiagnostics:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of at least 1, not {every!r}")
         self._privacy = privacy = optimizer._attached()
+        privacy.replica.refuse_parts("GradientDiagnostics")
         self._engine, self._backward = privacy.engine, privacy.engine._backward
         if isinstance(getattr(self._backward.on_end, "__self__", None), GradientDiagnostics):
             raise StepError("this optimizer is being watched already: remove() the other GradientDiagnostics first")

@@ -56,7 +56,7 @@ class Replica:
                     "the same parts again: leave it out (checkpointing works)"
                 )
             parts = Sharded(self.module, world, 1 if mesh is None else mesh.size()) if sharded else None
-            self.shards = TensorParallel(self.module, mesh, parts) if mesh is not None else parts
+            self.shards = TensorParallel(self.module, mesh, parts, world) if mesh is not None else parts
             assert self.shards is not None
             world.agree({"making": "a private optimizer of a sharded model", "parts": self.shards.mark()})
             self.shards.open()
@@ -87,6 +87,12 @@ class Replica:
             self.shards.failed()
         self.world.refuse(error)
 
+    def check_copies(self) -> None:
+        """Raises ParameterError on all processes where some that hold the same parts hold other numbers. All must ask,
+        once they have agreed to."""
+        if self.shards is not None:
+            self.shards.check_copies()
+
     def changed(self) -> None:
         """A step has updated the parameters."""
         if self.shards is not None:
@@ -96,14 +102,9 @@ class Replica:
         """Raises StepError if the model is sharded, where this cannot be done."""
         if self.shards is not None:
             raise StepError(
-                f"{what} cannot record a model that fully_shard was called on, or whose layers are split (tensor "
-                "parallelism): its parameters come and go, or its calls wait for other processes"
+                f"{what} takes a model that is whole on this process, and fully_shard was called on this one, or its "
+                "layers are split over processes (tensor parallelism)"
             )
-
-    def check_copies(self) -> None:
-        """Raises ParameterError if copies of a split model hold other numbers. All processes must ask."""
-        if isinstance(self.shards, TensorParallel):
-            self.shards.check_copies(self.world)
 
     def claim(self) -> None:
         """Switch off the wrapper's own sums (there is no `.grad` that it could sum) and its broadcasts of buffers."""

@@ -34,6 +34,11 @@ def mark_of_parameters(model: nn.Module) -> str:
     return mark(_marks(list(model.named_parameters())))
 
 
+def mark_of_tensors(tensors: list[Tensor]) -> str:
+    """Of the values of these."""
+    return mark(_marks([(str(number), tensor) for number, tensor in enumerate(tensors)]))
+
+
 def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
     found: list[object] = []
     for name, tensor in tensors:
@@ -116,8 +121,13 @@ def _same_randomness() -> Iterator[None]:
         random.setstate(python_state)
 
 
-def mark_of_bits(tensors: Sequence[Tensor]) -> str:
-    return mark([_bits(tensor) for tensor in tensors])
+def same_on_all(group: Any, tensors: Sequence[Tensor], device: str) -> bool:
+    """Whether all processes of a group hold the same numbers. All of them must ask."""
+    own = torch.tensor([int(mark_of_tensors(list(tensors)), 16) >> 1], device=device)
+    least, most = own.clone(), own.clone()
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+    return int(least) == int(most)
 
 
 _PRIMES = (2147483647, 2147483629)

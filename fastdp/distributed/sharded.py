@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ParameterError
 from . import private_names as names
 from .parts import Part
 from .quiet import quiet
-from .same import mark
+from .same import mark, mark_of_tensors
 from .world import World, processes
 
 
@@ -96,6 +97,33 @@ class Sharded:
                 self._places[id(whole)] = group, Part(torch.Size(entry._orig_size), dim, group.rank, group.ranks)
                 group.wholes.append(whole)
             group.free()
+        self.check_copies()
+
+    def check_copies(self) -> None:
+        """Raises ParameterError on all processes where some that hold the same parts hold other numbers. All must ask,
+        once they have agreed to."""
+        differ = 0
+        for copies, parts in self._copied().values():
+            own = torch.tensor([int(mark_of_tensors(parts), 16) >> 1], device=parts[0].device)
+            least, most = own.clone(), own.clone()
+            with self._world.exchanging():
+                dist.all_reduce(least, dist.ReduceOp.MIN, group=copies)
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=copies)
+            differ += int(least) != int(most)
+        if self._world.agree({"looking at": "copies of the model"}, differ):
+            raise ParameterError(
+                "the copies of the model that HSDP's mesh holds differ in their weights: give all ranks the same "
+                "weights before fully_shard (a seed, or one checkpoint)"
+            )
+
+    def _copied(self) -> dict[int, tuple[Any, list[Tensor]]]:
+        """What lies here and on others, too, by those who hold it."""
+        found: dict[int, tuple[Any, list[Tensor]]] = {}
+        for group in self.groups:
+            if group.copies is not None and group.copy_count > 1:
+                own = found.setdefault(id(group.copies), (group.copies, []))[1]
+                own += [entry.sharded_param.to_local().detach() for entry in group.handle.fsdp_params]
+        return found
 
     # ------------------------------------------------------------------ parts and wholes
 

@@ -23,11 +23,10 @@ from ..layouts.nests import tensors_in
 from ..uses.links import link_of
 from .parts import Part, placed_within
 from .private_names import lies_here
-from .same import lanes_of, mark, mark_of_bits
+from .same import lanes_of, mark, same_on_all
 from .sharded import Group, Sharded
 from .tensor_calls import CALLS, Split
 from .tensor_hooks import check_plan, out_of_sight
-from .world import World
 
 ON_DATA = frozenset(name for name in ELEMENTWISE if not name.endswith("_") or name.endswith("__")) | frozenset(
     "__getitem__ flatten view reshape transpose permute unsqueeze squeeze contiguous to type_as chunk split unbind "
@@ -43,8 +42,8 @@ class TensorParallel:
     See `fastdp.engine.tracked.Shards` for what an engine asks, and `fastdp.distributed.sharded.Sharded` for the rest.
     """
 
-    def __init__(self, model: nn.Module, mesh: Any, sharded: Sharded | None) -> None:
-        self.model, self.mesh, self.sharded = model, mesh, sharded
+    def __init__(self, model: nn.Module, mesh: Any, sharded: Sharded | None, world: Any) -> None:
+        self.model, self.mesh, self.sharded, self._world = model, mesh, sharded, world
         self.group, self.size, self.rank = mesh.get_group(), int(mesh.size()), int(mesh.get_local_rank())
         self.groups: list[Group] = [] if sharded is None else sharded.groups
         self._leaves: dict[int, tuple[Any, Tensor]] = {}  # by the ids of a DTensor and of its leaf: both
@@ -113,17 +112,27 @@ class TensorParallel:
             return part if part is not None or whole is None else Part(whole.shape, 0, 0, 1)
         return placed_within(Part(whole.shape, whole.placements[0].dim % whole.dim(), self.rank, self.size), part)
 
-    def check_copies(self, world: World) -> None:
-        """Raises ParameterError unless all copies of the split model hold the same parts. All processes must ask."""
+    def check_copies(self) -> None:
+        """Raises ParameterError on all processes where some that hold the same parts hold other numbers. All must ask,
+        once they have agreed to."""
+        leaves = {id(leaf): leaf for p in self.model.parameters() for leaf in [self.whole(p)]}.values()
+        held = [(self.group, [self._here(leaf) for leaf in leaves if self.is_copied(leaf)])]
         if self.sharded is not None:
-            return  # fully_shard keeps one copy
-        cut = [leaf for p in self.model.parameters() if not self.is_copied(leaf := self.whole(p))]
-        said = [text.split(" ") for text in world.told(f"{self.rank} {mark_of_bits(cut)}")]
-        if len({tuple(pair) for pair in said}) > len({rank for rank, _ in said}):
+            self.sharded.check_copies()
+        elif self._world.size > 1:
+            held.append((self._world.group, [leaf for leaf in leaves if not self.is_copied(leaf)]))
+        differ = sum(not same_on_all(group, tensors, self.mesh.device_type) for group, tensors in held)
+        if self._world.agree({"looking at": "what processes hold of split layers"}, differ):
             raise ParameterError(
-                "the copies of the model whose layers are split hold different parts of them: load the same weights on "
-                "every copy (every row of mesh['tp']) before the optimizer is made"
+                "the copies of a model whose layers are split hold different parts of them, or the parameters that are "
+                "whole on each process differ: load the same weights on every copy (every row of mesh['tp']) before "
+                "the optimizer is made"
             )
+
+    def _here(self, leaf: Tensor) -> Tensor:
+        """What lies here of a parameter, in parts of fully_shard perhaps."""
+        part: Any = self.part(leaf)
+        return part.to_local().detach() if hasattr(part, "to_local") else part.detach()
 
     # ------------------------------------------------------------------ what the engine asks in a forward
 

@@ -41,6 +41,11 @@ class World:
     share = (0, 1)  # which part of the samples this process has, of how many: those of a tensor-parallel model share it
     split: Any = None  # the process group of those who share this process's samples, and a model's layers
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this process counts its samples: the first of those who share them does."""
+        return self.split is None or dist.get_rank(self.split) == 0
+
     def check(self) -> None:
         """Raises StepError where other processes have joined since."""
         if processes() > self.size:
@@ -72,10 +77,6 @@ class World:
             FastDPError: the error of a process that refused, or StepError if they say different things, or one is gone.
         """
         return records
-
-    def told(self, text: str) -> list[str]:
-        """What each process says here, by rank. Call it after an `agree`."""
-        return [text]
 
     def from_first(self, secret: bytes) -> bytes:
         """The bytes that the first process gives here, which are as many on every process. Call it after an `agree`."""
@@ -156,8 +157,6 @@ class Ranks(World):
     def agree(self, said: Mapping[str, object], records: int = 0) -> int:
         self.check()
         text = "\n".join(f"{name}: {value}" for name, value in said.items())
-        if self.split is not None and dist.get_rank(self.split):
-            records = 0  # the first of those who share them says them
         heard = [found.tolist() for found in self._gather(_words(0, records, text))]
         if any(refused for refused, *_ in heard):
             self._raise_for(heard, self._gather(_letters("")))
@@ -203,9 +202,6 @@ class Ranks(World):
             f"{self._over}. Every rank must make the same model, optimizer and loader, by equal arguments, and call "
             "step() equally often. Nothing of this step was released."
         )
-
-    def told(self, text: str) -> list[str]:
-        return [_text(found) for found in self._gather(_letters(text))]
 
     def from_first(self, secret: bytes) -> bytes:
         box = torch.tensor(list(secret), dtype=torch.uint8)

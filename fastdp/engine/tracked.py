@@ -28,6 +28,11 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
+def _is_cut(module: nn.Module) -> bool:
+    """Whether fully_shard was called on the module."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
 def owned_by(model: nn.Module) -> set[int]:
     """Ids of the model's parameters and buffers."""
     if not isinstance(module := native(), str):
@@ -109,10 +114,10 @@ class Tracked:
         self._slots, self._chosen, self._known = slots, selected, known
         self._seen = None
         parts = [name for name, p in self.named().items() if hasattr(p, "placements")]
-        if parts:
+        if parts or (self._shards is None and any(map(_is_cut, all_modules(self.model)))):
             raise ParameterError(
-                f"'{parts[0]}' is a part of a parameter (a DTensor of fully_shard, say). A private optimizer gathers "
-                "the parts; fastdp.verify and PerSampleGradients take the model before fully_shard."
+                "the model lies in parts on several processes (DTensors of fully_shard, say), which a private "
+                "optimizer gathers; fastdp.verify and PerSampleGradients take the model before fully_shard"
             )
         odd = [name for name, p in self.named().items() if not p.is_floating_point()]
         if odd:

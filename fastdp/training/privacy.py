@@ -320,16 +320,14 @@ class Privacy:
         except SampleMixingError:
             self.discard()
             raise
-        divisor = 1.0
-        if self.loss_reduction == "mean":
-            assert self._expected is not None  # checked in ready()
-            divisor = float(self._expected)
+        assert self._expected is not None or self.loss_reduction != "mean"  # checked in ready()
+        divisor = float(self._expected or 1) if self.loss_reduction == "mean" else 1.0
         sums, places = self.sums.held(self.engine.named_parameters(), self._sums, self.engine.offsets())
         if self.world.size > 1:
             sums = self._summed(sums)
         self._dropped, self._fresh, self._records = self._dropped + self._fresh, 0, 0
-        release = Release(sums, places, self.noise, self.noise_multiplier * self.clipping.sensitivity, 1 / divisor)
-        release = self.sums.release(release)
+        std, scale = self.noise_multiplier * self.clipping.sensitivity, 1 / divisor
+        release = self.sums.release(sums, places, self.noise, std, scale)
         if self.witness is not None:
             self.witness(release)
         return release
@@ -346,9 +344,11 @@ class Privacy:
             **self._settings(), "weights": "" if self._released else mark_of_parameters(self.engine.model),
         }  # fmt: skip
         shares, device = self.sums.shares(sums), self.engine.parameters()[0].device
-        found, self._fresh, records = together.summed(self.world, shares, self._fresh, device, self._records, said)
-        sums.update(found)
-        sums = self.sums.settled(sums)
+        look = None if self._released else self.replica.check_copies
+        found, self._fresh, records = together.summed(
+            self.world, shares, self._fresh, device, self._records, said, look
+        )
+        sums = self.sums.settled(sums | found)
         if self.sample_rate is not None and not draws and not self.ledger.history:
             self._rate_check.judge(self.sample_rate, records, self.expected_batch_size)
         return sums

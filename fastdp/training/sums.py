@@ -21,6 +21,7 @@ from ..engine.early import Taken
 from ..engine.gradients import Gradients
 from ..engine.reading import readings
 from ..engine.tracked import Shards
+from ..ops.noise import Noise
 from .fused import Release
 
 Members = Sequence[Sequence[Tensor]]  # the parameters of each clipping group
@@ -68,9 +69,11 @@ class Sums:
         """The sums, once they were added up over all samples, as all processes that hold the same ones have them."""
         return sums
 
-    def release(self, release: Release) -> Release:
-        """The same release, of what this process holds."""
-        return release
+    def release(
+        self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
+    ) -> Release:
+        """Of what this process holds."""
+        return Release(sums, places, noise, std, scale)
 
     def with_wholes(self, style: Any) -> Any:
         """Clipping groups, with the tracked parameters in the place of what the user named."""
@@ -159,14 +162,16 @@ class ShardedSums(Sums):
                 copies.setdefault(id(group.copies), (group.copies, {}))[1].update((key, sums[key]) for key in keys)
         return [(None, {key: total for key, total in sums.items() if key not in done}), *copies.values()]
 
-    def release(self, release: Release) -> Release:
+    def release(
+        self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
+    ) -> Release:
         parts: dict[int, Part | Box] = {}
         for group in self._shards.groups:
             for whole in group.wholes:
                 place, key = self._shards.place(whole), id(self._shards.part(whole))
-                if place is not None and key in release.sums:
+                if place is not None and key in sums:
                     parts[key] = place[1]
-        return release._replace(parts=parts)
+        return Release(sums, places, noise, std, scale, parts)
 
     def with_wholes(self, style: Any) -> Any:
         return with_wholes(self._shards, style)

@@ -21,6 +21,7 @@ from ..distributed.tensor import TensorParallel
 from ..distributed.world import World
 from ..engine.gradients import Gradients
 from ..errors import StepError
+from ..ops.noise import Noise
 from .fused import Release
 from .sums import Members, ShardedSums, Share, Sums, with_wholes
 
@@ -98,11 +99,13 @@ class TensorSums(Sums):
             raise StepError(_APART.format(what="found different sums of the parameters that are whole on each"))
         return sums | dict(zip(own, means, strict=True))
 
-    def release(self, release: Release) -> Release:
+    def release(
+        self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
+    ) -> Release:
         parts = {
             id(self._split.part(leaf)): place for leaf in self._leaves if (place := self._split.place(leaf)) is not None
         }
-        return release._replace(parts=parts)
+        return Release(sums, places, noise, std, scale, parts)
 
     def with_wholes(self, style: Any) -> Any:
         return with_wholes(self._split, style)

@@ -6,7 +6,7 @@ and adds it after the sums were added up. So the released weights are those of o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def begin(
 
 def summed(
     world: World, shares: Sequence[Share], dropped: Tensor | int, device: torch.device, records: int,
-    said: Mapping[str, object],
+    said: Mapping[str, object], look: Callable[[], None] | None = None,
 ) -> tuple[dict[int, Tensor], Tensor, int]:  # fmt: skip
     """Add up clipped sums over the processes, once all have agreed on the step.
 
@@ -50,6 +50,7 @@ def summed(
         device: where numbers of this process can be added up.
         records: the records of this process.
         said: what must be the same everywhere, and what the step is of.
+        look: what all do once they have agreed, before anything is added up; it raises on all or none.
 
     Returns:
         The sums that were given, by the same keys; dropped samples and records of all processes.
@@ -60,7 +61,9 @@ def summed(
     # before all agree: its memory may not suffice
     reductions = [(group, sums, Reduction(list(sums.values()))) for group, sums in shares]
     count = torch.as_tensor(dropped, device=device).to(torch.int64).view(1).clone()
-    everywhere = world.agree(said, records)
+    everywhere = world.agree(said, records if world.speaks else 0)
+    if look is not None:
+        look()
     found: dict[int, Tensor] = {}
     for number, (group, sums, reduction) in enumerate(reductions):
         totals = world.sums(reduction, *(() if number else (count,)), group=group)

@@ -52,6 +52,7 @@ class _Locals:
     def __init__(self) -> None:
         self._of: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id: it, and what lies here of it
         self._state: dict[Tensor, dict[str, Any]] = {}
+        self._summed: set[int] = set()  # ids of those that the step is of
 
     def local(self, parameter: Tensor) -> Tensor:
         now = _local(parameter).detach()
@@ -79,13 +80,12 @@ class _Locals:
                     own["momentum_buffer"] = torch.zeros_like(p)
                 if _local(p).numel():
                     self._state[self.local(p)] = {name: _local(value) for name, value in own.items()}
-                elif kind == "adam":
-                    own["step"] = own["step"] + 1
         return self._state
 
     def release(self, release: Release) -> Release:
         """The same release, by what lies here."""
         local_of = {key: id(q) for key, (_, q) in self._of.items() if key in release.sums}
+        self._summed = set(local_of.values())
         return release._replace(
             sums={local_of[key]: total for key, total in release.sums.items()},
             offsets={local_of[key]: offset for key, offset in release.offsets.items()},
@@ -94,6 +94,8 @@ class _Locals:
     def write_back(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """What the operators made anew of the state, and the private gradients."""
         for p, q in self._of.values():
+            if not q.numel() and "step" in state[p] and id(q) in self._summed:
+                state[p]["step"] = state[p]["step"] + 1
             p.grad = None if q.grad is None else placed_like(q.grad, p)
             for name, value in self._state.get(q, {}).items():
                 if state[p].get(name) is None or name == "step":

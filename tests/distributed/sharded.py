@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fastdp
+from fastdp.diagnostics import GradientDiagnostics
 from fastdp.errors import StepError
 
 from .cases import UNEQUAL
@@ -164,9 +165,25 @@ def in_a_world_of_one(rank: int, world: int) -> None:
             assert optimizer.epsilon(1e-5) == truth.epsilon(1e-5)
             for p, q in zip(several.parameters(), one.parameters(), strict=True):
                 assert float((whole(p) - q).abs().max()) < 1e-6
-            with pytest.raises(StepError, match="graphed cannot record"):
+            with pytest.raises(StepError, match="graphed takes a model that is whole"):
                 optimizer.graphed(lambda m, x: loss_of(m, x))
+            with pytest.raises(StepError, match="GradientDiagnostics takes a model that is whole"):
+                GradientDiagnostics(optimizer)
             optimizer.detach(), truth.detach()
+
+
+def gathered_once_more(rank: int, world: int) -> None:
+    """What a block that runs again, and a weight made of others, need at the end of a backward is gathered by all
+    ranks, also by one without samples: it needs none of it."""
+    for kind, budget, norms_too in (("checkpointed", 1, False), ("derived", None, True)):
+        optimizer = adamw(model := sharded(build(kind), reshard_after_forward=True), memory_budget=budget)
+        loss_of(model, batch(rank, 3 if rank == 0 else 0)).backward()
+        needed = optimizer._privacy.sums._needed
+        assert [len(for_sums) for _, for_sums in needed] == [1, 1, 0][: len(needed)]  # the last block first
+        assert [len(for_norms) for for_norms, _ in needed] == ([1, 1, 0] if norms_too else [0, 0, 0])[: len(needed)]
+        assert ("two backwards" in optimizer.explain()) == (budget is not None and rank == 0)
+        optimizer.step()
+        optimizer.detach()
 
 
 def mixed_precision(rank: int, world: int) -> None:
@@ -204,7 +221,7 @@ def in_order_by_persons(rank: int, world: int) -> list[Any]:
 
 OTHERS: dict[str, Any] = {
     function.__name__: function
-    for function in (same_noise, in_a_world_of_one, mixed_precision, in_order, in_order_by_persons)
+    for function in (same_noise, in_a_world_of_one, gathered_once_more, mixed_precision, in_order, in_order_by_persons)
 }
 FOUR = {
     "cut for two between forward and backward": case(dict(reshard_after_forward=2), kind="checkpointed", sigma=1.0),

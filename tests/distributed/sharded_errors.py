@@ -158,8 +158,18 @@ def refused(rank: int, world: int) -> None:
     model = sharded(build())
     with pytest.raises(ParameterError, match="does not train them"):
         adamw(model, params=model.head.parameters())
-    with pytest.raises(ParameterError, match="is a part"):
-        PerSampleGradients(sharded(build()))
+    seen = sharded(build(), blocks=False)
+    for _ in range(2):
+        with pytest.raises(ParameterError, match="before fully_shard"):
+            PerSampleGradients(seen)
+        with torch.no_grad():
+            seen(batch(0, 2))  # whole parameters stand in it after that
+    torch.manual_seed(0)
+    copy = build()
+    if rank == 0:
+        nn.init.zeros_(copy.head.weight)
+    with pytest.raises((ParameterError, StepError), match="copies of the model|same weights"):
+        adamw(sharded(copy, "replicated"))
     with pytest.raises(StepError, match="do not do the same"):
         adamw(sharded(build()), noise_multiplier=1.0 + rank)
 
