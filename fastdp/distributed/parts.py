@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import ParameterError
+
 
 class Part(NamedTuple):
     """A part of a parameter, cut along one dimension into `ranks` chunks of equal size, of which the last ones may be
@@ -99,3 +101,56 @@ def placed_like(local: Tensor, parameter: Any) -> Tensor:
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
         stride=parameter.stride(),
     )  # fmt: skip
+
+
+class Box(NamedTuple):
+    """A part of a parameter that is cut along two dimensions: places [low, high) of each."""
+
+    shape: torch.Size  # of the whole
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+    @property
+    def local_shape(self) -> torch.Size:
+        return torch.Size(high - low for low, high in zip(self.low, self.high, strict=True))
+
+    @property
+    def _cut(self) -> int:
+        """The last dimension of which a part is missing."""
+        return max((d for d, n in enumerate(self.local_shape) if n != self.shape[d]), default=0)
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.local_shape[: self._cut])
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.local_shape[self._cut :])
+
+    @property
+    def stride(self) -> int:
+        return math.prod(self.shape[self._cut :])
+
+    @property
+    def first(self) -> int:
+        return sum(low * math.prod(self.shape[d + 1 :]) for d, low in enumerate(self.low))
+
+
+def placed_within(outer: Part, inner: Part | None) -> Part | Box:
+    """What is left of a part that is itself cut. inner: of the outer part's shape.
+
+    Raises ParameterError where it is not runs of one length and distance in the whole parameter's order.
+    """
+    if inner is None:
+        return outer
+    low, high = [0] * len(outer.shape), list(outer.shape)
+    low[outer.dim], high[outer.dim] = outer.low, outer.high
+    base = low[inner.dim]
+    low[inner.dim], high[inner.dim] = base + inner.low, base + inner.high
+    cut = sorted({outer.dim, inner.dim} - {0})
+    if len(cut) > 1:
+        raise ParameterError(
+            f"a parameter of shape {tuple(outer.shape)} is cut along dimensions {outer.dim} and {inner.dim}: let "
+            "fully_shard cut dimension 0 (leave shard_placement_fn out)"
+        )
+    return Box(outer.shape, tuple(low), tuple(high))

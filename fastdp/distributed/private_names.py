@@ -63,6 +63,11 @@ def timeout_of(group: Any) -> timedelta | None:
     return None
 
 
+def lies_here(whole: Any) -> Tensor:
+    """The local tensor of a DTensor, out of autograd's sight; a collective that makes it may be on its way."""
+    return whole._local_tensor  # type: ignore[no-any-return]
+
+
 # ---------------------------------------------------------------------- fully_shard
 
 
@@ -127,6 +132,24 @@ def replicas_of(mesh_info: Any) -> tuple[Any, int]:
     """The process group of those who hold the same part, and their number."""
     group = getattr(mesh_info, "replicate_process_group", None)
     return group, 1 if group is None else int(mesh_info.replicate_mesh_size)
+
+
+def split_on(entry: Any) -> Any:
+    """The mesh over which tensor parallelism had split a parameter before; None if it had not."""
+    if not entry.is_dtensor:
+        return None
+    spec = getattr(entry, "_unsharded_dtensor_spec", None) or getattr(entry, "_tp_spec", None)  # before torch 2.13
+    if spec is None:
+        raise _unknown("the parameters that were split before fully_shard")
+    return spec.mesh
+
+
+def sharding_group(model: nn.Module) -> Any:
+    """The process group over which fully_shard cuts parameters; None of a model that it was not called on."""
+    for module in model.modules():
+        for group in [] if (state := state_of(module)) is None else groups_of(state):
+            return getattr(group.mesh_info, "shard_process_group", None)
+    return None
 
 
 def changes_parts(entry: Any) -> bool:

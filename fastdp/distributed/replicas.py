@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -12,14 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..engine.per_sample import PerSampleGradients
 from ..errors import ParameterError, StepError
+from ..layouts import in_hand
+from . import private_names as names
 from .frameworks import unwrap
-from .private_names import wrapper_around
 from .sharded import Sharded, is_sharded
-from .world import World, processes
+from .tensor import TensorParallel
+from .tensor_mesh import split_world, tensor_mesh_of
+from .world import World, processes, world_of
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # which names DistributedDataParallel, when it is made, asks a module for
+_EXPERIMENTAL = "torch.distributed.tensor.experimental"
 _INSTEAD = (
-    "Give fastdp a model that is whole on every process (plain, or in DistributedDataParallel), or fully_shard it."
+    "Give fastdp a model that is whole on every process (plain, or in DistributedDataParallel), fully_shard it, or "
+    "split its layers (parallelize_module)."
 )
 
 
@@ -32,27 +38,48 @@ class Replica:
     Raises ParameterError if the model is neither a whole copy nor sharded by `fully_shard`.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, memory_budget: int | None = None) -> None:
         self.wrapper: DistributedDataParallel | None = None
         self.module, self.world = model, world
-        self.shards: Sharded | None = None
+        self.shards: Sharded | TensorParallel | None = None
         self._late = False  # a framework put the wrapper around the model once the optimizer was made
         unwrap(model)
         if isinstance(model, DistributedDataParallel):
             _check_wrapper(model, world)
             self.wrapper, self.module = model, model.module
-        sharded = is_sharded(self.module)
-        _check_whole(self.module, world, sharded)
-        if sharded:
+        sharded, mesh = is_sharded(self.module), tensor_mesh_of(self.module)
+        _check_whole(self.module, world, sharded or mesh is not None)
+        if sharded or mesh is not None:
             if self.wrapper is not None:
-                raise ParameterError("fully_shard within DistributedDataParallel: use a mesh of two dimensions (HSDP)")
-            self.shards = Sharded(self.module, world)
+                raise ParameterError(
+                    "fully_shard or tensor parallelism within DistributedDataParallel: leave the wrapper out (fastdp "
+                    "sums over copies by itself, by the optimizer's mesh=), or use a mesh of two dimensions (HSDP)"
+                )
+            if memory_budget is not None and mesh is not None:
+                raise ParameterError(
+                    "memory_budget= is not supported under tensor parallelism, where all processes would have to run "
+                    "the same parts again: leave it out (checkpointing works)"
+                )
+            parts = Sharded(self.module, world, 1 if mesh is None else mesh.size()) if sharded else None
+            self.shards = TensorParallel(self.module, mesh, parts, world) if mesh is not None else parts
+            assert self.shards is not None
             world.agree({"making": "a private optimizer of a sharded model", "parts": self.shards.mark()})
             self.shards.open()
-        self._quiet = world.size > 1 and self.wrapper is None and not sharded and not hasattr(model, IGNORED)
+        self._quiet = world.size > 1 and not (self.wrapper or self.shards) and not hasattr(model, IGNORED)
         if self._quiet:  # a wrapper that comes later must not broadcast buffers in a forward that only some ranks make
             setattr(model, IGNORED, [name for name, _ in model.named_buffers()])
         self.claim()
+
+    def _check_dealt(self) -> None:
+        """Raises StepError if processes that share layers are handed different samples: before their forwards meet."""
+        batch = in_hand.current() if self.world.split is not None else None
+        if batch is not None and batch.share != self.world.share:
+            raise StepError(
+                f"the loader's batches are one of {batch.share[1]} parts of a logical batch, and the optimizer's mesh "
+                f"has {self.world.share[1]}: the processes that share the model's layers must have the same samples. "
+                "Give fastdp.poisson_loader the mesh of those with samples of their own (mesh=mesh['dp'], of one "
+                "dimension, perhaps of size 1)."
+            )
 
     def refused(self, error: BaseException) -> None:
         """A forward or backward raises this error."""
@@ -84,7 +111,8 @@ class Replica:
         """Raises StepError if the model is sharded, where this cannot be done."""
         if self.shards is not None:
             raise StepError(
-                f"{what} takes a model that is whole on this process, and fully_shard was called on this one"
+                f"{what} takes a model that is whole on this process, and fully_shard was called on this one, or its "
+                "layers are split over processes (tensor parallelism)"
             )
 
     def claim(self) -> None:
@@ -100,10 +128,12 @@ class Replica:
 
         Raises ParameterError if that wrapper is refused.
         """
+        _check_attention(self.world)
+        self._check_dealt()
         if self.shards is not None:
             self.shards.begins()
         self.world.begins()
-        found = wrapper_around(self.module) if self.world.size > 1 else None
+        found = names.wrapper_around(self.module) if self.world.size > 1 else None
         if found is not None and found is not self.wrapper:
             self.adopt(found)
         elif found is not None and self._late:  # no_sync() of the first forward has switched it on again
@@ -157,10 +187,16 @@ def _check_wrapper(model: DistributedDataParallel, world: World) -> None:
         )
 
 
-def meshes_of(model: nn.Module) -> list[Any]:
-    """The meshes on which `fully_shard` has laid the model."""
+def world_for(model: nn.Module, process_group: Any, mesh: Any) -> World:
+    """The processes that train this model together, by the user's group or mesh.
+
+    Raises StepError if they are not all of torch.distributed's.
+    """
+    tensor_mesh = tensor_mesh_of(model)
+    if tensor_mesh is not None:
+        return split_world(tensor_mesh, process_group, mesh, names.sharding_group(model))
     found = (getattr(p, "device_mesh", None) for p in model.parameters()) if is_sharded(model) else ()
-    return [mesh for mesh in found if mesh is not None]
+    return world_of(process_group, mesh, [m for m in found if m is not None])
 
 
 def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:
@@ -180,17 +216,32 @@ def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:
                 "SyncBatchNorm normalizes each sample by the samples of all processes: use a norm of each sample alone "
                 "(fastdp.make_compatible puts GroupNorm in its place)"
             )
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if any(getattr(hook, "__module__", "").startswith(_EXPERIMENTAL) for hook in hooks):
+            raise ParameterError(
+                "a module works by torch.distributed.tensor.experimental (context parallelism): a process then has a "
+                "part of each sample, and every norm is too small. It is not supported yet: give each process whole "
+                "samples."
+            )
         if isinstance(module, engine):
             raise ParameterError(f"DeepSpeed averages gradients and steps by itself: it is not supported. {_INSTEAD}")
-    parts = () if sharded else _types("torch.distributed.tensor", "DTensor")
+    stages = _types("torch.distributed.pipelining.stage", "_PipelineStageBase")
+    if stages and any(_holds_stage(holder, model, stages) for holder in gc.get_referrers(model)):
+        raise ParameterError(
+            "the model is a stage of a pipeline (PipelineStage): this process has a part of each sample's gradient, "
+            "and every norm is too small. Pipeline parallelism is not supported yet: use fully_shard or tensor "
+            "parallelism."
+        )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, parts):
-            raise ParameterError(
-                f"'{name}' is a DTensor (of tensor parallelism): this process holds a part of it. Tensor-parallel "
-                f"models are not supported yet. {_INSTEAD}"
-            )
         if hasattr(parameter, "ds_id"):
             raise ParameterError(f"'{name}' is partitioned by DeepSpeed's ZeRO: it is not supported. {_INSTEAD}")
+
+
+def _holds_stage(holder: Any, model: nn.Module, stages: tuple[Any, ...]) -> bool:
+    """Whether this object, or the names of one, are of a pipeline's stage with this model."""
+    return isinstance(holder, stages) or (
+        isinstance(holder, dict) and holder.get("submod") is model and "stage_index" in holder
+    )
 
 
 def check_samples(world: World) -> None:
@@ -204,7 +255,11 @@ def check_samples(world: World) -> None:
             "gradients is not bounded by clipping. Communicate before a forward or after its backward (evaluate under "
             "torch.no_grad()), and use a loss of each sample alone."
         )
-    if type(F.scaled_dot_product_attention) is not type(torch._C._nn.scaled_dot_product_attention):
+    _check_attention(world)
+
+
+def _check_attention(world: World) -> None:
+    if world.size > 1 and type(F.scaled_dot_product_attention) is not type(torch._C._nn.scaled_dot_product_attention):
         raise StepError(
             "torch.nn.functional.scaled_dot_product_attention was replaced, as context parallelism does: a "
             "process then has a part of each sample, and every norm is too small. Context parallelism is not supported "

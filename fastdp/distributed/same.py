@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,14 +53,21 @@ def _marks(tensors: list[tuple[str, Tensor]]) -> list[object]:
                 f"'{name}' has no shape yet: every process would initialize it for itself. Call the model on a batch, "
                 "give all processes the same weights, and make the optimizer then."
             )
-        bits = None if hasattr(tensor, "placements") else _bits(tensor)  # a part is another on every process
+        bits = None if _is_cut(tensor) else _bits(tensor)  # a part is another on every process
         found.append((name, tuple(tensor.shape), str(tensor.dtype), bits))
     return found
 
 
+def _is_cut(tensor: Tensor) -> bool:
+    """Whether a part of it lies here."""
+    return any(not place.is_replicate() for place in getattr(tensor, "placements", ()))
+
+
 @torch.no_grad()
 def _bits(tensor: Tensor) -> object:
-    """Two sums of a tensor's bits, of which one knows their order; on a device without a copy to the host."""
+    """Two sums of a tensor's bits, of which one knows their order; on a device without a copy to the host. Of a DTensor
+    those of what lies here."""
+    tensor = getattr(tensor, "to_local", lambda: tensor)()
     try:
         words = tensor.detach().contiguous().view(-1).view(torch.uint8)
         words = nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32)
@@ -118,3 +125,28 @@ def _same_randomness() -> Iterator[None]:
     finally:
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+def same_on_all(group: Any, tensors: Sequence[Tensor], device: str) -> bool:
+    """Whether all processes of a group hold the same numbers. All of them must ask."""
+    own = torch.tensor([int(mark_of_tensors(list(tensors)), 16) >> 1], device=device)
+    least, most = own.clone(), own.clone()
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+    return int(least) == int(most)
+
+
+_PRIMES = (2147483647, 2147483629)
+
+
+@torch.no_grad()
+def lanes_of(tensor: Tensor) -> Tensor:
+    """Four numbers in [0, 1), float64, that tell a tensor's bits and sizes, on its device and without a wait."""
+    words = tensor.detach().contiguous().view(-1)
+    words = (words.to(torch.uint8) if words.dtype == torch.bool else words).view(torch.uint8)
+    words = nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32).long()
+    places = (torch.arange(len(words), device=words.device) * 0x9E3779B1 + 1) % 0x7FFFFFFF
+    sums = torch.stack([words.sum(), (words * places).sum()]) + sum(
+        n * 1_000_003**d for d, n in enumerate(tensor.shape)
+    )
+    return torch.stack([(sums % prime).double() / prime for prime in _PRIMES]).flatten()

@@ -9,7 +9,7 @@ sums are cut and added up by `fastdp.distributed.scatter`, in float32 whatever `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,10 +50,12 @@ class Group:
 class Sharded:
     """The parts and wholes of a model's parameters. Making it gathers each group once: all processes must, together.
 
+    split: over how many processes tensor parallelism has split layers before.
+
     Raises ParameterError where it is not known that the steps would be exact.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, split: int = 1) -> None:
         self.model, self._world = model, world
         self.states: list[Any] = []
         for module in model.modules():
@@ -61,11 +63,12 @@ class Sharded:
             if state is not None and not any(state is known for known in self.states):
                 self.states.append(state)
         handles = [handle for state in self.states for handle in names.groups_of(state)]
-        _check(model, self.states, world)
+        _check(model, self.states, world, split)
         self.groups = [Group(handle) for handle in handles]
         self._before: list[tuple[Any, bool, Any]] = []
         self._hooks: list[tuple[dict[int, Any], int, Any]] = []
         self._failed = False
+        self.leaf_of: Callable[[Tensor], Tensor] = lambda whole: whole  # of tensor parallelism: what lies here of it
         self._passing: dict[int, Any] = {}
 
     def mark(self) -> str:
@@ -74,7 +77,7 @@ class Sharded:
             (
                 group.ranks,
                 group.copy_count,
-                [(tuple(e._orig_size), e.fsdp_placement.dim) for e in group.handle.fsdp_params],
+                [(tuple(e.sharded_param.shape), e.fsdp_placement.dim) for e in group.handle.fsdp_params],
             )
             for group in self.groups
         ]
@@ -88,7 +91,7 @@ class Sharded:
         for group in self.groups:
             group.gather()
             for entry in group.handle.fsdp_params:
-                whole = names.whole_of(entry)
+                whole = self.leaf_of(names.whole_of(entry))
                 self._entries[id(whole)] = self._entries[id(entry.sharded_param)] = entry
                 dim = entry.fsdp_placement.dim
                 self._places[id(whole)] = group, Part(torch.Size(entry._orig_size), dim, group.rank, group.ranks)
@@ -127,7 +130,7 @@ class Sharded:
     def whole(self, parameter: Tensor) -> Tensor:
         """See `fastdp.engine.tracked.Shards`; so `part` and `drops_stray`."""
         entry = self._entries.get(id(parameter)) or self._between(parameter)
-        return parameter if entry is None else names.whole_of(entry)
+        return parameter if entry is None else self.leaf_of(names.whole_of(entry))
 
     def _between(self, parameter: Tensor) -> Any:
         """Of the part that reshard_after_forward=<a number> makes anew in every forward."""
@@ -149,6 +152,11 @@ class Sharded:
             return False
         entry.unsharded_accumulated_grad = None
         return True
+
+    lowers: Any = None  # see `fastdp.engine.tracked.Shards`
+
+    def count(self, whole: Tensor) -> int:
+        return whole.numel()
 
     def place(self, whole: Tensor) -> tuple[Group, Part] | None:
         """Whose part of it lies here; None of a parameter that is whole on every process."""
@@ -211,7 +219,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(names.state_of(module) is not None for module in model.modules())
 
 
-def _check(model: nn.Module, states: Sequence[Any], world: World) -> None:
+def _check(model: nn.Module, states: Sequence[Any], world: World, split: int) -> None:
     root = names.state_of(model)
     if root is None or names.is_inner(root):
         raise ParameterError(
@@ -228,19 +236,14 @@ def _check(model: nn.Module, states: Sequence[Any], world: World) -> None:
             )
         names.check_names(state, handle)
         mesh = handle.mesh_info
-        covered = int(mesh.shard_mesh_size) * names.replicas_of(mesh)[1]
+        covered = int(mesh.shard_mesh_size) * names.replicas_of(mesh)[1] * split
         if covered != count and processes() > 1 and world.size > 1:
             raise ParameterError(
                 f"a mesh of fully_shard holds {covered} of {count} processes: what the others hold is not known. Give "
-                "fully_shard a mesh of all processes (one dimension, or two for HSDP)."
+                "fully_shard a mesh of all processes (one dimension, or two for HSDP), beside tensor parallelism's."
             )
         for entry in handle.fsdp_params:
             name = entry._module_info.param_name if hasattr(entry, "_module_info") else "a parameter"
-            if entry.is_dtensor:
-                raise ParameterError(
-                    f"'{name}' was a DTensor before fully_shard, of tensor parallelism: this is not supported yet. "
-                    "Shard by fully_shard alone."
-                )
             if names.changes_parts(entry):
                 raise ParameterError(
                     f"the part of '{name}' is changed before it is gathered (fsdp_pre_all_gather, as float8 does): "

@@ -42,6 +42,13 @@ class World:
     """One process, which trains alone. What it sends goes nowhere."""
 
     rank, size = 0, 1
+    share = (0, 1)  # which part of the samples this process has, of how many: those of a tensor-parallel model share it
+    split: Any = None  # the process group of those who share this process's samples, and a model's layers
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process counts its samples: the first of those who share them does."""
+        return self.split is None or dist.get_rank(self.split) == 0
 
     def check(self) -> None:
         """Raises StepError where other processes have joined since."""
@@ -117,12 +124,17 @@ class World:
 class Ranks(World):
     """All processes of torch.distributed, each with whole samples and a copy of the model.
 
-    group: the process group of the sums. It must hold all processes.
+    group: the process group of the sums. It must hold all processes, but for those with whom this one shares a model's
+    layers, and the samples: `split`.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        self.group = dist.group.WORLD if group is None else group
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+    def __init__(self, group: Any = None, split: Any = None) -> None:
+        self.group, self.split = dist.group.WORLD if group is None else group, split
+        if split is None:
+            self.share = self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        else:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.share = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._of = dist.group.WORLD
         self._control = _control()
         self._over = ""  # why this optimizer makes no more steps
@@ -262,8 +274,8 @@ class Ranks(World):
         return before is not None and before != self._collectives()
 
     def _collectives(self) -> tuple[int | None, ...]:
-        """Those of the model's parts and of sums left out."""
-        now = collectives_so_far(self._of), collectives_so_far(self.group)
+        """Those of the model's parts and of sums left out, and all of a group that shares a model's layers."""
+        now = [None if group is self.split else collectives_so_far(group) for group in (self._of, self.group)]
         return tuple(None if n is None else n - own for n, own in zip(now, self._own, strict=True))
 
 
@@ -294,6 +306,16 @@ def world_of(process_group: Any = None, mesh: Any = None, sharded_on: Sequence[A
             "processes of a world: start a world (torchrun) of its own for each training."
         )
     return Ranks(process_group)
+
+
+def dealing_world(process_group: Any = None, mesh: Any = None) -> World:
+    """The processes over which a loader deals its samples. mesh: of one dimension; processes beside it get the same
+    samples as those in it, as the optimizer of a model whose layers are split over them asks for."""
+    if process_group is not None or mesh is None or mesh.ndim != 1 or mesh.size() == processes():
+        return world_of(process_group, mesh)
+    world = Ranks()
+    world.share = int(mesh.get_local_rank()), int(mesh.size())
+    return world
 
 
 def refuse_several(world: World, what: str, instead: str) -> None:

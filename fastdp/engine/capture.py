@@ -68,7 +68,7 @@ class Pass(PassRecord):
         super().__init__(batch, people, count, moment or Moment(engine.owner), engine.token_node)
         self.engine, self.backward, self.tracked = engine, engine.backward, tracked
         self.memo, self.planner, self.token = engine.memo, engine.planner, engine.token
-        self.root = type(engine.model).__name__
+        self.root, self.lowers = type(engine.model).__name__, engine.backward.tracked.lowers
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
         self.unseen = ""  # what took data out of sight, if something did
@@ -78,9 +78,8 @@ class Pass(PassRecord):
         self.known_call = self.known_calls.caller() if self.known_calls is not None else None
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.watcher: Watcher | None = None
-        self.exposed = Exposed(batch, engine.model)
+        self.exposed, self.reads = Exposed(batch, engine.model), engine.reads
         self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
-        self.reads = engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
     @property
@@ -388,13 +387,14 @@ class _CaptureMode(TorchFunctionMode):
         self.forward_pass = forward_pass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        active = self.forward_pass  # known calls are made at once, unless data has left torch, or Dynamo's are seen
+        kwargs, active = kwargs or {}, self.forward_pass
+        if active.lowers is not None and (out := active.lowers(active, func, args, kwargs)) is not NotImplemented:
+            return out  # known calls are made at once, unless data has left torch, or Dynamo's are seen
         if active.known_call is not None and active.watcher is None and not active.exposed.anything:
             out = active.known_call(active, func, args, kwargs)
             if out is not MISSED:
                 return out
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly
-            look_beneath(self.forward_pass, func, args, kwargs)
+            look_beneath(active, func, args, kwargs)
             return func(*args, **kwargs)
-        return self.forward_pass.dispatch(func, args, kwargs)
+        return active.dispatch(func, args, kwargs)

@@ -138,6 +138,10 @@ class PerSampleGradients:
         """The tracked parameters that currently require grad."""
         return self._tracked.tensors()
 
+    def shape_of(self, parameter: Tensor) -> tuple[int, ...]:
+        """The shape of a tracked parameter in all the model, of which this process may use a part."""
+        return tuple(self._tracked.part(parameter).shape)
+
     def present(self) -> set[int]:
         """The ids of all parameters that are currently in the model, tracked or not."""
         return self._tracked.current()

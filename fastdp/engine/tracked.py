@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -71,6 +71,13 @@ class Shards(Protocol):
 
     def drops_stray(self, whole: Tensor) -> bool:
         """Drop the gradients that were taken off the whole parameter; whether there were any."""
+
+    def count(self, whole: Tensor) -> int:
+        """Elements of it in all the model, of which forwards here may use a part (tensor parallelism)."""
+
+    @property
+    def lowers(self) -> Any:
+        """None, or what makes calls that take DTensors: (pass, function, args, kwargs) -> result."""
 
 
 class Tracked:
@@ -177,6 +184,11 @@ class Tracked:
     def holders(self) -> list[Tensor]:
         return [holder for p in self.tensors() for holder in self.holders_of(p)]
 
+    @property
+    def lowers(self) -> Any:
+        """What makes the forward's calls that take DTensors; None where there are none."""
+        return None if self._shards is None else self._shards.lowers
+
     def drops_stray(self, parameter: Tensor) -> bool:
         """Drop what was taken off a parameter's `.grad`; whether there was any."""
         return self._shards is not None and self._shards.drops_stray(parameter)
@@ -191,6 +203,8 @@ class Tracked:
         now = self._present()
         trained = [p is not None and self.part(p).requires_grad for p in now]
         counts = [p.numel() if type(p) is nn.Parameter else _count(p) for p in now]  # (asked for several times a step)
+        if (shards := self._shards) is not None:
+            counts = [0 if p is None or is_lazy(p) else shards.count(p) for p in now]
         if (
             self._seen is not None
             and (trained, counts) == self._seen[1:]

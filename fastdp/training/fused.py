@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.parts import Part, placed_like
+from ..distributed.parts import Box, Part, placed_like
 from ..ops.checks import words_of
 from ..ops.common import DTYPES
 from ..ops.noise import Noise
@@ -31,7 +31,7 @@ class Release(NamedTuple):
     noise: Noise
     std: float
     scale: float
-    parts: dict[int, Part] = {}  # of sharded parameters: what of them the sums are
+    parts: dict[int, Part | Box] = {}  # of sharded parameters: what of them the sums are
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The private gradient of a parameter, in its type; None if it is not tracked."""

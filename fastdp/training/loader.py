@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from ..accounting import steps_per_epoch
 from ..distributed.same import mark_of_records
-from ..distributed.world import World, world_of
+from ..distributed.world import World, dealing_world
 from ..errors import StepError
 from ..layouts.groups import People
 from ..layouts.in_hand import ACTIVE, TELL, WAITING, PhysicalBatch, now
@@ -276,7 +276,7 @@ def poisson_loader(
         ValueError: if a size or rate is out of range, or the dataset is empty.
         StepError: if the data cannot be sampled by index, the DataLoader has a custom sampler, or processes differ.
     """
-    world = world_of(process_group, mesh)
+    world = dealing_world(process_group, mesh)
     with world.deciding():
         found = _loader_of(
             data, sample_rate, expected_batch_size, max_physical_batch_size, max_batch_size, steps, seed, group_by,
@@ -288,7 +288,7 @@ def poisson_loader(
 
 def share(loader: PoissonLoader) -> None:
     """Share a loader that was made before torch.distributed began. All processes call this, before they iterate."""
-    world = world_of()
+    world = dealing_world(None, None)
     if loader.sampler.share == (0, 1):
         with world.deciding():
             _share(loader, world)
@@ -314,7 +314,7 @@ def _share(loader: PoissonLoader, world: World) -> None:
         world.agree({"making": "a poisson_loader", "first, last and other records of the dataset": records})
     if seed is None:
         sampler.key = int.from_bytes(world.from_first(sampler.key.to_bytes(32, "big")), "big")
-    sampler.share = (world.rank, world.size)
+    sampler.share = world.share
 
 
 def _loader_of(

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ..accounting import check_accountant, warn_of_delta
 from ..distributed.frameworks import check_frameworks
-from ..distributed.replicas import Replica, check_samples, meshes_of
+from ..distributed.replicas import Replica, check_samples, world_for
 from ..distributed.same import mark
-from ..distributed.world import world_of
 from ..engine.explain import Plan
 from ..engine.gradients import Gradients, add
 from ..engine.per_sample import PerSampleGradients
@@ -33,7 +32,7 @@ from .ledger import Ledger, finite
 from .members import Members
 from .missed import Missed
 from .rates import Rate
-from .sums import sums_of
+from .tensor_sums import sums_of
 
 
 class Privacy:
@@ -63,7 +62,7 @@ class Privacy:
         ledger: str | PathLike[str] | None = None,
     ) -> None:
         check_frameworks(model)
-        self.world = world_of(process_group, mesh, meshes_of(model))
+        self.world = world_for(model, process_group, mesh)
         self._place = ("", 0, 0)  # of the loader, at the last step
         with self.world.deciding():
             check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
@@ -72,7 +71,7 @@ class Privacy:
             self.loss_reduction = loss_reduction
             self.world.check()
             self.noise, self.ledger = Noise(seed), Ledger()
-            self.replica = Replica(model, self.world)
+            self.replica = Replica(model, self.world, memory_budget)
             model = self.replica.module
             try:
                 self.engine = PerSampleGradients(
@@ -84,7 +83,7 @@ class Privacy:
                 self.clipping = Clipping(named, clipping, max_grad_norm, self.sums.with_wholes(style), gamma)
                 self.unit = Unit()
                 self.replica.check_others(self.engine)
-                together.begin(self.world, self.engine, self.noise, self.ledger, ledger, self._settings())
+                together.begin(self.world, self.replica, self.engine, self.noise, self.ledger, ledger, self._settings())
             except Exception:
                 self.ledger.close()
                 if hasattr(self, "engine"):
@@ -196,12 +195,12 @@ class Privacy:
         self.replica.check_others(self.engine)
         current = self._current()
         if current is None:
-            if self.world.size == 1:
+            if self.world.share[1] == 1:
                 self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
             else:
                 if gradients.people is not None:
                     raise StepError(misuse.PERSONS_APART)
-                self._warn_once(misuse.OWN_BATCHES.format(n=self.world.size), "own batches")
+                self._warn_once(misuse.OWN_BATCHES.format(n=self.world.share[1]), "own batches")
             if self._has_pending:
                 self._warn_once(misuse.ADDED, "added")
             if known := self.engine.taken or self.missed.stepped.like(self.sample_rate, gradients.records):
@@ -272,7 +271,7 @@ class Privacy:
         rate, expected = self.sample_rate, self.expected_batch_size
         if current is not None:
             self._check_skipped(current)
-            misuse.check_share(current, self.world.rank, self.world.size)
+            misuse.check_share(current, *self.world.share)
             rate, expected = of_loader(current, self._step_of, rate, expected)
         empty = current is not None and current.size == 0
         if not self._has_pending and not empty:
@@ -346,7 +345,7 @@ class Privacy:
         found, self._fresh, records = together.summed(
             self.world, shares, self._fresh, device, self._records, said, look
         )
-        sums.update(found)
+        sums = self.sums.settled(sums | found)
         if self.sample_rate is not None and not draws and not self.ledger.history:
             self._rate_check.judge(self.sample_rate, records, self.expected_batch_size)
         return sums

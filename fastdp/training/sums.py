@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed.parts import Box, Part
 from ..distributed.scatter import Scatter, buckets_of
 from ..distributed.sharded import Group, Sharded
 from ..distributed.world import World
 from ..engine.early import Taken
 from ..engine.gradients import Gradients
 from ..engine.reading import readings
+from ..engine.tracked import Shards
 from ..ops.noise import Noise
 from .fused import Release
 
@@ -62,6 +64,10 @@ class Sums:
     def shares(self, sums: dict[int, Tensor]) -> list[Share]:
         """Over whom these are to be added up at the step; all ids come up once."""
         return [(None, sums)]
+
+    def settled(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The sums, once they were added up over all samples, as all processes that hold the same ones have them."""
+        return sums
 
     def release(
         self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
@@ -159,7 +165,7 @@ class ShardedSums(Sums):
     def release(
         self, sums: dict[int, Tensor], places: dict[int, int], noise: Noise, std: float, scale: float
     ) -> Release:
-        parts = {}
+        parts: dict[int, Part | Box] = {}
         for group in self._shards.groups:
             for whole in group.wholes:
                 place, key = self._shards.place(whole), id(self._shards.part(whole))
@@ -168,19 +174,19 @@ class ShardedSums(Sums):
         return Release(sums, places, noise, std, scale, parts)
 
     def with_wholes(self, style: Any) -> Any:
-        if isinstance(style, str) or not isinstance(style, Sequence):
-            return style
-        return [
-            {**item, "params": [self._shards.whole(p) if isinstance(p, Tensor) else p for p in item["params"]]}
-            if isinstance(item, Mapping) and isinstance(item.get("params"), list | tuple)
-            else item
-            for item in style
-        ]
+        return with_wholes(self._shards, style)
 
 
-def sums_of(shards: Sharded | None, world: World) -> Sums:
-    """Of a model with these shards; None of a whole one."""
-    return Sums() if shards is None else ShardedSums(shards, world)
+def with_wholes(shards: Shards, style: Any) -> Any:
+    """Clipping groups, with the tracked parameters in the place of what the user named."""
+    if isinstance(style, str) or not isinstance(style, Sequence):
+        return style
+    return [
+        {**item, "params": [shards.whole(p) if isinstance(p, Tensor) else p for p in item["params"]]}
+        if isinstance(item, Mapping) and isinstance(item.get("params"), list | tuple)
+        else item
+        for item in style
+    ]
 
 
 def _zeros(parameter: Tensor, shape: Sequence[int]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..distributed.frameworks import check_schedulers, equal_later
 from ..distributed.reduce import Reduction
+from ..distributed.replicas import Replica
 from ..distributed.same import mark, mark_of_model, mark_of_parameters, mark_of_shapes
 from ..distributed.world import World
 from ..engine.per_sample import PerSampleGradients
@@ -25,8 +26,9 @@ from .sums import Share
 
 
 def begin(
-    world: World, engine: PerSampleGradients, noise: Noise, ledger: Ledger, path: Any, settings: Mapping[str, object]
-) -> None:
+    world: World, replica: Replica, engine: PerSampleGradients, noise: Noise, ledger: Ledger, path: Any,
+    settings: Mapping[str, object],
+) -> None:  # fmt: skip
     """All processes have the same model and the same settings, and take the key of the noise from the first.
 
     path: the file of the ledger, or None.
@@ -45,6 +47,7 @@ def begin(
         **settings,
     }
     world.agree(said)
+    replica.check_copies()
     noise.restore(world.from_first(noise.key), noise.step)
     if path is not None:
         share(ledger, world)
@@ -80,7 +83,7 @@ def summed(
     # before all agree: its memory may not suffice
     reductions = [(group, sums, Reduction(list(sums.values()))) for group, sums in shares]
     count = torch.as_tensor(dropped, device=device).to(torch.int64).view(1).clone()
-    everywhere = world.agree(said, records)
+    everywhere = world.agree(said, records if world.speaks else 0)
     if look is not None:
         look()
     found: dict[int, Tensor] = {}
@@ -98,6 +101,6 @@ def settings_of(clipping: Clipping, engine: PerSampleGradients, **more: object) 
         **more,
         "clipping": (function, clipping.max_grad_norm, clipping.gamma),
         "groups": mark([(g.name, g.parameters, g.max_grad_norm) for g in clipping.groups]),
-        "trained parameters": mark([(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]),
+        "trained parameters": mark([(name, engine.shape_of(p), str(p.dtype)) for name, p in named.items()]),
         "their places": mark(sorted(engine.offsets().items())),
     }

@@ -282,6 +282,15 @@ def _linear(forward_pass: ForwardPass, name: str, x: Tensor, weight: Tensor, bia
     return capture(_Linear(forward_pass, name, layout), Context(forward_pass, weight, bias), x)
 
 
+def captured_linear(forward_pass: ForwardPass, x: Tensor, weight: Tensor, bias: Tensor | None, adds_bias: bool) -> Any:
+    """F.linear, with the bias's gradient also where another process adds the bias to what all sum up."""
+    layout = sample_layout(forward_pass, x, "linear")
+    refuse_contraction(forward_pass, layout, x.dim() - 1, "linear")
+    ctx = Context(forward_pass, weight, bias)
+    ctx.values[1] = ctx.values[1] if adds_bias else None
+    return capture(_Linear(forward_pass, "linear", layout), ctx, x)
+
+
 @use_rule(F.linear)
 def capture_linear(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """F.linear(x, W, b), x of any number of dimensions."""

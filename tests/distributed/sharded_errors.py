@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fastdp.engine.per_sample import PerSampleGradients
@@ -156,10 +155,6 @@ def refused(rank: int, world: int) -> None:
         adamw(wrapped)
     with pytest.raises(ParameterError, match="CPUOffloadPolicy"):
         adamw(fully_shard(build(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)))
-    parallel = nn.Linear(4, 4 * world)
-    parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), mesh))
-    with pytest.raises(ParameterError, match="tensor parallelism"):
-        adamw(parallel)
     model = sharded(build())
     with pytest.raises(ParameterError, match="does not train them"):
         adamw(model, params=model.head.parameters())

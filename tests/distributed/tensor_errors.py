@@ -1,0 +1,232 @@
+"""Noise to the last bit, and what is refused of a model whose layers are split."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fastdp
+from fastdp.errors import ParameterError, SampleMixingError, StepError, UncapturedUseError
+
+from .models import adamw, single, whole
+from .tensor_models import LENGTH, WORDS, D, build, split
+
+
+def tensor_mesh(copies: int = 1) -> Any:
+    return init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
+
+
+def tokens(seed: int = 0, size: int = 3) -> Tensor:
+    return torch.randint(0, WORDS, (size, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, given: Tensor) -> Tensor:
+    return F.cross_entropy(model(given).flatten(0, 1), given.roll(-1, 1).flatten())
+
+
+class Columns(nn.Module):
+    """Two layers whose gradients are whole numbers: their sums are the same bits in any order."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, size), nn.Linear(size, 3)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        nn.init.ones_(self.up.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+def same_noise(rank: int, world: int) -> None:
+    """The weights are those of one process, noise and all, to the last bit."""
+    for copies in (1, 2) if world == 4 else (1,):
+        mesh = tensor_mesh(copies)
+        several, one = Columns(12), Columns(12)
+        parallelize_module(several, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if copies > 1:
+            fully_shard(several, mesh=mesh["dp"])
+        options = dict(lr=0.5, noise_multiplier=0.7, max_grad_norm=1e6, expected_batch_size=8, loss_reduction="sum",
+                       seed=3)  # fmt: skip
+        optimizer = fastdp.DPSGD(several, mesh=mesh["dp"] if copies > 1 else None, **options)
+        with single():
+            truth = fastdp.DPSGD(one, **options)
+        x = torch.randint(-3, 4, (4 * copies, 4), generator=torch.Generator().manual_seed(0)).float()
+        several(x[mesh["dp"].get_local_rank() :: copies]).sum().backward()
+        optimizer.step()
+        with single():
+            one(x).sum().backward()
+            truth.step()
+        for p, q in zip(several.parameters(), one.parameters(), strict=True):
+            assert float(q.abs().max()) > 0 and torch.equal(whole(p), q)
+        optimizer.detach()
+
+
+def records(rank: int, world: int) -> None:
+    """A loader that deals over the copies alone gives the ranks of a split model the same records."""
+    mesh = tensor_mesh()
+    data = torch.utils.data.TensorDataset(tokens(size=40))
+    options = dict(expected_batch_size=6, max_physical_batch_size=4, seed=2, steps=4)
+    several, one = split(build(), mesh["tp"], "words"), build()
+    found = []
+    for model, where in ((several, mesh["dp"]), (one, None)):
+        with single() if where is None else contextlib.nullcontext():
+            loader = fastdp.poisson_loader(data, mesh=where, **options)
+            optimizer = fastdp.DPSGD(model, lr=0.5, noise_multiplier=0.5, max_grad_norm=0.3, seed=1, accountant="rdp")
+            for (given,) in loader:
+                (loss_of(model, given) if len(given) else model(given).sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(optimizer.epsilon(1e-5))
+            optimizer.detach()
+    assert found[0] == found[1]
+    for p, q in zip(several.parameters(), one.parameters(), strict=True):
+        assert float((whole(p) - q).abs().max()) < 1e-6
+    optimizer = adamw(several)
+    with pytest.raises(StepError, match="must have the same samples"):  # dealt over all ranks: each has another part
+        for (given,) in fastdp.poisson_loader(data, **options):
+            several(given)
+    optimizer.detach()
+
+
+def refused_when_made(rank: int, world: int) -> None:
+    mesh = tensor_mesh()["tp"]
+    with pytest.raises(ParameterError, match="memory_budget"):
+        adamw(split(build(), mesh), memory_budget=1)
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    wrapped.module = split(build(), mesh)
+    with pytest.raises(ParameterError, match="leave the wrapper out"):
+        adamw(wrapped)
+    other = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    experts = split(build(), mesh)
+    experts.experts = nn.Module()
+    experts.experts.weight = nn.Parameter(distribute_tensor(torch.randn(world, 2, 2), other, [Shard(0)]))
+    with pytest.raises(ParameterError, match="Expert parallelism"):
+        adamw(experts)
+    stage = PipelineStage(build(), rank, world, torch.device("cpu"))
+    with pytest.raises(ParameterError, match="Pipeline parallelism"):
+        adamw(stage.submod)
+    for dimension, what in (("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
+        with pytest.raises(StepError, match=f"{what} parallelism is not supported"):
+            both = init_device_mesh("cpu", (world, 1), mesh_dim_names=(dimension, "tp"))
+            adamw(split(build(), both["tp"]), mesh=both)
+    alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(StepError, match="mesh=mesh"):
+        adamw(split(build(), alone["tp"]))
+    model = split(build(), mesh)
+    optimizer = adamw(model)
+    with pytest.raises(StepError, match="works in one process"):
+        optimizer.graphed(loss_of)
+    optimizer.detach()
+    torch.manual_seed(rank)
+    with pytest.raises(ParameterError, match="hold different parts"):
+        torch.manual_seed(rank)
+        copy = nn.Sequential(nn.Linear(4, 4, bias=False))
+        parallelize_module(copy, alone["tp"], {"0": ColwiseParallel()}, src_data_rank=None)
+        adamw(copy, mesh=alone["dp"])
+
+
+def refused(model: nn.Module, given: Any, kind: type, match: str, step: bool = False) -> None:
+    """One backward (or step) of a new optimizer raises this error on every rank."""
+    optimizer = adamw(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        with pytest.raises(kind, match=match):
+            out = model(given)
+            F.cross_entropy(out.flatten(0, 1), torch.zeros(out.size(0) * out.size(1), dtype=torch.long)).backward()
+            if step:
+                optimizer.step()
+        assert all(torch.equal(whole(a), whole(b)) for a, b in zip(model.parameters(), before, strict=True))
+    finally:
+        optimizer.detach()
+
+
+class Sequence(nn.Module):
+    """A norm on a part of the tokens, with something beside it."""
+
+    def __init__(self, beside: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.norm, self.beside = nn.Embedding(WORDS, D), nn.LayerNorm(D), beside
+        self.head = nn.Linear(D, WORDS)
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.head(self.norm(self.beside(self.words(given))))
+
+    def laid_out(self, mesh: Any, **plan: Any) -> Any:
+        return parallelize_module(self, mesh, {
+            "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(), "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            **plan,
+        })  # fmt: skip
+
+
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.square()
+
+
+class Sorted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(2)
+
+
+def refused_in_a_forward(rank: int, world: int) -> None:
+    mesh = tensor_mesh()["tp"]
+    given = tokens()
+    torch.manual_seed(0)
+    # a whole parameter that meets a part of the sequence: what each rank finds is a part of its gradient
+    refused(Sequence(nn.Linear(D, D)).laid_out(mesh), given, StepError, "different norms", step=True)
+    copied = Sequence(nn.Linear(D, D)).laid_out(mesh, beside=SequenceParallel())
+    refused(copied, given, UncapturedUseError, "meets a weight placed as")
+    refused(Sequence(Squared()).laid_out(mesh, beside=SequenceParallel()), given, UncapturedUseError, "'beside.weight'")
+    sorted_ = Sequence(Sorted()).laid_out(
+        mesh, beside=PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1))
+    )
+    refused(sorted_, given, UncapturedUseError, "takes a DTensor")
+    torch.manual_seed(0)
+    by_samples = nn.Sequential(nn.Embedding(WORDS, D), nn.LayerNorm(D), nn.Linear(D, 5))
+    parallelize_module(by_samples, mesh, {"1": SequenceParallel(sequence_dim=0)})
+    refused(by_samples, given, SampleMixingError, "every sample")
+    refused(split(build(), mesh), tokens(seed=rank), StepError, "different batches", step=True)
+
+
+def context_parallelism(rank: int, world: int) -> None:
+    """In a world where tensor parallelism is allowed, parts of the sequence by context_parallel are still refused."""
+    mesh = tensor_mesh()["tp"]
+    model = split(build(), mesh)
+    optimizer = adamw(model)
+    given = tokens(size=2).repeat(1, 2)
+    with context_parallel(mesh, buffers=[given], buffer_seq_dims=[1]):
+        with pytest.raises(StepError, match="Context parallelism is not supported"):
+            loss_of(model, given).backward()
+    optimizer.detach()
+    assert isinstance(next(model.blocks[0].attention.parameters()), DTensor)
+
+
+OTHERS: dict[str, Any] = {
+    function.__name__: function
+    for function in (same_noise, records, refused_when_made, refused_in_a_forward, context_parallelism)
+}

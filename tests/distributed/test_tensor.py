@@ -1,0 +1,48 @@
+"""Models whose layers are split over processes make the step of one process: two ranks and three, each started once."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from .ranks import results, start
+from .tensor import CASES, COPIES, EXACT
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
+TWO = [name for name in CASES if name not in COPIES]
+THREE = ["words, sequence, loss", "same_noise"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    return results(start("tests.distributed.tensor", 2, folder, *TWO), folder)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    return results(start("tests.distributed.tensor", 3, folder, *THREE), folder)
+
+
+def check(name, found):
+    if found[0][name] == "skipped":
+        pytest.skip("transformers is not there, or too old")
+    for rank, by_case in enumerate(found):
+        said = by_case[name]
+        assert not isinstance(said, str), f"rank {rank}: {said}"
+        if name in EXACT or name in COPIES:
+            norms, weights, epsilon, truth = said
+            assert norms < 1e-6 and weights < 1e-6 and epsilon == truth == found[0][name][2]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks(name, two):
+    check(name, two)
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_ranks(name, three):
+    check(name, three)
