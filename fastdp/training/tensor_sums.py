@@ -30,7 +30,8 @@ _ROUNDING = 1e-6  # of those of sums, which are float32
 _APART = (
     "the processes that share the model's layers (tensor parallelism) {what}. Every one of them must have the same "
     "batch (deal samples over mesh['dp'] alone), and a parameter that is whole on each must meet the same data on "
-    "each: one that meets a part of the sequence needs SequenceParallel. Nothing of this step was released."
+    "each: one that meets a part of the sequence needs SequenceParallel, and dropout the same seed on each. Nothing of "
+    "this step was released."
 )
 
 

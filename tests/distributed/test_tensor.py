@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from .ranks import results, start
+from .ranks import ROOT, results, start
 from .tensor import CASES, COPIES, EXACT
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
@@ -46,3 +49,13 @@ def test_two_ranks(name, two):
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks(name, three):
     check(name, three)
+
+
+def test_the_example():
+    pytest.importorskip("sklearn")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
+    out = subprocess.run([*command, str(ROOT / "examples" / "tensor_parallel.py"), "--quick"], env=environment,
+                         timeout=200, check=True, capture_output=True, text=True).stdout  # fmt: skip
+    accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+), epsilon ([\d.]+) at", out).groups())
+    assert accuracy > 0.3 and 2.9 < epsilon <= 3.0
