@@ -136,15 +136,15 @@ def pretending(setting: Setting) -> Iterator[Any]:
     parts = setting.ranks // setting.copies
     sizes, dims = ((parts,), ("shard",)) if setting.copies == 1 else ((setting.copies, parts), ("copy", "shard"))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=dims)
-    before = tracked.is_lazy, privacy.world_of
+    before = tracked.is_lazy, privacy.world_for
     tracked.is_lazy = lambda parameter: True  # type: ignore[assignment]
-    privacy.world_of = lambda *_: Pretended(None)  # type: ignore[assignment]
+    privacy.world_for = lambda *_: Pretended(None)  # type: ignore[assignment]
     Ranks.__init__.__globals__["_CONTROL"][:] = [(dist.group.WORLD, dist.group.WORLD)]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), Told(), watched(), forced("reference"):
             yield mesh
     finally:
-        tracked.is_lazy, privacy.world_of = before  # type: ignore[assignment]
+        tracked.is_lazy, privacy.world_for = before  # type: ignore[assignment]
         Ranks.__init__.__globals__["_CONTROL"].clear()
         dist.destroy_process_group()
 
