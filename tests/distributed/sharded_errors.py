@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fastdp.engine.per_sample import PerSampleGradients
-from fastdp.errors import ParameterError, SampleMixingError, StepError, UncapturedUseError
+from fastdp.errors import ClippingError, ParameterError, SampleMixingError, StepError, UncapturedUseError
 
 from .models import adamw, batch, build, loss_of, single, whole
 from .sharded import sharded
@@ -92,6 +92,22 @@ def one_refuses(rank: int, world: int) -> None:
         loss_of(model, batch(step, 3)).backward()
         again.step()
     again.detach()
+
+
+def one_cannot_clip(rank: int, world: int) -> None:
+    """An error between norms and sums (here: of a clipping function, on the last rank) is raised once the others have
+    what they wait for; they raise it before a step."""
+    model = sharded(build())
+    optimizer = adamw(model, clipping=lambda n: (50.0 if rank == world - 1 else 0.1) / (n + 0.1))
+    before = [p.to_local().detach().clone() for p in model.parameters()]
+    begun = time.monotonic()
+    with pytest.raises(ClippingError):
+        loss_of(model, batch(rank, 3)).backward()
+        optimizer.step()
+    assert time.monotonic() - begun < 10
+    assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not optimizer.history
+    optimizer.detach()
 
 
 class Astray(nn.Module):
@@ -198,6 +214,7 @@ def changed_since(rank: int, world: int) -> None:
 CASES: dict[str, Any] = {
     function.__name__: function
     for function in (
-        nothing_stale, taken_off, one_refuses, used_out_of_sight, collectives_within, refused, changed_since,
+        nothing_stale, taken_off, one_refuses, one_cannot_clip, used_out_of_sight, collectives_within, refused,
+        changed_since,
     )
 }  # fmt: skip
