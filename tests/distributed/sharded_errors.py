@@ -172,6 +172,10 @@ def refused(rank: int, world: int) -> None:
         adamw(wrapped)
     with pytest.raises(ParameterError, match="CPUOffloadPolicy"):
         adamw(fully_shard(build(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    both = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "parts"))
+    adamw(sharded(build(), both), mesh=both).detach()
+    with pytest.raises(StepError, match="2 dimensions"):
+        adamw(sharded(build()), mesh=both)
     parallel = nn.Linear(4, 4 * world)
     parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), mesh))
     with pytest.raises(ParameterError, match="tensor parallelism"):
