@@ -28,11 +28,11 @@ def updated(kind: str, optimizer: Any, release: Release) -> bool:
         return False  # noise runs by runs of the whole parameter's order
     known: _Locals = optimizer.__dict__.setdefault("_local_parts", _Locals())
     groups = known.groups(optimizer.param_groups)
-    state = known.state(kind, optimizer.param_groups, optimizer.state)
+    state = known.state(optimizer.param_groups, optimizer.state)
     if not fused.can_fuse(kind, groups, state, tables):
         return False
     fused.step(kind, groups, state, known.release(release), tables)
-    known.write_back(optimizer.state)
+    known.write_back(kind, optimizer.param_groups, optimizer.state)
     return True
 
 
@@ -65,21 +65,10 @@ class _Locals:
         """Parts without an element are left out."""
         return [{**group, "params": [q for p in group["params"] if (q := self.local(p)).numel()]} for group in groups]
 
-    def state(
-        self, kind: str, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]
-    ) -> dict[Tensor, dict[str, Any]]:
-        """The state of what lies here; makes the optimizer's, where it has none yet."""
-        self._state = {}
-        for group in groups:
-            for p in group["params"]:
-                own = state[p]
-                if kind == "adam" and not own:
-                    own["step"] = torch.tensor(0.0, dtype=torch.float32)
-                    own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-                if kind == "sgd" and group["momentum"] and own.get("momentum_buffer") is None and not _local(p).numel():
-                    own["momentum_buffer"] = torch.zeros_like(p)
-                if _local(p).numel():
-                    self._state[self.local(p)] = {name: _local(value) for name, value in own.items()}
+    def state(self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+        """The state of what lies here."""
+        each = [(p, self.local(p)) for group in groups for p in group["params"]]
+        self._state = {q: {name: _local(value) for name, value in state[p].items()} for p, q in each if q.numel()}
         return self._state
 
     def release(self, release: Release) -> Release:
@@ -91,15 +80,30 @@ class _Locals:
             offsets={local_of[key]: offset for key, offset in release.offsets.items()},
         )
 
-    def write_back(self, state: dict[Tensor, dict[str, Any]]) -> None:
+    def write_back(self, kind: str, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]]) -> None:
         """What the operators made anew of the state, and the private gradients."""
-        for p, q in self._of.values():
-            if not q.numel() and "step" in state[p] and id(q) in self._summed:
-                state[p]["step"] = state[p]["step"] + 1
-            p.grad = None if q.grad is None else placed_like(q.grad, p)
-            for name, value in self._state.get(q, {}).items():
-                if state[p].get(name) is None or name == "step":
-                    state[p][name] = placed_like(value, p) if isinstance(value, Tensor) and value.dim() else value
+        for group in groups:
+            for p in group["params"]:
+                q, own = self.local(p), state[p]
+                if not q.numel() and id(q) in self._summed:
+                    _make_empty(kind, group, p, own)
+                    q.grad = torch.zeros_like(q) if q.dtype in (torch.float32, torch.float64) else None
+                p.grad = None if q.grad is None else placed_like(q.grad, p)
+                for name, value in self._state.get(q, {}).items():
+                    if own.get(name) is None or name == "step":
+                        own[name] = placed_like(value, p) if isinstance(value, Tensor) and value.dim() else value
+
+
+def _make_empty(kind: str, group: dict[str, Any], parameter: Tensor, own: dict[str, Any]) -> None:
+    """The state of a part without elements, after a step."""
+    if kind == "sgd":
+        if group["momentum"] and own.get("momentum_buffer") is None:
+            own["momentum_buffer"] = torch.zeros_like(parameter)
+        return
+    if not own:
+        own["step"] = torch.tensor(0.0, dtype=torch.float32)
+        own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    own["step"] = own["step"] + 1
 
 
 @torch.no_grad()

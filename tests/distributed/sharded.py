@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -51,6 +52,23 @@ def compiled(model: nn.Module) -> nn.Module:
     for place, block in enumerate(model.blocks):
         model.blocks[place] = torch.compile(block, backend="aot_eager")
     return sharded(model)
+
+
+def nested(model: nn.Module) -> nn.Module:
+    """Groups within groups, one of several modules, blocks under checkpointing's wrapper, and prefetching."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for place, block in enumerate(model.blocks):
+        fully_shard(block.mlp, mesh=mesh)
+        model.blocks[place] = fully_shard(checkpoint_wrapper(block), mesh=mesh)
+    fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    model.set_modules_to_forward_prefetch([model.blocks[0]])
+    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+    return model
+
+
+def in_nests(rank: int, world: int, **options: Any) -> Any:
+    return compare(rank, world, wrap=nested, sizes=[row[:world] for row in UNEQUAL], **options)
 
 
 def runs_compiled(rank: int, world: int) -> Any:
@@ -101,6 +119,8 @@ EXACT: dict[str, Any] = {
     "replicated": case(dict(mesh="replicated"), unequal=True, sigma=1.0),
     "replicated, parts of one": case(dict(mesh="copies"), unequal=True, sigma=1.0),
     "compiled": runs_compiled,
+    "nested": in_nests,
+    "nested, budget": functools.partial(in_nests, memory_budget=1),
     "one group": case(dict(blocks=False)),
     "a parameter left out": case(dict(ignored=True), unequal=True, sigma=1.0),
     "along the second dimension": case(dict(dim=1), sigma=1.0),
@@ -210,6 +230,35 @@ def mixed_precision(rank: int, world: int) -> None:
     optimizer.detach(), truth.detach()
 
 
+def optimizers(rank: int, world: int) -> None:
+    """By the fused operators and by torch's own step; their state lies as the parameters do."""
+    makers = [
+        functools.partial(fastdp.DPSGD, lr=0.1, momentum=0.9), functools.partial(fastdp.DPRMSprop, lr=1e-3, eps=1e-3),
+        functools.partial(fastdp.DPAdamW, lr=1e-2, eps=1e-3, amsgrad=True),
+        functools.partial(fastdp.DPAdam, lr=1e-2, eps=1e-3, weight_decay=0.1),
+    ]  # fmt: skip
+    shared = dict(noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=4, sample_rate=0.1, seed=4)
+    for make in makers:
+        several, one = sharded(build()), build()
+        optimizer = make(several, **shared)
+        with single():
+            truth = make(one, **shared)
+        for step in range(3):
+            loss_of(several, batch(10 * step + rank, 2)).backward()
+            optimizer.step()
+            with single():
+                loss_of(one, torch.cat([batch(10 * step + r, 2) for r in range(world)])).backward()
+                truth.step()
+        for p, q in zip(several.parameters(), one.parameters(), strict=True):
+            assert float((whole(p) - q).abs().max()) < 1e-5
+            assert whole(p.grad).shape == q.grad.shape and torch.allclose(whole(p.grad), q.grad, atol=1e-6)
+            for name, value in truth.state[q].items():
+                mine = optimizer.state[p][name]
+                assert not value.dim() or mine.placements == p.placements
+                assert torch.allclose(whole(mine), value, atol=1e-5), name
+        optimizer.detach(), truth.detach()
+
+
 def in_order(rank: int, world: int) -> list[Any]:
     """The records of a loader, and what was trained on them."""
     return records(rank, world, sharded)
@@ -221,7 +270,15 @@ def in_order_by_persons(rank: int, world: int) -> list[Any]:
 
 OTHERS: dict[str, Any] = {
     function.__name__: function
-    for function in (same_noise, in_a_world_of_one, gathered_once_more, mixed_precision, in_order, in_order_by_persons)
+    for function in (
+        same_noise,
+        optimizers,
+        in_a_world_of_one,
+        gathered_once_more,
+        mixed_precision,
+        in_order,
+        in_order_by_persons,
+    )
 }
 FOUR = {
     "cut for two between forward and backward": case(dict(reshard_after_forward=2), kind="checkpointed", sigma=1.0),
