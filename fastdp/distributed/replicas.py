@@ -18,6 +18,7 @@ from . import private_names as names
 from .frameworks import unwrap
 from .sharded import Sharded, is_sharded
 from .tensor import TensorParallel
+from .tensor_hooks import origins
 from .tensor_mesh import split_world, tensor_mesh_of
 from .world import World, processes, world_of
 
@@ -217,7 +218,7 @@ def _check_whole(model: nn.Module, world: World, sharded: bool) -> None:
                 "(fastdp.make_compatible puts GroupNorm in its place)"
             )
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        if any(getattr(hook, "__module__", "").startswith(_EXPERIMENTAL) for hook in hooks):
+        if any(where.startswith(_EXPERIMENTAL) for hook in hooks for where in origins(hook)):
             raise ParameterError(
                 "a module works by torch.distributed.tensor.experimental (context parallelism): a process then has a "
                 "part of each sample, and every norm is too small. It is not supported yet: give each process whole "

@@ -6,6 +6,7 @@ in. transformers (`tp_plan`) puts the same around a module's `forward`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,8 +44,16 @@ def out_of_sight(module: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def check_plan(model: nn.Module) -> None:
-    """Raises ParameterError of a module that transformers' tp_plan treats in a way that is not known to be exact."""
+    """Raises ParameterError of a module that a style treats in a way that is not known to be exact."""
     for name, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            found = origins(hook)
+            foreign = sorted(where for where in found if not where.startswith("torch.distributed.tensor"))
+            if found & set(STYLES) and foreign:
+                raise ParameterError(
+                    f"'{name}' is laid out by a style of {', '.join(foreign)}, which would run out of fastdp's sight: "
+                    "use the styles of torch.distributed.tensor.parallel"
+                )
         forward: Any = module.__dict__.get("forward")
         if getattr(forward, "__module__", "").startswith(TRANSFORMERS):
             held = _held(forward)
@@ -57,11 +66,25 @@ def check_plan(model: nn.Module) -> None:
                 )
 
 
+def origins(hook: Any) -> set[str]:
+    """The modules of Python in which a hook was written, and what it calls of those who made it."""
+    if isinstance(hook, functools.partial):
+        return origins(hook.func)
+    found = {getattr(hook, "__module__", None) or "", type(getattr(hook, "__self__", hook)).__module__}
+    for value in _held(hook).values() if found & set(STYLES) else ():
+        found |= origins(value) if callable(value) else {type(value).__module__}
+    return found - {"builtins", "", "torch.distributed.device_mesh"}
+
+
 def _held(function: Any) -> dict[str, Any]:
     """What a function within another one has of it, by name."""
     return {
         name: cell.cell_contents
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in zip(
+            getattr(getattr(function, "__code__", None), "co_freevars", ()),
+            getattr(function, "__closure__", None) or (),
+            strict=True,
+        )
     }
 
 

@@ -84,6 +84,11 @@ def split_world(tensor_mesh: Any, process_group: Any, mesh: Any, sharded_by: Any
         found = [_alone()]
     own = dist.get_process_group_ranks(found[0])
     different = any(dist.get_process_group_ranks(group) != own for group in found)
+    if sharded_by is not None and len(own) * len(shared) != processes():
+        raise StepError(
+            f"fully_shard cuts the split layers over {len(own)} processes, and {processes()} train together: beside "
+            "tensor parallelism its mesh must have one dimension, of all others (HSDP is not supported there)"
+        )
     if different or len(own) * len(shared) != processes() or set(own) & set(shared) != {dist.get_rank()}:
         raise StepError(
             f"layers are split over {len(shared)} of {processes()} processes, and what the others do is not known: "

@@ -140,7 +140,7 @@ class Privacy:
         self._members.check(gradients.taken)
         self.sums.begin(gradients, members, {"backward": self._backwards, "of step": self.noise.step})
         norm_sq = self.sums.norm_sq(gradients, members)
-        factors = self.clipping.factors(norm_sq)
+        factors = self.sums.factors(self.clipping, norm_sq)
         norms = [squares.sqrt().float() for squares in norm_sq]
         flat = self.clipping.style == "flat"
         self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))

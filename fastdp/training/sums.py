@@ -7,7 +7,7 @@ all parameters would not fit. All processes agree before that, also on which par
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..engine.gradients import Gradients
 from ..engine.reading import readings
 from ..engine.tracked import Shards
 from ..ops.noise import Noise
+from .clipping import Clipping
 from .fused import Release
 
 Members = Sequence[Sequence[Tensor]]  # the parameters of each clipping group
@@ -40,6 +41,10 @@ class Sums:
         return [
             taken[k].norm_sq.to(gradients.device) if k in taken else gradients.norm_sq(p) for k, p in enumerate(members)
         ]
+
+    def factors(self, clipping: Clipping, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+        """The clip factors [B] of each clipping group."""
+        return clipping.factors(norm_sq)
 
     def clipped(self, gradients: Gradients, members: Members, factors: Sequence[Tensor]) -> list[dict[int, Tensor]]:
         """What this process holds of the clipped sums, by the ids of the tracked parameters."""
@@ -81,16 +86,30 @@ class Sums:
 
 
 class ShardedSums(Sums):
-    """Of a model whose parameters lie in parts on several processes."""
+    """Of a model whose parameters lie in parts on several processes.
+
+    Others wait for this process's sums: an error on the way to them is raised at the end, and the sums are zero till
+    then. No process makes a step of them, as the others hear of the error before.
+    """
 
     def __init__(self, shards: Sharded, world: World) -> None:
         self._shards, self._world = shards, world
+        self._problem: Exception | None = None
         self._needed: list[tuple[list[Group], list[Group]]] = []  # of each bucket: for its norms, and for its sums
 
     def _buckets(self, members: Members) -> list[tuple[Group | None, list[Tensor]]]:
         return list(buckets_of([p for group in members for p in group], self._shards.groups))
 
+    @contextlib.contextmanager
+    def _held_back(self) -> Iterator[None]:
+        """An error within is raised at the end of the sums."""
+        try:
+            yield
+        except Exception as problem:  # noqa: BLE001 - raised by `clipped`
+            self._problem = self._problem or problem
+
     def begin(self, gradients: Gradients, members: Members, said: Mapping[str, object]) -> None:
+        self._problem = None
         buckets, groups = self._buckets(members), self._shards.groups
         bucket_of = {id(p): number for number, (_, own) in enumerate(buckets) for p in own}
         group_of = {id(p): number for number, group in enumerate(groups) for p in group.wholes}
@@ -113,19 +132,24 @@ class ShardedSums(Sums):
     def norm_sq(self, gradients: Gradients, members: Members) -> list[Tensor]:
         found = [torch.zeros(gradients.batch, dtype=torch.float64, device=gradients.device) for _ in members]
         for (_, own), (needed, _) in zip(self._buckets(members), self._needed, strict=True):
-            with self._at_hand(needed):
+            with self._at_hand(needed), self._held_back():
                 for total, part in zip(found, _among(members, own), strict=True):
                     if part:
                         total += gradients.norm_sq(part)
         return found
 
+    def factors(self, clipping: Clipping, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+        with self._held_back():
+            return clipping.factors(norm_sq)
+        return [torch.zeros_like(squares, dtype=torch.float32) for squares in norm_sq]
+
     def clipped(self, gradients: Gradients, members: Members, factors: Sequence[Tensor]) -> list[dict[int, Tensor]]:
         scatter, whole = Scatter(), dict[int, Tensor]()
         for (group, own), (_, needed) in zip(self._buckets(members), self._needed, strict=True):
             sums: dict[int, Tensor] = {}
-            with self._at_hand(needed):
+            with self._at_hand(needed), self._held_back():
                 for part, c in zip(_among(members, own), factors, strict=True):
-                    if part:
+                    if part and self._problem is None:
                         sums.update(gradients.clipped_sum(c, part, not gradients.watched))
             if group is None:
                 whole.update(sums)
@@ -134,7 +158,11 @@ class ShardedSums(Sums):
             with self._world.exchanging():
                 scatter.put(group.scatter, [(p, part) for p, (_, part) in zip(own, places, strict=True)], sums)
         with self._world.exchanging():
-            return [{**scatter.done(), **whole}]
+            found = {**scatter.done(), **whole}
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+        return [found]
 
     def _at_hand(self, groups: list[Group]) -> contextlib.AbstractContextManager[None]:
         return self._shards.at_hand(groups) if groups else contextlib.nullcontext()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, f
 from torch.nn.parallel import DistributedDataParallel
 
 from fastdp.engine.per_sample import PerSampleGradients
-from fastdp.errors import ParameterError, SampleMixingError, StepError, UncapturedUseError
+from fastdp.errors import ClippingError, ParameterError, SampleMixingError, StepError, UncapturedUseError
 
 from .models import adamw, batch, build, loss_of, single, whole
 from .sharded import sharded
@@ -93,6 +93,22 @@ def one_refuses(rank: int, world: int) -> None:
     again.detach()
 
 
+def one_cannot_clip(rank: int, world: int) -> None:
+    """An error between norms and sums (here: of a clipping function, on the last rank) is raised once the others have
+    what they wait for; they raise it before a step."""
+    model = sharded(build())
+    optimizer = adamw(model, clipping=lambda n: (50.0 if rank == world - 1 else 0.1) / (n + 0.1))
+    before = [p.to_local().detach().clone() for p in model.parameters()]
+    begun = time.monotonic()
+    with pytest.raises(ClippingError):
+        loss_of(model, batch(rank, 3)).backward()
+        optimizer.step()
+    assert time.monotonic() - begun < 10
+    assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not optimizer.history
+    optimizer.detach()
+
+
 class Astray(nn.Module):
     """A parameter whose use no rule sees, on some ranks."""
 
@@ -155,6 +171,10 @@ def refused(rank: int, world: int) -> None:
         adamw(wrapped)
     with pytest.raises(ParameterError, match="CPUOffloadPolicy"):
         adamw(fully_shard(build(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    both = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "parts"))
+    adamw(sharded(build(), both), mesh=both).detach()
+    with pytest.raises(StepError, match="2 dimensions"):
+        adamw(sharded(build()), mesh=both)
     model = sharded(build())
     with pytest.raises(ParameterError, match="does not train them"):
         adamw(model, params=model.head.parameters())
@@ -193,6 +213,7 @@ def changed_since(rank: int, world: int) -> None:
 CASES: dict[str, Any] = {
     function.__name__: function
     for function in (
-        nothing_stale, taken_off, one_refuses, used_out_of_sight, collectives_within, refused, changed_since,
+        nothing_stale, taken_off, one_refuses, one_cannot_clip, used_out_of_sight, collectives_within, refused,
+        changed_since,
     )
 }  # fmt: skip

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import _ContextParallel as ContextStyle
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -128,6 +129,13 @@ def refused_when_made(rank: int, world: int) -> None:
         with pytest.raises(StepError, match=f"{what} parallelism is not supported"):
             both = init_device_mesh("cpu", (world, 1), mesh_dim_names=(dimension, "tp"))
             adamw(split(build(), both["tp"]), mesh=both)
+    own = nn.Sequential(nn.Linear(4, 4 * world))
+    with pytest.raises(ParameterError, match="a style of tests"):
+        adamw(parallelize_module(own, mesh, {"0": OwnStyle()}))
+    attention = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    parallelize_module(attention, mesh, {"1": ContextStyle(2, ContextStyle.AttentionType.SDPA)})
+    with pytest.raises(ParameterError, match="context parallelism"):
+        adamw(attention)
     alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
     with pytest.raises(StepError, match="mesh=mesh"):
         adamw(split(build(), alone["tp"]))
@@ -186,6 +194,12 @@ class Squared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight.square()
+
+
+class OwnStyle(ColwiseParallel):
+    @staticmethod
+    def _prepare_input_fn(layouts: Any, desired: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+        return ColwiseParallel._prepare_input_fn(layouts, desired, module, (inputs[0].flip(0),), mesh)
 
 
 class Sorted(nn.Module):

@@ -10,6 +10,10 @@ import sys
 import pytest
 import torch
 
+from fastdp.distributed.parts import Part, placed_within
+from fastdp.ops.noise import Noise
+from fastdp.training import fused
+
 from .ranks import ROOT, results, start
 from .tensor import CASES, COPIES, EXACT
 
@@ -59,3 +63,21 @@ def test_the_example():
                          timeout=200, check=True, capture_output=True, text=True).stdout  # fmt: skip
     accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+), epsilon ([\d.]+) at", out).groups())
     assert accuracy > 0.3 and 2.9 < epsilon <= 3.0
+
+
+@pytest.mark.parametrize("in_vain", [0, 1 << 20])
+def test_noise_by_runs_is_that_of_the_whole(in_vain, monkeypatch):
+    monkeypatch.setattr(fused, "_IN_VAIN", {"cpu": in_vain})
+    monkeypatch.setattr(fused, "_AT_ONCE", 100)
+    total, noise = torch.randn(7, 10), Noise(3)
+    whole = noise.add_scaled_(total.clone(), 0.7, 0.3, 5)
+    for rank in range(3):
+        part = Part(total.shape, 1, rank, 3)
+        for inner in (None, Part(part.local_shape, 0, 1, 2)):
+            place = placed_within(part, inner)
+            rows = slice(None) if inner is None else slice(inner.low, inner.high)
+            parameter = torch.nn.Parameter(total[rows, part.low : part.high].clone())
+            key = id(parameter)
+            sums, places = {key: parameter.detach().clone()}, {key: 5 + place.first}
+            release = fused.Release(sums, places, noise, 0.7, 0.3, {key: place})
+            assert torch.equal(release.gradient(parameter), whole[rows, part.low : part.high])
