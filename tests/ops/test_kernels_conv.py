@@ -167,6 +167,14 @@ def test_nothing_and_errors() -> None:
             call()
 
 
+def test_sizes_that_no_convolution_has_are_refused() -> None:
+    """As the reference refuses them: PyTorch has no such convolution, so nobody can want its norms."""
+    x, g = numbers(2, 4, 8, 8), numbers(2, 4, 4, 4)
+    for sizes in ((3, 1, -1, 1, 1), (3, 0, 1, 1, 1), (3, 2, 1, 0, 1), (0, 2, 0, 1, 1), (3, 2, 1, 1, 0)):
+        with pytest.raises(ValueError, match="or more"):
+            conv_norm_sq(x, g, *sizes)
+
+
 def test_float64_stays_float64() -> None:
     s = Setting((2, 6, 9, 11), (10, 3, 3, 2), (2, 1), (1, 0), (1, 2), 2, torch.float64)
     torch.testing.assert_close(conv_norm_sq(s.x, s.g, *s.geometry), s.truth.flatten(1).square().sum(1))
