@@ -8,6 +8,8 @@ Source: Bu et al. 2022, arXiv 2205.10683.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -16,7 +18,7 @@ from . import clipped, common, depthwise, linear, rows, tiles
 from .common import CHUNK, VECTOR, Tile, extent, has_kernel, is_half, truncation
 from .conv_bound import Limits, enlarged, parts_of
 from .conv_problem import Problem, Size, problem
-from .finish import finish
+from .finish import Sums, finish
 from .patches import conv_gram_kernel, conv_kernel
 
 # ---------------------------------------------------------------------- launchers
@@ -115,7 +117,8 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
         return linear.linear_norm_sq(*_rows(p), method, dtype=kind, tile=tile)
     if depthwise.takes(p) and tile is None:
         return rows.square_sum(depthwise.per_sample(p)).to(kind)
-    return (_gram if _by_gram(p, method) else _direct)(p.wide(), kind, tile)
+    p, gram = p.wide(), _by_gram(p, method)
+    return _gram(p, kind, tile, _sums(p)) if gram else _direct(p, kind, tile)
 
 
 def conv_norm_sq_and_bound(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size, dilation: Size,
@@ -138,7 +141,13 @@ def conv_norm_sq_and_bound(x: Tensor, g: Tensor, kernel_size: Size, stride: Size
         return found if known is None else _enlarged(found, p, known)
     if not _by_gram(p, method):
         return _direct(p.wide(), torch.float64, None, known)
-    return _gram(p.wide(), torch.float64, None, None if p.g.size(2) <= sums[1] else known)
+    enlarges = known is not None and p.g.size(2) > sums[1]
+    return _gram(p.wide(), torch.float64, None, _sums(p, sums[0], limits[1] if enlarges else math.inf))
+
+
+def _sums(p: Problem, units: float = 0.0, tolerance: float = math.inf) -> Sums:
+    """A bound by the sizes of patches: of each position a product, as of a linear layer."""
+    return Sums(p.g.size(2), p.inputs, p.weight[0] // p.groups, units, tolerance)
 
 
 def _by_gram(p: Problem, method: str) -> bool:
@@ -158,24 +167,23 @@ def _direct(p: Problem, kind: torch.dtype, tile: Tile | None, limits: Limits | N
     return enlarged(partial, count, p.x, p.g, share, limits)
 
 
-def _gram(p: Problem, kind: torch.dtype, tile: Tile | None, limits: Limits | None = None) -> Tensor:
+def _gram(p: Problem, kind: torch.dtype, tile: Tile | None, sums: Sums) -> Tensor:
     positions, outputs, half = p.g.size(2), p.weight[0] // p.groups, is_half(p.x)
     if tile is None and p.last:
         tile = _wide_tile(extent(positions, 128), extent(positions, 128))
     tile = tile or Tile(extent(positions, 64), extent(positions, 64), 32 if half else 16, 8, 3)
     n = triton.cdiv(positions, tile.m)
     count = p.groups * (n * (n + 1) // 2)
-    partial = p.x.new_empty((p.x.size(0), 2 * count), dtype=torch.float64)
+    partial = p.x.new_empty((p.x.size(0), 2 * count + 3 * n * p.groups), dtype=torch.float64)
     with torch.cuda.device_of(p.x):
-        conv_gram_kernel[(partial.numel() // 2,)](
+        conv_gram_kernel[(p.x.size(0) * count,)](
             p.x, p.g, partial, *p.sizes(), *p.strides(), p.groups, n, **p.constants(),
             BLOCK=tile.m, BLOCK_N=tile.k, BLOCK_O=tile.k, CHUNK=CHUNK, CHUNK_N=half and p.inputs > CHUNK,
             CHUNK_O=half and outputs > CHUNK, PRECISION=common.precision(p.x),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         share = truncation(p.inputs) + truncation(outputs) if half else 0.0
-        found = finish(partial, count, share, kind, True)[0]
-        return found if limits is None else _enlarged(found, p, limits)
+        return finish(partial, count, share, kind, True, sums)[0]
 
 
 def _enlarged(found: Tensor, p: Problem, limits: Limits) -> Tensor:

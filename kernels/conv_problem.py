@@ -97,10 +97,15 @@ def problem(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size
             groups: int) -> Problem:  # fmt: skip
     """Checks shapes and takes one or two dimensions as three; raises ValueError."""
     n = x.dim() - 2
+    if groups < 1:
+        raise ValueError(f"expected one group or more, not {groups}")
     if n not in (1, 2, 3) or g.dim() != x.dim() or x.size(0) != g.size(0) or x.size(1) % groups or g.size(1) % groups:
         raise ValueError(f"expected x [B,C,*] and g [B,O,*] of one to three dimensions with C and O multiples of "
                          f"{groups}; got {tuple(x.shape)} and {tuple(g.shape)}")  # fmt: skip
     geometry = Geometry(_three(kernel_size, n, 1), _three(stride, n, 1), _three(padding, n, 0), _three(dilation, n, 1))
+    if min(*geometry.kernel, *geometry.stride, *geometry.dilation) < 1 or min(geometry.padding) < 0:
+        raise ValueError(f"expected kernel_size, stride and dilation of 1 or more and padding of 0 or more; got "
+                         f"{kernel_size}, {stride}, {dilation} and {padding}")  # fmt: skip
     full = (1,) * (3 - n) + tuple(x.shape[2:])
     expected = [(size + 2 * p - d * (k - 1) - 1) // s + 1
                 for size, k, s, p, d in zip(full, *geometry, strict=True)]  # fmt: skip

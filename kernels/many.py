@@ -7,7 +7,7 @@ one layer does not, and its last wave is one of many.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,14 +42,21 @@ def _key(pair: Pair) -> Any:
     return a.dtype, a.device, a.shape, g.shape, a.stride(), g.stride()
 
 
-def _groups(pairs: Sequence[Pair], most: int) -> list[list[int]]:
-    """The places of pairs that go together, at most so many."""
+def _groups(pairs: Sequence[Pair], most: Callable[[Tensor, Tensor], int]) -> list[list[int]]:
+    """The places of pairs that go together, at most so many as `most` says of one of them."""
     groups: dict[Any, list[int]] = {}
     alone = pairs[0][0].is_cuda and torch.cuda.is_current_stream_capturing()  # a graph would read the table anew
     for place, pair in enumerate(pairs):
         key = None if alone else _key(pair)
         groups.setdefault((place,) if key is None else key, []).append(place)
-    return [group[low : low + most] for group in groups.values() for low in range(0, len(group), most)]
+    sizes = [most(*pairs[group[0]]) for group in groups.values()]
+    return [group[low : low + size] for group, size in zip(groups.values(), sizes, strict=True)
+            for low in range(0, len(group), size)]  # fmt: skip
+
+
+def _most(a: Tensor, g: Tensor) -> int:
+    """How many sums one launch forms."""
+    return max(1, MOST // (4 * a.size(-1) * g.size(-1)))
 
 
 def _layers(pairs: Sequence[Pair], places: list[int], *columns: list[Tensor]) -> tuple[Layers, Tensor]:
@@ -62,7 +69,7 @@ def _layers(pairs: Sequence[Pair], places: list[int], *columns: list[Tensor]) ->
 def linear_norm_sq(pairs: Sequence[Pair], method: str, units: float, tolerance: float, short: int) -> Tensor:
     """`linear.linear_norm_sq_and_bound` of each pair, [len(pairs), B] float64 without the bounds."""
     found: list[tuple[list[int], Tensor]] = []
-    for places in _groups(pairs, len(pairs)):
+    for places in _groups(pairs, lambda a, g: len(pairs)):
         layers = _layers(pairs, places)[0] if len(places) > 1 else None
         a, g = as_rows(*pairs[places[0]])
         norms, _ = linear._norms(a, g, method, torch.float64, None, (units, tolerance, short), layers)
@@ -75,19 +82,17 @@ def linear_norm_sq(pairs: Sequence[Pair], method: str, units: float, tolerance: 
 
 def linear_clipped_sum(pairs: list[Pair], c: Tensor, drop: bool = False) -> list[Tensor]:
     """`clipped.linear_clipped_sum` of each pair, each in memory of its own. drop: pairs that are done are let go of."""
-    a, g = as_rows(*pairs[0])
-    shape, device = (g.size(2), a.size(2)), a.device
     sums: list[Tensor] = [c] * len(pairs)
-    most = 1 if not is_half(a) and float32_is_exact() else max(1, MOST // (4 * shape[0] * shape[1]))  # 1: by cuBLAS
-    del a, g
-    for places in _groups(pairs, most):
+    for places in _groups(pairs, lambda a, g: 1 if not is_half(a) and float32_is_exact() else _most(a, g)):
         if len(places) == 1:
             sums[places[0]] = clipped.linear_clipped_sum(*pairs[places[0]], c)
         else:
-            outs = [torch.empty(shape, dtype=torch.float32, device=device) for _ in places]
-            with torch.cuda.device_of(outs[0]):
+            a, g = as_rows(*pairs[places[0]])  # of this group: others may have columns of zeros behind theirs
+            outs = [torch.empty((g.size(2), a.size(2)), dtype=torch.float32, device=a.device) for _ in places]
+            with torch.cuda.device_of(a):
                 layers, table = _layers(pairs, places, outs)
-                clipped._launch(*as_rows(*pairs[places[0]]), c, outs[0], False, None, None, layers, table[0])
+                clipped._launch(a, g, c, outs[0], False, None, None, layers, table[0])
+            del a, g
             for place, out in zip(places, outs, strict=True):
                 sums[place] = out
         for place in places if drop else ():

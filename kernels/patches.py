@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .common import dot, grouped, tile_sums, triangle
-from .products import rows_product
+from .products import put_sizes, rows_product
 
 
 @triton.jit
@@ -181,11 +181,14 @@ def conv_gram_kernel(
                 m += acc
                 acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     m += acc
+    gram_g = rows_product(p_g + i_b * stride_gb + i_group * stride_gg, o_row, o_col, P, D_O, stride_gp, stride_go,
+                          BLOCK, BLOCK_O, CHUNK, CHUNK_O, PRECISION)  # fmt: skip
+    p_partial += i_b * ((2 * tiles + 3 * n) * groups)
+    if i_row == i_col:
+        put_sizes(p_partial + 2 * tiles * groups + i_group * n + i_row, n * groups, m, gram_g, o_row, o_col, P, N, D_O)
     # M_pq = (patch_p . patch_q)(g_p . g_q)
-    m *= rows_product(p_g + i_b * stride_gb + i_group * stride_gg, o_row, o_col, P, D_O, stride_gp, stride_go,
-                              BLOCK, BLOCK_O, CHUNK, CHUNK_O, PRECISION)  # fmt: skip
-    value, spread = tile_sums(m)
+    value, spread = tile_sums(m * gram_g)
     weight = tl.where(i_row == i_col, 1.0, 2.0).to(tl.float64)
-    p_partial += i_b * (2 * tiles * groups) + pid % (tiles * groups)
+    p_partial += pid % (tiles * groups)
     tl.store(p_partial, weight * value)
     tl.store(p_partial + tiles * groups, weight * spread)

@@ -42,7 +42,7 @@ def rows_product(p_x, o_row, o_col, T, K, stride_t, stride_k, BLOCK: tl.constexp
 
 
 @triton.jit
-def _put_sizes(p_sizes, rows, gram_a, gram_g, o_row, o_col, T, D_I, D_O):
+def put_sizes(p_sizes, rows, gram_a, gram_g, o_row, o_col, T, D_I, D_O):
     """From a tile on the diagonal: sums of |a_t| |g_t|, |a_t|^2 and |g_t|^2; the first with what products may lose."""
     own = (o_row[:, None] == o_col[None, :]) & (o_row < T)[:, None]
     sizes = tl.sqrt(gram_a + TINY * D_I) * tl.sqrt(gram_g + TINY * D_O)
@@ -64,7 +64,7 @@ def _gram_tile(p_a, p_g, p_partial, i_row, i_col, i_tile, T, D_I, D_O, stride_at
     gram_g = rows_product(p_g, o_row, o_col, T, D_O, stride_gt, stride_go, BLOCK, BLOCK_O, CHUNK, CHUNK_O, PRECISION,
                           SAME)  # fmt: skip
     if i_row == i_col:
-        _put_sizes(p_partial + 2 * tiles + i_row, n, m, gram_g, o_row, o_col, T, D_I, D_O)
+        put_sizes(p_partial + 2 * tiles + i_row, n, m, gram_g, o_row, o_col, T, D_I, D_O)
     # M_ts = (a_t . a_s)(g_t . g_s)
     value, spread = tile_sums(m * gram_g)
     weight = tl.where(i_row == i_col, 1.0, 2.0).to(tl.float64)  # M_ts = M_st: each pair of tiles is formed once

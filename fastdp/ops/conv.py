@@ -156,7 +156,8 @@ def _compiled_gram(x: Tensor, g: Tensor, geometry: Geometry) -> tuple[Tensor, Te
 def _simple(operator: Operator, x: Tensor, geometry: Geometry) -> bool:
     """Whether the operators below take it: on a device they may have a kernel of their own, a user may have given one,
     and whoever watches the dispatcher is to see them."""
-    asked = x.device.type != "cpu" or is_watched() or "cpu" in operator.own
+    served = x.device.type != "cpu" or "cpu" in extension.BY_TRITON
+    asked = served or is_watched() or "cpu" in operator.own
     return asked and x.size(1) == 1 and not geometry.transposed
 
 

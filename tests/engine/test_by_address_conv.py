@@ -133,3 +133,15 @@ def test_sums_have_the_shape_of_the_weight_and_data_goes() -> None:
         assert total.shape == (C, C, 1, 1)
         torch.testing.assert_close(total.double()[..., 0, 0], want, rtol=1e-4, atol=1e-4)
     assert not one._pairs
+
+
+def test_the_engine_runs_the_kernels_themselves() -> None:
+    """Sums of the convolutions that are no products are by the device's kernels here, too, not by the C++ ones."""
+    model, x = Net().bfloat16(), images(6, torch.bfloat16)
+    engine = fastdp.PerSampleGradients(model)
+    with forced("direct"):
+        losses(model, x).mean().backward()
+        engine.norms()
+        with launches() as found:
+            engine.clipped_sum(torch.ones(B))
+    assert found["conv_kernel"] == 2, found

@@ -167,9 +167,30 @@ def test_nothing_and_errors() -> None:
             call()
 
 
+def test_sizes_that_no_convolution_has_are_refused() -> None:
+    """As the reference refuses them: PyTorch has no such convolution, so nobody can want its norms."""
+    x, g = numbers(2, 4, 8, 8), numbers(2, 4, 4, 4)
+    for sizes in ((3, 1, -1, 1, 1), (3, 0, 1, 1, 1), (3, 2, 1, 0, 1), (0, 2, 0, 1, 1), (3, 2, 1, 1, 0)):
+        with pytest.raises(ValueError, match="or more"):
+            conv_norm_sq(x, g, *sizes)
+
+
 def test_float64_stays_float64() -> None:
     s = Setting((2, 6, 9, 11), (10, 3, 3, 2), (2, 1), (1, 0), (1, 2), 2, torch.float64)
     torch.testing.assert_close(conv_norm_sq(s.x, s.g, *s.geometry), s.truth.flatten(1).square().sum(1))
     torch.testing.assert_close(conv_per_sample(s.x, s.g, *s.geometry), s.truth)
     c = torch.tensor([0.5, 2.0], device=DEVICE)
     torch.testing.assert_close(conv_clipped_sum(s.x, s.g, c, *s.geometry), weighted(s.truth, c))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_patches_that_underflow(dtype: torch.dtype) -> None:
+    """The gram matrix of small patches loses all its numbers: the norm may come out too large, never as 0."""
+    s = Setting((2, 4, 5, 5), (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2, dtype)
+    x, g = s.x * 1e-24, s.g * 1e17
+    truth = conv_gradients(x, g, (6, 2, 3, 3), (1, 1), (1, 1), (1, 1), 2).flatten(1).norm(dim=1)
+    assert (truth > 1e-7).all()
+    limits = (1e-6, 512), (1e-6, 5e-5)
+    geometry = (3, 3), (1, 1), (1, 1), (1, 1), 2
+    for found in (conv_norm_sq(x, g, *geometry, "gram"), conv.conv_norm_sq_and_bound(x, g, *geometry, "gram", *limits)):
+        assert (found.double().sqrt() >= truth).all()

@@ -77,13 +77,35 @@ def test_layers_that_lie_otherwise_are_launched_apart() -> None:
     buffer = torch.zeros(2 * 37 * 48 + 1, dtype=torch.bfloat16, device=DEVICE)
     buffer[1:] = pairs[3][0].flatten()
     pairs[3] = (buffer[1:].view(2, 37, 48), pairs[3][1])
-    assert many._groups(pairs, 10) == [[0, 2, 4, 5], [1], [3]]  # loads of 16 bytes from elsewhere would be a fault
+    assert many._groups(pairs, lambda a, g: 10) == [
+        [0, 2, 4, 5],
+        [1],
+        [3],
+    ]  # loads of 16 bytes from elsewhere would be a fault
     c = torch.tensor([0.5, 2.0], device=DEVICE)
     sums = many.linear_clipped_sum(pairs, c)
     for row, total, (a, g) in zip(norms(pairs, "gram"), sums, pairs, strict=True):
         check_norms(row, linear_gradients(a, g), plain(a, g))
         truth = weighted(linear_gradients(a, g), c)
         check_close(total, truth, truth.float())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_sums_of_layers_of_other_widths(first: int) -> None:
+    """Each group has memory of its own shape: of layers of one vocabulary some are filled up, and others are not, whose
+    inputs begin between two vectors."""
+    x = numbers(2, 37, 64, dtype=torch.bfloat16)
+    inputs = [x[..., 1:17], x[..., :16], x[..., 16:32], x[..., 32:48]]
+    pairs = [(a, numbers(2, 37, 19, dtype=torch.bfloat16, seed=n)) for n, a in enumerate(inputs)]
+    pairs = pairs[first:] + pairs[:first]
+    whole = [linear.filled_once(*pair) for pair in pairs]
+    assert sorted(g.size(2) for _, g in whole) == [19, 32, 32, 32]
+    c = torch.tensor([0.5, 2.0], device=DEVICE)
+    sums = many.linear_clipped_sum(list(whole), c)
+    for total, (a, g), (_, wide) in zip(sums, pairs, whole, strict=True):
+        truth = weighted(linear_gradients(a, g), c)
+        assert total.shape == (wide.size(2), 16)
+        check_close(total[:19], truth, truth.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
