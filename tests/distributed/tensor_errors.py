@@ -227,6 +227,28 @@ def refused_in_a_forward(rank: int, world: int) -> None:
     refused(split(build(), mesh), tokens(seed=rank), StepError, "different batches", step=True)
 
 
+class Flipped(nn.Module):
+    """Another sign on every second rank: gradients of equal norms, which are not the same."""
+
+    def __init__(self, sign: int) -> None:
+        super().__init__()
+        self.weight, self.sign = nn.Parameter(torch.ones(3)), sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.sign
+
+
+def refused_by_sums(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4 * world), nn.Linear(4 * world, 3), Flipped(1 - 2 * (rank % 2)))
+    parallelize_module(model, tensor_mesh()["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer = adamw(model, clipping="automatic")
+    model(torch.randn(3, 4)).sum(1).mean().backward()
+    with pytest.raises(StepError, match="different sums"):
+        optimizer.step()
+    optimizer.detach()
+
+
 def context_parallelism(rank: int, world: int) -> None:
     """In a world where tensor parallelism is allowed, parts of the sequence by context_parallel are still refused."""
     mesh = tensor_mesh()["tp"]
@@ -242,5 +264,5 @@ def context_parallelism(rank: int, world: int) -> None:
 
 OTHERS: dict[str, Any] = {
     function.__name__: function
-    for function in (same_noise, records, refused_when_made, refused_in_a_forward, context_parallelism)
+    for function in (same_noise, records, refused_when_made, refused_in_a_forward, refused_by_sums, context_parallelism)
 }
