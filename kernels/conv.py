@@ -122,27 +122,25 @@ def conv_norm_sq(x: Tensor, g: Tensor, kernel_size: Size, stride: Size = 1, padd
 
 
 def conv_norm_sq_and_bound(x: Tensor, g: Tensor, kernel_size: Size, stride: Size, padding: Size, dilation: Size,
-                           groups: int, method: str, sums: tuple[float, int],
+                           groups: int, method: str, units: float,
                            limits: tuple[float, float]) -> Tensor:  # fmt: skip
     """`conv_norm_sq` in float64, enlarged by what rounding may do to the clipped sum, in the same launches.
 
-    sums: of one product at each position, the share of sum_p |x_p| |g_p| by which sums may be off, and `short`: by
-    gram at most so many positions are enlarged by what cancels, which is more. limits: the share of |x| |g| by which
-    sums over any patches may be off, and the share of a norm that a bound must exceed to enlarge it.
+    units: of one product at each position, the share of sum_p |x_p| |g_p| by which sums may be off. limits: the share
+    of |x| |g| by which sums over any patches may be off, and the share of a norm that a bound must exceed to enlarge it.
     """
     p = problem(x, g, kernel_size, stride, padding, dilation, groups)
     if _empty(p):
         return x.new_zeros(x.size(0), dtype=torch.float64)
     if _pointwise(p):
-        return linear.linear_norm_sq_and_bound(*_rows(p), method, sums[0], limits[1], sums[1])[0]
+        return linear.linear_norm_sq_and_bound(*_rows(p), method, units, limits[1])[0]
     known = None if p.g.size(2) == 1 else Limits(*limits)
     if depthwise.takes(p):
         found = rows.square_sum(depthwise.per_sample(p))
         return found if known is None else _enlarged(found, p, known)
     if not _by_gram(p, method):
         return _direct(p.wide(), torch.float64, None, known)
-    enlarges = known is not None and p.g.size(2) > sums[1]
-    return _gram(p.wide(), torch.float64, None, _sums(p, sums[0], limits[1] if enlarges else math.inf))
+    return _gram(p.wide(), torch.float64, None, _sums(p, units, math.inf if known is None else limits[1]))
 
 
 def _sums(p: Problem, units: float = 0.0, tolerance: float = math.inf) -> Sums:

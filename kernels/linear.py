@@ -7,7 +7,6 @@ Source: Goodfellow 2015 (T = 1) and Li et al. 2022, section 4: |G_b|^2 = sum_{t,
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -90,21 +89,20 @@ def linear_norm_sq(a: Tensor, g: Tensor, method: str = "auto", *, dtype: torch.d
     return _norms(a, g, method, kind, tile, None)[0]
 
 
-def linear_norm_sq_and_bound(a: Tensor, g: Tensor, method: str, units: float, tolerance: float,
-                             short: int) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def linear_norm_sq_and_bound(a: Tensor, g: Tensor, method: str, units: float,
+                             tolerance: float) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`linear_norm_sq` in float64 with the bound units * sum_t |a_t| |g_t| [B], from one read of a and g.
 
-    Where the bound is more than `tolerance` of a norm, the norm is enlarged by it; but by gram at most `short`
-    positions are enlarged by what cancels, which is more. None: one position, which is no sum.
+    Where the bound is more than `tolerance` of a norm, the norm is enlarged by it. None: one position, which is no sum.
     """
     a, g = as_rows(a, g)
-    return _norms(a, g, method, torch.float64, None, (units, tolerance, short))
+    return _norms(a, g, method, torch.float64, None, (units, tolerance))
 
 
 def _norms(a: Tensor, g: Tensor, method: str, kind: torch.dtype, tile: Tile | None,
-           bound: tuple[float, float, int] | None,
+           bound: tuple[float, float] | None,
            layers: Layers | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Norms [B], of several layers one after the other, by the route of a method; bound: units, tolerance, short."""
+    """Norms [B], of several layers one after the other, by the route of a method; bound: units, tolerance."""
     (batch, t, i), o = a.shape, g.size(2)
     if 0 in (batch, t, i, o):
         return a.new_zeros(batch, dtype=kind), None
@@ -114,8 +112,7 @@ def _norms(a: Tensor, g: Tensor, method: str, kind: torch.dtype, tile: Tile | No
         gram = method == "gram" or (method == "auto" and gram_is_cheaper(t, i, o))
         sums = Sums(t, i, o) if gram else None
         if bound is not None:
-            enlarges = not gram or t > bound[2]
-            sums = Sums(t, i, o, bound[0], bound[1] if enlarges else math.inf)
+            sums = Sums(t, i, o, *bound)
         if tile is not None or layers is not None:
             return (_gram if gram else _direct)(a, g, kind, tile, sums, layers)
         route = _gram if gram else _direct

@@ -66,13 +66,13 @@ def _layers(pairs: Sequence[Pair], places: list[int], *columns: list[Tensor]) ->
     return Layers(table[0], table[1], len(places), TYPES[a.dtype]), table[2:]
 
 
-def linear_norm_sq(pairs: Sequence[Pair], method: str, units: float, tolerance: float, short: int) -> Tensor:
+def linear_norm_sq(pairs: Sequence[Pair], method: str, units: float, tolerance: float) -> Tensor:
     """`linear.linear_norm_sq_and_bound` of each pair, [len(pairs), B] float64 without the bounds."""
     found: list[tuple[list[int], Tensor]] = []
     for places in _groups(pairs, lambda a, g: len(pairs)):
         layers = _layers(pairs, places)[0] if len(places) > 1 else None
         a, g = as_rows(*pairs[places[0]])
-        norms, _ = linear._norms(a, g, method, torch.float64, None, (units, tolerance, short), layers)
+        norms, _ = linear._norms(a, g, method, torch.float64, None, (units, tolerance), layers)
         found.append((places, norms.view(len(places), -1)))
     if len(found) == 1:
         return found[0][1]

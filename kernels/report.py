@@ -165,7 +165,7 @@ def conv_cases(dtype: torch.dtype) -> Iterator[Case]:
                 norm = lambda x=x, g=g, r=rest, m=method: conv.conv_norm_sq(x, g, *r, m)
                 yield Case(f"{method} {name}", dtype, norm)
         yield Case(f"per sample {name}", dtype, lambda x=x, g=g, r=rest: conv.conv_per_sample(x, g, *r))
-        bound = lambda x=x, g=g, r=rest: conv.conv_norm_sq_and_bound(x, g, *r, "direct", (1e-6, 512), (1e-6, 5e-5))
+        bound = lambda x=x, g=g, r=rest: conv.conv_norm_sq_and_bound(x, g, *r, "direct", 1e-6, (1e-6, 5e-5))
         yield Case(f"norm and bound {name}", dtype, bound)
         if half:
             yield Case(f"sum {name}", dtype, lambda x=x, g=g, c=c, r=rest: conv.conv_clipped_sum(x, g, c, *r))
@@ -195,7 +195,7 @@ def segment_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def many_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Twelve layers at once, found by their addresses; stored rows."""
-    c, limits = meta(8, dtype=torch.float32), (1e-6, 5e-5, 512)
+    c, limits = meta(8, dtype=torch.float32), (1e-6, 5e-5)
     for t, i, o in ((512, 768, 3072), (1, 768, 768)):
         pairs = [(meta(8, t, i, dtype=dtype), meta(8, t, o, dtype=dtype)) for _ in range(12)]
         name = f"many T={t} I={i} O={o}"

@@ -248,10 +248,10 @@ def bounded_norm_sq(x: Tensor, g: Tensor, geometry: Geometry, method: str = "aut
     if kernels is not None and x.size(1) == 1 and not geometry.transposed:
         linear.check_method(method)
         product = min(geometry.weight[:2]) > 1
-        sums = bounds.roundings(positions, product) * bounds.unit(x), bounds.BLOCK
+        units = bounds.roundings(positions, product) * bounds.unit(x)
         limits = _units(x, geometry, positions), bounds.TOLERANCE
         sides = x.squeeze(1), g.squeeze(1)
-        return kernels.conv_norm_sq_and_bound(*sides, *_arguments(geometry), method, sums, limits)  # type: ignore[no-any-return]
+        return kernels.conv_norm_sq_and_bound(*sides, *_arguments(geometry), method, units, limits)  # type: ignore[no-any-return]
     gram = method == "gram" or (method == "auto" and gram_is_cheaper(g, geometry))
     built = _is_compiled(_norm_sq_op, x) and extension.takes(x, g) and x.numel() and g.numel()
     if built and gram:

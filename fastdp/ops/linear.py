@@ -264,7 +264,7 @@ def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tenso
         return linear_norm_sq(a, g, method, dtype=torch.float64), None
     if (kernels := extension.on_device("linear", a, g)) is not None:
         check_method(method)
-        limits = bounds.units_of_products(a, g), bounds.TOLERANCE, bounds.BLOCK
+        limits = bounds.units_of_products(a, g), bounds.TOLERANCE
         return kernels.linear_norm_sq_and_bound(a, g, method, *limits)  # type: ignore[no-any-return]
     built = a.device.type == "cpu" and _norm_sq_op.is_shipped("cpu")
     if built and extension.takes(a, g):
@@ -276,8 +276,6 @@ def norm_sq_and_bound(a: Tensor, g: Tensor, method: str = "auto") -> tuple[Tenso
         found = _compiled_direct(a, g)
         return found, enlarge_by_data(found, a, g, units)
     found = linear_norm_sq(a, g, method, dtype=torch.float64)
-    if a.device.type != "cpu" and method == "gram" and a.size(1) <= bounds.BLOCK:
-        return found, None  # enlarged there by what cancels, which is more than the bound
     products = bounds.of_products(a, g)
     return bounds.enlarged(found, products), products
 
@@ -298,7 +296,7 @@ def norm_sq_of_many(pairs: Sequence[tuple[Tensor, Tensor]], method: str = "auto"
     kernels = extension.on_device("many", *pairs[0])
     if kernels is None:
         return torch.stack([norm_sq_and_bound(a, g, method)[0] for a, g in pairs])
-    limits = bounds.units_of_products(*pairs[0]), bounds.TOLERANCE, bounds.BLOCK
+    limits = bounds.units_of_products(*pairs[0]), bounds.TOLERANCE
     return kernels.linear_norm_sq(pairs, method, *limits)  # type: ignore[no-any-return]
 
 

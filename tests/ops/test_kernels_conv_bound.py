@@ -56,11 +56,9 @@ def test_norms_are_those_of_the_operator(geometry: Geometry, method: str, dtype:
     check_norms(found, truth, truth.float().flatten(1).square().sum(1))
 
 
-@pytest.mark.parametrize("short", [4, 512])
 @pytest.mark.parametrize("method", ["gram", "direct"])
-def test_norms_are_enlarged_where_terms_cancel(method: str, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_enlarged_where_terms_cancel(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Constant images and gradients whose sum is 0: what is left of the sum is rounding, which the norm must bound."""
-    monkeypatch.setattr(bounds, "BLOCK", short)
     monkeypatch.setattr(rows, "PART", 1024)
     geometry = PADDED._replace(padding=(0, 0))
     x, g = sides(geometry, torch.float32)
@@ -72,7 +70,8 @@ def test_norms_are_enlarged_where_terms_cancel(method: str, short: int, monkeypa
     assert bound is not None and truth[1].norm() < 20 * bound[1]
     found = conv_ops.bounded_norm_sq(x, g, geometry, method).sqrt()
     exact = truth.flatten(1).norm(dim=1)
-    assert found[1] > exact[1] + 0.99 * (bound[1] if method == "direct" or short == 4 else 0.0)
+    share = 0.99 if method == "direct" else 0.5  # by gram the bound is of the patches' own sizes
+    assert found[1] > exact[1] + share * bound[1]
     torch.testing.assert_close(found[[0, 2]], exact[[0, 2]], rtol=1e-5, atol=0)
     assert (found >= exact * (1 - 1e-6)).all()
 

@@ -43,7 +43,7 @@ def test_products(dim: int, dtype: torch.dtype, far) -> None:
     truth, c = linear_gradients(a, g), torch.tensor([0.5, 2.0])
     x, y = far(a, dim), far(g, dim)
     for method in ("gram", "direct"):
-        norms, bound = linear._norms(x, y, method, torch.float64, linear.Tile(16, 16, 16, 4, 2), (1.0, 1e9, 512))
+        norms, bound = linear._norms(x, y, method, torch.float64, linear.Tile(16, 16, 16, 4, 2), (1.0, 1e9))
         check_norms(norms, truth, truth.float().flatten(1).square().sum(1))
         sizes = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
         torch.testing.assert_close(bound, sizes, rtol=1e-4, atol=0)
@@ -82,7 +82,7 @@ def test_stored_rows(far) -> None:
 def test_layers_far_apart(far) -> None:
     """Addresses are of 64 bits anyway; rows within a layer are far apart, too."""
     pairs = [(far(numbers(B, T, 16, seed=n), 1), far(numbers(B, T, 16, seed=n + 5), 1)) for n in range(2)]
-    found = many.linear_norm_sq(pairs, "gram", 1e-6, 5e-5, 512)
+    found = many.linear_norm_sq(pairs, "gram", 1e-6, 5e-5)
     for row, (x, y) in zip(found, pairs, strict=True):
         truth = linear_gradients(x, y)
         check_norms(row, truth, truth.float().flatten(1).square().sum(1))

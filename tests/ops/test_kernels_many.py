@@ -38,7 +38,7 @@ def plain(a: Tensor, g: Tensor) -> Tensor:
 
 
 def norms(pairs: list[tuple[Tensor, Tensor]], method: str) -> Tensor:
-    limits = bounds.units_of_products(*pairs[0]), bounds.TOLERANCE, bounds.BLOCK
+    limits = bounds.units_of_products(*pairs[0]), bounds.TOLERANCE
     return many.linear_norm_sq(pairs, method, *limits)
 
 
@@ -51,7 +51,7 @@ def test_norms(t: int, i: int, o: int, method: str, dtype: torch.dtype) -> None:
     assert found.shape == (3, 2) and found.dtype == torch.float64
     for row, (a, g) in zip(found, pairs, strict=True):
         check_norms(row, linear_gradients(a, g), plain(a, g))
-        limits = bounds.units_of_products(a, g), bounds.TOLERANCE, bounds.BLOCK
+        limits = bounds.units_of_products(a, g), bounds.TOLERANCE
         alone = linear.linear_norm_sq_and_bound(a, g, method, *limits)[0]
         torch.testing.assert_close(row, alone, rtol=1e-6, atol=0)
 

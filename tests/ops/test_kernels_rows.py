@@ -75,7 +75,7 @@ def test_rows_lie_as_they_lie() -> None:
 
 
 def bound_of(a: torch.Tensor, g: torch.Tensor, method: str, units: float = 1.0) -> torch.Tensor:
-    found, bound = linear.linear_norm_sq_and_bound(a, g, method, units, math.inf, 0)
+    found, bound = linear.linear_norm_sq_and_bound(a, g, method, units, math.inf)
     assert bound is not None and found.dtype == bound.dtype == torch.float64
     plain = linear.linear_norm_sq(a, g, method, dtype=torch.float64)
     assert torch.equal(found, plain), "a bound that never enlarges changes nothing"
@@ -129,7 +129,7 @@ def test_norms_are_enlarged_where_the_sum_may_be_off(method: str) -> None:
     g[0, -1] -= g[0].sum(0)  # equal inputs, output gradients that add up to almost nothing
     exact = torch.einsum("bti,bto->boi", a.double(), g.double()).square().sum((1, 2))
     units = bounds.units_of_products(a, g)
-    norm_sq, _ = linear.linear_norm_sq_and_bound(a, g, method, units, bounds.TOLERANCE, 0)
+    norm_sq, _ = linear.linear_norm_sq_and_bound(a, g, method, units, bounds.TOLERANCE)
     want = bounds.enlarged(exact, bounds.of_products(a, g))
     assert want[0] > 4 * exact[0] and want[1] == exact[1]
     assert bool((norm_sq >= want * (1 - 1e-5)).all())
