@@ -127,7 +127,8 @@ def conv_norm_sq_and_bound(x: Tensor, g: Tensor, kernel_size: Size, stride: Size
     """`conv_norm_sq` in float64, enlarged by what rounding may do to the clipped sum, in the same launches.
 
     units: of one product at each position, the share of sum_p |x_p| |g_p| by which sums may be off. limits: the share
-    of |x| |g| by which sums over any patches may be off, and the share of a norm that a bound must exceed to enlarge it.
+    of |x| |g| by which sums over any patches may be off, and the share of a norm that a bound must exceed to enlarge
+    it.
     """
     p = problem(x, g, kernel_size, stride, padding, dilation, groups)
     if _empty(p):
