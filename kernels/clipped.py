@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import (
+    CHUNK,
     Tile,
     aligned,
     device_limits,
@@ -58,9 +59,10 @@ def clipped_kernel(
     p_a, p_g, p_c, p_out, B, T, D_I, D_O, stride_ab, stride_at, stride_ai, stride_gb, stride_gt, stride_go, stride_c,
     stride_ol, stride_os, stride_oo, stride_oi, n_o, n_i, parts, share,
     BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_T: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
-    TYPE: tl.constexpr, OUT: tl.constexpr,
+    FLUSH: tl.constexpr, TYPE: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a layer's sum over `share` samples; the factor goes on each sample's float32 sum."""
+    """One tile of a layer's sum over `share` samples; the factor goes on each sample's float32 sum, or on those of each
+    FLUSH steps."""
     i_layer, i_split, o_o, o_i = _program(n_o, n_i, parts, BLOCK_O, BLOCK_I)
     p_a, p_g = start_of(p_a, i_layer, TYPE), start_of(p_g, i_layer, TYPE)
     o_step = tl.arange(0, BLOCK_T)
@@ -80,7 +82,7 @@ def clipped_kernel(
         g = tl.load(p_g + row_g[None, :], mask=m_o & m_t[None, :], other=0.0)
         a = tl.load(p_a + row_a[:, None], mask=m_i & m_t[:, None], other=0.0)
         acc = dot(g, a, acc, PRECISION)
-        if i_t == steps - 1:
+        if (i_t == steps - 1) | (i_t % FLUSH == FLUSH - 1):  # rounding grows with what one sum holds: `bounds.BLOCK`
             c = tl.load(p_c + i_b * stride_c).to(tl.float32)
             total += tl.where(c != 0, c * acc, 0.0)  # sum += c_b G_b; 0 * inf never formed into it
             acc = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
@@ -232,7 +234,9 @@ def _launch(a: Tensor, g: Tensor, c: Tensor, out: Tensor, add: bool, tile: Tile 
     whole = parts == 1
     part = target if whole else torch.empty((count, parts, o, i), dtype=torch.float32, device=a.device)
     strides = (0, 0, *out.stride()) if whole else part.stride()
-    kernel, extra = (clipped_rows_kernel, {"HALF": half}) if by_rows else (clipped_kernel, {"PRECISION": precision(a)})
+    kernel, extra = clipped_rows_kernel, {"HALF": half}
+    if not by_rows:
+        kernel, extra = clipped_kernel, {"PRECISION": precision(a), "FLUSH": max(CHUNK // tile.k, 1)}
     kernel[(count * parts * n_o * n_i,)](
         p_a, p_g, c, part, batch, t, i, o, *a.stride(), *g.stride(), c.stride(0), *strides, n_o, n_i, parts, share,
         BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, ADD=add and whole, **extra, TYPE=type_,

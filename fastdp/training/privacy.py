@@ -83,7 +83,7 @@ class Privacy:
                 self.clipping = Clipping(named, clipping, max_grad_norm, self.sums.with_wholes(style), gamma)
                 self.unit = Unit()
                 self.replica.check_others(self.engine)
-                together.begin(self.world, self.replica, self.engine, self.noise, self.ledger, ledger, self._settings())
+                together.begin(self.world, self.replica, self.engine, self.noise, self.ledger, ledger, self._settings)
             except Exception:
                 self.ledger.close()
                 if hasattr(self, "engine"):

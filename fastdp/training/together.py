@@ -27,7 +27,7 @@ from .sums import Share
 
 def begin(
     world: World, replica: Replica, engine: PerSampleGradients, noise: Noise, ledger: Ledger, path: Any,
-    settings: Mapping[str, object],
+    settings: Callable[[], Mapping[str, object]],
 ) -> None:  # fmt: skip
     """All processes have the same model and the same settings, and take the key of the noise from the first.
 
@@ -44,7 +44,7 @@ def begin(
         ),
         "seed": noise.seed,
         "ledger": "in no file" if path is None else "in a file",
-        **settings,
+        **settings(),
     }
     world.agree(said)
     replica.check_copies()

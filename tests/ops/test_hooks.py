@@ -51,6 +51,7 @@ def arguments(name: str) -> tuple[list, dict]:
         "embedding_norm_sq": ([ids, e, 3], {"dtype": torch.float64}),
         "embedding_clipped_sum": ([ids, e, c, 9, 3], {}),
         "embedding_clipped_sum.out": ([ids, e, c, 9, 3], {"out": draw(9, 4)}),
+        "tied_cross_term": ([ids, draw(3, 3, 18), a, g], {"dtype": torch.float64}),
         "clip_factors": ([torch.tensor([0.0, 4.0, float("inf"), 1e-30]), 1.5, "local", 0.01], {}),
         "noise_": ([draw(700), 0.5, KEY, 3, 11], {}),
         "add_noise_": ([draw(700), 0.5, 2.0, KEY, 3, 11], {}),

@@ -237,6 +237,16 @@ def test_sums_in_short_steps(t: int) -> None:
         check_close(linear_clipped_sum(a, g, c, parts=parts), truth, truth.float())
 
 
+@pytest.mark.parametrize("t", [33, 64, 100, 129])
+def test_sums_of_long_samples_are_taken_in_chunks(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipped, "CHUNK", 32)
+    a, g = pair(4, t, 24, 16, torch.bfloat16)
+    c = torch.tensor([0.5, 0.0, 1.0, 0.3], device=DEVICE)
+    a[1, -1] = float("inf")  # dropped
+    truth = weighted(linear_gradients(a[c != 0], g[c != 0]), c[c != 0])
+    check_close(linear_clipped_sum(a, g, c), truth, truth.float())
+
+
 def test_sums_over_nothing() -> None:
     for shape in ((0, 5, 3, 4), (2, 0, 3, 4), (0, 40, 3, 4)):
         a, g = pair(*shape, torch.bfloat16)
