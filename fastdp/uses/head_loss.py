@@ -289,11 +289,14 @@ class _HeadLoss(Captured):
         return found.losses
 
     def _stored(self, ctx: Context, hidden: Tensor, weight: Tensor) -> int:
-        """Of how many samples to store the gradients, whose logits are then not computed again: as many as take, with
-        the logits that are there at once, SHARE of the bytes of all logits; or as a budget of memory has room for."""
+        """Of how many samples to store the gradients, whose logits are then not computed again: of all, if they take
+        SHARE of the bytes of all logits; else as many as do with the logits that are there at once; or as a budget of
+        memory has room for."""
         planner, (batch, length, width) = ctx.forward_pass.planner, hidden.shape
         size = 8 if hidden.dtype == torch.float64 else 4
         if planner.memory_budget is None:
+            if width <= length * SHARE:
+                return batch
             rows = batch * length * SHARE - tokens_at_once(length, weight.size(0) * size)
             return max(0, min(batch, int(rows / max(width, 1))))
         return max(0, min(batch, (planner.memory_budget - planner.held) // max(weight.numel() * size, 1)))
