@@ -14,31 +14,12 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from torch import nn
+from digits import convolutions, digits
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
 
 import fastdp
 
 DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; what one of them holds at once
-
-
-def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    """1,437 8x8 images to train on, and 360 with their labels to test: the same, in the same order, on every rank."""
-    data = load_digits()
-    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    return TensorDataset(x[train], y[train]), x[test], y[test]
-
-
-def network() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
-        nn.Flatten(), nn.Linear(512, 10),
-    )  # fmt: skip
 
 
 def main() -> None:
@@ -52,7 +33,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     train, x, y = digits()
     torch.manual_seed(0)
-    model = network().to(device)
+    model = convolutions().to(device)
     fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0].to(device)), b[1].to(device)), train[:8])
     wrapped = DistributedDataParallel(model)
 

@@ -15,37 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from digits import Block, blocks, digits
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import TensorDataset
 
 import fastdp
 
 DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; what one of them holds at once
-
-
-def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """1,437 8x8 images to train on, and 360 with their labels to test: the same, in the same order, on every rank."""
-    data = load_digits()
-    x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    return TensorDataset(x[train], y[train]), x[test], y[test]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def network(width: int = 64) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, width), Block(width), Block(width), nn.LayerNorm(width), nn.Linear(width, 10))
 
 
 def main() -> None:
@@ -58,9 +34,9 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    train, x, y = digits()
+    train, x, y = digits(flat=True)
     torch.manual_seed(0)
-    model = network().to(device)
+    model = blocks().to(device)
     fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0].to(device)), b[1].to(device)), train[:8])
     for block in model:
         if isinstance(block, Block):

@@ -14,32 +14,15 @@ import os
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
+from digits import convolutions, digits
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from fastdp.compat.opacus import PrivacyEngine
 from fastdp.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from fastdp.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 
 DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; what one of them holds at once
-
-
-def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    """1,437 8x8 images to train on, and 360 with their labels to test: the same, in the same order, on every rank."""
-    data = load_digits()
-    x, y = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    return TensorDataset(x[train], y[train]), x[test], y[test]
-
-
-def network() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
-        nn.Flatten(), nn.Linear(512, 10),
-    )  # fmt: skip
 
 
 def main() -> None:
@@ -53,7 +36,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     train, x, y = digits()
-    model = DPDDP(network().to(device))
+    model = DPDDP(convolutions().to(device))
     engine = PrivacyEngine(secure_mode=True)
     model, optimizer, *criterion, loader = engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.AdamW(model.parameters(), lr=5e-3), max_grad_norm=1.0,

@@ -15,7 +15,7 @@ from ..errors import StepError
 from .world import processes
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-_INSTEAD = "Sharded models are not supported yet: docs/distributed.md"
+_INSTEAD = "Models in parts train in a loop of your own, under torchrun: docs/distributed.md"
 STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")  # of Lightning, with whole copies of a model
 SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")  # of Accelerate's distributed types
 

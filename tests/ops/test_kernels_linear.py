@@ -247,6 +247,15 @@ def test_sums_of_long_samples_are_taken_in_chunks(t: int, monkeypatch: pytest.Mo
     check_close(linear_clipped_sum(a, g, c), truth, truth.float())
 
 
+def test_what_a_chunk_adds_up_is_not_lost_beside_the_chunks_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipped, "CHUNK", 32)
+    a, g = (torch.zeros(1, 64, 16, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    a[0, 0], g[0, 0] = 2**12, 2**12
+    a[0, [32, 48]], g[0, [32, 48]] = 1, 1  # in steps of their own: one by one they are rounded away
+    found = linear_clipped_sum(a, g, torch.ones(1, device=DEVICE), tile=SUM_TILE)
+    assert (found == 2**24 + 2).all()
+
+
 def test_sums_over_nothing() -> None:
     for shape in ((0, 5, 3, 4), (2, 0, 3, 4), (0, 40, 3, 4)):
         a, g = pair(*shape, torch.bfloat16)

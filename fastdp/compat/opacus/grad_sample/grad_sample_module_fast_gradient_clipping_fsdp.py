@@ -12,8 +12,9 @@ from .grad_sample_module_fast_gradient_clipping import (
 )
 
 _WHY = (
-    "grad_sample_mode 'ghost_fsdp' is not supported: fastdp does not train sharded models yet. Use 'ghost' in one "
-    "process; its memory is that of ordinary training."
+    "grad_sample_mode 'ghost_fsdp' is not supported. Use fastdp's own optimizer after torch's fully_shard "
+    "(fastdp.DPAdamW(model, ...), docs/distributed.md), or 'ghost' on whole models; its memory is that of ordinary "
+    "training."
 )
 
 

@@ -12,8 +12,9 @@ from .grad_sample_module_fast_gradient_clipping import (
 )
 
 _WHY = (
-    "grad_sample_mode 'ghost_tp' is not supported: fastdp does not train such models yet. Use 'ghost' in one "
-    "process; its memory is that of ordinary training."
+    "grad_sample_mode 'ghost_tp' is not supported. Use fastdp's own optimizer after torch's parallelize_module "
+    "(fastdp.DPAdamW(model, ...), docs/distributed.md), or 'ghost' on whole models; its memory is that of ordinary "
+    "training."
 )
 
 

@@ -1,4 +1,4 @@
-"""Sharded training is not supported yet."""
+"""Sharded training by Opacus's names, which is refused."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def iterate_submodules(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:
-    """Raises NotImplementedError: fastdp does not train on sharded parameters yet."""
+    """Raises NotImplementedError: these names do not train models in parts."""
     raise NotImplementedError(
-        'sharded training (FSDP2Wrapper, grad_sample_mode="ghost_fsdp") is not supported by fastdp: train on one '
-        "process, with BatchMemoryManager or memory_budget= for memory"
+        "FSDP2Wrapper and grad_sample_mode=\"ghost_fsdp\" are not supported. Use torch's fully_shard and fastdp's own "
+        "optimizer (docs/distributed.md), or whole models with BatchMemoryManager for memory"
     )
