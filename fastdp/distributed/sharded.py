@@ -70,6 +70,15 @@ class Sharded:
         self._failed = False
         self.leaf_of: Callable[[Tensor], Tensor] = lambda whole: whole  # of tensor parallelism: what lies here of it
         self._passing: dict[int, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def explain(self, explained: Callable[[BaseException], BaseException]) -> None:
+        """Raise, in place of an error of a gather, what a function makes of it."""
+        self._undo += [names.explain_gathers(group.handle, explained) for group in self.groups]
+
+    def process_groups(self) -> list[Any]:
+        """Over which the model lies."""
+        return [found for group in self.groups for found in (group.scatter, group.copies)]
 
     def mark(self) -> str:
         """Of how the parameters are cut, the same on every process."""
@@ -183,7 +192,9 @@ class Sharded:
         for hooks, number, hook in self._hooks:
             if number in hooks:
                 hooks[number] = hook
-        self._before, self._hooks = [], []
+        for undo in self._undo:
+            undo()
+        self._before, self._hooks, self._undo = [], [], []
 
     def free(self) -> None:
         """Free all whole parameters: the next forward gathers the parts that the step has updated."""

@@ -108,9 +108,13 @@ class PerSampleGradients:
         """Let groups be taken within backward, if `on_backward` takes the rest. See `fastdp.engine.early`."""
         self._backward.by_group, self._backward.clips = by_group, self._backward.on_end
 
-    def watch(self, begins: Callable[[], None], refused: Callable[[BaseException], None]) -> None:
-        """Call a function before every forward that a backward may follow, and one with every error of fastdp's."""
-        self._backward.begins, self._backward.refused = begins, refused
+    def watch(
+        self, begins: Callable[[], None], refused: Callable[[BaseException], None],
+        broken: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:  # fmt: skip
+        """Call a function before every forward that a backward may follow, one with every error of fastdp's, and one
+        with every error that ends a backward."""
+        self._backward.begins, self._backward.refused, self._backward.broken = begins, refused, broken
 
     def grouped(self) -> bool:
         """Whether the coming batch's records are grouped (`group_by`)."""

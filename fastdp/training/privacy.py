@@ -90,7 +90,7 @@ class Privacy:
                     self.engine.detach()
                 self.replica.restore()
                 raise
-        self.engine.watch(self.replica.begins, self.replica.refused)
+        self.engine.watch(self.replica.begins, self.replica.refused, self.replica.broken)
         self.ledger.enrol(self.engine.named_parameters().values())
         if any(p.device.type == "cpu" for p in self.engine.parameters()):
             allocator.keep_freed()
