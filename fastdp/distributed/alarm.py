@@ -55,7 +55,7 @@ class Alarm:
 
     # ------------------------------------------------------------------ this process has an error
 
-    def raised(self, error: BaseException, patience: float = PATIENCE) -> None:
+    def raised(self, error: BaseException, at_once: bool = False) -> None:
         """A forward or backward, or what gives it data, ends by this error. Returns once nobody waits for this process.
 
         The text of an error of torch's is replaced by what another process has said, if one has."""
@@ -67,7 +67,7 @@ class Alarm:
             return
         why = f"rank {self.world.rank} raised {type(error).__name__}: {error}"[:TEXT]
         with contextlib.suppress(dist.DistError):  # else the store is gone with its process: connections are closed
-            if not self._verdict() and self._all_leave(why, patience):
+            if not self._verdict() and self._all_leave(why, 0.0 if at_once else PATIENCE):
                 return
             why = self._verdict() or why
         if why.startswith(f"rank {self.world.rank} "):
@@ -83,7 +83,7 @@ class Alarm:
         if not self._is_live() or vars(error).get(_SEEN) or is_told(error):
             return
         if self.groups:
-            self.raised(error, 0.0)
+            self.raised(error, at_once=True)
         else:
             self.world.refuse(error)
         self.world.heard_by_all(PATIENCE)
