@@ -61,7 +61,7 @@ class Alarm:
         The text of an error of torch's is replaced by what another process has said, if one has."""
         if not self._is_live() or vars(error).get(_SEEN):
             return
-        vars(error)[_SEEN] = True
+        vars(error)[_SEEN], was_over = True, self.over
         if is_told(error):
             self.leaves()
             return
@@ -76,7 +76,8 @@ class Alarm:
             self._stop(why, _error(why))
             if not isinstance(error, FastDPError):
                 error.args = (f"{_because(why)} Here: {error}", *error.args[1:])
-        self._wait_for_leavers(PATIENCE)
+        if not was_over:
+            self._wait_for_leavers(PATIENCE)
 
     def ends(self, error: BaseException) -> None:
         """This process ends by an error that nobody has caught."""
@@ -98,7 +99,9 @@ class Alarm:
         if self._decide(_ALL if self._left() == self.world.size else why) != _ALL:
             return False
         names = [f"{self._name}/{self._event}/{rank}" for rank in range(self.world.size)]
-        same = all(self._store.check([name]) and json.loads(self._store.get(name)) == place for name in names)
+        same = None not in place and all(
+            self._store.check([name]) and json.loads(self._store.get(name)) == place for name in names
+        )
         self._event, self._out = self._event + 1, False
         if not same:
             self._decide(why)
