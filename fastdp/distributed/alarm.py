@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import sys
 import time
 import weakref
@@ -40,14 +39,14 @@ _ALL = "all"  # the verdict that all processes have left, so that nobody waits
 
 class Alarm:
     """Of a model on several processes. groups: over which its parts lie; none of whole copies, whose forwards and
-    backwards wait for nobody. Where there are some, all processes must make it, together."""
+    backwards wait for nobody. All processes must make it together, after an `agree`, which makes its name the same."""
 
     def __init__(self, world: Ranks, groups: Sequence[Any]) -> None:
         self.world, self.over = world, False
         self.groups = list({id(g): g for g in groups if g is not None and dist.get_world_size(g) > 1}.values())
         self._process, self._of = os.getpid(), dist.group.WORLD
         self._store = store_of_world() if self.groups else None
-        self._name = f"fastdp/{world.told('an alarm', secrets.token_hex(8))}" if self.groups else ""
+        self._name = f"fastdp alarm {world.messages()}"
         self._event, self._out = 0, False
         world.heard = self.leaves
         _ALARMS.add(self)

@@ -170,6 +170,10 @@ class Ranks(World):
                 work = dist.all_gather(heard, message, group=self._control, async_op=True)
                 self._sent.append((work, heard, message))
 
+    def messages(self) -> int | None:
+        """How many messages there were, which after an `agree` is the same on all processes."""
+        return collectives_so_far(self._control)
+
     def heard_by_all(self, patience: float) -> None:
         """Wait until the others have heard that this process refuses, so many seconds at most."""
         end = time.monotonic() + patience
