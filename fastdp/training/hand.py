@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from ..errors import StepError
 from ..layouts import in_hand
 
@@ -12,6 +15,21 @@ class Hand:
     def __init__(self) -> None:
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._born = in_hand.now()
+        self.stands_in = False  # what the model is given now is no batch
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Within it the model is given a record in the place of a batch without any, and nothing of it is summed: of a
+        model in parts all processes must run forward and backward, and not every model takes an empty batch."""
+        self.stands_in = True
+        try:
+            yield
+        finally:
+            self.stands_in = False
+
+    def of_forward(self) -> in_hand.PhysicalBatch | None:
+        """The batch that the model is given."""
+        return None if self.stands_in else self.batch()
 
     def batch(self) -> in_hand.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""

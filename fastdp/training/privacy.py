@@ -21,7 +21,6 @@ from ..engine.taken import Known
 from ..errors import SampleMixingError, StepError
 from ..layouts.batch import Unit
 from ..layouts.doubts import Doubt, settle
-from ..layouts.in_hand import PhysicalBatch
 from ..ops.clip import GAMMA
 from ..ops.noise import Noise
 from . import allocator, loader, misuse, together
@@ -91,7 +90,7 @@ class Privacy:
         if any(p.device.type == "cpu" for p in self.engine.parameters()):
             allocator.keep_freed()
         self.norms: Tensor | dict[str, Tensor] | None = None
-        self._hand = Hand()
+        self.hand = Hand()
         self._plan: Plan | None = None
         self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
         self._fresh: Tensor | int = 0  # the same, of this process since the last step
@@ -132,7 +131,7 @@ class Privacy:
         """Hear of what happens in the engine, which was attached."""
         self.engine.watch(self.replica.begins, self.replica.refused)
         self.ledger.enrol(self.engine.named_parameters().values())
-        self.engine.whose.batch_in_hand = self._hand.batch
+        self.engine.whose.batch_in_hand = self.hand.of_forward
         self._members = Members(self._clipping_now)
         if self.replica.shards is None:  # else sums wait for those of other processes
             self.engine.clip_by_group(self._members)
@@ -150,7 +149,9 @@ class Privacy:
 
     def clip(self, gradients: Gradients) -> None:
         """Take the gradients of a backward: their clipped sums wait for the step."""
-        self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
+        stands_in, records = self.hand.stands_in, 0 if self.hand.stands_in else gradients.records
+        if not stands_in:
+            self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
         self._check_batch(gradients)
         named = self.engine.named_parameters()
         self._check_groups(named)
@@ -158,7 +159,10 @@ class Privacy:
         self._members.check(gradients.taken)
         self.sums.begin(gradients, members, {"backward": self._backwards, "of step": self.noise.step})
         norm_sq = self.sums.norm_sq(gradients, members)
-        factors = self.sums.factors(self.clipping, norm_sq)
+        if stands_in:
+            factors, norm_sq = [torch.zeros_like(n, dtype=torch.float32) for n in norm_sq], [n[:0] for n in norm_sq]
+        else:
+            factors = self.sums.factors(self.clipping, norm_sq)
         norms = [squares.sqrt().float() for squares in norm_sq]
         flat = self.clipping.style == "flat"
         self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))
@@ -170,7 +174,7 @@ class Privacy:
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending = True
-        self._records += gradients.records
+        self._records += records
         self._plan = plan
         for group in sums:
             add(self._pending, group)
@@ -190,7 +194,7 @@ class Privacy:
         self.replica.check()
         check_samples(self.world)
         self.replica.check_others(self.engine)
-        current = self._hand.current()
+        current = self.hand.current()
         if current is None:
             if self.world.share[1] == 1:
                 self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
@@ -206,11 +210,14 @@ class Privacy:
         number = (current.logical, current.physical)
         if self._has_pending and number != self._backward_of:
             raise StepError(misuse.UNSTEPPED)
-        self._check_skipped(current)
-        if gradients.records != current.size or gradients.people != current.people:
+        misuse.check_skipped(current)
+        records, people = gradients.records, gradients.people
+        if self.hand.stands_in:
+            records, people = 0, current.people
+        if records != current.size or people != current.people:
             raise StepError(
-                f"the loader handed out {current.size} records, the model was given a batch of {gradients.records}"
-                f"{'' if gradients.records != current.size else ' of other persons'}. One record must be one row (or "
+                f"the loader handed out {current.size} records, the model was given a batch of {records}"
+                f"{'' if records != current.size else ' of other persons'}. One record must be one row (or "
                 "rows_per_sample= of them), and the whole batch must pass."
             )
         if number in (self._backward_of, self._step_of):
@@ -220,11 +227,6 @@ class Privacy:
             )
         self._backward_of = number
         loader.train(current, self.missed)
-
-    def _check_skipped(self, current: PhysicalBatch) -> None:
-        """A batch that was fetched ahead would be taken for another, of another logical batch perhaps."""
-        if current.skipped:
-            raise StepError(misuse.SKIPPED)
 
     def _check_groups(self, named: dict[str, Tensor]) -> None:
         known = {name for group in self.clipping.groups for name in group.parameters}
@@ -264,10 +266,10 @@ class Privacy:
 
     def ready(self) -> bool:
         """Take the gradients at hand; True where the logical batch is complete. Checks first, then takes."""
-        current = self._hand.current()
+        current = self.hand.current()
         rate, expected = self.sample_rate, self.expected_batch_size
         if current is not None:
-            self._check_skipped(current)
+            misuse.check_skipped(current)
             misuse.check_share(current, *self.world.share)
             rate, expected = of_loader(current, self._step_of, rate, expected)
         empty = current is not None and current.size == 0
