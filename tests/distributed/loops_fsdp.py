@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from fastdp.distributed.sharded import is_sharded
+from fastdp.errors import FastDPError, ParameterError, StepError
 
 from ..by_hand import network, records
 from .fsdp_on_cpu import allow
-from .models import whole
+from .models import adamw, whole
 from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
 
 
@@ -91,7 +96,7 @@ def _trained(rank: int, world: int, make: Any, config: Any, files: str = "full",
     run = _trainer(rank, world, folder, make(), config, **options)
     run.train()
     assert is_sharded(run.model) == (world > 1)
-    logs = [{k: v for k, v in e.items() if k in ("loss", "epsilon", "eval_loss")} for e in run.state.log_history]
+    logs = [{k: v for k, v in e.items() if k in ("loss", "epsilon")} for e in run.state.log_history]
     assert (folder / "privacy.json").exists() and (folder / "checkpoint-2" / "privacy.json").exists()
     again = _trainer(rank, world, folder, make(), config, **options)
     again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
@@ -101,9 +106,9 @@ def _trained(rank: int, world: int, make: Any, config: Any, files: str = "full",
     run.save_model(str(folder / "last"))
     result = found(run.model, run.history, run.epsilon())  # by then the first process has saved it
     assert world == 1 or (folder / "checkpoint-4" / saved).exists()
-    assert {"privacy.json", *(["model.safetensors"] if files == "full" else [])} <= {
-        path.name for path in (folder / "last").iterdir()
-    }
+    weights = "adapter_model.safetensors" if hasattr(run.model, "peft_config") else "model.safetensors"
+    last = {path.name for path in (folder / "last").iterdir()}
+    assert "privacy.json" in last and (weights in last) == (world == 1 or files == "full")
     return *result, [e for e in logs if e]
 
 
@@ -121,4 +126,121 @@ def trainer_sharded_files(rank: int, world: int) -> Any:
     return _trained(rank, world, lambda: bert(num_labels=3), PARTS, "sharded", **options)
 
 
-CASES: dict[str, Any] = {case.__name__: case for case in (accelerated_parts, trainer_parts, trainer_sharded_files)}
+def trainer_lora_parts(rank: int, world: int) -> Any:
+    peft = pytest.importorskip("peft")
+    from ..hf_models import gpt2
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(gpt2(), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+    config = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
+    return _trained(rank, world, make, config, labels="next")
+
+
+def trainer_fused_parts(rank: int, world: int) -> Any:
+    """A tied head whose loss stores no logits."""
+    from ..hf_models import gpt2
+
+    config = {"transformer_layer_cls_to_wrap": ["GPT2Block"], "state_dict_type": "SHARDED_STATE_DICT"}
+    return _trained(rank, world, gpt2, config, "sharded", labels="next", privacy={"fused_loss": True})
+
+
+def accelerated_files(rank: int, world: int) -> Any:
+    """Clipping groups, and a run that is taken up from Accelerate's files, of both kinds, before its first forward."""
+    results = []
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        folder, parts = shared_folder(world), {"state_dict_type": kind}
+        for begun in (False, True):
+            prepared = accelerator(rank, **plugin(world, **parts))
+            plain = network()
+            groups = [{"params": list(part.parameters()), "max_grad_norm": 0.2} for part in (plain[0], plain[2])]
+            private = adamw(plain, seed=3, expected_batch_size=None, sample_rate=None, style=groups)
+            model, optimizer = prepared.prepare(plain, private)
+            batches = loader(None)
+            prepared.register_for_checkpointing(batches)
+            if begun:
+                prepared.load_state(str(folder))
+                assert [steps for *_, steps in private.history] == [4]
+            for x, y in batches:
+                prepared.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            if not begun:
+                prepared.save_state(str(folder))
+                private.detach()
+        results.append(found(model, private.history, private.epsilon(1e-3)))
+        private.detach()
+    assert results[0] == results[1]
+    return results[0]
+
+
+def accelerate_parts_refused(rank: int, world: int) -> None:
+    prepared = accelerator(rank, **plugin(world))
+    plain = network()
+    private = sgd(plain, expected_batch_size=4, sample_rate=0.1)
+    x, y = records()[:4]
+    model, optimizer = prepared.prepare(plain, private)
+    with pytest.raises(StepError, match="if the model itself is called next"):
+        model[0](x)
+    private.detach()
+    prepared = accelerator(rank, **plugin(world))
+    plain = network()
+    private = sgd(plain, expected_batch_size=4, sample_rate=0.1)
+    F.cross_entropy(plain(x), y).backward()
+    private.step()
+    model, optimizer = prepared.prepare(plain, private)
+    with pytest.raises(StepError, match="it has trained the whole model before"):
+        model(x)
+    private.detach()
+    prepared = accelerator(rank, **plugin(world))
+    plain, private = network(), None
+    private = sgd(plain, expected_batch_size=4, sample_rate=0.1)
+    fully_shard(plain)
+    with pytest.raises(ParameterError, match="the parts are not the optimizer's parameters"):
+        plain(x)
+    private.detach()
+    plain = network()
+    if rank:
+        nn.init.zeros_(plain[0].weight)
+    with pytest.raises(StepError, match="weights"):  # Accelerate makes parts of each process's own weights
+        sgd(plain)
+    prepared = accelerator(rank, **plugin(world, fsdp_version=1, auto_wrap_policy="no_wrap"))
+    with pytest.raises(StepError, match="fsdp_version=2"):
+        sgd(network())
+    accelerator(rank)
+
+
+def trainer_parts_refused(rank: int, world: int) -> None:
+    from fastdp.hf.arguments import ArgumentError
+
+    from ..hf_models import bert
+
+    folder = shared_folder(world)
+    for config in ({"version": 1}, {**FULL, "cpu_offload": True}, {**FULL, "cpu_ram_efficient_loading": True}):
+        with pytest.raises(ArgumentError, match="fsdp_config=.*refused"):
+            _trainer(rank, world, folder, bert(num_labels=3), config)
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+    made = _trainer(rank, world, folder, bert(num_labels=3, seed=rank), FULL)
+    with pytest.raises(StepError, match="weights"):
+        made.train()
+    made = _trainer(rank, world, folder, bert(num_labels=3), FULL, max_steps=2, eval_strategy="no")
+    made.train()
+    sharded = _trainer(rank, world, folder, bert(num_labels=3), PARTS)
+    with pytest.raises(FastDPError, match="other settings of fsdp"):
+        sharded.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+
+
+CASES: dict[str, Any] = {
+    case.__name__: case
+    for case in (
+        accelerated_parts,
+        accelerated_files,
+        accelerate_parts_refused,
+        trainer_parts,
+        trainer_sharded_files,
+        trainer_lora_parts,
+        trainer_fused_parts,
+        trainer_parts_refused,
+    )
+}
