@@ -272,6 +272,8 @@ class Privacy:
             misuse.check_skipped(current)
             misuse.check_share(current, *self.world.share)
             rate, expected = of_loader(current, self._step_of, rate, expected)
+            if current.size == 0 and self.unit.grouped is None:  # of a process whose first batches have no record
+                self.unit.grouped = current.people is not None
         empty = current is not None and current.size == 0
         if not self._has_pending and not empty:
             raise StepError("step() without a backward since the last one: call loss.backward() first")

@@ -34,3 +34,6 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     sys.path[0] = str(__import__("pathlib").Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
+    from accelerate.state import AcceleratorState
+
+    assert AcceleratorState._shared_state.get("fsdp_plugin") is not None, "no model was laid in parts"

@@ -189,7 +189,7 @@ CASES.update(OPACUS)
 CASES.update(FINETUNE)
 CASES.update(FSDP)
 ALONE = [
-    name for name in CASES if not {"refused", "secure", "resumed"} & set(name.split("_"))
+    name for name in CASES if not {"refused", "secure", "resumed", "bits"} & set(name.split("_"))
 ]  # what one process runs, too
 
 warnings.filterwarnings("ignore", message="noise_seed")

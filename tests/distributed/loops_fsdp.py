@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import fastdp
 from fastdp.distributed.sharded import is_sharded
 from fastdp.errors import FastDPError, ParameterError, StepError
 
 from ..by_hand import network, records
 from .fsdp_on_cpu import allow
-from .models import adamw, whole
+from .models import adamw, single, whole
 from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
 
 
@@ -120,10 +122,21 @@ def trainer_parts(rank: int, world: int) -> Any:
 
 def trainer_sharded_files(rank: int, world: int) -> Any:
     """Checkpoints in parts, layers that are computed again, a sample rate at which some processes have no record."""
+    from fastdp.hf.parts import InParts
+
     from ..hf_models import bert
 
-    options = {"privacy": {"sample_rate": 0.06}, "weight_decay": 0.1}
-    return _trained(rank, world, lambda: bert(num_labels=3), PARTS, "sharded", **options)
+    stood_in = torch.zeros(1)
+    stand_in = InParts._stand_in
+    InParts._stand_in = lambda *given: (stood_in.add_(1), stand_in(*given))[1]
+    try:
+        options = {"privacy": {"sample_rate": 0.06}, "weight_decay": 0.1}
+        result = _trained(rank, world, lambda: bert(num_labels=3), PARTS, "sharded", **options)
+    finally:
+        InParts._stand_in = stand_in
+    dist.all_reduce(stood_in)
+    assert (float(stood_in) > 0) == (world > 1)
+    return result
 
 
 def trainer_lora_parts(rank: int, world: int) -> Any:
@@ -173,6 +186,32 @@ def accelerated_files(rank: int, world: int) -> Any:
         private.detach()
     assert results[0] == results[1]
     return results[0]
+
+
+def accelerated_bits(rank: int, world: int) -> None:
+    """Sums of whole numbers are the same bits in any order: so are the weights, noise and all; and 16-bit forwards."""
+    for precision in ("no", "bf16"):
+        prepared = accelerator(rank, mixed_precision=precision, **plugin(world))
+        several, one = nn.Linear(40, 31), nn.Linear(40, 31)
+        for parameter in (*several.parameters(), *one.parameters()):
+            nn.init.zeros_(parameter)
+        options = dict(lr=0.5, noise_multiplier=0.7, max_grad_norm=1e6, expected_batch_size=8, loss_reduction="sum",
+                       seed=3)  # fmt: skip
+        private = fastdp.DPAdamW(several, **options)
+        with single():
+            truth = fastdp.DPAdamW(one, **options)
+        several, optimizer = prepared.prepare(several, private)
+        for step in range(3):
+            data = torch.randint(-3, 4, (4 * world, 40), generator=torch.Generator().manual_seed(step)).float()
+            prepared.backward(several(data[rank::world]).float().sum())
+            optimizer.step()
+            with single():
+                one(data).sum().backward()
+                truth.step()
+            for p, q in zip(several.parameters(), one.parameters(), strict=True):
+                assert torch.equal(whole(p), q), precision
+        private.detach()
+        truth.detach()
 
 
 def accelerate_parts_refused(rank: int, world: int) -> None:
@@ -236,6 +275,7 @@ CASES: dict[str, Any] = {
     for case in (
         accelerated_parts,
         accelerated_files,
+        accelerated_bits,
         accelerate_parts_refused,
         trainer_parts,
         trainer_sharded_files,
