@@ -152,6 +152,12 @@ class Replica:
         self._check_dealt()
         if self.shards is not None:
             self.shards.begins()
+        elif names.state_of(self.module) is not None:
+            raise StepError(
+                "fully_shard was called on the model once the private optimizer was made: make the optimizer after it. "
+                "(Accelerate may do so in prepare(model, optimizer), if the model itself is called next, and not a "
+                "module of it.)"
+            )
         self.world.begins()
         found = names.wrapper_around(self.module) if self.world.size > 1 else None
         if found is not None and found is not self.wrapper:

@@ -120,6 +120,11 @@ class PerSampleGradients:
         """Whether the coming batch's records are grouped (`group_by`)."""
         return self.whose.grouped()
 
+    def hold_no_parameters(self) -> None:
+        """Hold none between calls, as a framework is about to lay the model in parts."""
+        self._tracked.holds = False
+        self._tracked.let_go()
+
     def replayed(self, given: object, gradients: Gradients) -> None:
         """A forward and backward were replayed on this batch, with these gradients."""
         self._backward.replayed(given, gradients)
