@@ -77,7 +77,7 @@ def paper_minibatch_clipping(
     """Takes one step at 100 batch sizes B on one sample of a large gradient among B - 1 without (the paper's).
 
     The changes in loss, on the large sample, fall with B if samples are clipped, and stay if their mean is. C is below
-    the norm of the mean of the largest batch: C* of the large sample over 20 times the largest B. For Adam, five
+    the norm of the mean of the largest batch: C* of the large sample over 10 times the largest B. For Adam, five
     warm-up steps come first.
 
     statistic: the slope of the change in loss against B; p_value: of slope 0 (t-test, no floor). ok: p < 0.01; bug:
@@ -97,7 +97,7 @@ def paper_minibatch_clipping(
     zeros, strong = synthesized(probe, chosen[-1], alpha, warm)
     if norm is None:
         found = clipping_norm(probe, batch=strong, size=1, warm_up=len(warm))
-        norm = found.value / (20 * chosen[-1])
+        norm = found.value / (10 * chosen[-1])  # C* is less than 10 times the norm of the gradient
     searched = probe.steps - begun
     try:
         batches = [_one_among(probe, zeros, strong, size) for size in chosen]

@@ -112,8 +112,8 @@ def paper_noise_distribution(
 ) -> Finding:
     """Tests a step with noise less the step without it against (eta / B) N(0, (C sigma)^2), by Kolmogorov and Smirnov.
 
-    This is the paper's Appendix C, which is for plain SGD only. C is 3 C*, unless norm= is given: at C = 1, which C* may
-    be, noise that does not follow C is right by chance.
+    This is the paper's Appendix C, which is for plain SGD only. C is 3 C*, unless norm= is given: at C = 1, which C*
+    may be, noise that does not follow C is right by chance.
 
     statistic: the standard deviation over what it must be; p_value: of that distribution. bug: p < 0.01 (the paper
     names no level), so one right step in a hundred is called a bug.
