@@ -11,6 +11,7 @@ else.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 import time
@@ -47,7 +48,10 @@ TESTS: dict[tuple[str, str], Callable[..., Finding]] = {
     ("paper", "uncalibrated_noise"): paper_uncalibrated_noise,
     ("paper", "noise_distribution"): paper_noise_distribution,
 }
-SIZE = {("paper", "uncalibrated_noise"): {"size": 2}}  # samples of a batch: 700 steps of a ResNet take long
+SMALL = {
+    "size": 2,
+    "trials": 2,
+}  # samples of a batch, and trials of the searches: hundreds of steps of a ResNet take long
 COLUMNS = (
     "network", "optimizer", "implementation", "statistics", "test", "seed", "verdict", "expected", "p_value",
     "statistic", "bound", "steps", "search_steps", "seconds", "setting", "device", "threads", "torch", "fastdp",
@@ -98,17 +102,25 @@ def tasks(options: argparse.Namespace) -> list[networks.Task]:
 
 def run(options: argparse.Namespace) -> list[Row]:
     """A row for each seed, network, optimizer, implementation and test."""
-    todo = [(seed, task, optimizer, kind, *which) for seed in range(options.first_seed, options.first_seed +
-            options.seeds) for task in tasks(options) for optimizer in options.optimizers for kind in
-            options.implementations for which in TESTS if which[0] in options.statistics and which[1] in options.tests
-            and looked_at(kind, which[1], optimizer, seed)]  # fmt: skip
+    made, seeds, there = (
+        tasks(options),
+        range(options.first_seed, options.first_seed + options.seeds),
+        done(options.out),
+    )
+    todo = [(seed, task, optimizer, kind, *which) for seed in seeds for task in made for optimizer in options.optimizers
+            for kind in options.implementations for which in TESTS if which[0] in options.statistics and which[1] in
+            options.tests and looked_at(kind, which[1], optimizer, seed)
+            and (task.name, optimizer, kind, *which, str(seed)) not in there]  # fmt: skip
     about = {**versions(), "setting": "quick" if options.quick else "full"}
     rows: list[Row] = []
     for number, (seed, task, optimizer, kind, statistics, test) in enumerate(todo):
         progress(number, len(todo), f"{task.name}, {optimizer}, {kind}: {statistics} {test}")
         start = time.perf_counter()
         step = networks.implementation(task, kind, optimizer, statistics)
-        found, steps = tested(step, statistics, test, seed, **SIZE.get((statistics, test), {}))
+        given = dict(SMALL) if (statistics, test) == ("paper", "uncalibrated_noise") else {}
+        if given and "no noise" in kind:
+            given["models"] = 2  # which are equal
+        found, steps = tested(step, statistics, test, seed, **given)
         rows.append({
             **about, "network": task.name, "optimizer": optimizer, "implementation": kind, "statistics": statistics,
             "test": test, "seed": seed, "verdict": found.verdict,
@@ -123,6 +135,15 @@ def run(options: argparse.Namespace) -> list[Row]:
             keep(options.curves, rows[-1], found)
     progress(len(todo), len(todo), "done")
     return rows
+
+
+def done(file: Path | None) -> set[tuple[str, ...]]:
+    """What the file has rows of: a run goes on where it was stopped."""
+    if file is None or not file.exists():
+        return set()
+    names = ("network", "optimizer", "implementation", "statistics", "test", "seed")
+    with file.open(newline="") as rows:
+        return {tuple(row[name] for name in names) for row in csv.DictReader(rows)}
 
 
 def tested(step: Any, statistics: str, test: str, seed: int, **given: Any) -> tuple[Finding, int]:
@@ -173,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tests", type=_some(known), default=list(known))
     made.add_argument("--seeds", type=int, help="how many; default 3, or 1 with --quick")
     made.add_argument("--first-seed", type=int, default=0)
-    made.add_argument("--out", type=Path, help="append a row a test to this CSV file")
+    made.add_argument("--out", type=Path, help="append a row a test to this CSV file, but none that it has")
     made.add_argument("--curves", type=Path, help="append the curves of seed 0 to this file, for the figures")
     made.add_argument("--plots", type=Path, help="write a PNG for each network and optimizer into this folder")
     made.add_argument("--report", action="store_true", help="only write tables and figures of docs/private_bugs.md")

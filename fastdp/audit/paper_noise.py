@@ -11,7 +11,7 @@ import numpy as np
 
 from .finding import BUG, OK, UNDECIDED, Finding, not_tested
 from .measure import Probe
-from .paper_searches import clipping_norm, noise_multiplier
+from .paper_searches import TRIALS, clipping_norm, noise_multiplier
 from .paper_steps import RIGHT, WRONG, judged, p_of_slope, positive
 from .statistics import normality
 from .trainable import Array, AuditError, Lacking, optional
@@ -22,7 +22,7 @@ CONTROL = 2  # models at sigma = 0 for each C: they are equal, unless chance mov
 
 def paper_uncalibrated_noise(
     trainable: Any, *, seed: int = 0, norm: float | None = None, sigma: float | None = None, models: int = 5,
-    steps: int = 10, size: int = 8, warm_up: int | None = None,
+    steps: int = 10, size: int = 8, warm_up: int | None = None, trials: int = TRIALS,
 ) -> Finding:  # fmt: skip
     """Measures all distances between 5 models after 10 steps, at 10 values of C from C* to 10 C* (the paper's).
 
@@ -39,9 +39,9 @@ def paper_uncalibrated_noise(
             raise AuditError(f"{what} must be a whole number of at least {least}, not {value!r}")
     begun = probe.steps
     start = positive("norm", [norm], 1)[0] if norm is not None else clipping_norm(
-        probe, size=size, warm_up=warm_up).value  # fmt: skip
+        probe, size=size, warm_up=warm_up, trials=trials).value  # fmt: skip
     if sigma is None:
-        sigma, found = _sigma(probe, start, size, warm_up)
+        sigma, found = _sigma(probe, start, size, warm_up, trials)
         if found is not None:
             return found
     else:
@@ -86,10 +86,10 @@ def paper_uncalibrated_noise(
     return Finding(name, verdict, text, slope, p, WRONG, null, data)
 
 
-def _sigma(probe: Probe, norm: float, size: int, warm_up: int | None) -> tuple[float, Finding | None]:
+def _sigma(probe: Probe, norm: float, size: int, warm_up: int | None, trials: int) -> tuple[float, Finding | None]:
     """sigma*; 1 where there is no noise to be seen, which the distances then say."""
     try:
-        return noise_multiplier(probe, norm, size=size, warm_up=warm_up).value, None
+        return noise_multiplier(probe, norm, size=size, warm_up=warm_up, trials=trials).value, None
     except Lacking as problem:
         if "no difference" in str(problem):
             return 1.0, None
