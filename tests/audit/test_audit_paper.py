@@ -122,7 +122,7 @@ class FlatMinibatch(Hand):
 
 
 SMALL = {"models": 3, "steps": 2, "trials": 1}
-QUICK = {"paper_minibatch_clipping": {"sizes": range(1, 101, 6)}, "paper_uncalibrated_noise": SMALL}
+QUICK = {"paper_minibatch_clipping": {"sizes": range(1, 101, 3)}, "paper_uncalibrated_noise": SMALL}
 STEPS = {
     "by hand": (right.RIGHT["by hand"], {}),
     "fastdp": (right.RIGHT["fastdp, local, flat"], {}),
