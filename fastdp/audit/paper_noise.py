@@ -59,7 +59,7 @@ def paper_uncalibrated_noise(
     clipped = max(float(np.linalg.norm(moved[0] - still[-1][0])) for moved in still)
     means = [float(np.mean(pairs)) for pairs in distances]
     data = {
-        "norms": norms, "distances": means, "pairs": distances, "sigma": sigma, "control": [*map(np.mean, control)],
+        "norms": norms, "distances": means, "pairs": distances, "sigma": sigma, "control": [float(np.mean(pairs)) for pairs in control],
         "without_noise": float(np.mean(control)), "clipped": clipped, "search_steps": searched,
         "steps": probe.steps - begun,
     }  # fmt: skip

@@ -22,7 +22,7 @@ WARM_UP = 5  # steps of Adam before the one that is looked at, whose first moves
 WARM_NORM = 1.0  # C of those; the paper gives none
 
 
-def p_of_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+def p_of_slope(x: Sequence[float] | Array, y: Sequence[float] | Array) -> tuple[float, float]:
     """(slope, p-value of slope 0) of a regression t-test as it is, with no floor under its precision.
 
     Values that are all equal have slope 0 and p = 1.

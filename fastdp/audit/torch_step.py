@@ -209,7 +209,7 @@ class TorchTrainable:
         assert self._history is not None
         return [tuple(entry) for entry in self._history(model.optimizer if self.train is None else model.model)]
 
-    def _optimizer(self, model: Job, size: int, clipping_norm: float, noise_multiplier: float, seed: int) -> None:
+    def _optimizer(self, model: Job, size: float, clipping_norm: float, noise_multiplier: float, seed: int) -> None:
         if model.optimizer is not None:
             return
         assert self.make_optimizer is not None
