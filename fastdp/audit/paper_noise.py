@@ -58,12 +58,13 @@ def paper_uncalibrated_noise(
     control = [_pairs(moved) for moved in still]
     clipped = max(float(np.linalg.norm(moved[0] - still[-1][0])) for moved in still)
     means = [float(np.mean(pairs)) for pairs in distances]
+    quiet = [float(np.mean(pairs)) for pairs in control]
     data = {
-        "norms": norms, "distances": means, "pairs": distances, "sigma": sigma, "control": [float(np.mean(pairs)) for pairs in control],
-        "without_noise": float(np.mean(control)), "clipped": clipped, "search_steps": searched,
+        "norms": norms, "distances": means, "pairs": distances, "sigma": sigma, "control": quiet,
+        "without_noise": float(np.mean(quiet)), "clipped": clipped, "search_steps": searched,
         "steps": probe.steps - begun,
     }  # fmt: skip
-    if not np.isfinite([*means, clipped, *data["control"]]).all():
+    if not np.isfinite([*means, clipped, *quiet]).all():
         return not_tested(name, "the parameters become infinite with noise: give norm= or sigma= smaller", **data)
     slope, p = _slope(norms, distances)
     data["p_of_means"] = p_of_slope(norms, means)[1]
