@@ -230,6 +230,14 @@ def test_a_warmed_up_model_goes_on_as_one_run_would(name: str) -> None:
     assert change != change_in_loss(probe, batch, 0.01, warm=warm)[0]
 
 
+def test_the_papers_label_has_no_gradient_where_its_output_is_a_probability() -> None:
+    """Softmax cross-entropy with y = -alpha p: sum(y) p - y = 0. The logits are meant, whose gradient is large."""
+    logits = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    for y, size in ((torch.softmax(logits.detach(), 1), 0.0), (logits.detach(), 10.0)):
+        (g,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, -10 * y), logits)
+        assert (g.norm() > size) if size else (g.norm() < 1e-14)
+
+
 def test_p_of_slope_has_no_floor() -> None:
     assert p_of_slope([1, 2, 3], [5, 5, 5]) == (0.0, 1.0)
     assert p_of_slope([1, 2, 3, 4], [1, 1 + 1e-12, 1 + 2e-12, 1 + 3e-12])[1] < 0.01
@@ -283,6 +291,14 @@ def test_a_loop_of_adam_needs_retune() -> None:
                           make_batch=make_batch, loss_kind="cross_entropy", optimizer="adam")  # fmt: skip
     report = audit(step, ["paper_no_clipping"], statistics="paper")
     assert report["paper_no_clipping"].verdict == NOT_TESTED and "retune" in report["paper_no_clipping"].sentence
+
+
+def test_the_papers_curves_are_drawn(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    from fastdp.audit.plots import write_plots
+
+    report = audit(Hand(), list(PAPER), statistics="paper", options=QUICK)
+    assert {path.stem for path in write_plots(report, tmp_path)} == set(PAPER) - {"paper_noise_distribution"}
 
 
 def test_the_command_chooses_statistics(capsys: pytest.CaptureFixture[str]) -> None:
