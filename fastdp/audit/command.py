@@ -13,7 +13,7 @@ from typing import Any
 
 from ..training.words import listed, nearest
 from .ranks import OverRanks, begin_world
-from .runner import TESTS, audit
+from .runner import STATISTICS, TESTS, audit, of_statistics
 from .trainable import AuditError
 
 
@@ -23,7 +23,8 @@ def main(options: Namespace) -> int:
         print(listing())
         return 0
     try:
-        names = {flag: _tests(getattr(options, flag)) for flag in ("tests", "skip")}
+        known = list(of_statistics(options.statistics))
+        names = {flag: _tests(getattr(options, flag), known) for flag in ("tests", "skip")}
         if not options.step:
             raise AuditError("say what to audit: FILE.py:NAME (see --help)")
         for path in (options.plots, options.json and options.json.parent):
@@ -37,7 +38,8 @@ def main(options: Namespace) -> int:
                 trainable.serve()
                 return 0
         try:
-            report = audit(trainable, chosen, skip=names["skip"], seed=options.seed, progress=_progress)
+            report = audit(trainable, chosen, skip=names["skip"], seed=options.seed, progress=_progress,
+                           statistics=options.statistics)  # fmt: skip
         finally:
             if isinstance(trainable, OverRanks):
                 trainable.end()
@@ -60,26 +62,31 @@ def main(options: Namespace) -> int:
             print("wrote", ", ".join(str(path) for path in write_plots(report, options.plots)) or "no plots")
         except ImportError:
             print("fastdp audit: --plots needs matplotlib: pip install matplotlib", file=sys.stderr)
-    return 1 if options.strict and report.untested else report.exit_status
+    return 1 if options.strict and (report.untested or report.undecided) else report.exit_status
 
 
 def listing() -> str:
     """Every test with the first sentence of what it does."""
-    lines = [
-        f"  {name.ljust(max(map(len, TESTS)))}  {_first(inspect.getdoc(test) or '')}" for name, test in TESTS.items()
-    ]
-    return "\n".join(["tests of python -m fastdp audit:", *lines])
+    width = max(map(len, STATISTICS["both"]))
+    lines = {
+        kind: [f"  {name.ljust(width)}  {_first(inspect.getdoc(test) or '')}" for name, test in tests.items()]
+        for kind, tests in STATISTICS.items()
+    }
+    return "\n".join(["tests of python -m fastdp audit:", *lines["fastdp"],
+                      "with --statistics paper or both:", *lines["paper"]])  # fmt: skip
 
 
 def _first(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def _tests(text: str | None) -> list[str]:
+def _tests(text: str | None, known: list[str]) -> list[str]:
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     for name in names:
-        if name not in TESTS:
-            raise AuditError(f"there is no test {name!r}{nearest(name, list(TESTS))} (--list names them)")
+        if name not in known:
+            other = name in STATISTICS["both"]
+            hint = f" of these statistics: --statistics {'fastdp' if name in TESTS else 'paper'}" if other else ""
+            raise AuditError(f"there is no test {name!r}{hint or nearest(name, known)} (--list names them)")
     return names
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OK, BUG, NOT_TESTED = "ok", "bug", "not tested"
+UNDECIDED = "undecided"  # by the paper's tests: neither p < 0.01 nor p > 0.99, or something else moves the statistic
 
 
 @dataclass
@@ -15,7 +16,7 @@ class Finding:
 
     Attributes:
         name: the name of the test.
-        verdict: "ok", "bug" or "not tested".
+        verdict: "ok", "bug", "not tested", or "undecided" (the paper's tests only).
         statistic: the number that was measured.
         p_value: the p-value of the hypothesis that `null` describes, if the test has one.
         bound: the number with which the statistic was compared.
@@ -35,7 +36,7 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether no bug was found. A test that did not run finds none."""
+        """Whether no bug was found. A test that did not run, or is undecided, finds none."""
         return self.verdict != BUG
 
     def as_dict(self) -> dict[str, Any]:

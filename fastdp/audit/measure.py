@@ -54,6 +54,7 @@ class Probe:
         self._regime: Regime | None = None
         self._strong: Batch | None = None
         self._drift: Array | None = None
+        self.steps = 0  # training steps of all outcomes so far, and of the paper's tests
         self.memo: dict[str, Any] = {}  # what several tests look at, by name
 
     @classmethod
@@ -65,6 +66,7 @@ class Probe:
 
     def outcome(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Outcome:
         """Train a fresh model on the batches; the noise's seed is this one, in a range of the probe's own."""
+        self.steps += len(batches)
         model, noise = self.trainable.build(self.seed), self.noise_seed(seed)
         return check_outcome(self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=noise))
 

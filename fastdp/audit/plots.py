@@ -74,6 +74,17 @@ def _distances(axes: Any, finding: Finding) -> bool:
     return True
 
 
+def _losses(axes: Any, finding: Finding) -> bool:
+    data = finding.data
+    over = "sizes" if "sizes" in data else "norms"
+    axes.plot(data[over], data["losses"], marker="o", ms=3, color=OURS, label="measured")
+    axes.set(
+        xlabel="batch size B" if over == "sizes" else "clipping norm C", ylabel="change in loss, one step, no noise"
+    )
+    axes.set_xscale("linear" if over == "sizes" else "log")
+    return True
+
+
 def _distribution(axes: Any, finding: Finding) -> bool:
     data = finding.data
     if "sample" not in data:
@@ -109,4 +120,7 @@ DRAWN: dict[str, Callable[[Any, Finding], bool]] = {
     "noise_distribution": _distribution,
     "poisson_sampling": _sizes,
     "epsilon_bound": _canaries,
+    "paper_no_clipping": _losses,
+    "paper_minibatch_clipping": _losses,
+    "paper_uncalibrated_noise": _distances,
 }

@@ -17,7 +17,7 @@ import numpy as np
 
 from .trainable import AuditError, Outcome
 
-BY_MODEL = ("run", "trajectory", "run_parts", "predict", "state", "history")
+BY_MODEL = ("run", "trajectory", "run_parts", "predict", "loss_of", "retune", "state", "history")
 CALLED = ("build", "sample", *BY_MODEL)
 
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .finding import BUG, NOT_TESTED, OK, Finding
+from .finding import BUG, NOT_TESTED, OK, UNDECIDED, Finding
 
 WIDTH = 110
 LEGEND = """p of the first three tests: that the step does not depend on C, B and C (small is right);
 p of the others: that it is as it should be (small is wrong)"""
+PAPERS = """p of the paper's three tests: that the slope is 0 (small is right);
+p of paper_noise_distribution: that the noise is as it should be (small is wrong)"""
 
 
 @dataclass
@@ -33,6 +35,11 @@ class Report:
     def untested(self) -> list[Finding]:
         """The findings with the verdict "not tested"."""
         return [f for f in self.findings if f.verdict == NOT_TESTED]
+
+    @property
+    def undecided(self) -> list[Finding]:
+        """The findings with the verdict "undecided"."""
+        return [f for f in self.findings if f.verdict == UNDECIDED]
 
     @property
     def ok(self) -> bool:
@@ -68,8 +75,9 @@ class Report:
         for line in lines:
             cells = [c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))]
             text.append("  ".join(cells).rstrip())
-        text.append(LEGEND)
-        for verdict in (BUG, NOT_TESTED, OK):
+        papers = [f.name.startswith("paper_") for f in self.findings]
+        text += [LEGEND] * (not all(papers) or not papers) + [PAPERS] * any(papers)
+        for verdict in (BUG, UNDECIDED, NOT_TESTED, OK):
             text += [_sentence(f) for f in self.findings if f.verdict == verdict]
         return "\n".join([*text, self.conclusion()])
 
@@ -81,12 +89,13 @@ class Report:
             return f"{len(self.bugs)} of {tested} test{'s' * (tested != 1)} found a bug: {names}"
         if not tested:
             return "nothing could be tested"
-        rest = f"; {len(self.untested)} not tested" if self.untested else ""
+        rest = f"; {len(self.undecided)} undecided" if self.undecided else ""
+        rest += f"; {len(self.untested)} not tested" if self.untested else ""
         return f"no bug found by {tested} test{'s' * (tested != 1)}{rest}. Tests find bugs; they prove no guarantee."
 
 
 def _sentence(finding: Finding) -> str:
-    mark = {BUG: "BUG ", NOT_TESTED: "not tested: ", OK: "ok "}[finding.verdict]
+    mark = {BUG: "BUG ", UNDECIDED: "undecided: ", NOT_TESTED: "not tested: ", OK: "ok "}[finding.verdict]
     return textwrap.fill(f"{mark}{finding.name}: {finding.sentence}", WIDTH, subsequent_indent="    ")
 
 

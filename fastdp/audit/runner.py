@@ -18,6 +18,8 @@ from .independence import noise_independence
 from .measure import NORMS, Probe
 from .minibatch import minibatch_clipping
 from .noise import uncalibrated_noise
+from .paper import paper_minibatch_clipping, paper_no_clipping
+from .paper_noise import paper_noise_distribution, paper_uncalibrated_noise
 from .parts import noise_once
 from .report import Report
 from .samples import batch_statistics, nan_sample
@@ -38,6 +40,14 @@ TESTS: dict[str, Test] = {
     )
 }  # fmt: skip
 
+PAPER: dict[str, Test] = {
+    test.__name__: test
+    for test in (
+        paper_no_clipping, paper_minibatch_clipping, paper_uncalibrated_noise, paper_noise_distribution,
+    )
+}  # fmt: skip
+STATISTICS: dict[str, dict[str, Test]] = {"fastdp": TESTS, "paper": PAPER, "both": {**TESTS, **PAPER}}
+
 
 def audit(
     trainable: Trainable,
@@ -47,6 +57,7 @@ def audit(
     seed: int = 0,
     options: dict[str, dict[str, Any]] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    statistics: str = "fastdp",
 ) -> Report:
     """Run tests on a training step.
 
@@ -54,11 +65,13 @@ def audit(
 
     Args:
         trainable: a `fastdp.audit.Trainable`.
-        tests: names from `TESTS` (default: all).
+        tests: names of tests (default: all of the statistics).
         skip: names to leave out.
         seed: the seed of the weights and the data.
         options: arguments of single tests by name, such as {"epsilon_bound": {"runs": 8}}.
         progress: a function that is called before each test with its name, its number and the number of tests.
+        statistics: which tests: "fastdp" (`TESTS`), "paper" (those of *Finding private bugs* as it describes them), or
+            "both".
 
     Returns:
         A Report.
@@ -67,10 +80,12 @@ def audit(
         AuditError: if nothing can be measured: weights differ for equal seeds, run() returns something wrong, or a step
             changes nothing.
     """
-    chosen = list(tests) if tests is not None else list(TESTS)
+    known = of_statistics(statistics)
+    chosen = list(tests) if tests is not None else list(known)
     for name in (*chosen, *skip, *(options or {})):
-        if name not in TESTS:
-            raise AuditError(f"there is no test {name!r}: {', '.join(TESTS)}")
+        if name not in known:
+            where = f" of statistics={statistics!r}" if name in STATISTICS["both"] else ""
+            raise AuditError(f"there is no test {name!r}{where}: {', '.join(known)}")
     chosen = [name for name in chosen if name not in set(skip)]
     probe = Probe(trainable, seed)
     report = Report(subject=type(trainable).__name__, seed=seed)
@@ -84,6 +99,13 @@ def audit(
             progress(name, number, len(chosen))
         report.findings.append(one(name, probe, **(options or {}).get(name, {})))
     return report
+
+
+def of_statistics(statistics: str) -> dict[str, Test]:
+    """The tests of "fastdp", "paper" or "both". Raises AuditError for another word."""
+    if statistics not in STATISTICS:
+        raise AuditError(f"statistics must be one of {', '.join(STATISTICS)}, not {statistics!r}")
+    return STATISTICS[statistics]
 
 
 def _can_be_measured(probe: Probe) -> str:
@@ -145,7 +167,7 @@ def one(name: str, probe: Probe, **options: Any) -> Finding:
     """Run one test. Its finding says what it lacks, or which error the script raised."""
     begun = time.perf_counter()
     try:
-        finding = TESTS[name](probe, **options)
+        finding = STATISTICS["both"][name](probe, **options)
     except AuditError as problem:  # what it lacks, too
         finding = not_tested(name, str(problem))
     except Exception as problem:  # noqa: BLE001  (whatever the script raises)
@@ -157,11 +179,11 @@ def one(name: str, probe: Probe, **options: Any) -> Finding:
 def assert_private(trainable: Trainable, tests: Iterable[str] | None = None, **options: Any) -> Report:
     """Audit a training step in a test suite, and raise AssertionError with the report if a bug is found.
 
-    If `tests` is given, each of them must have run; otherwise, tests that lack something are skipped. The other
-    arguments are those of `audit`.
+    If `tests` is given, each of them must have run and decided; otherwise, tests that lack something are skipped. The
+    other arguments are those of `audit`.
     """
     named = None if tests is None else list(tests)
     report = audit(trainable, named, **options)
-    if not report.ok or (named is not None and report.untested):
+    if not report.ok or (named is not None and (report.untested or report.undecided)):
         raise AssertionError(f"not private as far as tests can tell\n{report}")
     return report

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .trainable import Array, AuditError, Batch, Outcome, count, pick
+from .trainable import Array, AuditError, Batch, Lacking, Outcome, count, pick
 
 _DROPOUT = {nn.modules.dropout._DropoutNd: "p", nn.RNNBase: "dropout", nn.MultiheadAttention: "dropout"}
+
+_SETTINGS = ("max_grad_norm", "noise_multiplier", "expected_batch_size")
 
 
 class TorchTrainable:
@@ -35,6 +37,9 @@ class TorchTrainable:
             an optimizer and `accumulate`.
         accumulate: (optimizer, loss_value, last: bool) -> None: what the script does with each physical batch.
             loss_kind, optimizer, learning_rate, adam_eps, expected_batch_size, sample_rate: see `Trainable`.
+        retune: (model, optimizer, *, clipping_norm, noise_multiplier, expected_batch_size, seed) -> the optimizer for
+            the next steps, with its state kept (or None, if it was changed in place). fastdp's and Opacus's optimizers
+            need none, nor does a loop of SGD.
         history, sample: see `Trainable`. history receives what make_optimizer returned, or the model with train=.
         dropout: whether to leave dropout on (default: off, because it is not noise of the mechanism).
         seeded: whether to call torch.manual_seed(seed) (and numpy's and random's) before a run, for noise from the
@@ -59,6 +64,7 @@ class TorchTrainable:
         sample_rate: float | None = None,
         history: Callable[[Any], Any] | None = None,
         sample: Callable[[int, int, int], Any] | None = None,
+        retune: Callable[..., Any] | None = None,
         dropout: bool = False,
         seeded: bool = True,
     ) -> None:
@@ -77,6 +83,9 @@ class TorchTrainable:
         self.history = None if history is None else self._counted
         split = train_parts is not None or accumulate is not None
         self.run_parts = self._run_parts if split else None
+        self._given_retune = retune
+        keeps_nothing = train is not None and optimizer == "adam"  # a loop makes its optimizer anew in each run
+        self.retune = None if keeps_nothing and retune is None else self._retune
         self._share = (0, 1)
 
     def take_share(self, rank: int, ranks: int) -> None:
@@ -169,6 +178,16 @@ class TorchTrainable:
             raise AuditError(f"the model returns a {type(found).__name__}, not a tensor of outputs [B, ...]")
         return found.double().numpy(force=True)
 
+    def loss_of(self, model: Job, batch: Batch) -> float:
+        """Return the script's loss of a batch, in the model's training mode. Running statistics are restored."""
+        kept = [buffer.clone() for buffer in model.model.buffers()]
+        with torch.no_grad():
+            x, y = model.tensors(batch)
+            found = float(self.loss(model.model(x), y))
+            for buffer, value in zip(model.model.buffers(), kept, strict=True):
+                buffer.copy_(value)
+        return found
+
     def state(self, model: Job) -> Array:
         """Return the buffers, which are released with the weights and have no noise."""
         buffers = [b for b in model.model.buffers() if b.is_floating_point()]
@@ -190,7 +209,7 @@ class TorchTrainable:
         assert self._history is not None
         return [tuple(entry) for entry in self._history(model.optimizer if self.train is None else model.model)]
 
-    def _optimizer(self, model: Job, size: int, clipping_norm: float, noise_multiplier: float, seed: int) -> None:
+    def _optimizer(self, model: Job, size: float, clipping_norm: float, noise_multiplier: float, seed: int) -> None:
         if model.optimizer is not None:
             return
         assert self.make_optimizer is not None
@@ -199,6 +218,32 @@ class TorchTrainable:
             expected_batch_size=self.expected_batch_size or max(size, 1), seed=seed,
         )  # fmt: skip
         model.called, model.optimizer = made if isinstance(made, tuple) else (model.model, made)
+
+    def _retune(self, model: Job, *, clipping_norm: float, noise_multiplier: float, batch_size: int, seed: int) -> None:
+        """Let the next steps have other settings, with the optimizer's state kept."""
+        old, size = model.optimizer, self.expected_batch_size or max(batch_size, 1)
+        if self._given_retune is not None:
+            made = self._given_retune(
+                model.model, old, clipping_norm=clipping_norm, noise_multiplier=noise_multiplier,
+                expected_batch_size=size, seed=seed,
+            )  # fmt: skip
+            model.optimizer = old if made is None else made
+        elif old is None:
+            return  # a loop, or no step yet: the next run hands them over
+        elif callable(getattr(old, "detach", None)):  # fastdp's
+            state = dict(old.state)
+            old.detach()
+            model.optimizer = None
+            self._optimizer(model, size, clipping_norm, noise_multiplier, seed)
+            model.optimizer.state.update(state)
+        elif all(hasattr(old, name) for name in _SETTINGS):  # Opacus's
+            for name, value in zip(_SETTINGS, (clipping_norm, noise_multiplier, size), strict=True):
+                setattr(old, name, value)
+        else:
+            raise Lacking(
+                f"cannot change C, sigma and the batch size of a {type(old).__name__} after its first steps: give "
+                "retune= to TorchTrainable"
+            )
 
     @contextlib.contextmanager
     def _running(self, seed: int) -> Iterator[None]:
@@ -214,13 +259,7 @@ class TorchTrainable:
         flat = model.flat()
         if not batches:
             return Outcome(float("nan"), flat)
-        kept = [buffer.clone() for buffer in model.model.buffers()]
-        with torch.no_grad():
-            x, y = model.tensors(batches[-1])
-            loss = float(self.loss(model.model(x), y))
-            for buffer, value in zip(model.model.buffers(), kept, strict=True):
-                buffer.copy_(value)
-        return Outcome(loss, flat)
+        return Outcome(self.loss_of(model, batches[-1]), flat)
 
 
 class Job:

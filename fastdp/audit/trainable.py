@@ -54,6 +54,10 @@ class Trainable(Protocol):
     trajectory(model, batches, *, clipping_norm, noise_multiplier, seed) -> [steps, P], or None
                                        like run, with the parameters after every step; without it, the audit makes one
                                        run per step, on one model
+    loss_of(model, batch) -> float     the script's loss, for the paper's change in loss; else of predict and loss_kind
+    retune(model, *, clipping_norm, noise_multiplier, batch_size, seed)
+                                       from the next step on, the model trains with these, and its optimizer keeps its
+                                       state: for the paper's tests, which warm a model up first
     state(model) -> [S]                whatever else is released with the parameters: running statistics of BatchNorm
     sample(records, steps, seed) -> [indices of step 1, indices of step 2, ...]
                                        the batches that the script's loader draws; with sample_rate, the accounted rate

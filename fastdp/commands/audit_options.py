@@ -13,7 +13,8 @@ has three examples to start from; docs/audit.md says what each test does and nee
 
 EPILOG = """\
 exit codes: 0 no bug was found; 1 a bug was found, or no test could run (with --strict, also if one test could not
-run); 2 the usage was wrong, or nothing could be measured (the script fails, or returns something wrong).
+run or is undecided); 2 the usage was wrong, or nothing could be measured (the script fails, or returns something
+wrong).
 
 example: python -m fastdp audit examples/audit/by_hand.py:make_step --plots audit-plots"""
 
@@ -26,11 +27,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tests", metavar="A,B", help="only these tests (default: all; --list names them)")
     parser.add_argument("--skip", metavar="A,B", default="", help="tests to leave out")
     parser.add_argument(
+        "--statistics", choices=("fastdp", "paper", "both"), default="fastdp",
+        help="whose tests: fastdp's, those of the paper 'Finding private bugs' as it describes them, or both "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--seed", type=int, default=0, help="the seed of the weights and the data (default: %(default)s)"
     )
     parser.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw the curves as PNG files in this folder; needs matplotlib"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to this file")
-    parser.add_argument("--strict", action="store_true", help="also fail if a test could not run")
+    parser.add_argument("--strict", action="store_true", help="also fail if a test could not run, or is undecided")
     parser.add_argument("--list", action="store_true", help="list the tests, and stop")

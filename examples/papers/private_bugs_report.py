@@ -1,0 +1,139 @@
+"""The tables of docs/private_bugs.md, from the rows that private_bugs.py has measured."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.report import table
+from benchmarks.timing import Row
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RUNS, DOC = ROOT / "benchmarks/data/private_bugs.csv", ROOT / "docs/private_bugs.md"
+CURVES = ROOT / "benchmarks/data/private_bugs_curves.jsonl"
+SHOWN = (("ResNet-20, CIFAR-10 (JPEG)", "sgd"), ("BERT (2 x 128), SST-2", "adam"))  # of which the page has figures
+
+PAPER = {  # its figures 2 to 4 and 7; those with Adam, 5, 6 and 8, are said to be alike
+    ("no_clipping", "per-example"): "varies with C",
+    ("no_clipping", "no clipping"): "constant",
+    ("minibatch_clipping", "per-example"): "p < 0.01",
+    ("minibatch_clipping", "mini-batch"): "p > 0.99",
+    **{("uncalibrated_noise", clipping): "p << 0.01" for clipping in ("per-example", "mini-batch", "no clipping")},
+    **{("uncalibrated_noise", f"{clipping}, {noise}"): "p large, independent of C"
+       for clipping in ("per-example", "mini-batch", "no clipping") for noise in ("uncalibrated", "no noise")},
+}  # fmt: skip
+COST = {"no_clipping": "8", "minibatch_clipping": "100", "uncalibrated_noise": "200 (2 models; 500 with its 5)",
+        "noise_distribution": "2"}  # fmt: skip
+
+
+def as_expected(row: Row) -> bool:
+    return str(row["verdict"]) in str(row["expected"]).split(" or ")
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """A table for each test: verdicts and p-values of both statistics on each implementation, beside the paper's."""
+    parts = []
+    places = list(dict.fromkeys((str(row["network"]), str(row["optimizer"])) for row in rows))
+    for test in dict.fromkeys(str(row["test"]) for row in rows):
+        mine = [row for row in rows if row["test"] == test]
+        here = [place for place in places if any((row["network"], row["optimizer"]) == place for row in mine)]
+        head = ["implementation", "tests", "expected", *(f"{network}, {optimizer}" for network, optimizer in here),
+                "the paper says"]  # fmt: skip
+        lines = []
+        for kind in dict.fromkeys(str(row["implementation"]) for row in mine):
+            for statistics in ("fastdp", "paper"):
+                of = [row for row in mine if (row["implementation"], row["statistics"]) == (kind, statistics)]
+                if not of:
+                    continue
+                cells = [_cell([row for row in of if (row["network"], row["optimizer"]) == place]) for place in here]
+                hoped = " or ".join(dict.fromkeys(word for row in of for word in str(row["expected"]).split(" or ")))
+                said = PAPER.get((test, kind), "-") if statistics == "paper" else ""
+                lines.append([kind, statistics, hoped, *cells, said])
+        parts.append(f"### {test}\n\n{table(head, lines)}")
+    parts += [f"### Cost in training steps\n\n{cost(rows)}", counted(rows)]
+
+    def all_of(column: str) -> str:
+        return ", ".join(sorted({str(row[column]) for row in rows}))
+
+    minutes = sum(float(str(row["seconds"])) for row in rows) / 60
+    where = f"{all_of('setting')}, {all_of('device')}, {all_of('threads')} thread(s), torch {all_of('torch')}"
+    parts.append(f"{where}, commit {all_of('commit')}, {all_of('date')}; {minutes:.0f} minutes in all")
+    return "\n\n".join(parts)
+
+
+def counted(rows: Sequence[Row]) -> str:
+    """How many verdicts are as expected, of each statistics, without and with dropout; and which are not."""
+    lines = []
+    for dropout in (False, True):
+        for statistics in ("fastdp", "paper"):
+            mine = [r for r in rows if r["statistics"] == statistics and ("dropout" in str(r["network"])) == dropout]
+            if not mine:
+                continue
+            right = sum(map(as_expected, mine))
+            unsure = sum(r["verdict"] in ("undecided", "not tested") for r in mine if not as_expected(r))
+            name = "fastdp's tests" if statistics == "fastdp" else "the paper's tests"
+            where = ", with dropout" if dropout else ""
+            lines.append(f"- {name}{where}: {right} of {len(mine)} verdicts are as expected, {unsure} are undecided or "
+                         f"not tested, {len(mine) - right - unsure} are wrong.")  # fmt: skip
+    for row in rows:
+        if row["statistics"] == "fastdp" and not as_expected(row) and "dropout" not in str(row["network"]):
+            lines.append(f"- not: {row['network']}, {row['optimizer']}, {row['implementation']}, {row['test']}, seed "
+                         f"{row['seed']}: {row['verdict']}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def cost(rows: Iterable[Row]) -> str:
+    """Training steps of a test on per-example clipping, and how many of them are searches."""
+    kept = [row for row in rows if row["implementation"] == "per-example" and "dropout" not in str(row["network"])]
+    lines = []
+    for test in dict.fromkeys(str(row["test"]) for row in kept):
+        cells = []
+        for optimizer in ("sgd", "adam"):
+            for statistics in ("fastdp", "paper"):
+                of = [r for r in kept if (r["test"], r["optimizer"], r["statistics"]) == (test, optimizer, statistics)]
+                of = [r for r in of if r["verdict"] != "not tested" and r["steps"] != "-"]  # not counted once
+                cells.append(_range([int(str(r["steps"])) for r in of]) + _searches(of))
+        lines.append([test, *cells, COST[test]])
+    head = ["test", "fastdp, SGD", "paper's, SGD", "fastdp, Adam", "paper's, Adam", "the paper, Appendix D"]
+    return table(head, lines)
+
+
+def _searches(rows: Sequence[Row]) -> str:
+    found = [int(str(row["search_steps"])) for row in rows if str(row["search_steps"]) not in ("-", "0")]
+    return f" ({_range(found)} to search)" if found else ""
+
+
+def _range(values: Sequence[int]) -> str:
+    if not values:
+        return "-"
+    return f"{min(values)}" + (f" to {max(values)}" if max(values) > min(values) else "")
+
+
+def _cell(rows: Sequence[Row]) -> str:
+    """Verdicts, counted, and their p-values."""
+    if not rows:
+        return ""
+    verdicts = [str(row["verdict"]) for row in rows]
+    text = ", ".join(f"{name} {verdicts.count(name)}/{len(rows)}" for name in dict.fromkeys(verdicts))
+    values = [float(str(row["p_value"])) for row in rows if row["p_value"] != "-"]
+    values = sorted(value for value in values if not math.isnan(value))
+    if not values:
+        return text
+    low, high = f"{values[0]:.2g}", f"{values[-1]:.2g}"
+    return f"{text}; p {low}" + (f" to {high}" if low != high else "")
+
+
+def report(doc: Path = DOC, runs: Path = RUNS, figures: bool = True) -> None:
+    """Put the tables of the rows kept between the marks of the page, and draw its figures."""
+    with runs.open(newline="") as file:
+        rows: list[Row] = [dict(row) for row in csv.DictReader(file)]
+    text = doc.read_text()
+    new = f"<!-- table: private bugs -->\n{tables(rows)}\n<!-- end -->"
+    doc.write_text(re.sub(r"<!-- table: private bugs -->.*?<!-- end -->", lambda _: new, text, flags=re.S))
+    if figures:
+        from private_bugs_plots import plot, read
+
+        plot([line for line in read(CURVES) if (line["network"], line["optimizer"]) in SHOWN], doc.parent)
