@@ -38,6 +38,9 @@ from .tensor_sums import sums_of
 class Privacy:
     """What an optimizer adds to its own update rule. The arguments are those of `fastdp.privatize`."""
 
+    _of_loader = staticmethod(of_loader)
+    mechanism: Any = None  # of `fastdp.mechanisms`, with a state of its own: "name", `state()`, `read(state)`
+
     def __init__(
         self,
         model: nn.Module,
@@ -209,7 +212,7 @@ class Privacy:
         number = (current.logical, current.physical)
         if self._has_pending and number != self._backward_of:
             raise StepError(misuse.UNSTEPPED)
-        self._check_skipped(current)
+        misuse.check_skipped(current)
         if gradients.records != current.size or gradients.people != current.people:
             raise StepError(
                 f"the loader handed out {current.size} records, the model was given a batch of {gradients.records}"
@@ -223,11 +226,6 @@ class Privacy:
             )
         self._backward_of = number
         loader.train(current, self.missed)
-
-    def _check_skipped(self, current: in_hand.PhysicalBatch) -> None:
-        """A batch that was fetched ahead would be taken for another, of another logical batch perhaps."""
-        if current.skipped:
-            raise StepError(misuse.SKIPPED)
 
     def _check_groups(self, named: dict[str, Tensor]) -> None:
         known = {name for group in self.clipping.groups for name in group.parameters}
@@ -270,9 +268,9 @@ class Privacy:
         current = self._current()
         rate, expected = self.sample_rate, self.expected_batch_size
         if current is not None:
-            self._check_skipped(current)
+            misuse.check_skipped(current)
             misuse.check_share(current, *self.world.share)
-            rate, expected = of_loader(current, self._step_of, rate, expected)
+            rate, expected = self._of_loader(current, self._step_of, rate, expected)
         empty = current is not None and current.size == 0
         if not self._has_pending and not empty:
             raise StepError("step() without a backward since the last one: call loss.backward() first")
