@@ -18,7 +18,7 @@ ORDER = (
     ("engine",),
     ("distributed", "graphed"),
     ("training",),
-    ("analysis", "losses", "ntk", "sampling", "schedule"),
+    ("analysis", "losses", "mechanisms", "ntk", "sampling", "schedule"),
     ("calibration", "diagnostics"),
     ("audit", "commands", "compat", "finetune", "hf", "lightning"),
     ("__init__", "__main__"),

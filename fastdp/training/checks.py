@@ -24,7 +24,7 @@ def check_options(noise_multiplier: Any, expected_batch_size: Any, sample_rate: 
 
 def of_loader(
     current: PhysicalBatch, stepped: tuple[int, int], rate: float | None, expected: float | None
-) -> tuple[float, float]:
+) -> tuple[float | None, float]:
     """Sample rate and expected batch size, which must be the loader's; one step a batch.
 
     Args:
@@ -33,8 +33,12 @@ def of_loader(
         rate: the sample rate that the optimizer was given, and
         expected: its expected batch size.
     """
-    if (current.logical, current.physical) == stepped:
-        raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")
+    if current.fixed:
+        raise StepError(
+            "the batches come in a fixed order (ftrl_loader), and this optimizer accounts for Poisson sampling: take "
+            "fastdp.poisson_loader, or train with fastdp.mechanisms.DPFTRL"
+        )
+    refuse_second_step(current, stepped)
     if rate is not None and abs(rate - current.sample_rate) > 1e-9:
         raise AccountingError(f"sample_rate={rate} was given, but the loader samples at {current.sample_rate}")
     if expected is not None and abs(expected - current.expected_batch_size) > 0.5:
@@ -43,3 +47,9 @@ def of_loader(
             "out, the loader tells it"
         )
     return current.sample_rate, current.expected_batch_size if expected is None else expected
+
+
+def refuse_second_step(current: PhysicalBatch, stepped: tuple[int, int]) -> None:
+    """Raises StepError if the batch in hand has had its step. The arguments are those of `of_loader`."""
+    if (current.logical, current.physical) == stepped:
+        raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")

@@ -154,7 +154,7 @@ class PoissonLoader:
     def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
         """Yield the batches of this pass, each with a function to call before training on it, however late."""
         batches = alarming(iter(self.loader))
-        watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sample_rate)
+        watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sampler.sample_rate)
         chance = self.truncation
         pending: deque[tuple[int, bool, People | None, int]] | None = None
         logical, physical, place, step, draws = next(_LOGICAL), 0, 0, 0, ""
@@ -167,9 +167,9 @@ class PoissonLoader:
             size, final, people, whole = pending.popleft()
             step += final
             note = PhysicalBatch(
-                id(self), logical, physical, size, final, self.sample_rate, self.expected_batch_size, people,
+                id(self), logical, physical, size, final, self.sampler.sample_rate, self.expected_batch_size, people,
                 truncation=chance, share=self.sampler.share, place=(draws, place, step - final),
-                whole=whole,
+                whole=whole, fixed=self.sampler.fixed,
             )  # fmt: skip
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)
@@ -199,7 +199,7 @@ def new_pass() -> int:
 
 def wait(mine: int, loader: PoissonLoader) -> None:
     """Say that batches of this pass are being fetched, and that none is in hand until the pass says which."""
-    nothing = PhysicalBatch(id(loader), -1, WAITING, -1, False, loader.sample_rate, loader.expected_batch_size)
+    nothing = PhysicalBatch(id(loader), -1, WAITING, -1, False, loader.sampler.sample_rate, loader.expected_batch_size)
     ACTIVE[mine] = nothing._replace(skipped=True, taken=True, moment=now())
 
 

@@ -131,6 +131,8 @@ def _rewrap_for_schedulers(optimizer: PrivateOptimizer) -> None:
 class _Constructed(PrivateOptimizer):
     """An optimizer that is made from a model: DPSGD(model, lr=..., noise_multiplier=..., ...)."""
 
+    _kept_by: type[Privacy] = Privacy
+
     def __init__(
         self, model: nn.Module, lr: Any = None, *, params: Iterable[Any] | None = None, **options: Any
     ) -> None:
@@ -148,7 +150,7 @@ class _Constructed(PrivateOptimizer):
         if not chosen:
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
         super().__init__(chosen, **options)  # type: ignore[arg-type]
-        self._privacy = Privacy(model, self._params(), **private)
+        self._privacy = self._kept_by(model, self._params(), **private)
         wait(self._privacy, self._params)
 
 

@@ -38,6 +38,9 @@ from .tensor_sums import sums_of
 class Privacy:
     """What an optimizer adds to its own update rule. The arguments are those of `fastdp.privatize`."""
 
+    _of_loader = staticmethod(of_loader)
+    mechanism: Any = None  # of `fastdp.mechanisms`, with a state of its own: "name", `state()`, `read(state)`
+
     def __init__(
         self,
         model: nn.Module,
@@ -211,9 +214,8 @@ class Privacy:
         if self._has_pending and number != self._backward_of:
             raise StepError(misuse.UNSTEPPED)
         misuse.check_skipped(current)
-        records, people = gradients.records, gradients.people
-        if self.hand.stands_in:
-            records, people = 0, current.people
+        stands_in = self.hand.stands_in
+        records, people = (0, current.people) if stands_in else (gradients.records, gradients.people)
         if records != current.size or people != current.people:
             raise StepError(
                 f"the loader handed out {current.size} records, the model was given a batch of {records}"
@@ -271,7 +273,7 @@ class Privacy:
         if current is not None:
             misuse.check_skipped(current)
             misuse.check_share(current, *self.world.share)
-            rate, expected = of_loader(current, self._step_of, rate, expected)
+            rate, expected = self._of_loader(current, self._step_of, rate, expected)
             if current.size == 0 and self.unit.grouped is None:  # of a process whose first batches have no record
                 self.unit.grouped = current.people is not None
         empty = current is not None and current.size == 0

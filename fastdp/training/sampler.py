@@ -27,6 +27,8 @@ class PoissonSampler(Sampler[list[int]]):
     the same, and each rank gets its part of it, in as many physical batches as every other rank.
     """
 
+    fixed = 0  # as of a PhysicalBatch
+
     def __init__(
         self,
         size: int,

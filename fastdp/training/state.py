@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import StepError
@@ -27,6 +28,7 @@ def state_of(privacy: Privacy) -> dict[str, Any]:
         "grouped": privacy.unit.grouped,
         **({"lost": [tuple(run) for run in privacy.ledger.lost]} if privacy.ledger.lost else {}),
         "makers": privacy.ledger.makers,
+        **({} if privacy.mechanism is None else {"mechanism": privacy.mechanism.state()}),
         **({"missed": missed} if (missed := privacy.missed.state_dict()) else {}),
     }
 
@@ -42,6 +44,7 @@ def load(privacy: Privacy, state: dict[str, Any]) -> None:
         clipping = privacy.clipping
         if isinstance(clipping.style, str):
             clipping = clipping.changed(privacy.engine.named_parameters(), kind, float(norm), style, float(gamma))
+        take_up = _of_mechanism(privacy, state.get("mechanism"))
         privacy.missed.load(state.get("missed", {}))  # last of what may raise
     except (KeyError, TypeError, ValueError) as problem:
         raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
@@ -50,7 +53,20 @@ def load(privacy: Privacy, state: dict[str, Any]) -> None:
     privacy.noise_multiplier, privacy.noise.step = noise_multiplier, step
     privacy.set_dropped(dropped)
     privacy.unit.grouped = state.get("grouped")
+    take_up()
     privacy.discard()
+
+
+def _of_mechanism(privacy: Privacy, state: dict[str, Any] | None) -> Callable[[], object]:
+    """What takes up a mechanism's own state. Raises StepError if the state was saved under another mechanism."""
+    mine = "none (steps noised one by one)" if privacy.mechanism is None else privacy.mechanism.name
+    saved = "none (steps noised one by one)" if state is None else state["name"]
+    if mine != saved:
+        raise StepError(
+            f"the state was saved by an optimizer whose mechanism is {saved}, and this one's is {mine}: their steps "
+            "are accounted for in different ways. Load the state into an optimizer of its own kind."
+        )
+    return (lambda: None) if state is None else privacy.mechanism.read(state)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------- within torch's own part of a checkpoint

@@ -1,0 +1,21 @@
+"""Private mechanisms beside DP-SGD: DP-FTRL (tree aggregation), and DP-SGD as a sampler of a posterior.
+
+>>> tree_epsilon(noise_multiplier=10.0, steps_per_epoch=256, epochs=1, delta=1e-5) < 1.2
+True
+"""
+
+from .fixed_order import FixedOrderLoader, ftrl_loader
+from .ftrl import DPFTRL
+from .participation import Tree, nodes_over, tree_epsilon, tree_noise_multiplier
+from .tree import variance_of
+
+__all__ = [
+    "DPFTRL",
+    "FixedOrderLoader",
+    "Tree",
+    "ftrl_loader",
+    "nodes_over",
+    "tree_epsilon",
+    "tree_noise_multiplier",
+    "variance_of",
+]

@@ -1,0 +1,148 @@
+"""A loader without sampling: every pass has the same batches of one size, in the same order."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from ..distributed.same import mark
+from ..errors import AccountingError, StepError
+from ..training.collating import CollateWithEmpty
+from ..training.loader import PoissonLoader, options_of
+from ..training.sampler import PoissonSampler
+
+
+class FixedOrder(PoissonSampler):
+    """Lists of indices, one per physical batch, as of a PoissonSampler, but the same in every pass."""
+
+    def __init__(self, order: Sequence[int], batch_size: int, max_physical_batch_size: int | None) -> None:
+        size, steps = len(order), len(order) // batch_size
+        super().__init__(size, batch_size / size, steps, max_physical_batch_size, seed=0)
+        self.order, self.batch_size, self.fixed = np.asarray(order, dtype=np.int64), batch_size, steps
+
+    @property
+    def settings(self) -> str:
+        """A mark of the batches."""
+        return mark("fixed order", self.order.tobytes(), self.batch_size)
+
+    @property
+    def mark(self) -> str:
+        """The same: there is no key."""
+        return self.settings
+
+    def __iter__(self) -> Iterator[list[int]]:
+        pending = self.pending = deque()
+        _, first = self.running = (self.passes, self.first)
+        self.passes, self.first = self.passes + 1, 0
+        for step in range(first, self.steps):
+            whole = self.order[step * self.batch_size : (step + 1) * self.batch_size].tolist()
+            limit = self.limit or self.batch_size
+            for begin in range(0, self.batch_size, limit):
+                part = whole[begin : begin + limit]
+                pending.append((len(part), begin + limit >= self.batch_size, None, len(whole)))
+                yield part
+
+
+class FixedOrderLoader(PoissonLoader):
+    """An iterable over the batches of a dataset in a fixed order; `ftrl_loader` makes it."""
+
+    @property
+    def sample_rate(self) -> float:
+        """Raises AccountingError: nothing is sampled."""
+        raise AccountingError(
+            "an ftrl_loader samples nothing, so there is no sample rate and no amplification by sampling: "
+            "fastdp.mechanisms.tree_epsilon and tree_noise_multiplier account for a fixed order"
+        )
+
+    def __repr__(self) -> str:
+        order: Any = self.sampler
+        return (
+            f"<ftrl_loader: {order.steps} batches of {order.batch_size} records, the same in every pass; "
+            f"{order.size - order.steps * order.batch_size} of {order.size} records are in none>"
+        )
+
+
+def ftrl_loader(
+    data: Any,
+    *,
+    batch_size: int | None = None,
+    order: Sequence[int] | None = None,
+    max_physical_batch_size: int | None = None,
+    **loader_options: Any,
+) -> FixedOrderLoader:
+    """Make the loader that `DPFTRL` needs: no sampling, and a fixed order of batches of equal size.
+
+    Every record is in at most one batch of a pass. Records that fill no whole batch at the end are in none.
+
+    Args:
+        data: a map-style dataset, or a DataLoader, whose dataset, collate_fn, workers and batch_size are used. One that
+            shuffles is refused, since it draws another order for every pass.
+        batch_size: the number of records of a batch. It defaults to the batch_size of a DataLoader.
+        order: the numbers of the records in the order of training, each at most once. By default, that of the dataset.
+            It must not be chosen by what is in the records; `torch.randperm(len(data))` is a good choice, if the
+            dataset is sorted.
+        max_physical_batch_size: the largest number of records in a physical batch, as of `poisson_loader`.
+        loader_options: options of torch's DataLoader, if data is a dataset.
+
+    Returns:
+        A FixedOrderLoader, with the interface of a PoissonLoader: `state_dict` says where it is.
+
+    Raises:
+        ValueError: if a size is out of range, or the order is not one.
+        StepError: if the data cannot be read by index, or the DataLoader shuffles.
+    """
+    dataset = data
+    if isinstance(data, DataLoader):
+        dataset = data.dataset
+        if type(data.sampler) is not SequentialSampler or not getattr(data, "in_order", True):
+            raise StepError(
+                f"the DataLoader draws by {type(data.sampler).__name__}, or out of order: DP-FTRL needs an order that "
+                "is known, and the same in every pass. Give a loader with shuffle=False; to shuffle once, give "
+                "order=torch.randperm(len(dataset))"
+            )
+        loader_options = {**options_of(data), **loader_options}
+        batch_size = data.batch_size if batch_size is None else batch_size
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise StepError("a fixed order needs a dataset with a length and access by index: load it into a list")
+    refused = {"shuffle", "sampler", "batch_sampler", "drop_last"} & loader_options.keys()
+    if refused or loader_options.get("in_order") is False:
+        raise ValueError(f"{', '.join(sorted(refused)) or 'in_order=False'}: the order is order=, and it is fixed")
+    places = _order(dataset, order)
+    for name, value in (("batch_size", batch_size), ("max_physical_batch_size", max_physical_batch_size)):
+        required = name == "batch_size"
+        if (required or value is not None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    assert batch_size is not None
+    if batch_size > len(places):
+        raise ValueError(f"batch_size={batch_size} is more than the {len(places)} records")
+    if left := len(places) % batch_size:
+        warnings.warn(
+            f"{left} record(s) at the end of the order fill no batch of {batch_size}: they are never trained on",
+            stacklevel=2,
+        )
+    sampler = FixedOrder(places, batch_size, max_physical_batch_size)
+    collate = loader_options.pop("collate_fn", None) or torch.utils.data.default_collate
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_sampler=sampler, collate_fn=CollateWithEmpty(collate, dataset), **loader_options
+    )
+    return FixedOrderLoader(loader, sampler, batch_size)
+
+
+def _order(dataset: Any, order: Any) -> list[int]:
+    """Raises ValueError unless each number is that of a record, and none is there twice."""
+    size = len(dataset)
+    places = list(range(size)) if order is None else [int(place) for place in order]
+    if not places:
+        raise ValueError("the dataset is empty, or the order is")
+    if len(set(places)) < len(places):
+        twice = next(place for place, times in zip(*np.unique(places, return_counts=True), strict=True) if times > 1)
+        raise ValueError(f"record {twice} is in the order twice: in one tree it may take part only once")
+    if min(places) < 0 or max(places) >= size:
+        raise ValueError(f"the order holds {min(places)} to {max(places)}; the dataset has records 0 to {size - 1}")
+    return places

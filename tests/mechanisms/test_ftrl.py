@@ -1,0 +1,305 @@
+"""DP-FTRL against the algorithm by hand in float64: noise of prefix sums, steps, restarts, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.errors import AccountingError, StepError
+from fastdp.mechanisms import DPFTRL, ftrl_loader, nodes_over, variance_of
+from fastdp.mechanisms.tree import TreeNoise
+
+N, BATCH = 24, 4
+
+
+def data(n: int = N) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 5, generator=draw, dtype=torch.float64)
+    return list(zip(x, x.sum(1, keepdim=True).sin(), strict=True))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+def made(model: nn.Module, **options) -> DPFTRL:
+    return DPFTRL(model, **{"lr": 0.1, "noise_multiplier": 0.7, "max_grad_norm": 0.5, "seed": 5, **options})
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().sum(1)
+
+
+def train(optimizer: DPFTRL, model: nn.Module, loader, steps: int = 10**9) -> None:
+    for step, (x, y) in enumerate(loader, 1):
+        losses(model, x, y).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == steps:
+            break
+
+
+def clipped_sum(model: nn.Module, x: Tensor, y: Tensor, bound: float, kind: str = "local") -> list[Tensor]:
+    parameters = list(model.parameters())
+    total = [torch.zeros_like(p) for p in parameters]
+    for loss in losses(model, x, y):
+        gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
+        norm = float(torch.cat([g.flatten() for g in gradient]).norm())
+        factor = min(1.0, bound / norm) if kind == "local" else float(norm <= bound)
+        for t, g in zip(total, gradient, strict=True):
+            t += factor * g
+    return total
+
+
+class ByHand:
+    """Prefix noise as Honaker's estimate, written over whole trees: all nodes drawn, none updated on the way."""
+
+    def __init__(self, model: nn.Module, std: float, reduced: bool) -> None:
+        self.source, self.std, self.reduced = TreeNoise(5), std, reduced
+        self.shapes, self.offsets, place = [p.shape for p in model.parameters()], [], 0
+        for shape in self.shapes:
+            self.offsets.append(place)
+            place += shape.numel()
+
+    def own(self, end: int, height: int) -> list[Tensor]:
+        return [
+            self.source._draw(torch.zeros(s, dtype=torch.float64), self.std, end, height, o)
+            for s, o in zip(self.shapes, self.offsets, strict=True)
+        ]
+
+    def node(self, first: int, low: int, height: int) -> list[Tensor]:
+        """Of the leaves low + 1 .. low + 2^height."""
+        end = first + low + 2**height
+        if not self.reduced:
+            return self.own(end, 0)
+        mine = self.own(end, height)
+        if height == 0:
+            return mine
+        halves = [self.node(first, low, height - 1), self.node(first, low + 2 ** (height - 1), height - 1)]
+        below = 2 * 2 ** (height - 1) / (2**height - 1)  # the variance of the sum of the halves
+        weight = below / (1 + below)
+        return [weight * m + (1 - weight) * (a + b) for m, a, b in zip(mine, *halves, strict=True)]
+
+    def prefix(self, first: int, leaves: int) -> list[Tensor]:
+        total = [torch.zeros(s, dtype=torch.float64) for s in self.shapes]
+        low = 0
+        for height in reversed(range(leaves.bit_length())):
+            if leaves >> height & 1:
+                total = [t + n for t, n in zip(total, self.node(first, low, height), strict=True)]
+                low += 2**height
+        return total
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_steps_are_those_of_the_algorithm_in_float64(reduced: bool, momentum: float) -> None:
+    """theta_t = theta_0 - lr v_t, v_t = gamma v_(t-1) + s_t, over two trees; s_t by whole prefix sums."""
+    model, epochs = network(), 2
+    start, hand = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = made(model, momentum=momentum, variance_reduction=reduced)
+    loader = ftrl_loader(data(), batch_size=BATCH)
+    for _ in range(epochs):
+        train(optimizer, model, loader)
+    noise = ByHand(model, 0.7 * 0.5, reduced)
+    sums = [torch.zeros_like(p) for p in hand.parameters()]
+    past = [torch.zeros_like(p) for p in hand.parameters()]  # the noise of trees that are over
+    v = [torch.zeros_like(p) for p in hand.parameters()]
+    records = data()
+    for epoch in range(epochs):
+        for t in range(N // BATCH):
+            x, y = (torch.stack(part) for part in zip(*records[t * BATCH : (t + 1) * BATCH], strict=True))
+            for total, now in zip(sums, clipped_sum(hand, x, y, 0.5), strict=True):
+                total += now
+            drawn = noise.prefix(epoch * N // BATCH, t + 1)
+            with torch.no_grad():
+                for place, (p, p0) in enumerate(zip(hand.parameters(), start.parameters(), strict=True)):
+                    s = (sums[place] + past[place] + drawn[place]) / BATCH
+                    v[place] = momentum * v[place] + s
+                    p.copy_(p0 - 0.1 * v[place])
+        past = [a + b for a, b in zip(past, drawn, strict=True)]
+    for mine, other in zip(model.parameters(), hand.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=2e-6)  # factors are float32
+    assert [(tree.first, tree.steps) for tree in optimizer.trees] == [(0, 6), (0, 6)]
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_the_noise_of_prefix_sums_has_the_variance_of_theory(reduced: bool) -> None:
+    """Variances over 20,000 elements, and the noise of a step taken alone of a tree of 13."""
+    source, count = TreeNoise(3, reduced), 20_000
+    prefix = torch.zeros(count, dtype=torch.float64)
+    for t in range(1, 14):
+        step = torch.zeros(count, dtype=torch.float64)
+        source.add_tree_({0: step}, {0: 0}, 2.0)
+        source.step += 1
+        prefix += step
+        ratio = float(prefix.square().mean()) / 4 / variance_of(t, reduced)
+        assert abs(ratio - 1) < 5 * (2 / count) ** 0.5, (t, ratio)
+    assert variance_of(13, reduced) == pytest.approx(8 / 15 + 4 / 7 + 1 if reduced else 3)
+
+
+def test_nodes_over_a_step_are_no_more_than_counted() -> None:
+    """Every node that ends within the tree, so with variance reduction; the largest number over one step."""
+    for steps in range(1, 70):
+        over: dict[int, int] = defaultdict(int)
+        for height in range(8):
+            for low in range(0, steps - 2**height + 1, 2**height):
+                for leaf in range(low, low + 2**height):
+                    over[leaf] += 1
+        assert max(over.values()) == nodes_over(steps)
+
+
+def test_a_tree_is_one_function_of_key_and_steps_and_parts_of_a_parameter_agree() -> None:
+    """The element at an index gets the noise of that index, whatever lies in one tensor."""
+    whole, parts = TreeNoise(1), TreeNoise(1)
+    for _ in range(6):
+        a, b, c = torch.zeros(50), torch.zeros(20), torch.zeros(30)
+        whole.add_tree_({0: a}, {0: 7}, 1.0)
+        parts.add_tree_({1: b, 2: c}, {1: 7, 2: 27}, 1.0)
+        torch.testing.assert_close(a, torch.cat([b, c]), rtol=0, atol=0)
+        whole.step += 1
+        parts.step += 1
+
+
+def test_no_noise_and_a_large_bound_are_ordinary_sgd_in_the_loaders_order() -> None:
+    model = network()
+    other = copy.deepcopy(model)
+    optimizer = made(model, noise_multiplier=0.0, max_grad_norm=1e6, seed=None)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
+    train(optimizer, model, ftrl_loader(data(), batch_size=BATCH, order=order))
+    records = data()
+    for chunk in order.split(BATCH):
+        plain.zero_grad()
+        x, y = (torch.stack(part) for part in zip(*[records[i] for i in chunk], strict=True))
+        losses(other, x, y).mean().backward()
+        plain.step()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    assert optimizer.epsilon(1e-5) == float("inf")
+
+
+@pytest.mark.parametrize("options", [{"clipping": "global", "max_grad_norm": 1.0}, {"style": "layerwise"}])
+def test_clipping_is_the_engines_and_physical_batches_change_nothing(options: dict) -> None:
+    ends = []
+    for limit in (None, 3):
+        model = network()
+        optimizer = made(model, **options)
+        train(optimizer, model, ftrl_loader(data(), batch_size=BATCH, max_physical_batch_size=limit))
+        assert optimizer.trees[0].steps == 6
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-7)
+    if options.get("clipping") == "global":
+        model = network()
+        optimizer = made(model, noise_multiplier=0.0, **options)
+        hand = copy.deepcopy(model)
+        train(optimizer, model, ftrl_loader(data(), batch_size=BATCH), steps=1)
+        x, y = (torch.stack(part) for part in zip(*data()[:BATCH], strict=True))
+        for p, start, g in zip(
+            model.parameters(), hand.parameters(), clipped_sum(hand, x, y, 1.0, "global"), strict=True
+        ):
+            torch.testing.assert_close(p, start - 0.1 * g / BATCH, rtol=0, atol=1e-7)
+
+
+def test_float32_and_the_fused_update_agree_with_float64() -> None:
+    ends = []
+    for kind in (torch.float64, torch.float32):
+        model = network().to(kind)
+        optimizer = made(model, momentum=0.9)
+        records = [(x.to(kind), y.to(kind)) for x, y in data()]
+        train(optimizer, model, ftrl_loader(records, batch_size=BATCH))
+        ends.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_wrong_loaders_are_refused_by_name() -> None:
+    model = network()
+    optimizer = made(model)
+    with pytest.raises(StepError, match="poisson_loader samples anew"):
+        train(optimizer, model, fastdp.poisson_loader(data(), expected_batch_size=BATCH, seed=0))
+    with pytest.raises(StepError, match="no batch of it is in hand"):
+        train(optimizer, model, torch.utils.data.DataLoader(data(), batch_size=BATCH))
+    with pytest.raises(StepError, match="RandomSampler.*order=torch.randperm"):
+        ftrl_loader(torch.utils.data.DataLoader(data(), batch_size=BATCH, shuffle=True))
+    train(optimizer, model, ftrl_loader(data(), batch_size=BATCH))
+    for other in (
+        ftrl_loader(data(), batch_size=2 * BATCH),
+        ftrl_loader(data(), batch_size=BATCH, order=list(reversed(range(N)))),
+    ):
+        with pytest.raises(StepError, match="another order, batch size"):
+            train(optimizer, model, other)
+    assert [tree.steps for tree in optimizer.trees] == [6]
+
+
+def test_dpsgd_refuses_a_fixed_order() -> None:
+    model = network()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
+    with pytest.raises(StepError, match="fixed order"):
+        train(optimizer, model, ftrl_loader(data(), batch_size=BATCH))
+    assert not optimizer.history
+
+
+def test_wrong_orders_and_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="record 2 is in the order twice"):
+        ftrl_loader(data(), batch_size=2, order=[0, 2, 1, 2])
+    with pytest.raises(ValueError, match="has records 0 to 23"):
+        ftrl_loader(data(), batch_size=2, order=[0, 24])
+    with pytest.raises(ValueError, match="batch_size must be"):
+        ftrl_loader(data())
+    with pytest.raises(ValueError, match="more than the 24"):
+        ftrl_loader(data(), batch_size=25)
+    with pytest.raises(ValueError, match="the order is order="):
+        ftrl_loader(data(), batch_size=4, shuffle=True)
+    with pytest.warns(UserWarning, match="4 record"):
+        assert len(ftrl_loader(data(), batch_size=5)) == 4
+    with pytest.raises(AccountingError, match="no amplification"):
+        _ = ftrl_loader(data(), batch_size=4).sample_rate
+
+
+def test_what_has_no_meaning_in_a_tree_is_refused() -> None:
+    model = network()
+    with pytest.raises(AccountingError, match="no amplification"):
+        made(model, sample_rate=0.1)
+    with pytest.raises(StepError, match="ledger="):
+        made(model, ledger="steps")
+    optimizer = made(model)
+    for refused in (
+        lambda: optimizer.group_by([0, 1]),
+        lambda: optimizer.noise_state(),
+        lambda: optimizer.load_noise_state({}),
+        lambda: optimizer.graphed(losses),
+    ):
+        with pytest.raises(StepError):
+            refused()
+    loader = ftrl_loader(data(), batch_size=BATCH)
+    train(optimizer, model, loader, steps=2)
+    loader.load_state_dict({"pass": 0, "step": 2})
+    optimizer.noise_multiplier = 5.0
+    with pytest.raises(StepError, match="between passes"):
+        train(optimizer, model, loader)
+    optimizer.noise_multiplier = 0.7
+    for frozen in (model[0].weight,):
+        frozen.requires_grad_(False)
+    loader.load_state_dict({"pass": 0, "step": 2})
+    with pytest.raises(StepError, match="other parameters"):
+        train(optimizer, model, loader)
+
+
+def test_a_second_step_or_backward_on_a_batch_is_refused() -> None:
+    model = network()
+    optimizer = made(model)
+    for x, y in ftrl_loader(data(), batch_size=BATCH):
+        losses(model, x, y).mean().backward()
+        optimizer.step()
+        with pytest.raises(StepError, match="second backward"):
+            losses(model, x, y).mean().backward()
+        break
+    assert [tree.steps for tree in optimizer.trees] == [1]
