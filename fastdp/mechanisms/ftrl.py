@@ -75,7 +75,7 @@ class TreePrivacy(Privacy):
         self.mechanism = Trees()
 
     def _check_batch(self, gradients: Gradients) -> None:
-        self._check_order(self._in_hand())
+        self._check_order(self.hand.batch())
         super()._check_batch(gradients)
 
     def _check_order(self, current: PhysicalBatch | None) -> None:
@@ -95,7 +95,7 @@ class TreePrivacy(Privacy):
         trees.records = current.fixed * current.expected_batch_size
 
     def ready(self) -> bool:
-        self._check_order(self._current())
+        self._check_order(self.hand.current())
         return super().ready()
 
     def release(self) -> Release:

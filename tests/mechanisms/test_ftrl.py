@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -303,3 +305,10 @@ def test_a_second_step_or_backward_on_a_batch_is_refused() -> None:
             losses(model, x, y).mean().backward()
         break
     assert [tree.steps for tree in optimizer.trees] == [1]
+
+
+def test_the_page_runs(capsys):
+    """docs/mechanisms.md's example, whose epsilon is what it says."""
+    text = (Path(__file__).parents[2] / "docs/mechanisms.md").read_text(encoding="utf-8")
+    exec(compile(re.search(r"```python\n(.*?)```", text, re.S)[1], "mechanisms.md", "exec"), {})
+    assert 7.5 < float(capsys.readouterr().out) <= 8
