@@ -1,7 +1,7 @@
 """The loss paper's experiments: cross-entropy against DPLoss at epsilon < 3, and each of its terms.
 
-    python examples/papers/dp_loss.py --data DIR [--quick] [--tasks mnist fashion cifar10 ...] [--losses ...] [--seeds N]
-        [--epochs N] [--checkpoints DIR] [--looks] [--plots DIR]
+    python examples/papers/dp_loss.py --data DIR [--quick] [--tasks mnist fashion cifar10 ...] [--losses ...]
+        [--seeds N] [--epochs N] [--checkpoints DIR] [--looks] [--plots DIR]
 
 After Shamsabadi and Papernot, Losing less: a loss for differentially private deep learning (2023): networks of Tables 1
 to 4, settings of Tables 5 and 6, momentum 0.9, delta 1e-5, local clipping with R = 0.1. The paper does not state how
@@ -97,7 +97,7 @@ class Training:
         self.private = name != "non-private"
         self.model = setting.network().to(memory_format=torch.channels_last)  # faster
         self.loss = loss_of(name, self.model, setting)
-        lr, batch = (setting.lr, setting.batch) if self.private else ORDINARY
+        lr, batch = (setting.lr, setting.batch) if self.private else (ORDINARY[0], min(ORDINARY[1], len(data.x)))
         self.batches = common.loader(data.x, data.y, batch, None if self.private else seed, max_physical_batch_size=256)
         self.optimizer: torch.optim.Optimizer
         if self.private:
