@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +27,10 @@ class Told(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype == torch.bool or 1
+        if func is torch.ops.c10d.reduce_scatter_tensor_coalesced_.default:  # fake tensors do not know it
+            done: Any = torch.futures.Future()
+            done.set_result(args[0])
+            return _create_work_from_future(done).boxed()
         return func(*args, **(kwargs or {}))
 
 
@@ -76,7 +81,7 @@ class Meter(TorchDispatchMode):
 
     def _send(self, func: Any, args: Any) -> None:
         name = func._schema.name.partition("::")[2]
-        sizes = [t.numel() * t.element_size() for t in tree_leaves(args) if isinstance(t, Tensor)]
+        sizes = [sum(t.numel() * t.element_size() for t in tree_leaves(each) if isinstance(t, Tensor)) for each in args]
         number, size = self.sent.get(NAMES.get(name, name), (0, 0))
         self.sent[NAMES.get(name, name)] = number + 1, size + max(sizes, default=0)
 

@@ -3,7 +3,9 @@
 pip install accelerate scikit-learn
 python examples/accelerate_loop.py [--quick]
 torchrun --nproc-per-node 2 examples/accelerate_loop.py --cpu [--quick]
+torchrun --nproc-per-node 2 examples/accelerate_loop.py --fsdp [--quick]
 
+With --fsdp, each GPU holds a part of the model (FSDP2). prepare() makes the parts, once the optimizer was made.
 Any number of processes makes the same steps on the same records; on GPUs, `accelerate launch` starts one a device.
 """
 
@@ -16,7 +18,7 @@ import tempfile
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, send_to_device
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -44,10 +46,13 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def prepared(epochs: int, epsilon: float, mixed_precision: str, cpu: bool):
+def prepared(epochs: int, epsilon: float, mixed_precision: str, cpu: bool, fsdp: bool):
     """Everything that a run needs; `private` is the optimizer itself, `optimizer` Accelerate's wrapper of it."""
     # gradient_accumulation_steps stays 1; a prepared scheduler must step once a step, not once a process
-    accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu, step_scheduler_with_optimizer=False)
+    parts = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap") if fsdp else None
+    accelerator = Accelerator(
+        mixed_precision=mixed_precision, cpu=cpu, fsdp_plugin=parts, step_scheduler_with_optimizer=False
+    )
     train, x, y = digits()
     model = network()
     fastdp.verify(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), train[:8])  # raises where samples are coupled
@@ -67,7 +72,7 @@ def train(accelerator, model, optimizer, schedule, loader, private) -> None:
     model.train()
     for batch in loader:
         x, y = send_to_device(batch, accelerator.device)
-        accelerator.backward(F.cross_entropy(model(x), y))
+        accelerator.backward(F.cross_entropy(model(x), y))  # also of an empty batch: all gather the parts together
         optimizer.step()  # after each physical batch: it updates where the logical one is complete
         if private.stepped:
             schedule.step()
@@ -86,9 +91,10 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=3.0)
     parser.add_argument("--mixed-precision", default="no", choices=["no", "bf16"])
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--fsdp", action="store_true", help="lay the model in parts on all processes")
     options = parser.parse_args()
     epochs = 3 if options.quick else 30
-    settings = (epochs, options.epsilon, options.mixed_precision, options.cpu)
+    settings = (epochs, options.epsilon, options.mixed_precision, options.cpu, options.fsdp)
 
     accelerator, model, optimizer, schedule, loader, private, x, y = prepared(*settings)
     folder = broadcast_object_list([tempfile.mkdtemp()])[0]  # that of the first process: it saves, and all load

@@ -1,8 +1,9 @@
 """A small vision transformer on scikit-learn's digits by `fastdp.hf.DPTrainer`, on any number of processes.
 
 pip install 'fastdp[hf]' scikit-learn
-torchrun --nproc-per-node 2 examples/hf_ddp.py [--quick]
+torchrun --nproc-per-node 2 examples/hf_ddp.py [--quick] [--fsdp]
 
+With --fsdp, GPUs hold a part of the model each (FSDP2), and whole copies of it without.
 `sample_rate` says how large a batch is in expectation: by it, twice as many processes hold half of each batch.
 """
 
@@ -48,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 epochs instead of 30")
     parser.add_argument("--epsilon", type=float, default=3.0)
+    parser.add_argument("--fsdp", action="store_true", help="lay the model in parts on all processes")
     parser.add_argument("--output")
     options = parser.parse_args()
     train, test = digits()
@@ -56,6 +58,7 @@ def main() -> None:
         per_device_train_batch_size=AT_ONCE, learning_rate=1e-2, lr_scheduler_type="constant", logging_steps=10,
         eval_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
+        fsdp=options.fsdp or None, fsdp_config={"transformer_layer_cls_to_wrap": ["ViTLayer"]},
     )  # fmt: skip
     privacy = PrivacyArguments(target_epsilon=options.epsilon, delta=DELTA, sample_rate=BATCH / len(train))
     trainer = DPTrainer(

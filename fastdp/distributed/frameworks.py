@@ -17,7 +17,7 @@ from .world import processes
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 _INSTEAD = "Models in parts train in a loop of your own, under torchrun: docs/distributed.md"
 STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")  # of Lightning, with whole copies of a model
-SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")  # of Accelerate's distributed types
+SHARDING = ("DEEPSPEED", "MEGATRON_LM", "XLA")  # of Accelerate's distributed types
 
 
 def check_frameworks(model: nn.Module) -> None:
@@ -35,7 +35,13 @@ def check_frameworks(model: nn.Module) -> None:
     if kind in SHARDING:
         raise StepError(
             f"Accelerate with distributed_type {kind} and {processes()} processes is refused: it does not keep the "
-            f"whole model on every process. Use accelerate launch --multi_gpu (or --cpu). {_INSTEAD}"
+            f"whole model on every process. Use accelerate launch --multi_gpu (or --cpu), or FSDP with fsdp_version=2."
+        )
+    if kind == "FSDP" and not lays_in_parts():
+        raise StepError(
+            "Accelerate with FSDP1 is refused: it joins parameters into flat ones, whose parts are not known to be of "
+            "one layer each. Use FullyShardedDataParallelPlugin(fsdp_version=2) (fsdp_version: 2 in the file of "
+            "accelerate config, fsdp_config={'version': 2} of transformers)."
         )
 
 
@@ -49,7 +55,14 @@ def unwrap(model: nn.Module) -> None:
 
 def equal_later() -> bool:
     """Whether a framework makes the weights equal on all processes once the optimizer was made."""
+    if lays_in_parts():  # of each process's own weights, unless only the first has loaded them
+        return bool(getattr(_plugin(), "cpu_ram_efficient_loading", False))
     return processes() > 1 and _accelerate() is not None
+
+
+def lays_in_parts() -> bool:
+    """Whether Accelerate calls `fully_shard` on the model that it prepares, once the optimizer was made."""
+    return _accelerate() == "FSDP" and getattr(_plugin(), "fsdp_version", 1) == 2
 
 
 def check_schedulers(privacy: object) -> None:
@@ -77,6 +90,12 @@ def _accelerate() -> str | None:
         if state and "distributed_type" in state:
             return str(getattr(state["distributed_type"], "value", state["distributed_type"]))
     return None
+
+
+def _plugin() -> Any:
+    """Accelerate's settings of FSDP, if they are in force."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    return getattr(state, "_shared_state", {}).get("fsdp_plugin")
 
 
 def _trainers(model: nn.Module) -> list[Any]:

@@ -79,11 +79,12 @@ class Part(NamedTuple):
     def cut(self, total: Tensor, into: Tensor) -> None:
         """Write a sum of the whole into zeros [ranks, padded], each process's share in a row."""
         by_place = total.reshape(self.rows, self.size, self.inner)
-        for rank in range(self.ranks):
-            low = min(rank * self.chunk, self.size)
-            high = min(low + self.chunk, self.size)
-            share = into[rank].view(self.rows, self.chunk, self.inner)
-            share[:, : high - low].copy_(by_place[:, low:high])
+        shares = into.unflatten(1, (self.rows, self.chunk, self.inner))
+        full, rest = divmod(self.size, max(self.chunk, 1))  # ranks with a whole chunk, and places of the next one
+        whole = by_place[:, : full * self.chunk].unflatten(1, (full, self.chunk))
+        shares[:full].copy_(whole.transpose(0, 1))
+        if rest:
+            shares[full, :, :rest].copy_(by_place[:, full * self.chunk :])
 
     def own(self, share: Tensor) -> Tensor:
         """Of this process's share [padded]: the part, in its shape."""

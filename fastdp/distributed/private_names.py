@@ -51,6 +51,13 @@ def wrapper_around(model: nn.Module) -> DistributedDataParallel | None:
     return found  # type: ignore[no-any-return]
 
 
+def store_of_world() -> Any:
+    """The store by which the processes of the default group have met."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 def timeout_of(group: Any) -> timedelta | None:
     """How long collectives of a process group wait for others; None if this torch, or backend, does not say."""
     for kind in ("cpu", "cuda"):
@@ -126,6 +133,26 @@ def gather(group: Any) -> None:
     """Gather a group's parameters, unless they are there; all processes must."""
     group.unshard()
     group.wait_for_unshard()
+
+
+def explain_gathers(group: Any, explained: Callable[[BaseException], BaseException]) -> Callable[[], None]:
+    """Raise, in place of an error of a group's gathers, what a function makes of it; returns what ends that."""
+
+    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            try:
+                return inner(*args, **options)
+            except RuntimeError as problem:
+                if (found := explained(problem)) is problem:
+                    raise
+                raise found from problem
+
+        return run
+
+    wrapped = ("unshard", "wait_for_unshard")
+    for name in wrapped:
+        vars(group)[name] = around(getattr(group, name))
+    return lambda: [vars(group).pop(name, None) for name in wrapped].clear()
 
 
 def replicas_of(mesh_info: Any) -> tuple[Any, int]:

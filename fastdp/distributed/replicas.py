@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from ..engine.per_sample import PerSampleGradients
 from ..errors import ParameterError, StepError
 from ..layouts import in_hand
 from . import private_names as names
+from .alarm import alarm_of
 from .frameworks import unwrap
 from .sharded import Sharded, is_sharded
 from .tensor import TensorParallel
 from .tensor_hooks import origins
 from .tensor_mesh import split_world, tensor_mesh_of
-from .world import World, processes, world_of
+from .world import HERE, World, is_told, processes, world_of
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # which names DistributedDataParallel, when it is made, asks a module for
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
@@ -66,6 +68,8 @@ class Replica:
             assert self.shards is not None
             world.agree({"making": "a private optimizer of a sharded model", "parts": self.shards.mark()})
             self.shards.open()
+        self.alarm = alarm_of(world, [] if self.shards is None else self.shards.process_groups())
+        self._unwatch: Callable[[], None] | None = None
         self._quiet = world.size > 1 and not (self.wrapper or self.shards) and not hasattr(model, IGNORED)
         if self._quiet:  # a wrapper that comes later must not broadcast buffers in a forward that only some ranks make
             setattr(model, IGNORED, [name for name, _ in model.named_buffers()])
@@ -87,6 +91,18 @@ class Replica:
         if self.shards is not None:
             self.shards.failed()
         self.world.refuse(error)
+
+    def raised(self, error: BaseException) -> None:
+        """A forward or backward ends by this error, whoever's it is. Others may wait for it, of a model in parts."""
+        if self.shards is not None:
+            self.shards.failed()
+        if self.alarm is not None and self.alarm.groups:
+            self.alarm.raised(error)
+
+    def broken(self, error: BaseException) -> None:
+        """The same of a backward. What was refused at its end, the others hear at theirs."""
+        if not is_told(error, HERE):
+            self.raised(error)
 
     def check_others(self, engine: PerSampleGradients) -> None:
         """Raises ParameterError for parameters that are trained without privacy: over several processes, or parts,
@@ -119,6 +135,9 @@ class Replica:
     def claim(self) -> None:
         """Switch off the wrapper's own sums (there is no `.grad` that it could sum) and its broadcasts of buffers."""
         if self.shards is not None:
+            if self.alarm is not None and self._unwatch is None:
+                self._unwatch = self.alarm.watch(self.module, self.raised)
+                self.shards.explain(self.alarm.explained)
             self.shards.claim()
         if self.wrapper is not None:
             self._before = self.wrapper.require_backward_grad_sync, self.wrapper.require_forward_param_sync
@@ -133,6 +152,12 @@ class Replica:
         self._check_dealt()
         if self.shards is not None:
             self.shards.begins()
+        elif names.state_of(self.module) is not None:
+            raise StepError(
+                "fully_shard was called on the model once the private optimizer was made: make the optimizer after it. "
+                "(Accelerate may do so in prepare(model, optimizer), if the model itself is called next, and not a "
+                "module of it.)"
+            )
         self.world.begins()
         found = names.wrapper_around(self.module) if self.world.size > 1 else None
         if found is not None and found is not self.wrapper:
@@ -160,6 +185,11 @@ class Replica:
         """Let the wrapper, or fully_shard, sum gradients as it did."""
         if self.shards is not None:
             self.shards.restore()
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        if self.alarm is not None:
+            self.alarm.close()
         self._switch_on()
         if self._quiet:
             vars(self.module).pop(IGNORED, None)

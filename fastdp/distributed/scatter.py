@@ -1,14 +1,15 @@
 """Clipped sums of whole parameters, cut and added up over the processes that hold the parts.
 
-A large sum that is cut as it lies is what the collective reads: nothing is copied. Small ones, and those of parameters
-whose size the number of processes does not divide, are laid into one buffer for each group of parameters. One
-collective runs while the next sums are taken; what is held at once are the sums of two groups at most.
+A group's sums make one collective, as they do in fully_shard. A large sum that is cut as it lies is read where it lies:
+nothing is copied. Small ones, and those of parameters whose size the number of processes does not divide, are laid into
+one buffer for each group of parameters, and freed. The collective runs while the next sums are taken; what is held at
+once are the sums of two groups at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,47 +18,50 @@ from torch import Tensor
 from .parts import Part
 from .reduce import ALIGNED
 
-LARGE = 1 << 20  # bytes of a sum that is worth a collective of its own
+LARGE = 1 << 20  # bytes of a sum that is worth an operation of its own within the collective
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 
-Waiting = tuple[Any, Tensor, list[tuple[Tensor, Part]], Tensor]  # work, shares, whose they are, what it reads
+
+class Piece(NamedTuple):
+    """What one operation of a collective reads, and what it gives this process."""
+
+    members: list[tuple[Tensor, Part]]  # the whole parameters whose sums these are
+    by_rank: Tensor  # [ranks, elements of a share]
+    share: Tensor
 
 
 class Scatter:
     """The sums of one backward: `put` those of a group, in the same order on every process; `done` gives the parts."""
 
     def __init__(self) -> None:
-        self._waiting: list[Waiting] = []
+        self._waiting: tuple[list[Any], list[Piece]] = [], []  # works, and what they read and give
         self.found: dict[int, Tensor] = {}  # this process's part of each sum, by the id of the whole parameter
 
-    def put(self, group: Any, members: Sequence[tuple[Tensor, Part]], sums: Mapping[int, Tensor]) -> None:
-        """sums: of the wholes among the members, by id; zero where there is none. group: a process group."""
-        small: list[tuple[Tensor, Part]] = []
-        begun: list[Waiting] = []
-        for whole, part in members:
-            total = sums.get(id(whole))
-            kind = torch.float64 if whole.dtype == torch.float64 else torch.float32
-            if whole.numel() * kind.itemsize < LARGE or not part.even:
-                small.append((whole, part))
-                continue
-            flat = torch.zeros(whole.numel(), dtype=kind, device=whole.device) if total is None else total
-            begun.append(_begin(group, flat.to(kind).contiguous().view(part.ranks, -1), [(whole, part)]))
+    def put(self, group: Any, members: Sequence[tuple[Tensor, Part]], sums: MutableMapping[int, Tensor]) -> None:
+        """sums: of the wholes among the members, by id, which are taken out; zero where there is none.
+        group: a process group."""
+        pieces: list[Piece] = []
         for kind in (torch.float32, torch.float64):
-            own = [(w, p) for w, p in small if (w.dtype == torch.float64) == (kind == torch.float64)]
-            if own:
-                begun.append(_begin(group, _laid_out(own, sums, kind), own))
+            own = [(w, p) for w, p in members if (w.dtype == torch.float64) == (kind == torch.float64)]
+            large = [(w, p) for w, p in own if w.numel() * kind.itemsize >= LARGE and p.even]
+            pieces += [_piece([member], _as_it_lies(*member, sums, kind)) for member in large]
+            apart = {id(whole) for whole, _ in large}
+            if small := [(w, p) for w, p in own if id(w) not in apart]:
+                pieces.append(_piece(small, _laid_out(small, sums, kind)))
+        works = _begin(group, pieces)
         self._settle()
-        self._waiting = begun
+        self._waiting = works, pieces
 
     def _settle(self) -> None:
-        while self._waiting:
-            work, shares, members, _ = self._waiting.pop(0)
-            if work is not None:
-                work.wait()
+        works, pieces = self._waiting
+        self._waiting = [], []
+        for work in works:
+            work.wait()
+        for members, _, share in pieces:
             start = 0
             for whole, part in members:
-                self.found[id(whole)] = part.own(shares[start : start + part.padded])
+                self.found[id(whole)] = part.own(share[start : start + part.padded])
                 start += _aligned(part)
 
     def done(self) -> dict[int, Tensor]:
@@ -65,29 +69,53 @@ class Scatter:
         return self.found
 
 
-def _laid_out(members: Sequence[tuple[Tensor, Part]], sums: Mapping[int, Tensor], kind: torch.dtype) -> Tensor:
+def _piece(members: list[tuple[Tensor, Part]], by_rank: Tensor) -> Piece:
+    alone = by_rank.size(0) == 1
+    return Piece(members, by_rank, by_rank.view(-1) if alone else by_rank.new_empty(by_rank.size(1)))
+
+
+def _as_it_lies(whole: Tensor, part: Part, sums: MutableMapping[int, Tensor], kind: torch.dtype) -> Tensor:
     """[ranks, elements of a share]."""
+    total = sums.pop(id(whole), None)
+    flat = torch.zeros(whole.numel(), dtype=kind, device=whole.device) if total is None else total
+    return flat.to(kind).contiguous().view(part.ranks, -1)
+
+
+def _laid_out(members: Sequence[tuple[Tensor, Part]], sums: MutableMapping[int, Tensor], kind: torch.dtype) -> Tensor:
+    """[ranks, elements of a share]. Each sum is freed once it is copied."""
     ranks, size = members[0][1].ranks, sum(_aligned(part) for _, part in members)
     laid = torch.zeros(ranks, size, dtype=kind, device=members[0][0].device)
     start = 0
     for whole, part in members:
-        total = sums.get(id(whole))
+        total = sums.pop(id(whole), None)
         if total is not None:
             part.cut(total, laid[:, start : start + part.padded])
         start += _aligned(part)
     return laid
 
 
+def _begin(group: Any, pieces: Sequence[Piece]) -> list[Any]:
+    """One collective for each type of numbers and device, of as many operations as there are pieces: NCCL launches them
+    as one."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+    for piece in pieces:
+        if piece.by_rank.size(0) > 1:
+            by_kind.setdefault((piece.share.dtype, piece.share.device), []).append(piece)
+    return [_reduced(group, [p.share for p in own], [p.by_rank.view(-1) for p in own]) for own in by_kind.values()]
+
+
+def _reduced(group: Any, shares: list[Tensor], sums: list[Tensor]) -> Any:
+    if len(shares) == 1:
+        return _reduce_scatter(shares[0], sums[0], group=group, async_op=True)
+    call = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = True
+    return call(shares, sums, options)
+
+
 def _aligned(part: Part) -> int:
     """Elements from the begin of one share to that of the next."""
     return -(-part.padded // ALIGNED) * ALIGNED
-
-
-def _begin(group: Any, by_rank: Tensor, members: list[tuple[Tensor, Part]]) -> Waiting:
-    if by_rank.size(0) == 1:
-        return None, by_rank.view(-1), members, by_rank
-    shares = by_rank.new_empty(by_rank.size(1))
-    return _reduce_scatter(shares, by_rank.view(-1), group=group, async_op=True), shares, members, by_rank
 
 
 def buckets_of(wholes: Sequence[Tensor], groups: Sequence[Any]) -> Iterator[tuple[Any, list[Tensor]]]:

@@ -70,6 +70,15 @@ class Sharded:
         self._failed = False
         self.leaf_of: Callable[[Tensor], Tensor] = lambda whole: whole  # of tensor parallelism: what lies here of it
         self._passing: dict[int, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def explain(self, explained: Callable[[BaseException], BaseException]) -> None:
+        """Raise, in place of an error of a gather, what a function makes of it."""
+        self._undo += [names.explain_gathers(group.handle, explained) for group in self.groups]
+
+    def process_groups(self) -> list[Any]:
+        """Over which the model lies."""
+        return [found for group in self.groups for found in (group.scatter, group.copies)]
 
     def mark(self) -> str:
         """Of how the parameters are cut, the same on every process."""
@@ -88,10 +97,12 @@ class Sharded:
         names.begin(names.state_of(self.model))
         self._entries: dict[int, Any] = {}  # by the id of the whole, and of the part
         self._places: dict[int, tuple[Group, Part]] = {}  # by the id of the whole
+        self._parts: list[tuple[Any, Tensor]] = []  # what stands for each entry's part, held so that its id is its own
         for group in self.groups:
             group.gather()
             for entry in group.handle.fsdp_params:
                 whole = self.leaf_of(names.whole_of(entry))
+                self._parts.append((entry, entry.sharded_param))
                 self._entries[id(whole)] = self._entries[id(entry.sharded_param)] = entry
                 dim = entry.fsdp_placement.dim
                 self._places[id(whole)] = group, Part(torch.Size(entry._orig_size), dim, group.rank, group.ranks)
@@ -183,7 +194,9 @@ class Sharded:
         for hooks, number, hook in self._hooks:
             if number in hooks:
                 hooks[number] = hook
-        self._before, self._hooks = [], []
+        for undo in self._undo:
+            undo()
+        self._before, self._hooks, self._undo = [], [], []
 
     def free(self) -> None:
         """Free all whole parameters: the next forward gathers the parts that the step has updated."""
@@ -208,7 +221,14 @@ class Sharded:
         self._failed = True
 
     def begins(self) -> None:
-        """A forward begins."""
+        """A forward begins. Raises ParameterError if parts were replaced, by load_state_dict(assign=True) perhaps."""
+        lost = sum(entry.sharded_param is not part for entry, part in self._parts)
+        if lost:
+            raise ParameterError(
+                f"{lost} parameter(s) of the model were replaced since the optimizer was made, by "
+                "load_state_dict(assign=True) perhaps: the optimizer would train what is no longer the model's. Load "
+                "without assign=, or detach() the optimizer and make a new one on every rank."
+            )
         if self._failed:
             names.start_anew(self.model)
             self._failed = False

@@ -54,6 +54,13 @@ class TensorParallel:
         if sharded is not None:
             sharded.leaf_of = self.leaf
 
+    def explain(self, explained: Callable[[BaseException], BaseException]) -> None:
+        if self.sharded is not None:
+            self.sharded.explain(explained)
+
+    def process_groups(self) -> list[Any]:
+        return [self.group, *([] if self.sharded is None else self.sharded.process_groups())]
+
     # ------------------------------------------------------------------ leaves
 
     def leaf(self, parameter: Any) -> Tensor:

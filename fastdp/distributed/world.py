@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ _CONTROL: list[tuple[Any, Any]] = []  # the default group, and the group of mess
 
 
 _TOLD = "_fastdp_all_processes_know"  # on errors
+HERE = "by this process"
 AnyError = TypeVar("AnyError", bound=BaseException)
 
 
@@ -139,6 +141,7 @@ class Ranks(World):
         self._control = _control()
         self._over = ""  # why this optimizer makes no more steps
         self._sent: list[Any] = []  # messages that nobody may have heard yet
+        self.heard: Callable[[], None] = lambda: None  # told of an error that all raise, or most
         self._begun: tuple[int | None, ...] | None = None
         self._own: tuple[int, ...] = (0, 0)  # collectives that were not counted
 
@@ -159,13 +162,23 @@ class Ranks(World):
     def refuse(self, error: BaseException) -> None:
         if self._over or vars(error).get(_TOLD):  # an error may pass several objects of this class on its way
             return
-        vars(error)[_TOLD] = True
+        vars(error)[_TOLD] = HERE
         self._over = f"rank {self.rank} raised {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the group is gone, and the others hear that
             for message in (_words(1, 0, ""), _letters(f"{type(error).__name__}: {error}")):
                 heard = [torch.empty_like(message) for _ in range(self.size)]
                 work = dist.all_gather(heard, message, group=self._control, async_op=True)
                 self._sent.append((work, heard, message))
+
+    def messages(self) -> int | None:
+        """How many messages there were, which after an `agree` is the same on all processes."""
+        return collectives_so_far(self._control)
+
+    def heard_by_all(self, patience: float) -> None:
+        """Wait until the others have heard that this process refuses, so many seconds at most."""
+        end = time.monotonic() + patience
+        while time.monotonic() < end and not all(work.is_completed() for work, *_ in self._sent):
+            time.sleep(0.005)
 
     def agree(self, said: Mapping[str, object], records: int = 0) -> int:
         self.check()
@@ -186,8 +199,9 @@ class Ranks(World):
         return heard
 
     def _gone(self, problem: BaseException) -> StepError:
+        self.heard()
         self._over = f"a process is gone, or did not answer in time ({str(problem)[:200]})"
-        return _told(
+        return told(
             StepError(
                 f"{self._over}. Nothing of this step was released here, and the ledger is as it was. Start all "
                 "processes again, from a checkpoint: with a fresh key of the noise, which every new optimizer draws."
@@ -196,15 +210,17 @@ class Ranks(World):
 
     def _raise_for(self, heard: list[list[int]], texts: list[Tensor]) -> None:
         """Raise the error of the first process that refused."""
+        self.heard()
         number = next(rank for rank, (refused, *_) in enumerate(heard) if refused)
         kind, _, text = _text(texts[number]).partition(": ")
         self._over = f"rank {number} raised {kind}: {text}"
         known = getattr(errors, kind, None)
         known = known if isinstance(known, type) and issubclass(known, FastDPError) else StepError
-        raise _told(known(f"rank {number} refused, so no rank makes a step ({kind}): {text}"))
+        raise told(known(f"rank {number} refused, so no rank makes a step ({kind}): {text}"))
 
     def _raise_difference(self, texts: list[str]) -> None:
         """Say which process says something else than the first, and what."""
+        self.heard()
         first = texts[0].split("\n")
         found = [
             f"rank {rank} has '{other}', rank 0 has '{mine}'"
@@ -213,7 +229,7 @@ class Ranks(World):
             if other != mine
         ]
         self._over = "the ranks do not do the same: " + "; ".join(found[:4] or ["in all"])
-        raise _told(
+        raise told(
             StepError(
                 f"{self._over}. Every rank must make the same model, optimizer and loader, by equal arguments, and "
                 "call step() equally often. Nothing of this step was released."
@@ -324,10 +340,15 @@ def refuse_several(world: World, what: str, instead: str) -> None:
         raise StepError(f"{what} works in one process, and {world.size} train together: {instead}")
 
 
-def _told(error: AnyError) -> AnyError:
+def told(error: AnyError) -> AnyError:
     """The error, of which all processes know."""
-    vars(error)[_TOLD] = True
+    vars(error)[_TOLD] = "by another"
     return error
+
+
+def is_told(error: BaseException, by: str = "by another") -> bool:
+    """Whether all processes know of an error: this one has heard of it from others, or else has told them."""
+    return vars(error).get(_TOLD) == by
 
 
 def _control() -> Any:

@@ -88,6 +88,7 @@ class Backward:
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.begins: Callable[[], None] = lambda: None  # told of every forward that a backward may follow
         self.refused: Callable[[BaseException], None] = lambda error: None  # told of what forwards and backwards raise
+        self.broken: Callable[[BaseException], None] = lambda error: None  # told of what ends backwards, of the user's
         self.whose, self.others, self.uncaptured = Whose(), Others(tracked), Uncaptured(tracked)
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
         self.profile = False  # measure the time of each use on a device too

@@ -99,18 +99,21 @@ class Following(TorchFunctionMode):
             guard_graph(engine.owner, roots, self.batch)
             engine.backward_begins(problem, list(tensors_in(roots)), self.batch)
         failed = True
-        refused: list[FastDPError] = []
+        refused: list[Exception] = []
         try:
             out = func(*args, **kwargs)
             failed = False
             return out
-        except FastDPError as error:
+        except Exception as error:
             refused.append(error)
             raise
         finally:
             reached = [engine for engine in engines if engine.backward.was_reached()]
-            for engine in reached if refused else ():
-                engine.backward.refused(refused[0])
+            for problem_met in refused:
+                for each in reached or ([] if engine is None else [engine]):
+                    each.backward.broken(problem_met)
+                for each in reached if isinstance(problem_met, FastDPError) else ():
+                    each.backward.refused(problem_met)
             if reached:  # else it was of something else
                 if failed or self.moment.owner is LOADERS or not self.what.waits():
                     self.turn()

@@ -108,13 +108,22 @@ class PerSampleGradients:
         """Let groups be taken within backward, if `on_backward` takes the rest. See `fastdp.engine.early`."""
         self._backward.by_group, self._backward.clips = by_group, self._backward.on_end
 
-    def watch(self, begins: Callable[[], None], refused: Callable[[BaseException], None]) -> None:
-        """Call a function before every forward that a backward may follow, and one with every error of fastdp's."""
-        self._backward.begins, self._backward.refused = begins, refused
+    def watch(
+        self, begins: Callable[[], None], refused: Callable[[BaseException], None],
+        broken: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:  # fmt: skip
+        """Call a function before every forward that a backward may follow, one with every error of fastdp's, and one
+        with every error that ends a backward."""
+        self._backward.begins, self._backward.refused, self._backward.broken = begins, refused, broken
 
     def grouped(self) -> bool:
         """Whether the coming batch's records are grouped (`group_by`)."""
         return self.whose.grouped()
+
+    def hold_no_parameters(self) -> None:
+        """Hold none between calls, as a framework is about to lay the model in parts."""
+        self._tracked.holds = False
+        self._tracked.let_go()
 
     def replayed(self, given: object, gradients: Gradients) -> None:
         """A forward and backward were replayed on this batch, with these gradients."""

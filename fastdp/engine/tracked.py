@@ -95,6 +95,7 @@ class Tracked:
         self._named: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
         self._known: set[tuple[int, str]] = set()  # (module, name) of every parameter, shared and frozen ones too
+        self.holds = True  # between calls: False where a framework is about to free the parameters
         self.choose(params)
 
     def choose(self, params: Iterable[Tensor] | None = None) -> None:
@@ -226,7 +227,14 @@ class Tracked:
     def named(self) -> dict[str, Tensor]:
         """The tracked parameters that require grad now, by name."""
         self._look()
-        return dict(self._named)
+        named = dict(self._named)
+        if not self.holds:
+            self.let_go()
+        return named
+
+    def let_go(self) -> None:
+        """Hold no parameter until they are asked for."""
+        self._seen, self._named = None, {}
 
     def others(self) -> list[tuple[str, Tensor]]:
         """The parameters that require grad now and are not tracked, with their names."""
@@ -242,6 +250,8 @@ class Tracked:
     def offsets(self) -> dict[str, int]:
         """Where each parameter begins among all the model's elements, frozen ones counted."""
         self._look()
+        if not self.holds:
+            self.let_go()
         return dict(self._offsets)
 
     def tensors(self) -> list[Tensor]:

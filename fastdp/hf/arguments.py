@@ -33,6 +33,13 @@ def _off(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 
+def _lays_exactly(config: dict[str, Any]) -> bool:
+    """Whether parts by this fsdp_config are those that private training knows. Words are those of a file, too."""
+    said = {name.removeprefix("fsdp_"): str(value).lower() for name, value in config.items()}
+    unknown = ("cpu_offload", "offload_params", "cpu_ram_efficient_loading", "xla", "activation_checkpointing_offload")
+    return said.get("version", "2") == "2" and all(said.get(name, "false") in ("false", "none") for name in unknown)
+
+
 def _supported(why: str = "") -> Field:
     return Field("supported", why)
 
@@ -174,7 +181,7 @@ FIELDS: dict[str, Field] = {
     ),
     "use_cpu": _supported(),
     "accelerator_config": Field("no effect", "the training loader is not Accelerate's"),
-    "parallelism_config": _refused("DPTrainer trains whole copies; a loop of your own takes models in parts", object()),
+    "parallelism_config": _refused("DPTrainer takes whole copies, or fsdp; a loop of your own takes more", object()),
     "dataloader_drop_last": Field("no effect", "Poisson batches have no last one that is smaller"),
     "dataloader_num_workers": _supported(_LOADER),
     "dataloader_pin_memory": _supported(_LOADER),
@@ -196,8 +203,13 @@ FIELDS: dict[str, Field] = {
     "ddp_static_graph": _refused("it counts gradients that never come", True),
     "ddp_backend": _supported(_RANKS),
     "ddp_timeout": _supported(_RANKS),
-    "fsdp": _refused("DPTrainer trains whole copies; a loop of your own takes fully_shard", "full_shard"),
-    "fsdp_config": Field("no effect", "fsdp is refused"),
+    "fsdp": _supported("FSDP2, of several processes; True, or the older words"),
+    "fsdp_config": _refused(
+        "version 1 (FSDP1) joins parameters into flat ones; of version 2, cpu_offload, cpu_ram_efficient_loading and "
+        "xla are refused: the checks before the first step take a model that is whole on every process",
+        {"version": 1},
+        lambda value: not isinstance(value, dict) or _lays_exactly(value),
+    ),
     "deepspeed": _refused("its engine averages gradients and steps by itself", {"zero_optimization": {"stage": 2}}),
     "debug": _refused("hooks for underflow read every activation; not tried", ["underflow_overflow"]),
     "skip_memory_metrics": Field("no effect", _TRACK),

@@ -25,6 +25,7 @@ class Spending:
     """The part of `DPTrainer` that keeps the account."""
 
     args: Any
+    accelerator: Any
     state: Any
     control: Any
     train_dataset: Any
@@ -81,10 +82,11 @@ class Spending:
     def _spent_before(self, checkpoint: str) -> ledger.Spent:
         """What a checkpoint has spent; with the steps that its run made after it, unless those will be repeated."""
         spent = ledger.read(checkpoint)
-        if spent is None or not (Path(checkpoint) / "optimizer.pt").is_file():
+        if spent is None or not (Path(checkpoint) / self._state_file()).exists():
             raise AccountingError(
-                f"{checkpoint} has no {ledger.NAME} and optimizer.pt, so what it has spent and where it stood is not "
-                "known: it was saved by another trainer, or with save_only_model=True"
+                f"{checkpoint} has no {ledger.NAME} and {self._state_file()}, so what it has spent and where it stood "
+                "is not known: it was saved by another trainer, with save_only_model=True, or with other settings of "
+                "fsdp and its state_dict_type"
             )
         for name in ("max_grad_norm", "clipping", "style", "noise_seed"):
             mine = self._options()[name]
@@ -107,6 +109,17 @@ class Spending:
             logger.warning(f"{after.steps - spent.steps} steps made after {checkpoint} are lost, and stay counted")
             return spent._replace(history=after.history)
         return spent
+
+    def _saves_parts(self) -> bool:
+        """Whether checkpoints hold parts (SHARDED_STATE_DICT), and save_model saves nothing."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
+
+    def _state_file(self) -> str:
+        """What holds the optimizer's state in a checkpoint that this trainer can take up."""
+        if getattr(self.accelerator.state, "fsdp_plugin", None) is None:
+            return "optimizer.pt"
+        return "optimizer_0" if self._saves_parts() else "optimizer.bin"
 
     def _plan(self, max_steps: int) -> None:
         """How many steps the budget allows; raises AccountingError where it allows none."""

@@ -16,21 +16,21 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..accounting import noise_multiplier_for
 from ..distributed.world import world_of
 from ..errors import AccountingError, ParameterError, StepError
-from ..training.fused_head import FusedHead
 from ..training.optim import PrivateOptimizer, privatize
 from . import arguments, ledger
-from .batches import Ticket, check_dataset, make_source, tickets, varied
-from .checks import check_model, check_padding, evaluating
+from .batches import Ticket, check_dataset, make_source, tickets
 from .evaluation import FusedEvaluation
-from .losses import Head, find_head, reduced, rows, size_of, without_labels
+from .examination import Examination
+from .losses import reduced, size_of, without_labels
 from .options import PrivacyArguments
-from .spending import Spending, Watch, logger
+from .parts import InParts
+from .spending import Watch, logger
 
 if TYPE_CHECKING:
     from ..training.graphed_shapes import GraphedShapes
 
 
-class DPTrainer(Spending, FusedEvaluation):
+class DPTrainer(InParts, Examination, FusedEvaluation):
     """A `transformers.Trainer` that trains with differential privacy.
 
     Batches are Poisson samples of train_dataset, cut into physical batches of per_device_train_batch_size. The loss is
@@ -61,8 +61,6 @@ class DPTrainer(Spending, FusedEvaluation):
         if given.get("train_dataset") is not None:
             check_dataset(given["train_dataset"])
         self._begin_account(privacy)
-        self._head: Head | None = None
-        self._fused: FusedHead | None = None
         self._graphed: GraphedShapes | None = None
         self._training = False
         self._trained: Any = None  # the model, or its compiled form
@@ -190,7 +188,8 @@ class DPTrainer(Spending, FusedEvaluation):
                 f"{left[:5]} ({len(left)} parameters) require grad but are not the optimizer's, so they would not be "
                 "trained: add them to it, or freeze them (requires_grad_(False))"
             )
-        self._examine()
+        if not self._lies_in_parts():
+            self._examine()
         assert self._source is not None
         noise = self.privacy.noise_multiplier
         if noise is None:
@@ -227,47 +226,10 @@ class DPTrainer(Spending, FusedEvaluation):
         self._accounting = [time.monotonic(), 0.0]
         return prepared
 
-    # ------------------------------------------------------------------ checks before the first step
-
-    def _examine(self) -> None:
-        """Find the head, and verify the model and the loss on a few records."""
-        assert self._source is not None
-        inner = self._source.loader
-        collate, data = inner.loader.collate_fn.collate, inner.dataset  # type: ignore[union-attr]
-        examples = varied([data[index] for index in range(min(16, len(data)))], collate)
-        half = self.args.bf16 or any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
-        with evaluating(self.model):
-            batch = self._prepare_inputs(collate(examples))
-            if self.compute_loss_func is None and type(self).compute_loss is DPTrainer.compute_loss:
-                with torch.no_grad():
-                    self._head = find_head(self.model, batch, 3e-2 if half else 1e-3)
-                if self.args.label_smoothing_factor and not self._head.smooths:
-                    raise StepError(
-                        f"label_smoothing_factor={self.args.label_smoothing_factor} has no meaning for the head of "
-                        f"{type(self.model).__name__} ({self._head.name}); leave it 0"
-                    )
-            if self.privacy.fused_loss:
-                self._fuse(batch, half)
-            open_question = check_padding(
-                self.model, self._step_loss, collate, self._prepare_inputs, examples, 5e-2 if half else 1e-3
-            )
-            if open_question:
-                logger.warning(open_question)
-            if not self.privacy.verify or len(examples) < 2:
-                return
-            report = check_model(self.model, self._step_loss, batch, {}, 5e-2 if half else None)
-            logger.info(str(report))
-
-    def _fuse(self, batch: Any, half: bool) -> None:
-        """From now on losses are computed without logits. Raises StepError if those would be others."""
-        if self._head is None or self._head.name != "next token" or self.args.torch_compile:
-            why = "torch_compile=True" if self.args.torch_compile else "a loss of your own, or no causal language model"
-            raise StepError(f"fused_loss=True fuses the head of a causal language model with its loss, not with {why}")
-        fused = FusedHead(self.model)
-        fused.check(self.model, without_labels(self.model, rows(batch, 0, 2))[0], 3e-2 if half else 1e-4)
-        self._fused = fused
-
     # ------------------------------------------------------------------ the step
+
+    def _takes_losses(self) -> bool:
+        return self.compute_loss_func is None and type(self).compute_loss is DPTrainer.compute_loss
 
     def _losses(self, model: nn.Module, inputs: Any) -> Tensor:
         """What compute_loss says of the batch: one loss per sample [B], or their mean."""
@@ -345,6 +307,8 @@ class DPTrainer(Spending, FusedEvaluation):
             if self._graphed is None:
                 self.accelerator.backward(loss)
             self._note(loss.detach(), current.size, private)
+        elif self._lies_in_parts():
+            self._stand_in(model, private)
         self._complete, self._whole = current.final, current.whole
         if not current.final:
             private.step()  # accumulates

@@ -91,6 +91,16 @@ class Clipping:
             new._own = self._own  # with what it has answered so far
         return new
 
+    def by_names(self, renamed: Mapping[str, str] | None = None) -> Any:
+        """The style, with names in the place of parameters. renamed: the new name of each."""
+        if isinstance(self.style, str):
+            return self.style
+        new = renamed or {}
+        return [
+            {"params": [new.get(n, n) for n in g.parameters], "max_grad_norm": g.max_grad_norm, "name": g.name}
+            for g in self.groups
+        ]
+
     @property
     def apart(self) -> bool:
         """Whether the factors of a layer need the norms of no other."""

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from ..accounting import steps_per_epoch
+from ..distributed.alarm import alarming
 from ..distributed.same import mark_of_records
 from ..distributed.world import World, dealing_world
 from ..errors import StepError
@@ -152,7 +153,7 @@ class PoissonLoader:
 
     def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
         """Yield the batches of this pass, each with a function to call before training on it, however late."""
-        batches = iter(self.loader)
+        batches = alarming(iter(self.loader))
         watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sample_rate)
         chance = self.truncation
         pending: deque[tuple[int, bool, People | None, int]] | None = None

@@ -83,6 +83,13 @@ SCALED = (
 )
 
 
+def check_skipped(batch: PhysicalBatch) -> None:
+    """Raises StepError for a batch that was fetched ahead: it would be taken for another, of another logical batch
+    perhaps."""
+    if batch.skipped:
+        raise StepError(SKIPPED)
+
+
 def check_share(batch: PhysicalBatch, rank: int, ranks: int) -> None:
     """Raises StepError unless the batch is this process's part of a logical batch, of as many as train together."""
     if batch.share != (rank, ranks):

@@ -21,6 +21,7 @@ from ..errors import ParameterError
 from .clipping import ClippingFunction
 from .privacy import Privacy
 from .private_optimizer import PrivateOptimizer
+from .waiting import wait
 
 _OPTIONS = inspect.getfullargspec(Privacy.__init__).kwonlyargs
 
@@ -107,6 +108,7 @@ def privatize(
     assert isinstance(optimizer, PrivateOptimizer)
     optimizer._patch_step_function()
     optimizer._privacy = privacy
+    wait(privacy, optimizer._params)
     if scheduled:
         _rewrap_for_schedulers(optimizer)
     return optimizer
@@ -146,7 +148,8 @@ class _Constructed(PrivateOptimizer):
         if not chosen:
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
         super().__init__(chosen, **options)  # type: ignore[arg-type]
-        self._privacy = Privacy(model, [p for group in self.param_groups for p in group["params"]], **private)
+        self._privacy = Privacy(model, self._params(), **private)
+        wait(self._privacy, self._params)
 
 
 class DPSGD(_Constructed, torch.optim.SGD):

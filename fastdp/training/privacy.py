@@ -19,7 +19,6 @@ from ..engine.gradients import Gradients, add
 from ..engine.per_sample import PerSampleGradients
 from ..engine.taken import Known
 from ..errors import SampleMixingError, StepError
-from ..layouts import in_hand
 from ..layouts.batch import Unit
 from ..layouts.doubts import Doubt, settle
 from ..ops.clip import GAMMA
@@ -28,6 +27,7 @@ from . import allocator, loader, misuse, together
 from .checks import check_options, of_loader
 from .clipping import Clipping, ClippingFunction
 from .fused import Release
+from .hand import Hand
 from .ledger import Ledger, finite
 from .members import Members
 from .missed import Missed
@@ -64,6 +64,7 @@ class Privacy:
         check_frameworks(model)
         self.world = world_for(model, process_group, mesh)
         self._place = ("", 0, 0)  # of the loader, at the last step
+        self.waits: Any = None  # for a framework that lays the model in parts: `waiting.Waiting`
         with self.world.deciding():
             check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
             self.noise_multiplier, self.accountant = finite(noise_multiplier), check_accountant(accountant)
@@ -71,53 +72,69 @@ class Privacy:
             self.loss_reduction = loss_reduction
             self.world.check()
             self.noise, self.ledger = Noise(seed), Ledger()
-            self.replica = Replica(model, self.world, memory_budget)
-            model = self.replica.module
+            self._of_engine: dict[str, Any] = {
+                "loss_reduction": loss_reduction, "batch_first": batch_first, "batch_size": batch_size,
+                "rows_per_sample": rows_per_sample, "memory_budget": memory_budget,
+            }  # fmt: skip
             try:
-                self.engine = PerSampleGradients(
-                    model, params, loss_reduction=loss_reduction, batch_first=batch_first, batch_size=batch_size,
-                    rows_per_sample=rows_per_sample, memory_budget=memory_budget, on_backward=self.clip,
-                    shards=self.replica.shards,
-                )  # fmt: skip
-                named, self.sums = self.engine.named_parameters(), sums_of(self.replica.shards, self.world)
+                self.attach(model, params)
+                named = self.engine.named_parameters()
                 self.clipping = Clipping(named, clipping, max_grad_norm, self.sums.with_wholes(style), gamma)
                 self.unit = Unit()
                 self.replica.check_others(self.engine)
                 together.begin(self.world, self.replica, self.engine, self.noise, self.ledger, ledger, self._settings)
             except Exception:
                 self.ledger.close()
-                if hasattr(self, "engine"):
-                    self.engine.detach()
-                self.replica.restore()
+                self.take_off()
                 raise
-        self.engine.watch(self.replica.begins, self.replica.refused)
-        self.ledger.enrol(self.engine.named_parameters().values())
         if any(p.device.type == "cpu" for p in self.engine.parameters()):
             allocator.keep_freed()
         self.norms: Tensor | dict[str, Tensor] | None = None
+        self.hand = Hand()
         self._plan: Plan | None = None
         self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
         self._fresh: Tensor | int = 0  # the same, of this process since the last step
         self._records = 0  # of this process since the last step
-        self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
         self._sums_of = -1  # the logical batch of the sums
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
         self._rate_check = Rate()
-        self._born = in_hand.now()
         self._rate: float | None = None
         self._truncation = 0.0
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
-        self.missed = Missed(model)
+        self.missed = Missed(self.replica.module)
         self.missed.refused = self.world.refuse
-        self.engine.whose.batch_in_hand = self._in_hand
+        self.listen()
+        self.discard()
+
+    def attach(self, model: nn.Module, params: Iterable[Tensor]) -> None:
+        """Put an engine on the model."""
+        self.replica = Replica(model, self.world, self._of_engine["memory_budget"])
+        self.sums, shards = sums_of(self.replica.shards, self.world), self.replica.shards
+        self.engine = PerSampleGradients(
+            self.replica.module, params, on_backward=self.clip, shards=shards, **self._of_engine
+        )
+
+    def take_off(self) -> None:
+        """Take the engine off the model."""
+        if self.waits is not None:
+            self.waits.end()
+        if hasattr(self, "engine"):
+            self.engine.detach()
+        if hasattr(self, "replica"):
+            self.replica.restore()
+
+    def listen(self) -> None:
+        """Hear of what happens in the engine, which was attached."""
+        self.engine.watch(self.replica.begins, self.replica.refused, self.replica.broken)
+        self.ledger.enrol(self.engine.named_parameters().values())
+        self.engine.whose.batch_in_hand = self.hand.of_forward
         self._members = Members(self._clipping_now)
         if self.replica.shards is None:  # else sums wait for those of other processes
             self.engine.clip_by_group(self._members)
-        self.discard()
 
     def discard(self) -> None:
         """Forget everything since the last step."""
@@ -132,7 +149,9 @@ class Privacy:
 
     def clip(self, gradients: Gradients) -> None:
         """Take the gradients of a backward: their clipped sums wait for the step."""
-        self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
+        stands_in, records = self.hand.stands_in, 0 if self.hand.stands_in else gradients.records
+        if not stands_in:
+            self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
         self._check_batch(gradients)
         named = self.engine.named_parameters()
         self._check_groups(named)
@@ -140,7 +159,10 @@ class Privacy:
         self._members.check(gradients.taken)
         self.sums.begin(gradients, members, {"backward": self._backwards, "of step": self.noise.step})
         norm_sq = self.sums.norm_sq(gradients, members)
-        factors = self.sums.factors(self.clipping, norm_sq)
+        if stands_in:
+            factors, norm_sq = [torch.zeros_like(n, dtype=torch.float32) for n in norm_sq], [n[:0] for n in norm_sq]
+        else:
+            factors = self.sums.factors(self.clipping, norm_sq)
         norms = [squares.sqrt().float() for squares in norm_sq]
         flat = self.clipping.style == "flat"
         self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))
@@ -152,7 +174,7 @@ class Privacy:
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
         self._has_pending = True
-        self._records += gradients.records
+        self._records += records
         self._plan = plan
         for group in sums:
             add(self._pending, group)
@@ -167,33 +189,12 @@ class Privacy:
         self._check_groups(named)
         return self.clipping, named
 
-    def _in_hand(self) -> in_hand.PhysicalBatch | None:
-        """The batch in hand, of the loader that this optimizer trains on, or of the only one."""
-        if self._loader is not None and (mine := in_hand.current(self._loader)) is not None:
-            return mine
-        # an iteration that stands still since before the optimizer was made is one that an exception left behind
-        if in_hand.active_loaders() > 1 and in_hand.active_loaders(self._born) != 1:
-            raise StepError(
-                "several Poisson loaders are being iterated, and which of them this optimizer trains on is not known: "
-                "train a step on its loader before the others begin"
-            )
-        found = in_hand.current()
-        if found is not None and found.size < 0 and found.moment < self._born:
-            return None  # fetched for another optimizer, and left
-        return found
-
-    def _current(self) -> in_hand.PhysicalBatch | None:
-        found = self._in_hand()
-        if found is not None:
-            self._loader = found.loader
-        return found
-
     def _check_batch(self, gradients: Gradients) -> None:
         self.world.check()
         self.replica.check()
         check_samples(self.world)
         self.replica.check_others(self.engine)
-        current = self._current()
+        current = self.hand.current()
         if current is None:
             if self.world.share[1] == 1:
                 self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
@@ -209,11 +210,14 @@ class Privacy:
         number = (current.logical, current.physical)
         if self._has_pending and number != self._backward_of:
             raise StepError(misuse.UNSTEPPED)
-        self._check_skipped(current)
-        if gradients.records != current.size or gradients.people != current.people:
+        misuse.check_skipped(current)
+        records, people = gradients.records, gradients.people
+        if self.hand.stands_in:
+            records, people = 0, current.people
+        if records != current.size or people != current.people:
             raise StepError(
-                f"the loader handed out {current.size} records, the model was given a batch of {gradients.records}"
-                f"{'' if gradients.records != current.size else ' of other persons'}. One record must be one row (or "
+                f"the loader handed out {current.size} records, the model was given a batch of {records}"
+                f"{'' if records != current.size else ' of other persons'}. One record must be one row (or "
                 "rows_per_sample= of them), and the whole batch must pass."
             )
         if number in (self._backward_of, self._step_of):
@@ -223,11 +227,6 @@ class Privacy:
             )
         self._backward_of = number
         loader.train(current, self.missed)
-
-    def _check_skipped(self, current: in_hand.PhysicalBatch) -> None:
-        """A batch that was fetched ahead would be taken for another, of another logical batch perhaps."""
-        if current.skipped:
-            raise StepError(misuse.SKIPPED)
 
     def _check_groups(self, named: dict[str, Tensor]) -> None:
         known = {name for group in self.clipping.groups for name in group.parameters}
@@ -267,12 +266,14 @@ class Privacy:
 
     def ready(self) -> bool:
         """Take the gradients at hand; True where the logical batch is complete. Checks first, then takes."""
-        current = self._current()
+        current = self.hand.current()
         rate, expected = self.sample_rate, self.expected_batch_size
         if current is not None:
-            self._check_skipped(current)
+            misuse.check_skipped(current)
             misuse.check_share(current, *self.world.share)
             rate, expected = of_loader(current, self._step_of, rate, expected)
+            if current.size == 0 and self.unit.grouped is None:  # of a process whose first batches have no record
+                self.unit.grouped = current.people is not None
         empty = current is not None and current.size == 0
         if not self._has_pending and not empty:
             raise StepError("step() without a backward since the last one: call loss.backward() first")

@@ -78,9 +78,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             try:
                 if kind is not None and updated(kind, self, release):
                     return loss
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        parameter.grad = release.gradient(parameter)
+                for parameter in self._params():
+                    parameter.grad = release.gradient(parameter)
                 with torch.enable_grad():
                     _unhooked(base.step)(self)
             finally:  # the noise is drawn: it counts, and must not be drawn again, even where the update fails
@@ -97,7 +96,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _check_parameters(self, privacy: Privacy) -> None:
         """Refuse parameters that are no longer the model's: their replacements would never be trained."""
         current = privacy.engine.present()
-        lost = [p for group in self.param_groups for p in group["params"] if p.requires_grad and id(p) not in current]
+        lost = [p for p in self._params() if p.requires_grad and id(p) not in current]
         if lost:
             shapes = ", ".join(str(tuple(p.shape)) for p in lost[:3])
             raise ParameterError(
@@ -117,7 +116,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy = self._privacy_or_none()
         if privacy is None or privacy.detached:
             raise StepError("this optimizer was detached from its model: make a new one to train on")
+        if privacy.waits is not None:
+            privacy.waits.look()
         return privacy
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _accounted(self) -> Privacy:
         """The privacy state of the run, also after `detach`."""
@@ -336,8 +340,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Remove the engine from the model, which is then unchanged except for the trained weights."""
         privacy = self._privacy_or_none()
         if privacy is not None:  # it stays: what was spent stays spent
-            privacy.engine.detach()
-            privacy.replica.restore()
+            privacy.take_off()
             privacy.discard()
             privacy.ledger.close()
             privacy.detached = True
@@ -356,8 +359,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             return
         params = param_group["params"]
         new = [params] if isinstance(params, Tensor) else list(params)
-        old = [p for group in self.param_groups for p in group["params"]]
-        privacy.retrack([*old, *new])
+        privacy.retrack([*self._params(), *new])
         super().add_param_group({**param_group, "params": new})
 
     def state_dict(self) -> dict[str, Any]:

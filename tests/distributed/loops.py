@@ -17,6 +17,7 @@ from fastdp.errors import FastDPError, ParameterError, StepError
 
 from ..by_hand import network, records
 from .loops_finetune import CASES as FINETUNE
+from .loops_fsdp import CASES as FSDP
 from .loops_lightning import CASES as LIGHTNING
 from .loops_opacus import CASES as OPACUS
 from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
@@ -78,9 +79,10 @@ def accelerate_refused(rank: int, world: int) -> None:
     with pytest.raises(ParameterError, match="static_graph"):
         wrapped(records()[:2][0])
     private.detach()
-    prepared.state._shared_state["distributed_type"] = "FSDP"
-    with pytest.raises(StepError, match="Accelerate with distributed_type FSDP"):
-        sgd(network())
+    for kind, match in (("FSDP", "Accelerate with FSDP1"), ("MEGATRON_LM", "distributed_type MEGATRON_LM")):
+        prepared.state._shared_state["distributed_type"] = kind
+        with pytest.raises(StepError, match=match):
+            sgd(network())
     accelerator(rank)
 
 
@@ -185,8 +187,9 @@ CASES: dict[str, Any] = {
 CASES.update(LIGHTNING)
 CASES.update(OPACUS)
 CASES.update(FINETUNE)
+CASES.update(FSDP)
 ALONE = [
-    name for name in CASES if not {"refused", "secure", "resumed"} & set(name.split("_"))
+    name for name in CASES if not {"refused", "secure", "resumed", "bits"} & set(name.split("_"))
 ]  # what one process runs, too
 
 warnings.filterwarnings("ignore", message="noise_seed")

@@ -13,12 +13,13 @@ from torch import nn
 import fastdp
 
 from ..by_hand import EXPECTED, R, records
+from .models import whole
 
 Found = tuple[list[list[float]], list[Any], float]  # weights, history, epsilon
 
 
 def found(model: nn.Module, history: list[Any], epsilon: float) -> Found:
-    return [p.detach().flatten().tolist() for p in model.parameters()], history, epsilon
+    return [whole(p).detach().flatten().tolist() for p in model.parameters()], history, epsilon
 
 
 def shared_folder(world: int) -> Path:
@@ -54,3 +55,4 @@ def no_accelerator() -> None:
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which an Accelerator with a plugin leaves behind

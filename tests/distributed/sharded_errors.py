@@ -208,6 +208,18 @@ def changed_since(rank: int, world: int) -> None:
     with pytest.raises(ParameterError, match="late"):
         loss_of(model, batch(rank, 3)).backward()
     optimizer.detach()
+    for options in ({}, {"reshard_after_forward": False}):
+        optimizer = adamw(model := sharded(build(), **options))
+        loss_of(model, batch(rank, 3)).backward()
+        optimizer.step()
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        with pytest.raises(ParameterError, match="were replaced.*assign=True"):
+            loss_of(model, batch(rank, 3 * rank)).backward()
+        optimizer.detach()
+        optimizer = adamw(model)  # fully_shard goes on with what was loaded
+        loss_of(model, batch(rank, 3)).backward()
+        optimizer.step()
+        optimizer.detach()
 
 
 CASES: dict[str, Any] = {

@@ -88,6 +88,23 @@ def test_trainer_of_transformers(tmp_path):
     assert out.count("'train_loss'") == 1  # logged by one process
 
 
+ON_CPU = "tests/distributed/fsdp_on_cpu.py"
+
+
+def test_accelerate_in_parts():
+    pytest.importorskip("sklearn")
+    found = accuracy_and_epsilon(torchrun(ON_CPU, "examples/accelerate_loop.py", "--cpu", "--fsdp", "--quick"))
+    assert found[0] > 0.6 and 2.9 < found[1] <= 3.0
+
+
+def test_trainer_of_transformers_in_parts(tmp_path):
+    pytest.importorskip("sklearn")
+    out = torchrun(ON_CPU, "examples/hf_ddp.py", "--fsdp", "--quick", "--output", str(tmp_path))
+    accuracy, epsilon = accuracy_and_epsilon(out)
+    assert accuracy > 0.5 and 2.9 < epsilon <= 3.0
+    assert {"model.safetensors", "privacy.json"} <= {path.name for path in tmp_path.iterdir()}
+
+
 def test_lightning():
     pytest.importorskip("sklearn")
     out = run("examples/lightning_module.py", "--quick", "--devices", "2", "--accelerator", "cpu")

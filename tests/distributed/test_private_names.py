@@ -17,7 +17,8 @@ from .ranks import free_port
 
 ROOM = Path(fastdp.__file__).parent / "distributed"
 OF_DISTRIBUTED = ("_fsdp", "_lazy_init", "_unsharded_param", "_orig_size", "_all_gather_comm", "_local_tensor",
-                  "_fully_shard", "_get_module_fsdp_state", "_get_sequence_number_for_group")  # fmt: skip
+                  "_fully_shard", "_get_module_fsdp_state", "_get_sequence_number_for_group",
+                  "_get_default_store")  # fmt: skip
 
 
 def test_they_are_in_one_file():
@@ -47,6 +48,7 @@ def test_this_torch_has_them_and_one_without_is_refused(one_process, monkeypatch
     group = private_names.groups_of(state)[0]
     private_names.check_names(state, group)
     assert len(private_names.hooks_of(model, state)) == 2
+    assert private_names.store_of_world().add("a name", 1) == 1
     options = dict(lr=0.1, noise_multiplier=1.0, expected_batch_size=2)
     optimizer = fastdp.DPSGD(model, **options)
     assert private_names.whole_of(group.fsdp_params[0]).shape == (2, 3)
