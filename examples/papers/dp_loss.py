@@ -181,12 +181,17 @@ class Training:
         """All that goes on from here; the keys of noise and sampling are not in it, and are drawn anew."""
         names = ("epoch", "seconds", "epochs", "details")
         kept = {name: getattr(self, name) for name in names}
-        setting = [*self.setting[1:], len(self.data.x)]
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "setting": setting, **kept}
+        models = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**models, "setting": self._mark(), **kept}
+
+    def _mark(self) -> list[Any]:
+        """Of all that a run must not change on its way; it may be longer or shorter than was meant."""
+        return [value for name, value in zip(Setting._fields, self.setting, strict=True)
+                if name not in ("network", "epochs")] + [len(self.data.x)]  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
         """Raises ValueError if it is of another setting."""
-        if state["setting"] != [*self.setting[1:], len(self.data.x)]:
+        if state["setting"] != self._mark():
             raise ValueError(f"the checkpoint is of another setting ({state['setting']}): name another folder")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
