@@ -89,14 +89,14 @@ def parser(description: str, stem: str | None = None) -> Parser:
 
 
 def command_of(stem: str, given: Sequence[str]) -> str:
-    """The command line without this machine's folders: --data DIR, and no --out and --plots."""
+    """The command line without this machine's folders: --data DIR, --checkpoints DIR, and no --out and --plots."""
     words, rest = [f"python examples/papers/{stem}.py"], list(given)
     while rest:
         name, _, value = rest.pop(0).partition("=")
-        if name in ("--data", "--out", "--plots"):
+        if name in ("--data", "--checkpoints", "--out", "--plots"):
             if not value and rest:
                 rest.pop(0)
-            words += ["--data DIR"] if name == "--data" else []
+            words += [f"{name} DIR"] if name in ("--data", "--checkpoints") else []
         else:
             words.append(shlex.quote(f"{name}={value}" if value else name))
     return " ".join(words)

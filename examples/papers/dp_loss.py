@@ -1,23 +1,21 @@
-"""Cross-entropy against DPLoss at epsilon < 3: Tanh networks on MNIST, Fashion-MNIST and CIFAR-10.
+"""The loss paper's experiments: cross-entropy against DPLoss at epsilon < 3, and each of its terms.
 
-    python examples/papers/dp_loss.py --data DIR [--quick] [--tasks mnist fashion cifar10] [--ablation] [--seeds N]
-        [--losses cross-entropy dploss] [--epochs N] [--records N] [--plots DIR]
+    python examples/papers/dp_loss.py --data DIR [--quick] [--tasks mnist fashion cifar10 ...] [--losses ...]
+        [--seeds N] [--epochs N] [--checkpoints DIR] [--looks] [--plots DIR]
 
-After Shamsabadi and Papernot, Losing less: a loss for differentially private deep learning (PoPETs 2023), with the
-networks of Papernot et al., Tempered sigmoid activations for deep learning with differential privacy (2020). The
-settings for Fashion-MNIST (batch 2048, 40 epochs, learning rate 4, sigma 2.15, C 0.1, momentum 0.9) are the loss
-paper's and are used for MNIST, too. Without momentum (--momentum 0) cross-entropy ends 6 points below what the
-networks' own paper reports. Norms of gradients, weights, logits and pre-activations and the cosine between clipped
-and unclipped sums are written by epoch. All DPLosses here are those of FIRST_READING, not the published loss, which
-is DPLoss's default: they were run before its text was at hand, with a threshold and a beta of our choice.
+After Shamsabadi and Papernot, Losing less: a loss for differentially private deep learning (2023): networks of Tables 1
+to 4, settings of Tables 5 and 6, momentum 0.9, delta 1e-5, local clipping with R = 0.1. The paper does not state how
+images are scaled (here: less their mean over their deviation, public constants), nor whether epochs are counted from 0
+or 1 (here: from 0). Each run writes its accuracy by epoch and epsilon; --looks writes the norms, cosines, singular
+values and errors by class of the paper's other figures, too.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,113 +26,216 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
 import fastdp
-from examples.papers import common
+from examples.papers import common, dp_loss_plots
+from examples.papers import dp_loss_networks as networks
+from examples.papers import dp_loss_watch as watch
 from fastdp.diagnostics import GradientDiagnostics, Report
 from fastdp.losses import DPLoss
-from fastdp.training.dp_loss import focal_loss
 
 DELTA = 1e-5
-LOOKED_AT = ("cosine", "norm_median", "norm_p90", "clipped", "weights", "logits", "pre_activations")
 
 
 class Setting(NamedTuple):
-    """Of one data set: batch, epochs, learning rate, noise multiplier, clipping norm, momentum; of DPLoss its threshold
-    and beta."""
+    """Of one data set: its network, batch, epochs, learning rate, noise multiplier; of DPLoss the threshold e_t, beta
+    and the focal loss's gamma."""
 
+    network: Callable[[], nn.Sequential]
     batch: int
     epochs: int
     lr: float
     sigma: float
-    R: float
     threshold: float
     beta: float
+    focal: float
+    R: float = 0.1
     momentum: float = 0.9
 
 
-# beta: the best but for none at all of 1e3 to 1e7 on held-out images of Fashion-MNIST; on CIFAR-10, whose network has
-# 34 times as many pre-activations, as much for each of them
-SETTINGS = {
-    "mnist": Setting(2048, 40, 4.0, 2.15, 0.1, 20.0, 1e7),
-    "fashion": Setting(2048, 40, 4.0, 2.15, 0.1, 20.0, 1e7),
-    "cifar10": Setting(1024, 30, 2.0, 1.54, 0.1, 15.0, 3e8),
+SETTINGS = {  # Tables 5 and 6
+    "mnist": Setting(networks.end_to_end, 512, 40, 0.5, 1.23, 0.0, 1.0, 5.0),
+    "fashion": Setting(networks.end_to_end, 2048, 40, 4.0, 2.15, 0.0, 1.0, 5.0),
+    "cifar10": Setting(networks.end_to_end_cifar, 1024, 30, 1.0, 1.54, 7.0, 11.0, 5.0),
+    "scatter-mnist": Setting(networks.on_features, 1024, 25, 1.0, 1.35, 2.0, 11.0, 10.0),
+    "scatter-fashion": Setting(networks.on_features, 2048, 40, 4.0, 2.15, 2.0, 51.0, 2.0),
+    "scatter-cifar10": Setting(networks.on_features_cifar, 8192, 60, 4.0, 5.67, 2.0, 1.0, 2.0),
 }
-EXPERIMENTS = {"mnist": "DPLoss, MNIST", "fashion": "DPLoss, Fashion-MNIST", "cifar10": "DPLoss, CIFAR-10"}
-# what the rows of these cases were made with: DPLoss as fastdp read the paper's description before it had its text
-FIRST_READING: dict[str, Any] = {"scores": "probabilities", "sums": True, "focal": 2.0}
+NAMES = {"mnist": "MNIST", "fashion": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 LOSSES = ("cross-entropy", "dploss")
-CHANGES = ("threshold", "beta", "lr", "sigma", "momentum")  # of a Setting, by options
-ABLATION = ("focal", "sse", "focal + sse", "sse + reg", "dploss sae", "dploss huber", "dploss logits")
+ABLATION = ("sse", "sse + cross-entropy", "sse + focal")
+OTHERS = ("sae", *(f"huber {tenths / 10:g}" for tenths in range(1, 11)), "non-private")
+CHANGES = ("threshold", "beta", "focal", "lr", "sigma", "momentum")  # of a Setting, by options
+ORDINARY = (0.05, 256)  # learning rate and batch without privacy: ours, the paper states none
+LOOKS = 1000  # images of the training set for norms of pre-activations and singular values
 
 
-def tanh_mnist() -> nn.Module:
-    """26,010 parameters for images [1, 28, 28]."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), nn.MaxPool2d(2, 1),
-        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, 1), nn.Flatten(),
-        nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10),
-    )  # fmt: skip
-
-
-def tanh_cifar() -> nn.Module:
-    """605,226 parameters for images [3, 32, 32]: three blocks of two convolutions, two more, and a mean over places."""
-    layers: list[nn.Module] = []
-    for before, channels in ((3, 32), (32, 64), (64, 128)):
-        layers += [nn.Conv2d(before, channels, 3, padding=1), nn.Tanh()]
-        layers += [nn.Conv2d(channels, channels, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2)]
-    layers += [nn.Conv2d(128, 256, 3, padding=1), nn.Tanh(), nn.Conv2d(256, 10, 3, padding=1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+def experiment(task: str) -> str:
+    """As rows and tables name it."""
+    scatter, _, name = task.rpartition("-") if task.startswith("scatter-") else ("", "", task)
+    return f"DPLoss, {NAMES[name]}" + (", ScatterNet" if scatter else "")
 
 
 def loss_of(name: str, model: nn.Module, setting: Setting) -> Callable[..., Tensor]:
-    """The loss of a case: of the ablation, DPLoss without some terms or with another error."""
-    if name == "cross-entropy":
+    """The loss of a case: DPLoss, without some of its terms, or with another error in the place of SSE."""
+    if name in ("cross-entropy", "non-private"):
         return F.cross_entropy
-    if name == "focal":
-        return lambda logits, labels: focal_loss(logits, labels, FIRST_READING["focal"]).sum() / max(len(labels), 1)
-    alone: dict[str, Any] = {"threshold": setting.threshold, "beta": setting.beta, **FIRST_READING}
-    changed: dict[str, dict[str, Any]] = {
-        "dploss": {}, "sse": {"threshold": math.inf, "beta": math.inf}, "focal + sse": {"beta": math.inf},
-        "sse + reg": {"threshold": math.inf}, "dploss sae": {"error": "sae"}, "dploss huber": {"error": "huber"},
-        "dploss logits": {"scores": "logits"},
-    }  # fmt: skip
-    return DPLoss(model, **{**alone, **changed[name]})
+    given: dict[str, Any] = {"threshold": setting.threshold, "beta": setting.beta, "focal": setting.focal}
+    word, _, number = name.partition(" ")
+    alone = {"threshold": math.inf, "beta": math.inf}
+    changed: dict[str, Any] = {
+        "dploss": {}, "sse": alone, "sse + cross-entropy": {"focal": 0.0, "beta": math.inf},
+        "sse + focal": {"beta": math.inf}, "sae": {**alone, "error": "sae"},
+    }.get(name) or ({**alone, "error": "huber", "huber_delta": float(number)} if word == "huber" else {})  # fmt: skip
+    return DPLoss(model, **{**given, **changed})
 
 
-class History(NamedTuple):
-    """By epoch: accuracy on the test set and what the diagnostics say of the epoch's last logical batch."""
+class Training:
+    """One run, an epoch at a time; what it has seen so far is `state()`, and `load(state)` goes on from there."""
 
-    accuracy: list[float]
-    reports: list[Report]
+    def __init__(self, task: str, name: str, data: common.Images, setting: Setting, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.task, self.name, self.data, self.setting, self.seed = task, name, data, setting, seed
+        self.private = name != "non-private"
+        self.model = setting.network().to(memory_format=torch.channels_last)  # faster
+        self.loss = loss_of(name, self.model, setting)
+        lr, batch = (setting.lr, setting.batch) if self.private else (ORDINARY[0], min(ORDINARY[1], len(data.x)))
+        self.batches = common.loader(data.x, data.y, batch, None if self.private else seed, max_physical_batch_size=256)
+        self.optimizer: torch.optim.Optimizer
+        if self.private:
+            self.optimizer = fastdp.DPSGD(self.model, lr=lr, momentum=setting.momentum, max_grad_norm=setting.R,
+                                          noise_multiplier=setting.sigma)  # fmt: skip
+        else:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=setting.momentum)
+        self.epoch, self.seconds = 0, 0.0
+        self.epochs: list[dict[str, Any]] = []
+        self.details: list[dict[str, Any]] = []
+
+    def run_epoch(self, looks: bool) -> None:
+        """Train one epoch, and note what the figures show of it. looks: the details, too."""
+        first, begun = looks and self.epoch == 0, time.perf_counter()
+        steps, reports = self.batches.steps_per_epoch, []
+        observer = GradientDiagnostics(self.optimizer, every=1 if first else steps) if self.private else None
+
+        def before(done: int) -> None:
+            if isinstance(self.loss, DPLoss):
+                self.loss.epoch = float(self.epoch)
+            if first and observer is not None and done:
+                reports.append(observer.report())
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:  # hides `epoch`, which common.train would set
+            return self.loss(logits, labels)
+
+        text = f"{self.task}, {self.name}, seed {self.seed}, epoch {self.epoch + 1}"
+        done = common.train(self.model, self.optimizer, self.batches, loss, steps=steps, before=before, text=text,
+                            lines=False)  # fmt: skip
+        if observer is not None:
+            reports.append(observer.report())
+            observer.remove()
+        self.epoch += 1
+        self.seconds += time.perf_counter() - begun
+        self._note(done, reports[-1] if reports else None)
+        if looks:
+            self._look(reports)
+
+    def _note(self, done: common.Run, report: Report | None) -> None:
+        self.model.eval()
+        accuracy = common.test_metrics(common.logits_of(self.model, self.data.x_test), self.data.y_test)["accuracy"]
+        row: dict[str, Any] = {"epoch": self.epoch, "accuracy": accuracy, "loss": done.losses[-1],
+                               "weights": watch.weight_norms(self.model)}  # fmt: skip
+        *row["pre_activations"], row["logits"] = watch.pre_activation_norms(self.model, self.data.x[:LOOKS])
+        if report is not None:
+            steps = self.epoch * self.batches.steps_per_epoch
+            spent = common.epsilons(self.setting.sigma, self.batches.sample_rate, steps, DELTA)
+            row |= {"epsilon_rdp": spent["epsilon_rdp"], "epsilon_prv": spent["epsilon_prv"], "cosine": report.cosine,
+                    "clipped": done.clipped}  # fmt: skip
+            quantiles = torch.quantile(report.norms.double(), torch.tensor([0.1, 0.5, 0.9]).double()).tolist()
+            row |= dict(zip(("norm_p10", "norm_median", "norm_p90"), quantiles, strict=True))
+        self.epochs.append(row)
+        self.model.train()
+
+    def _look(self, reports: list[Report]) -> None:
+        """Cosines of the first epoch's steps; norms, errors by class and the singular value of some epochs."""
+        if self.epoch == 1 and reports:
+            self._detail("cosine", [(step, "", report.cosine) for step, report in enumerate(reports, start=1)])
+        if self.epoch not in kept(self.setting.epochs):
+            return
+        if reports:
+            seen = reports[-1].histogram(40)
+            edges = [round(e, 5) for e in seen.edges.tolist()]
+            self._detail("norms", list(zip(edges[:-1], edges[1:], seen.counts.tolist(), strict=True)))
+        counts = watch.confusion(common.logits_of(self.model, self.data.x), self.data.y)
+        self._detail("confusion", [(i, j, int(counts[i, j])) for i in range(10) for j in range(10)])
+
+        def made(model: nn.Module) -> Any:
+            loss = loss_of(self.name, model, self.setting)
+            if isinstance(loss, DPLoss):
+                loss.epoch = float(self.epoch - 1)
+            return loss
+
+        self._detail("singular value", [("", "", watch.sharpness(self.model, made, self.data.x[:LOOKS],
+                                                                 self.data.y[:LOOKS]))])  # fmt: skip
+
+    def _detail(self, what: str, values: list[tuple[Any, Any, Any]]) -> None:
+        self.details += [{"what": what, "epoch": self.epoch, "i": i, "j": j, "value": v} for i, j, v in values]
+
+    def state(self) -> dict[str, Any]:
+        """All that goes on from here; the keys of noise and sampling are not in it, and are drawn anew."""
+        names = ("epoch", "seconds", "epochs", "details")
+        kept = {name: getattr(self, name) for name in names}
+        models = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**models, "setting": self._mark(), **kept}
+
+    def _mark(self) -> list[Any]:
+        """Of all that a run must not change on its way; it may be longer or shorter than was meant."""
+        return [value for name, value in zip(Setting._fields, self.setting, strict=True)
+                if name not in ("network", "epochs")] + [len(self.data.x)]  # fmt: skip
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if it is of another setting."""
+        if state["setting"] != self._mark():
+            raise ValueError(f"the checkpoint is of another setting ({state['setting']}): name another folder")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in ("epoch", "seconds", "epochs", "details"):
+            setattr(self, name, state[name])
+
+    def close(self) -> None:
+        """Take hooks off the model."""
+        if isinstance(self.loss, DPLoss):
+            self.loss.remove()
+        if self.private:
+            self.optimizer.detach()  # type: ignore[attr-defined]
 
 
-def run(
-    task: str, name: str, data: common.Images, setting: Setting, seed: int
-) -> tuple[dict[str, float], History, Any]:
-    """One private training: test metrics and epsilons, the history, and what `common.train` says."""
-    torch.manual_seed(seed)
-    model = (tanh_cifar() if task == "cifar10" else tanh_mnist()).to(memory_format=torch.channels_last)  # faster
-    loss = loss_of(name, model, setting)
-    batches = common.loader(data.x, data.y, setting.batch, max_physical_batch_size=128)
-    optimizer = fastdp.DPSGD(model, lr=setting.lr, momentum=setting.momentum, noise_multiplier=setting.sigma,
-                             max_grad_norm=setting.R)  # fmt: skip
-    watch = GradientDiagnostics(optimizer, every=batches.steps_per_epoch)
-    history = History([], [])
+def kept(epochs: int) -> list[int]:
+    """The epochs that --looks looks at: 1, 2, 5, every tenth, and the last."""
+    return [e for e in range(1, epochs + 1) if e in (1, 2, 5, epochs) or e % 10 == 0]
 
-    def after(passes: int) -> None:
-        history.reports.append(watch.report())
-        history.accuracy.append(common.test_metrics(common.logits_of(model, data.x_test), data.y_test)["accuracy"])
-        print(f"    accuracy {history.accuracy[-1]:.4f}, cosine {history.reports[-1].cosine:.3f}", flush=True)
 
-    done = common.train(model, optimizer, batches, loss, steps=setting.epochs * batches.steps_per_epoch,
-                        after_pass=after, text=f"{task}, {name}, seed {seed}")  # fmt: skip
-    watch.remove()
-    optimizer.detach()
-    found = common.test_metrics(common.logits_of(model, data.x_test), data.y_test)
-    found.update(clipped=done.clipped or 0.0, momentum=setting.momentum)
-    if isinstance(loss, DPLoss):
-        found.update({n: v for n, v in (("threshold", loss.threshold), ("beta", loss.beta)) if math.isfinite(v)})
-    found.update(common.epsilons(setting.sigma, batches.sample_rate, done.steps, DELTA))
-    return found, history, done
+def run(options: Any, task: str, name: str, data: common.Images, setting: Setting, seed: int) -> Training:
+    """Train to the end, or on from a checkpoint of --checkpoints, which is kept after every epoch."""
+    made = Training(task, name, data, setting, seed)
+    path = None
+    if options.checkpoints is not None:
+        options.checkpoints.mkdir(parents=True, exist_ok=True)
+        path = options.checkpoints / f"{task}_{case_of(options, name)}_{seed}.pt".replace(" ", "_")
+        if path.exists():
+            made.load(torch.load(path, weights_only=False))
+    while made.epoch < setting.epochs:
+        made.run_epoch(options.looks)
+        if path is not None:
+            torch.save(made.state(), path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
+        now = made.epochs[-1]
+        spent = f", epsilon {now['epsilon_rdp']:.2f}" if made.private else ""
+        print(f"  {task}, {case_of(options, name)}, seed {seed}: epoch {made.epoch} of {setting.epochs}, accuracy "
+              f"{100 * now['accuracy']:.2f} %{spent}, {made.seconds:.0f} s", flush=True)  # fmt: skip
+    made.close()
+    return made
+
+
+def case_of(options: Any, name: str) -> str:
+    """A loss and what the command line changed of the setting."""
+    return name + "".join(f", {key} {value:g}" for key, value in changes(options).items())
 
 
 def changes(options: Any) -> dict[str, float]:
@@ -142,106 +243,69 @@ def changes(options: Any) -> dict[str, float]:
     return {name: getattr(options, name) for name in CHANGES if getattr(options, name) is not None}
 
 
-def held_out(data: common.Images, count: int) -> common.Images:
-    """The last `count` training images in the place of the test set: to choose settings by. Raises ValueError."""
-    if not 0 < count < len(data.x):
-        raise ValueError(f"--held-out must be between 1 and {len(data.x) - 1}, not {count}")
-    return common.Images(data.x[:-count], data.y[:-count], data.x[-count:], data.y[-count:], f"{data.name}, held out")
-
-
-def kept(epochs: int) -> list[int]:
-    """The epochs whose diagnostics are written: all of ten, else every fifth and the first."""
-    return [e for e in range(1, epochs + 1) if epochs <= 10 or e == 1 or e % 5 == 0]
-
-
 def write(options: Any, task: str, data: common.Images, setting: Setting, mode: str) -> list[common.Row]:
-    """Runs each loss and seed, writes its rows as soon as it is done, and a picture in the end."""
-    histories: dict[str, History] = {}
+    """Runs each loss and seed that the files do not hold yet, and writes its rows as soon as it is done."""
     written: list[common.Row] = []
-    experiment = EXPERIMENTS[task] + (", held out" if options.held_out else "")
-    names = list(dict.fromkeys(options.losses + (list(ABLATION) if options.ablation else [])))
+    epochs, details = dp_loss_plots.files(options.out)
     for seed in common.seeds(options):
-        for name in names:
-            found, histories[name], done = run(task, name, data, setting, seed)
-            columns: dict[str, Any] = {
-                "train_records": len(data.x), "epochs": setting.epochs, "steps": done.steps, "batch": setting.batch,
-                "sigma": setting.sigma, "epsilon": found["epsilon_prv"], "delta": DELTA, "accountant": "prv",
-                "lr": setting.lr, "R": setting.R, "clipping": "local", "style": "flat", "seconds": round(done.seconds),
-            }  # fmt: skip
-            case = name + "".join(f", {key} {value:g}" for key, value in changes(options).items())
-            rows = common.rows(options, experiment, case, mode, seed, found, **columns)
-            for epoch in kept(len(histories[name].reports)):
-                values = histories[name].reports[epoch - 1].values()
-                seen = {"accuracy": histories[name].accuracy[epoch - 1], **{key: values[key] for key in LOOKED_AT}}
-                so_far = {**columns, "epochs": epoch, "steps": None, "epsilon": None, "accountant": None, "delta": None}
-                rows += common.rows(options, f"{experiment} by epoch", case, mode, seed, seen, **so_far)
+        for name in dict.fromkeys(options.losses):
+            case = case_of(options, name)
+            done = {row["seed"] for row in watch.read(epochs, task=task, case=case, epochs=setting.epochs)}
+            if options.checkpoints is not None and str(seed) in done:
+                print(f"{task}, {case}, seed {seed}: done before", flush=True)
+                continue
+            made = run(options, task, name, data, setting, seed)
+            found = common.test_metrics(common.logits_of(made.model, data.x_test), data.y_test)
+            found["accuracy_best"] = max(row["accuracy"] for row in made.epochs)
+            columns: dict[str, Any] = {"train_records": len(data.x), "epochs": setting.epochs,
+                                       "steps": made.epoch * made.batches.steps_per_epoch,
+                                       "seconds": round(made.seconds)}  # fmt: skip
+            if made.private:
+                spent = common.epsilons(setting.sigma, made.batches.sample_rate, columns["steps"], DELTA)
+                found |= {**spent, "clipped": made.epochs[-1]["clipped"]}
+                columns |= {"batch": setting.batch, "sigma": setting.sigma, "epsilon": spent["epsilon_prv"],
+                            "delta": DELTA, "accountant": "prv", "lr": setting.lr, "R": setting.R, "clipping": "local",
+                            "style": "flat"}  # fmt: skip
+                for below in (1.5, 2.0):
+                    reached = [row["accuracy"] for row in made.epochs if row["epsilon_rdp"] < below]
+                    found |= {f"accuracy_epsilon_below_{below:g}": max(reached)} if reached else {}
+            else:
+                columns |= {"lr": ORDINARY[0], "batch": ORDINARY[1]}
+            rows = common.rows(options, experiment(task), case, mode, seed, found, **columns)
             common.write(options.out, rows)
+            head = {"task": task, "case": case, "seed": seed}
+            watch.append(epochs, watch.EPOCHS, [{**head, "epochs": setting.epochs, **row} for row in made.epochs])
+            if made.details:
+                watch.append(details, watch.DETAILS, [{**head, **row} for row in made.details])
             written += rows
-            shown = f"accuracy {100 * found['accuracy']:.2f} %, ECE {100 * found['ece']:.1f} %"
-            shown += f", epsilon {found['epsilon_prv']:.2f}, {done.seconds:.0f} s"
-            print(f"{data.name}, {case}, seed {seed}: {shown}", flush=True)
-    if (path := common.picture(options, f"papers_dp_loss_{task}_{mode}")) is not None:
-        draw(written, path, f"{data.name}, {setting.epochs} epochs, {len(data.x):,} images")
+            print(f"{data.name}, {case}, seed {seed}: accuracy {100 * found['accuracy']:.2f} %", flush=True)
     return written
-
-
-def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Accuracy, cosine and norms by epoch, a line a loss and seed, of the rows by epoch among these."""
-    from matplotlib.figure import Figure
-
-    panels = ("accuracy", "cosine", "norm_median", "weights", "logits", "pre_activations")
-    names = ("test accuracy", "cosine of clipped and unclipped sum", "median gradient norm of a sample",
-             "norm of the weights", "norm of the logits", "norm of the pre-activations")  # fmt: skip
-    figure = Figure(figsize=(12, 6.4), layout="constrained")
-    for place, (key, label) in enumerate(zip(panels, names, strict=True)):
-        axes = figure.add_subplot(2, 3, place + 1)
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for row in rows:
-            if row["metric"] == key and row["experiment"].endswith("by epoch"):
-                lines.setdefault(f"{row['case']}, seed {row['seed']}", []).append(
-                    (int(row["epochs"]), float(row["value"]))
-                )
-        for name, points in lines.items():
-            axes.plot(*zip(*sorted(points), strict=True), label=name, lw=1.3)
-        axes.set(xlabel="epoch", title=label)
-        if not place:
-            axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-
-
-def redraw(options: Any) -> None:
-    """A picture of each data set's rows in --out, of the highest mode that it was run in."""
-    with options.out.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    for task in options.tasks:
-        mine = [row for row in rows if row["experiment"] == f"{EXPERIMENTS[task]} by epoch"]
-        mode = max((row["mode"] for row in mine), key=common.MODES.index, default="")
-        if mine and (path := common.picture(options, f"papers_dp_loss_{task}_{mode}")) is not None:
-            draw([row for row in mine if row["mode"] == mode], path, f"{EXPERIMENTS[task]} ({mode})")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     """Train, write the rows and return them."""
     made = common.parser(__doc__)
     made.add_argument("--tasks", nargs="+", choices=list(SETTINGS), default=["mnist", "fashion", "cifar10"])
-    made.add_argument("--losses", nargs="+", choices=[*LOSSES, *ABLATION], default=list(LOSSES))
-    made.add_argument("--ablation", action="store_true", help="also each term of DPLoss left out or changed")
-    made.add_argument("--epochs", type=int, help="fewer than the setting's; the threshold shrinks with them")
+    made.add_argument("--losses", nargs="+", choices=[*LOSSES, *ABLATION, *OTHERS], default=list(LOSSES))
+    made.add_argument("--ablation", action="store_true", help="also SSE alone, with cross-entropy, with focal loss")
+    made.add_argument("--epochs", type=int, help="fewer than the setting's; nothing else changes")
     made.add_argument("--records", type=int, help="train on so many images only")
-    made.add_argument("--held-out", type=int, help="choose settings: test on so many training images left out for it")
+    made.add_argument("--looks", action="store_true", help="also cosines, norms, errors by class, singular values")
+    made.add_argument("--cache", type=Path, help="keep ScatterNet features in this folder")
+    made.add_argument("--checkpoints", type=Path, help="keep every epoch in this folder, and go on from there")
     for name in CHANGES:
         made.add_argument(f"--{name}", type=float, help="in the place of the setting's")
-    made.add_argument("--draw", action="store_true", help="train nothing: draw the rows in --out into --plots")
+    made.add_argument("--draw", action="store_true", help="train nothing: draw the rows beside --out into --plots")
     options = made.parse_args(arguments)
-    for name in ("epochs", "records", "held_out"):
+    for name in ("epochs", "records"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
-            made.error(f"--{name.replace('_', '-')} must be 1 or more")
+            made.error(f"--{name} must be 1 or more")
     if options.draw:
-        redraw(options)
+        dp_loss_plots.draw(options)
         return []
+    options.losses = [*options.losses, *(ABLATION if options.ablation else ())]
     if options.quick:
-        options.tasks = [t for t in options.tasks if t != "cifar10"] or options.tasks
+        options.tasks = [t for t in options.tasks if t in ("mnist", "fashion")] or options.tasks
     written: list[common.Row] = []
     readers = {"mnist": common.mnist, "fashion": common.fashion_mnist, "cifar10": common.cifar10}
     for task in options.tasks:
@@ -249,20 +313,15 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
         setting = full
         if options.quick:
             records, test = records or 8000, 2000
-            setting = full._replace(batch=512, epochs=6, threshold=3.0)
+            setting = full._replace(batch=512, epochs=6)
         if options.epochs is not None:
-            setting = setting._replace(epochs=options.epochs, threshold=full.threshold * options.epochs / full.epochs)
+            setting = setting._replace(epochs=options.epochs)
         setting = setting._replace(**changes(options))
-        less = (
-            records
-            or options.held_out
-            or (setting.epochs, setting.lr, setting.sigma) != (full.epochs, full.lr, full.sigma)
-        )
-        mode = "quick" if options.quick else "short" if less else "full"
-        data = readers[task](options.data)
-        if options.held_out:
-            data = held_out(data, options.held_out)
-        data = common.subset(data, records, test)
+        fewer = records or (setting.epochs, setting.lr, setting.sigma) != (full.epochs, full.lr, full.sigma)
+        mode = "quick" if options.quick else "short" if fewer else "full"
+        data = common.subset(readers[task.rpartition("-")[2]](options.data), records, test)
+        if task.startswith("scatter-"):
+            data = networks.scattered(data, options.cache)
         written += write(options, task, data, setting, mode)
     return written
 

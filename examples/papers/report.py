@@ -4,7 +4,7 @@
 
 Reads benchmarks/data/papers_*.csv (rows of examples/papers/common.py) and examples/papers/paper_figures.csv, of columns
 experiment, case, metric, paper, source, why: `paper` in the rows' unit (shares from 0 to 1, not percent), or words
-where there is no number ("not known to us"); `why`: the reason where ours differs. Nothing else gets into the tables.
+where there is no number ("not stated"); `why`: the reason where ours differs. Nothing else gets into the tables.
 
 Ours is the median over seeds of the rows of the highest mode (quick < short < full) that have the same setting as the
 last of them; of a seed that was run twice the later run counts.
@@ -113,7 +113,7 @@ def theirs(row: Row) -> str:
     try:
         return number(row["metric"], float(row["paper"]))
     except ValueError:
-        return row["paper"] or "not known to us"
+        return row["paper"] or "not stated"
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -185,7 +185,7 @@ def accounting(asked: Sequence[Row], rows: Sequence[Row]) -> str:
         found = [ours(mine, "accounting", case, f"epsilon_{name}") for name in ("gdp", "rdp", "prv")]
         spent = [number("epsilon", each.values[-1]) if each else "" for each in found]
         said = [theirs(r) for r in asked if (r["experiment"], r["case"]) == ("accounting", case)]
-        spent = [*(said or ["not known to us"])[:1], *spent]
+        spent = [*(said or ["not stated"])[:1], *spent]
         lines.append([case, *(row[name] for name in ("sigma", "batch", "train_records", "epochs", "delta")), *spent])
     return table(("setting", "sigma", "batch", "records", "epochs", "delta", "paper", "GDP", "RDP", "PRV"), lines)
 

@@ -82,8 +82,8 @@ def test_numbers_are_shown_in_their_units():
     shown = [report.number(*pair) for pair in (("ece", 0.00512), ("test_accuracy", 0.5), ("nll", 0.12345),
                                                ("epsilon_gdp", 2.3243), ("traceability", 0.5))]  # fmt: skip
     assert shown == ["0.51 %", "50.0 %", "0.123", "2.32", "0.5"]
-    asked = [{**ASKED[0], "paper": "not known to us"}]
-    assert "| not known to us | not run |" in report.experiment("E", asked, [])
+    asked = [{**ASKED[0], "paper": "not stated"}]
+    assert "| not stated | not run |" in report.experiment("E", asked, [])
 
 
 def test_status_counts_runs_and_what_is_missing():

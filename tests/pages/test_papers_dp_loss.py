@@ -1,4 +1,4 @@
-"""The experiment of the loss paper on synthetic images."""
+"""The experiments of the loss paper on synthetic images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import fastdp
-from examples.papers import common, dp_loss
+from examples.papers import common, dp_loss, dp_loss_plots
+from examples.papers import dp_loss_networks as networks
+from examples.papers import dp_loss_watch as watch
 from fastdp.losses import DPLoss
 
 
@@ -20,103 +22,171 @@ def fake(records: int = 60) -> common.Images:
     return common.Images(patterns[y] + 0.1 * torch.randn(records, 1, 28, 28), y, patterns, torch.arange(10), "fake")
 
 
-def test_networks_are_the_papers():
-    sizes = [sum(p.numel() for p in make().parameters()) for make in (dp_loss.tanh_mnist, dp_loss.tanh_cifar)]
-    assert sizes == [26010, 605226]
-    assert dp_loss.tanh_mnist()(torch.randn(2, 1, 28, 28)).shape == (2, 10)
-    assert dp_loss.tanh_cifar()(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+@pytest.fixture
+def small(monkeypatch):
+    """MNIST's setting with ten images of sixty in a batch."""
+    monkeypatch.setattr(common, "mnist", lambda data: fake())
+    monkeypatch.setitem(dp_loss.SETTINGS, "mnist", dp_loss.SETTINGS["mnist"]._replace(batch=10))
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "shape"),
+    [(networks.end_to_end, 26_010, (1, 28, 28)), (networks.end_to_end_cifar, 550_570, (3, 32, 32)),
+     (networks.on_features, 20_778, (81, 7, 7)), (networks.on_features_cifar, 253_386, (243, 8, 8))],
+)  # fmt: skip
+def test_networks_are_the_papers(make, size, shape):
+    """Of Table 2 the paper states the number of parameters; the others follow from their layers."""
+    model = make()
+    assert sum(p.numel() for p in model.parameters()) == size
+    assert model(torch.randn(2, *shape)).shape == (2, 10)
+
+
+def test_settings_cost_less_than_epsilon_3():
+    for task, setting in dp_loss.SETTINGS.items():
+        records = 50_000 if "cifar10" in task else 60_000
+        steps = round(setting.epochs * records / setting.batch)
+        spent = fastdp.accounting.epsilon_of([(setting.sigma, setting.batch / records, steps)], 1e-5, "rdp")
+        assert 2 < spent < 3.1, (task, spent)
 
 
 def test_every_loss_of_the_ablation_is_what_it_says_and_couples_no_samples():
     torch.manual_seed(0)
-    model, setting = dp_loss.tanh_mnist(), dp_loss.SETTINGS["mnist"]._replace(threshold=0.5, beta=300.0)
+    model, setting = networks.end_to_end(), dp_loss.SETTINGS["mnist"]._replace(threshold=0.5, beta=3.0)
     x, y = torch.randn(4, 1, 28, 28), torch.tensor([0, 1, 2, 3])
-    found = {}
-    for name in (*dp_loss.LOSSES, *dp_loss.ABLATION):
+    logits = model(x).detach()
+    found, terms = {}, {}
+    for name in (*dp_loss.LOSSES, *dp_loss.ABLATION, *dp_loss.OTHERS):
         loss = dp_loss.loss_of(name, model, setting)
         assert fastdp.verify(model, lambda m, b, loss=loss: loss(m(b[0]), b[1]), (x, y)).ok
         found[name] = float(loss(model(x), y).detach())
         if isinstance(loss, DPLoss):
-            alpha, terms = loss.alpha, loss.terms
-            assert (alpha == 0) == name.startswith("sse")
-            assert ("reg" in terms) == (name.startswith("dploss") or "reg" in name)
+            terms[name] = loss.terms
             loss.remove()
-            found["terms"] = terms
-    assert found["cross-entropy"] == pytest.approx(float(F.cross_entropy(model(x), y).detach()))
-    alpha, share = 1 / (1 + math.exp(0.5)), math.exp(0.5) / (1 + math.exp(0.5))
-    assert found["focal + sse"] == pytest.approx(alpha * found["focal"] + share * found["sse"], rel=1e-5)
-    assert found["dploss"] == pytest.approx(found["focal + sse"] + share / 300 * found["terms"]["reg"], rel=1e-5)
-    assert found["sse + reg"] == pytest.approx(found["sse"] + found["terms"]["reg"] / 300, rel=1e-5)
-    assert len({round(value, 6) for name, value in found.items() if name != "terms"}) == 9
+    apart = logits - F.one_hot(y, 10)
+    alpha = 1 / (1 + math.exp(0.5))
+    truth = float(F.cross_entropy(logits, y))
+    assert found["cross-entropy"] == found["non-private"] == pytest.approx(truth)
+    assert found["sse"] == pytest.approx(float(apart.square().sum() / 8))
+    assert found["sae"] == pytest.approx(float(apart.abs().sum() / 4))
+    assert found["sse + cross-entropy"] == pytest.approx(alpha * truth + (1 - alpha) * found["sse"], rel=1e-5)
+    p = logits.softmax(1)[torch.arange(4), y]
+    focal = float((-((1 - p) ** 5) * p.log()).mean())
+    assert found["sse + focal"] == pytest.approx(alpha * focal + (1 - alpha) * found["sse"], rel=1e-5)
+    penalty = float(terms["dploss"]["reg"])
+    assert penalty > 0
+    assert found["dploss"] == pytest.approx(found["sse + focal"] + (1 - alpha) / 3 * penalty, rel=1e-5)
+    for tenths in range(1, 11):
+        assert found[f"huber {tenths / 10:g}"] == pytest.approx(
+            float(F.smooth_l1_loss(logits, F.one_hot(y, 10).float(), reduction="sum", beta=tenths / 10) / 4), rel=1e-5
+        )
 
 
-def test_a_run_writes_what_it_saw(tmp_path, monkeypatch):
+def test_what_is_seen_of_a_model():
+    """Norms of layers by hand; the singular value of a Hessian that is known."""
+    torch.manual_seed(0)
+    model, x = networks.end_to_end(), torch.randn(3, 1, 28, 28)
+    found = watch.pre_activation_norms(model, x)
+    with torch.no_grad():
+        by_hand = [model[:1](x), model[:4](x), model[:8](x), model(x)]
+    assert found == pytest.approx([float(h.flatten(1).norm(dim=1).mean()) for h in by_hand], rel=1e-5)
+    assert watch.weight_norms(model)[0] == pytest.approx(float(model[0].weight.detach().norm()))
+    counts = watch.confusion(torch.eye(10)[[1, 1, 2]], torch.tensor([1, 0, 2]))
+    assert counts[1, 1] == counts[0, 1] == counts[2, 2] == 1 and counts.sum() == 3
+    line = torch.nn.Linear(2, 1, bias=False)
+    inputs = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
+    seen = watch.sharpness(line, lambda model: lambda out, y: out.square().mean(), inputs, torch.zeros(2))
+    assert seen == pytest.approx(9.0, rel=1e-4)  # 2 / 2 x the largest eigenvalue of inputs' square
+
+
+def test_a_run_writes_what_it_saw(tmp_path, small):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(common, "mnist", lambda data: fake())
-    monkeypatch.setitem(dp_loss.SETTINGS, "mnist", dp_loss.SETTINGS["mnist"]._replace(batch=10))
-    out = tmp_path / "rows.csv"
+    out = tmp_path / "papers_dp_loss.csv"
     rows = dp_loss.main(["--tasks", "mnist", "--epochs", "2", "--records", "40", "--seeds", "2", "--out", str(out),
-                         "--plots", str(tmp_path)])  # fmt: skip
+                         "--looks", "--losses", "cross-entropy", "dploss", "non-private"])  # fmt: skip
     assert out.read_text(encoding="utf-8").count("\n") == len(rows) + 1
     runs = {(row["case"], row["seed"]) for row in rows}
-    assert runs == {(name, seed) for name in ("cross-entropy", "dploss") for seed in (0, 1)}
-    mine = [row for row in rows if row["case"] == "dploss" and row["seed"] == 1]
-    whole = {row["metric"]: row["value"] for row in mine if row["experiment"] == "DPLoss, MNIST"}
-    assert whole["threshold"] == 1.0 and 0 <= whole["accuracy"] <= 1
-    assert whole["epsilon_prv"] == pytest.approx(fastdp.accounting.epsilon_of([(2.15, 0.25, 8)], 1e-5, "prv"))
-    assert {row["mode"] for row in rows} == {"short"} and {row["steps"] for row in mine if row["steps"]} == {8}
-    by_epoch = {(row["epochs"], row["metric"]) for row in mine if "by epoch" in row["experiment"]}
-    assert by_epoch == {(e, m) for e in (1, 2) for m in ("accuracy", *dp_loss.LOOKED_AT)}
-    cosines = [row["value"] for row in mine if row["metric"] == "cosine"]
-    assert all(0 < cosine <= 1 + 1e-6 for cosine in cosines) and len(set(cosines)) == 2
-    assert (tmp_path / "papers_dp_loss_mnist_short.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "again").mkdir()
-    dp_loss.main(["--draw", "--out", str(out), "--plots", str(tmp_path / "again")])
-    assert (tmp_path / "again" / "papers_dp_loss_mnist_short.png").stat().st_size > 10_000
-    assert dp_loss.kept(40) == [1, 5, 10, 15, 20, 25, 30, 35, 40] and dp_loss.kept(3) == [1, 2, 3]
+    assert runs == {(name, seed) for name in ("cross-entropy", "dploss", "non-private") for seed in (0, 1)}
+    whole = {row["metric"]: row["value"] for row in rows if row["case"] == "dploss" and row["seed"] == 1}
+    assert whole["epsilon_prv"] == pytest.approx(fastdp.accounting.epsilon_of([(1.23, 0.25, 8)], 1e-5, "prv"))
+    assert {row["mode"] for row in rows} == {"short"} and {row["steps"] for row in rows if row.get("sigma")} == {8}
+    epochs, details = (watch.read(path) for path in dp_loss_plots.files(out))
+    assert len(epochs) == 12
+    mine = [row for row in epochs if row["case"] == "dploss" and row["seed"] == "1"]
+    assert [row["epoch"] for row in mine] == ["1", "2"] and float(mine[-1]["accuracy"]) == whole["accuracy"]
+    assert float(mine[0]["epsilon_rdp"]) < float(mine[1]["epsilon_rdp"])
+    assert len(mine[0]["weights"].split()) == 4 and len(mine[0]["pre_activations"].split()) == 3
+    seen = {(row["case"], row["what"]) for row in details}
+    private = {(case, what) for case in ("cross-entropy", "dploss") for what in ("cosine", "norms")}
+    assert private < seen and {what for case, what in seen if case == "non-private"} == {"confusion", "singular value"}
+    assert len([1 for r in details if r["what"] == "cosine" and r["case"] == "dploss" and r["seed"] == "0"]) == 4
+    counted = [row for row in details if row["what"] == "confusion" and row["epoch"] == "1"]
+    assert sum(float(row["value"]) for row in counted) == 6 * 40
+    dp_loss.main(["--draw", "--out", str(out), "--plots", str(tmp_path / "plots")])
+    for name in ("accuracy", "norms", "looks", "confusion"):
+        assert (tmp_path / "plots" / f"dp_loss_mnist_{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_quick_leaves_cifar_out_unless_it_is_all(tmp_path, monkeypatch):
+def test_the_epoch_of_the_loss_is_whole_and_counts_from_0(tmp_path, small, monkeypatch):
+    seen = []
+    real = DPLoss.__call__
+    monkeypatch.setattr(DPLoss, "__call__", lambda self, *args: seen.append(self.epoch) or real(self, *args))
+    dp_loss.main(["--tasks", "mnist", "--losses", "dploss", "--epochs", "2", "--out", str(tmp_path / "papers_a.csv")])
+    assert set(seen) == {0.0, 1.0} and seen == sorted(seen)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, small, monkeypatch):
+    """Killed after an epoch, it trains the others only; what was done is not done again."""
+    given = ["--tasks", "mnist", "--losses", "dploss", "--epochs", "3", "--checkpoints", str(tmp_path / "kept"),
+             "--out", str(tmp_path / "papers_a.csv")]  # fmt: skip
+    real, trained = dp_loss.Training.run_epoch, []
+
+    def once(self, looks):
+        if len(trained) == 1:
+            raise KeyboardInterrupt
+        trained.append(self.epoch)
+        real(self, looks)
+
+    monkeypatch.setattr(dp_loss.Training, "run_epoch", once)
+    with pytest.raises(KeyboardInterrupt):
+        dp_loss.main(given)
+    assert not (tmp_path / "papers_a.csv").exists()
+    again = []
+    monkeypatch.setattr(
+        dp_loss.Training, "run_epoch", lambda self, looks: again.append(self.epoch) or real(self, looks)
+    )
+    rows = dp_loss.main(given)
+    assert trained == [0] and again == [1, 2]
+    assert len(watch.read(dp_loss_plots.files(tmp_path / "papers_a.csv")[0])) == 3
+    assert {row["steps"] for row in rows} == {18}
+    assert dp_loss.main(given) == [] and again == [1, 2]
+    with pytest.raises(ValueError, match="of another setting"):
+        dp_loss.main([*given[:-1], str(tmp_path / "papers_b.csv"), "--records", "50"])
+
+
+def test_modes_and_what_is_changed(tmp_path, monkeypatch):
     asked = []
     for name in ("mnist", "fashion_mnist", "cifar10"):
         monkeypatch.setattr(common, name, lambda data, name=name: asked.append(name) or fake())
     monkeypatch.setattr(dp_loss, "write", lambda options, task, data, setting, mode: [(task, setting, mode)])
     out = ["--out", str(tmp_path / "rows.csv")]
     found = dp_loss.main(["--quick", *out])
-    assert asked == ["mnist", "fashion_mnist"]
-    assert {mode for _, _, mode in found} == {"quick"}
-    assert [setting.threshold for _, setting, _ in dp_loss.main(["--tasks", "cifar10", *out])] == [15.0]
+    assert asked == ["mnist", "fashion_mnist"] and {mode for _, _, mode in found} == {"quick"}
     ((_, setting, mode),) = dp_loss.main(["--tasks", "mnist", "--beta", "7", "--threshold", "2", "--epochs", "4", *out])
     assert (setting.beta, setting.threshold, setting.epochs, mode) == (7.0, 2.0, 4, "short")
     assert [mode for _, _, mode in dp_loss.main(["--tasks", "mnist", *out])] == ["full"]
+    with pytest.raises(SystemExit, match="nothing to draw"):
+        dp_loss.main(["--draw", *out])
 
 
-def test_settings_are_trained_with_and_named(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(common, "mnist", lambda data: fake())
-    monkeypatch.setattr(
-        fastdp, "DPSGD", lambda *args, real=fastdp.DPSGD, **given: made.append(given) or real(*args, **given)
-    )
-    monkeypatch.setitem(dp_loss.SETTINGS, "mnist", dp_loss.SETTINGS["mnist"]._replace(batch=10))
-    given = ["--tasks", "mnist", "--losses", "cross-entropy", "--epochs", "1", "--out", str(tmp_path / "rows.csv")]
-    assert {row["case"] for row in dp_loss.main(given)} == {"cross-entropy"}
-    assert {row["case"] for row in dp_loss.main([*given, "--momentum", "0", "--lr", "3"])} == {
-        "cross-entropy, lr 3, momentum 0"
-    }
-    assert [(g["momentum"], g["lr"]) for g in made] == [(0.9, 4.0), (0.0, 3.0)]
+def test_scatternet_features_are_normalised_and_kept(tmp_path):
+    pytest.importorskip("kymatio.scattering2d.frontend.torch_frontend")
+    found = networks.scattered(fake(), tmp_path)
+    assert found.x.shape == (60, 81, 7, 7) and found.name == "fake, ScatterNet"
+    assert found.x.view(60, 3, -1).mean(2).abs().max() < 1e-5
+    assert torch.equal(networks.scattered(fake(), tmp_path).x, found.x)
 
 
-def test_settings_are_chosen_on_training_images(tmp_path, monkeypatch):
-    whole, seen = fake(), []
-    monkeypatch.setattr(common, "mnist", lambda data: whole)
-    monkeypatch.setattr(dp_loss, "run", lambda task, name, data, *rest: seen.append(data) or stop())
-    with pytest.raises(KeyboardInterrupt):
-        dp_loss.main(["--tasks", "mnist", "--held-out", "20", "--out", str(tmp_path / "rows.csv")])
-    assert torch.equal(seen[0].x, whole.x[:40]) and torch.equal(seen[0].x_test, whole.x[40:])
-    assert torch.equal(seen[0].y_test, whole.y[40:]) and len(seen[0].y) == 40
-    with pytest.raises(ValueError, match="--held-out must be between 1 and 59"):
-        dp_loss.held_out(whole, 60)
-
-
-def stop():
-    raise KeyboardInterrupt
+def test_scatternet_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "kymatio.scattering2d.frontend.torch_frontend", None)
+    with pytest.raises(SystemExit, match="pip install kymatio"):
+        networks.scattered(fake(), None)
