@@ -108,7 +108,7 @@ def _some(count: int) -> list[int]:
 def looks(rows: Sequence[Row], path: Path) -> bool:
     """Histograms of gradient norms of the first and last epoch, cosines of the first epoch, singular values."""
     figure, grid = _figure(1, 4, (14, 3.2))
-    spans = sorted({int(row["epoch"]) for row in rows if row["what"] == "norms"})
+    spans = _seen_of_all(rows, "norms")
     for axes, epoch in zip(grid[:2], spans[:: max(len(spans) - 1, 1)], strict=False):
         for colour, case in zip(COLOURS, _cases(rows), strict=False):
             mine = [r for r in _of(rows, case, "norms") if int(r["epoch"]) == epoch]
@@ -116,6 +116,7 @@ def looks(rows: Sequence[Row], path: Path) -> bool:
             if mine:
                 axes.stairs([float(r["value"]) for r in mine], edges, color=colour, label=case, fill=True, alpha=0.5)
         axes.set(yscale="log", xscale="log")
+        axes.tick_params(axis="x", which="minor", labelbottom=False)
         axes.set_title(f"gradient norms, epoch {epoch}", fontsize=9)
     for colour, case in zip(COLOURS, _cases(rows), strict=False):
         cosines = [(int(r["i"]), float(r["value"])) for r in _of(rows, case, "cosine")]
@@ -139,7 +140,7 @@ def confusion(rows: Sequence[Row], path: Path) -> bool:
     figure, grid = _figure(2, len(cases), (3.4 * len(cases), 6.6))
     for column, case in enumerate(cases):
         mine = _of(rows, case, "confusion")
-        epochs = sorted({int(row["epoch"]) for row in mine})
+        epochs = _seen_of_all(rows, "confusion")
         for line, epoch in enumerate((2 if 2 in epochs else epochs[0], epochs[-1])):
             shares = [[0.0] * 10 for _ in range(10)]
             for row in mine:
@@ -153,6 +154,15 @@ def confusion(rows: Sequence[Row], path: Path) -> bool:
             axes.set_title(f"{case}, epoch {epoch}", fontsize=8)
             axes.tick_params(labelsize=6)
     return _save(figure, path, True)
+
+
+def _seen_of_all(rows: Sequence[Row], what: str) -> list[int]:
+    """The epochs at which all cases were looked at."""
+    seen: dict[str, set[int]] = {}
+    for row in rows:
+        if row["what"] == what:
+            seen.setdefault(row["case"], set()).add(int(row["epoch"]))
+    return sorted(set.intersection(*seen.values())) if seen else []
 
 
 def _cases(rows: Sequence[Row]) -> list[str]:
