@@ -6,6 +6,7 @@ True
 
 from .fixed_order import FixedOrderLoader, ftrl_loader
 from .ftrl import DPFTRL
+from .langevin import check_unclipped, noise_multiplier_for_temperature, temperature
 from .participation import Tree, nodes_over, tree_epsilon, tree_noise_multiplier
 from .tree import variance_of
 
@@ -13,8 +14,11 @@ __all__ = [
     "DPFTRL",
     "FixedOrderLoader",
     "Tree",
+    "check_unclipped",
     "ftrl_loader",
     "nodes_over",
+    "noise_multiplier_for_temperature",
+    "temperature",
     "tree_epsilon",
     "tree_noise_multiplier",
     "variance_of",
