@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..engine.compile_stance import is_wrapper
 from ..errors import ParameterError
 from . import private_names as names
 from .parts import Part
@@ -56,6 +57,9 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, world: World, split: int = 1) -> None:
+        if is_wrapper(model) and names.state_of(model) is None:
+            inner: Any = model._orig_mod  # of torch.compile
+            model = inner
         self.model, self._world = model, world
         self.states: list[Any] = []
         for module in model.modules():

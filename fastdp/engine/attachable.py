@@ -30,7 +30,7 @@ def check_unattached(model: nn.Module) -> None:
             raise ParameterError(
                 f"{type(module).__name__} would add up gradients of several devices before they are private. Give "
                 "fastdp the plain model (its .module); a private optimizer takes a DistributedDataParallel as its "
-                "whole model, one process a device (torchrun)."
+                "whole model, one process a device (torchrun). To compile it, wrap what torch.compile returns."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParameterError(f"{type(module).__name__} is not supported: attach fastdp to the plain model")

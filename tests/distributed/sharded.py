@@ -71,6 +71,12 @@ def in_nests(rank: int, world: int, **options: Any) -> Any:
     return compare(rank, world, wrap=nested, sizes=[row[:world] for row in UNEQUAL], **options)
 
 
+def compiled_whole(rank: int, world: int) -> Any:
+    """torch.compile of the model once it was cut: it runs as it is."""
+    whole_of = lambda model: torch.compile(sharded(model), backend="aot_eager")
+    return compare(rank, world, wrap=whole_of, steps=2, sizes=[row[:world] for row in UNEQUAL], sigma=1.0)
+
+
 def runs_compiled(rank: int, world: int) -> Any:
     from fastdp.engine.compile_stance import Switches
 
@@ -119,6 +125,7 @@ EXACT: dict[str, Any] = {
     "replicated": case(dict(mesh="replicated"), unequal=True, sigma=1.0),
     "replicated, parts of one": case(dict(mesh="copies"), unequal=True, sigma=1.0),
     "compiled": runs_compiled,
+    "compiled as a whole": compiled_whole,
     "nested": in_nests,
     "nested, budget": functools.partial(in_nests, memory_budget=1),
     "one group": case(dict(blocks=False)),
