@@ -12,16 +12,18 @@ from ..errors import StepError
 
 if TYPE_CHECKING:
     from .clipping import Clipping
+    from .hand import Hand
 
 
 class Members:
     """What an engine's `clip_by_group` asks.
 
     now: gives the clipping as it is now, of the trained parameters by name, which it gives too.
+    hand: while a record stands in for a batch, nothing is clipped within backward, which would count it.
     """
 
-    def __init__(self, now: Callable[[], tuple[Clipping, dict[str, Tensor]]]) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], tuple[Clipping, dict[str, Tensor]]], hand: Hand) -> None:
+        self._now, self._hand = now, hand
         self._key: Any = None
         self._lists: list[list[Tensor]] = []
         self._clipping: Clipping | None = None
@@ -42,7 +44,7 @@ class Members:
     def groups(self) -> Sequence[Sequence[Tensor]]:
         """See `engine.early.ByGroup`."""
         clipping, named = self._now()
-        return self.all(clipping, named) if clipping.apart else []
+        return self.all(clipping, named) if clipping.apart and not self._hand.stands_in else []
 
     def factors(self, number: int, norm_sq: Tensor) -> Tensor:
         """See `engine.early.ByGroup`."""

@@ -135,7 +135,7 @@ class Privacy:
         self.engine.watch(self.replica.begins, self.replica.refused, self.replica.broken)
         self.ledger.enrol(self.engine.named_parameters().values())
         self.engine.whose.batch_in_hand = self.hand.of_forward
-        self._members = Members(self._clipping_now)
+        self._members = Members(self._clipping_now, self.hand)
         if self.replica.shards is None:  # else sums wait for those of other processes
             self.engine.clip_by_group(self._members)
 
