@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
-from examples.papers.dp_loss import tanh_mnist
+from examples.papers.dp_loss_networks import end_to_end
 from fastdp.errors import StepError
 from fastdp.losses import DPLoss
 
@@ -201,7 +201,7 @@ def test_bits_frozen_layers_and_checkpointing():
 
 def test_the_papers_network():
     torch.manual_seed(0)
-    model = tanh_mnist().double()
+    model = end_to_end().double()
     x, y = torch.randn(2, 1, 28, 28, dtype=torch.float64), torch.tensor([3, 7])
     loss = DPLoss(model, threshold=0, beta=1, focal=5)
     loss.epoch = 1.0
