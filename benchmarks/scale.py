@@ -246,14 +246,14 @@ def paper(setting: Setting, ordinary: Meter, private: Meter, flop: float, link: 
     return usual, forward + max(2 * product, gather / 2) + norms + max(sums, mine)
 
 
-def rows(setting: Setting, ordinary: Meter, private: Meter) -> Iterator[dict[str, object]]:
-    for step, meter in (("ordinary", ordinary), ("private", private)):
-        held = {kind.replace(" ", "_") + "_gib": round(size / 2**30, 3) for kind, size in meter.peak_by.items()}
+def rows(setting: Setting, ordinary: Meter, private: Meter, times: Sequence[float]) -> Iterator[dict[str, object]]:
+    for step, meter, seconds in (("ordinary", ordinary, times[0]), ("private", private, times[1])):
+        held = {kind.replace(":", "").replace(" ", "_") + "_gib": round(size / 2**30, 3) for kind, size in meter.peak_by.items()}
         number = sum(count for count, _ in meter.sent.values())
         size = sum(size for _, size in meter.sent.values())
         yield {
             **setting._asdict(), "step": step, "peak_gib": round(sum(meter.peak_by.values()) / 2**30, 3), **held,
-            "collectives": number, "sent_gib": round(size / 2**30, 3),
+            "collectives": number, "sent_gib": round(size / 2**30, 3), "paper_s": round(seconds, 4),
         }  # fmt: skip
 
 
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"  on paper: {times[0]:.3f} s, private {times[1]:.3f} s, {times[1] / times[0]:.2f} of it")
                 print(f"  ({time.monotonic() - begun:.0f} s)", flush=True)
                 if options.out is not None:
-                    write(options.out, list(rows(setting, *found)))
+                    write(options.out, list(rows(setting, *found, times)))
 
 
 def write(path: Path, found: list[dict[str, object]]) -> None:
