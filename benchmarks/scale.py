@@ -248,7 +248,10 @@ def paper(setting: Setting, ordinary: Meter, private: Meter, flop: float, link: 
 
 def rows(setting: Setting, ordinary: Meter, private: Meter, times: Sequence[float]) -> Iterator[dict[str, object]]:
     for step, meter, seconds in (("ordinary", ordinary, times[0]), ("private", private, times[1])):
-        held = {kind.replace(":", "").replace(" ", "_") + "_gib": round(size / 2**30, 3) for kind, size in meter.peak_by.items()}
+        held = {
+            kind.replace(":", "").replace(" ", "_") + "_gib": round(size / 2**30, 3)
+            for kind, size in meter.peak_by.items()
+        }
         number = sum(count for count, _ in meter.sent.values())
         size = sum(size for _, size in meter.sent.values())
         yield {
