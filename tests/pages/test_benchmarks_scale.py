@@ -29,6 +29,12 @@ def test_a_private_step_sends_what_an_ordinary_one_does(lora, copies):
     assert private.peak_by["moments"] == ordinary.peak_by["moments"]
 
 
+def test_sums_too_large_for_a_common_buffer_go_out_in_one_call_a_group():
+    found = [scale.one_step(scale.Setting("layer", 64, 64), kind) for kind in (False, True)]
+    ordinary, private = (meter.sent["reduce-scatter"] for meter in found)
+    assert private[0] == ordinary[0] == 4 and private[1] <= 1.03 * ordinary[1]  # layer, tokens, head, the last norm
+
+
 def test_adapters_hold_no_more_than_an_ordinary_step():
     found = [scale.one_step(scale.Setting("layer", 64, 2048, 16), kind) for kind in (False, True)]
     ordinary, private = (sum(meter.peak_by.values()) for meter in found)
