@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..layouts.inputs import nested_tensors
 from ..layouts.layout import layout_on, tag, tag_of
-from ..layouts.nests import map_tensors
 from ..uses.links import link_of
 
 
@@ -23,27 +23,49 @@ def quiet(hook: Callable[..., Any], before: bool) -> Callable[..., Any]:
 
     def of_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            found = hook(module, args, kwargs)
-            return found if found is None else _carried((args, kwargs), found)
+            given, of_parameters = _without_graphs((args, kwargs))
+            found = hook(module, *given)
+            if found is None and of_parameters:
+                found = given
+            return found if found is None else _carried(given, found, of_parameters)
 
     def of_output(module: nn.Module, args: Any, out: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            found = hook(module, args, out)
-            return found if found is None else _carried(out, found)
+            given, of_parameters = _without_graphs(out)
+            found = hook(module, args, given)
+            return found if found is None else _carried(given, found, of_parameters)
 
     made: Any = of_inputs if before else of_output
     made._torchdynamo_disable, made._torchdynamo_disable_msg = True, None  # out of compiled code's sight, too
     return made
 
 
-def _carried(given: Any, found: Any) -> Any:
-    """What a hook made of these tensors, with their notes."""
+def _without_graphs(given: Any) -> tuple[Any, dict[int, Tensor]]:
+    """The same without the graphs of tensors that are made of parameters (biases of relative positions that all blocks
+    use), which stand under the ids of those in their places: their gradients are pulled back by the engine, later on,
+    and fully_shard's function of inputs would send zeros to them in the backward."""
+    of_parameters: dict[int, Tensor] = {}
+
+    def without(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or (link_of(tensor) is None and not isinstance(tensor, nn.Parameter)):
+            return tensor
+        place = tensor.detach()
+        of_parameters[id(place)] = tensor
+        return place
+
+    return tree_map_only(Tensor, without, given), of_parameters
+
+
+def _carried(given: Any, found: Any, of_parameters: dict[int, Tensor]) -> Any:
+    """What a hook made of these tensors, with their notes, and those made of parameters as they were."""
     kept: dict[int, Tensor] = {}
     for old, new in zip(nested_tensors(given), nested_tensors(found), strict=True):
-        if new is old:
+        if id(old) in of_parameters:
+            kept[id(new)] = of_parameters[id(old)]
+        elif new is old:
             continue
-        if link_of(old) is not None or isinstance(old, nn.Parameter):
-            kept[id(new)] = old  # made of parameters: its gradient is pulled back through autograd's graph
+        elif link_of(old) is not None or isinstance(old, nn.Parameter):
+            kept[id(new)] = old  # frozen, and cast perhaps
         elif (known := layout_on(old)) is not None and (layout := tag_of(old, known.batch)) is not None:
             tag(new, layout)
-    return map_tensors(found, lambda t: kept.get(id(t), t)) if kept else found
+    return tree_map_only(Tensor, lambda t: kept.get(id(t), t), found) if kept else found

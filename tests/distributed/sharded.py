@@ -120,6 +120,7 @@ EXACT: dict[str, Any] = {
     "budget, kept": case(dict(reshard_after_forward=False), kind="checkpointed", memory_budget=1),
     "derived": case(kind="derived", unequal=True),
     "derived, checkpointed": case(kind="derived checkpointed"),
+    "a bias that all blocks use": case(kind="biased", unequal=True, sigma=1.0),
     "fused head": case(kind="fused"),
     "reentrant": case(kind="reentrant", unequal=True),
     "replicated": case(dict(mesh="replicated"), unequal=True, sigma=1.0),
