@@ -7,10 +7,12 @@ membership inference.
 Bu et al.: batch 250, sigma 1.3, (1.96, 1e-5)-DP by GDP, which 60 epochs cost; R = 1.5 at rate 0.05, R = 75 at rate
 0.0007; by layers R = 1.5 for every tensor, or 1.5 for weights and 0.3 for biases. The network is that of PyTorch's
 tutorial on CIFAR-10 (62,006 parameters). Not in the text: momentum (here 0, and 0.9 as the tutorial has it), the scale
-of the images (here from -2 to 2; the tutorial's is -1 to 1), the rate by tensor (here 0.05) and the noise multipliers of
-the figure that compares several. By tensor the paper adds noise of deviation sigma R_r to tensor r. That is less than
-the privacy it states asks for, of 10 tensors 1.3 / sqrt(10); fastdp's noise covers all of them together, and a case with
-the paper's says what that costs.
+of the images (here from -2 to 2; the tutorial's is -1 to 1), the rate by tensor (here 0.05), and the noise multipliers
+of the figure that compares several.
+
+By tensor, the paper adds noise of deviation sigma R_r to tensor r. Of 10 tensors that is a joint noise multiplier of
+1.3 / sqrt(10), which costs more epsilon than the paper states. fastdp's noise covers all tensors together; one case has
+the paper's, and its rows say what that costs.
 """
 
 from __future__ import annotations

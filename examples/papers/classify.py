@@ -222,7 +222,7 @@ class Training:
         found = membership_inference(*members, *others, bootstrap=1)
         seeing = membership_inference(*members, *others, bootstrap=1, with_loss=True)
         by_class = {f"membership_auc, class {label}": auc.value for label, auc in found.by_class.items()}
-        return {"membership_auc": found.overall.value, "membership_auc, with the loss": seeing.overall.value, **by_class}
+        return {"membership_auc": found.overall.value, "membership_auc, with the loss": seeing.overall.value} | by_class
 
 
 def main(setting: Setting, options: Any) -> list[common.Row]:

@@ -132,7 +132,8 @@ def histograms(found: Mapping[str, tuple[Tensor, Calibration | None]], what: str
     every = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, (name, (count, calibration)) in zip(every, found.items(), strict=True):
         bins, total = len(count), float(count.sum())
-        axes.bar((torch.arange(bins) + 0.5) / bins, count.double() / total, 1 / bins, color="#4477aa", edgecolor="white")
+        centres = (torch.arange(bins) + 0.5) / bins
+        axes.bar(centres, count.double() / total, 1 / bins, color="#4477aa", edgecolor="white")
         if calibration is not None:
             mean = float((calibration.bin_confidence * count).sum() / total)
             axes.axvline(mean, color="#bb5566", label=f"mean confidence {100 * mean:.1f} %")

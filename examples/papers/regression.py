@@ -1,8 +1,8 @@
 """What wine.py and housing.py share: tables of numbers, the paper's network, runs with a small and a large R, and none.
 
-Bu et al., appendix C.4: layers of 64, 64, 32 and 1 units, ReLU between them; 30 runs. Not in the text as we have it: the
-noise multipliers and delta (it has lost most formulas), the large R, and how targets are scaled. Noise multipliers 35
-(wine) and 1 (housing) are ours: with delta 1 / (1.1 n), both experiments cost epsilon 4.4 by GDP.
+Bu et al., appendix C.4: layers of 64, 64, 32 and 1 units, ReLU between them; 30 runs. Not in the text as we have it,
+which has lost most formulas: the noise multipliers, delta, the large R, and how targets are scaled. Noise multipliers
+35 (wine) and 1 (housing) are ours: with delta 1 / (1.1 n), both experiments cost epsilon 4.4 by GDP.
 
 Features and targets are standardized by the training part's mean and deviation, which is no private step: a release
 would need public bounds. The losses written are of the whole training part, read now and then for the curves: the

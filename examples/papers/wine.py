@@ -3,9 +3,10 @@
     python examples/papers/wine.py --data DIR --full [--quick] [--seeds N] [--plots DIR] [--device cuda]
         [--checkpoints DIR]
 
-DIR holds winequality-red.csv (1,599 x 11) of https://archive.ics.uci.edu/dataset/186/wine+quality. Bu et al., C.4: 1,279
-records to train on, R = 2, rate 0.03 (0.001 without privacy), 2,000 steps. The large R is ours: ten times R at a tenth
-of the rate, so that the noise in the weights is the same. Every record is in every batch: sampling saves no privacy here.
+DIR holds winequality-red.csv (1,599 x 11) of https://archive.ics.uci.edu/dataset/186/wine+quality. Bu et al., C.4:
+1,279 records to train on, R = 2, rate 0.03 (0.001 without privacy), 2,000 steps. The large R is ours: ten times R at a
+tenth of the rate, so that the noise in the weights is the same. Every record is in every batch: sampling saves no
+privacy here.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def test_by_tensor_every_tensor_has_its_own_r():
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
-    """A pass in each process: the steps before count in epsilon and rows, momentum goes on; what is done is left out."""
+    """A pass in each process: the steps before count in epsilon and rows, momentum goes on; what is done is skipped."""
     case = next(case for case in mnist_cnn.CASES if case.name == "local, R = 1")._replace(momentum=0.9)
     monkeypatch.setattr(mnist_cnn, "SETTING", mnist_cnn.SETTING._replace(cases=(case,)))
     monkeypatch.setattr(resume.Checkpoint, "over", lambda self: True)
