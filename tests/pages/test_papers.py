@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fastdp
-from examples.papers import accounting, cifar10_cnn, classify, common, mnist_cnn, report
+from examples.papers import accounting, cifar10_cnn, classify, common, confidence, mnist_cnn, report, resume
 from fastdp.calibration import calibration
 
 SCRIPTS = {"mnist_cnn": mnist_cnn, "cifar10_cnn": cifar10_cnn}
@@ -30,7 +30,7 @@ SHAPES = {"mnist_cnn": (1, 28, 28), "cifar10_cnn": (3, 32, 32)}
 def ran(stem: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[common.Row]:
     """Rows of a script on synthetic images: six of a batch, so that a step is cheap."""
     script, images = SCRIPTS[stem], fake(SHAPES[stem])
-    small = script.SETTING._replace(images=lambda data: images, batch=6)
+    small = script.SETTING._replace(images=lambda data: images, batch=6, seeds=1)
     monkeypatch.setattr(script, "SETTING", small)
     return script.main(["--out", str(folder / f"papers_{stem}.csv"), "--epochs", "0.1", *more])
 
@@ -164,23 +164,62 @@ def test_help_and_wrong_arguments(stem, capsys, tmp_path):
 def test_a_step_of_every_case(stem, tmp_path, monkeypatch, capsys):
     """Rows say what was run: epsilon is the accountant's of these steps, private cases only."""
     pytest.importorskip("matplotlib")
-    rows = ran(stem, tmp_path, monkeypatch, "--plots", str(tmp_path))
+    rows = ran(stem, tmp_path, monkeypatch, "--full", "--plots", str(tmp_path))
     setting = SCRIPTS[stem].SETTING
     for case in setting.cases:
         mine = [row for row in rows if row["case"] == case.name]
         found, first = {row["metric"]: row["value"] for row in mine}, mine[0]
-        assert first["steps"] == (8 if case.epochs else 1) and first["mode"] == "short" and first["lr"] == case.lr
+        assert first["steps"] == int(10 * (case.epochs or 0.1)) and first["mode"] == "short" and first["lr"] == case.lr
         assert 0 <= found["accuracy"] <= 1 and found["nll"] > 0 and found["ece"] <= found["mce"]
+        assert ("membership_auc" in found) == setting.membership
         if not case.private:
             assert "epsilon_gdp" not in found and "sigma" not in first
             continue
-        spent = fastdp.accounting.epsilon_of([(setting.sigma, 0.1, 1)], setting.delta, "gdp")
-        assert first["epsilon"] == found["epsilon_gdp"] == spent and first["sigma"] == setting.sigma
-        assert (first["R"], first["style"], first["clipping"]) == (case.R, case.style, case.clipping)
+        sigma = setting.sigma if case.sigma is None else case.sigma
+        spent = fastdp.accounting.epsilon_of([(sigma, 0.1, 1)], setting.delta, "gdp") if sigma else float("inf")
+        assert first["epsilon"] == found["epsilon_gdp"] == spent and first["sigma"] == sigma
+        both = f"{case.R:g}, biases {case.R_bias:g}" if case.R_bias else case.R
+        assert (first["R"], first["style"], first["clipping"]) == (both, case.style, case.clipping)
         assert 0 <= found["dropped" if case.clipping == "global" else "clipped"] <= 1
-    assert next(tmp_path.glob("*.png")).read_bytes().startswith(b"\x89PNG")
+    for kind in ("reliability", "confidence", "truth"):
+        assert (tmp_path / f"papers_{stem}_{kind}.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / f"papers_{stem}.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)
+
+
+def test_by_tensor_every_tensor_has_its_own_r():
+    """1.5 for weights and 0.3 for biases; the noise is that of all tensors' sensitivity together."""
+    model = cifar10_cnn.network()
+    case = next(case for case in cifar10_cnn.CASES if case.R_bias)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, clipping="global", expected_batch_size=4,
+                             style=classify.style_of(case, model))  # fmt: skip
+    groups = {group.name: group.max_grad_norm for group in optimizer._privacy.clipping.groups}
+    assert groups == {name: 1.5 if name.endswith("weight") else 0.3 for name, _ in model.named_parameters()}
+    assert optimizer.max_grad_norm == pytest.approx((5 * 1.5**2 + 5 * 0.3**2) ** 0.5)
+    optimizer.detach()
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
+    """A pass in each process: the steps before count in epsilon and rows, momentum goes on; what is done is skipped."""
+    case = next(case for case in mnist_cnn.CASES if case.name == "local, R = 1")._replace(momentum=0.9)
+    monkeypatch.setattr(mnist_cnn, "SETTING", mnist_cnn.SETTING._replace(cases=(case,)))
+    monkeypatch.setattr(resume.Checkpoint, "over", lambda self: True)
+    more = ["--epochs", "3", "--checkpoints", str(tmp_path / "kept"), "--minutes", "9"]
+    states, found = [], []
+    for _ in range(4):
+        found.append(ran("mnist_cnn", tmp_path, monkeypatch, *more))
+        states.append(torch.load(next((tmp_path / "kept").glob("*.pt")), weights_only=True))
+    assert [state["steps"] for state in states] == [10, 20, 30, 30] and [len(f) > 0 for f in found] == [0, 0, 1, 0]
+    assert [state["done"] for state in states] == [False, False, True, True] and len(states[2]["losses"]) == 3
+    row = next(row for row in found[2] if row["metric"] == "epsilon_gdp")
+    assert row["steps"] == 30 and row["value"] == fastdp.accounting.epsilon_of([(1.1, 0.1, 30)], 1e-5, "gdp")
+    assert sum(n for *_, n in states[1]["optimizer"]["fastdp"]["history"]) == 20
+    first, second = (state["optimizer"]["state"][0]["momentum_buffer"] for state in states[:2])
+    assert not torch.equal(first, second) and 0 < states[2]["counts"][0] <= states[2]["counts"][1]
+    longer = ran("mnist_cnn", tmp_path, monkeypatch, *more[2:], "--epochs", "4")
+    assert longer[0]["steps"] == 40 and "done before" in capsys.readouterr().out
+    other = ran("mnist_cnn", tmp_path, monkeypatch, *more, "--records", "50")
+    assert other == [] and len(list((tmp_path / "kept").glob("*.pt"))) == 2  # another setting is another run
 
 
 def test_same_epsilon_and_rows_on_the_way(tmp_path, monkeypatch):
@@ -213,10 +252,13 @@ def test_nothing_longer_than_R_makes_local_and_global_clipping_the_same():
 def test_pictures_are_drawn_from_the_rows_kept(tmp_path):
     logits, labels = 3 * torch.randn(200, 10), torch.randint(0, 10, (200,))
     found, path = calibration(logits, labels), tmp_path / "x_bins.csv"
-    classify.keep(path, "E", "c", "short", 0, calibration(torch.randn(20, 10), labels[:20]))
-    classify.keep(path, "E", "c", "short", 0, found)  # a later run counts
-    classify.keep(path, "E", "c", "quick", 0, calibration(torch.randn(20, 10), labels[:20]))
-    again = classify.kept(path, None, ["c", "d"])["c"]
+    few = torch.randn(20, 10)
+    for mode, some in (("short", few), ("short", logits), ("quick", few)):  # a later run counts
+        of = labels[: len(some)]
+        confidence.keep(tmp_path / "x.csv", confidence.Run("E", "c", mode, 0), calibration(some, of), some, of)
+    again = confidence.kept(path, None, ["c", "d"])["c"]
     assert again.bin_count.tolist() == found.bin_count.tolist()
     for name in ("nll", "accuracy", "ece", "mce"):
         assert getattr(again, name) == pytest.approx(getattr(found, name), abs=1e-5)
+    p = logits.softmax(1)[torch.arange(200), labels]
+    assert confidence.truth_bins(logits, labels).tolist() == torch.histc(p, 20, 0, 1).int().tolist()

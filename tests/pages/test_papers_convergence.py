@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gzip
 import sys
@@ -13,7 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from examples.papers import fixed_noise, housing, layerwise_loss, ntk_table, regression, wine
+from examples.papers import fixed_noise, housing, layerwise_loss, ntk_table, regression, resume, wine
 
 
 def rows_of(path):
@@ -89,18 +90,36 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("script", [wine, housing], ids=["wine", "housing"])
 def test_regression(script, folder, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(
-        script, "PLAN", script.PLAN._replace(epochs=200 if script is wine else 100, batch=0 if script is wine else 40)
-    )
+    monkeypatch.setattr(script, "PLAN", script.PLAN._replace(epochs=200, batch=0 if script is wine else 40))
     out = tmp_path / "rows.csv"
     found = script.main(["--data", str(folder), "--quick", "--seeds", "2", "--out", str(out), "--plots", str(tmp_path)])
-    assert {name: len(c) for name, c in found.items()} == {"local": 2, "global": 2, "not private": 2}
+    small, *_, last = (way.name for way in script.PLAN.ways)
+    assert len(found) == 4 and {len(c) for c in found.values()} == {2} and last == "not private"
     rows = rows_of(out)
-    spent = {row["metric"]: row for row in rows if row["case"] == "local"}
-    assert float(spent["epsilon_prv"]["value"]) > 0 and spent["training loss"]["train_records"] == "80"
+    spent = {row["metric"]: row for row in rows if row["case"] == small}
+    train = str(int(100 * script.PLAN.share))
+    assert float(spent["epsilon_prv"]["value"]) > 0 and spent["training loss"]["train_records"] == train
     assert not [row for row in rows if row["case"] == "not private" and row["metric"].startswith("epsilon")]
     assert all(c[0] > c[-1] for c in found["not private"])  # it learns
     assert (tmp_path / f"{script.__name__.rpartition('.')[2]}.png").exists()
+
+
+def test_regression_has_the_papers_settings():
+    """C.4: layers of 64, 64, 32 and 1, the numbers of records and steps; both noises cost the same epsilon."""
+    sizes = [tuple(p.shape) for p in regression.network(11).parameters() if p.dim() > 1]
+    assert sizes == [(64, 11), (64, 64), (32, 64), (1, 32)]
+    for script, table, train, steps in ((wine, (1599, 12), 1279, 2000), (housing, (20640, 9), 18576, 3650)):
+        plan = script.PLAN
+        task = regression.split(torch.randn(table), plan.share)
+        batch = plan.batch or train
+        assert len(task.x) == train and plan.epochs * -(-train // batch) == steps
+        found = regression.epsilons(plan.sigma, batch / train, steps, regression.delta_of(train))
+        assert round(found["epsilon_gdp"], 1) == 4.4
+
+
+def kept(folder=None, minutes=None):
+    options = argparse.Namespace(checkpoints=folder, device="cpu", minutes=minutes)
+    return resume.Checkpoint(options, "run", {"lr": 0.1})
 
 
 def test_a_regression_run_measures_what_it_says(monkeypatch):
@@ -112,9 +131,9 @@ def test_a_regression_run_measures_what_it_says(monkeypatch):
     models: list[nn.Module] = []
     network = regression.network
     monkeypatch.setattr(regression, "network", lambda *sizes: models.append(network(*sizes)) or models[-1])
-    losses, metrics, steps = regression.run(plan, way, task, 0, plan.epochs)
+    losses, metrics, steps = regression.run(plan, way, task, 0, plan.epochs, kept())
     torch.manual_seed(0)
-    start = network(3, plan.width)
+    start = network(3)
     far = (
         torch.cat([(a - b).flatten() for a, b in zip(models[0].parameters(), start.parameters(), strict=True)])
         .norm()
@@ -126,6 +145,23 @@ def test_a_regression_run_measures_what_it_says(monkeypatch):
     assert len(losses) == regression.POINTS + 1 and metrics["training loss at half time"] == losses[10]
     assert losses[0] == pytest.approx(regression.loss_of(start, task.x, task.y), rel=1e-6)
     assert metrics["share longer than R"] > 0.9
+
+
+def test_a_regression_run_goes_on_from_its_checkpoint(folder, tmp_path, monkeypatch):
+    """Stopped after each part, it comes to the same curve and weights as a run in one go, where nothing is drawn."""
+    _, numbers = regression.read(folder / wine.FILE, ";")
+    task, way = regression.split(numbers), regression.Way("local", "local", 1.0, 0.1)
+    plan = wine.PLAN._replace(sigma=0.0)
+    whole, _, _ = regression.run(plan, way, task, 0, 40, kept())
+    monkeypatch.setattr(resume.Checkpoint, "over", lambda self: True)
+    stops = 0
+    while True:
+        try:
+            losses, metrics, steps = regression.run(plan, way, task, 0, 40, kept(tmp_path))
+            break
+        except resume.Stopped:
+            stops += 1
+    assert stops == 19 and steps == 40 and losses == pytest.approx(whole, rel=1e-5) and whole[0] > 2 * whole[-1]
 
 
 def test_the_split_is_the_same_in_every_run_and_standardized(folder):

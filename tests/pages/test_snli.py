@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastdp
-from examples.papers import common, pretrained, snli
+from examples.papers import common, pretrained, resume, snli
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,9 +53,14 @@ def data(count=48):
 
 def options(**more):
     return argparse.Namespace(**{
-        "small": 0.1, "large": 10.0, "switch": 0.5, "epsilon": 8.0, "delta": 1e-5, "batch": 12, "epochs": 2,
-        "lr": 1e-3, "head_lr": 1e-2, **more,
+        "small": 0.1, "large": 10.0, "switch": 0.5, "sigma": 0.8, "delta": 1e-5, "batch": 12, "epochs": 2,
+        "lr": 1e-3, "head_lr": 1e-2, "every": 1, "checkpoints": None, "device": "cpu", "minutes": None, **more,
     })  # fmt: skip
+
+
+def nowhere(given, path=None):
+    given.checkpoints = path
+    return resume.Checkpoint(given, "run", {})
 
 
 def test_kept_states_are_those_of_the_whole_model():
@@ -128,11 +133,12 @@ def test_mix_up_switches_once_and_costs_the_same_privacy(style, monkeypatch):
     for case in (snli.Case("local", "local", style=style), snli.Case("mix-up", "local", "global", style)):
         seen.clear()
         trained = pretrained.LastBlock(model.last, 16)
-        settings[case.name] = snli.run(trained, kept, case, 0, options(switch=0.25))[0]
+        given = options(switch=0.25)
+        settings[case.name] = snli.run(trained, kept, case, 0, given, nowhere(given))[0]
     assert seen == [("local", 0.1, style)] * 2 + [("global", 10.0, style)] * 6
     assert settings["mix-up"]["R"] == "0.1 then 10" and settings["mix-up"]["clipping"] == "local then global"
     same = [settings["local"][name] == settings["mix-up"][name] for name in ("sigma", "epsilon", "steps", "delta")]
-    assert all(same) and 0 < settings["local"]["epsilon"] <= 8
+    assert all(same) and 0 < settings["local"]["epsilon"] < 30
 
 
 def test_rescaled_moments_make_a_jump_of_r_invisible():
@@ -165,30 +171,33 @@ def test_all_cases_end_to_end(tmp_path, monkeypatch):
     (tmp_path / "snli_test.tsv").write_text("entailment\ta b\td\nneutral\ta\tf b\ncontradiction\ta\th\n" * 4)
     monkeypatch.setattr(pretrained, "bert", lambda name: (pretrained.FrozenBert(body()), Tokenizer()))
     out = tmp_path / "out.csv"
-    arguments = ["--data", str(tmp_path), "--quick", "--epochs", "1", "--out", str(out), "--cache", str(tmp_path / "c")]
+    arguments = ["--data", str(tmp_path), "--quick", "--epochs", "1", "--out", str(out), "--cases",
+                 *(case.name for case in snli.CASES), "--cache", str(tmp_path / "c")]  # fmt: skip
     pictures = ["--plots", str(tmp_path)] if importlib.util.find_spec("matplotlib") else []
     rows = snli.main([*arguments, *pictures])
     assert (tmp_path / "out_bins.csv").exists() and (not pictures or (tmp_path / "snli_reliability.png").exists())
     with out.open(newline="") as file:
         written = list(csv.DictReader(file))
-    assert len(written) == len(rows) == 5 * len(snli.CASES) - 1 and tuple(written[0]) == common.COLUMNS
+    assert len(written) == len(rows) == 7 * len(snli.CASES) - 3 and tuple(written[0]) == common.COLUMNS
     assert {row["case"] for row in written} == {f"{case.name}; trained on dev" for case in snli.CASES}
     private = [row for row in written if not row["case"].startswith("non-private")]
-    assert len({row["epsilon"] for row in private}) == 1 and 0 < float(private[0]["epsilon"]) <= 8
+    assert len({row["epsilon"] for row in private}) == 1 and 0 < float(private[0]["epsilon"]) < 100
     assert all(math.isinf(float(row["epsilon"])) for row in written if row not in private)
     (tmp_path / "snli_test.tsv").unlink()
-    monkeypatch.setattr(snli, "CASES", snli.CASES[:1])
+    arguments[arguments.index("--cases") : arguments.index("--cache")] = ["--cases", "non-private"]
     assert len(snli.main(arguments)) == 4  # from the kept states
     with pytest.raises(SystemExit, match="snli_test.tsv"):  # those of --quick are no full run's
         snli.main([argument for argument in arguments if argument != "--quick"])
     with pytest.raises(SystemExit, match="snli_test.tsv"):
         snli.main([*arguments[:-1], str(tmp_path / "other")])
+    with pytest.raises(SystemExit, match="2"):  # the paper's training set is not there
+        snli.main([*arguments, "--full"])
 
 
 def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
     """One step in each process: clipping switches where planned, all steps are counted, the weights go on."""
     case, seen, states = snli.Case("mix-up", "local", "global"), [], []
-    step, keeper = fastdp.DPAdamW.step, snli.Keeper(tmp_path / "run.pt", until=-1.0)
+    step, given = fastdp.DPAdamW.step, options(epochs=1)
 
     def watched(self, closure=None):
         weights = self.param_groups[1]["params"][0].detach().clone()
@@ -196,29 +205,67 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
         return step(self, closure)
 
     monkeypatch.setattr(fastdp.DPAdamW, "step", watched)
+    monkeypatch.setattr(resume.Checkpoint, "over", lambda self: True)
     for part in range(4):
         model, kept = data()
         trained = pretrained.LastBlock(model.last, 16)
         if part < 3:
-            with pytest.raises(snli.Stopped):
-                snli.run(trained, kept, case, 0, options(epochs=1), keeper)
-            states.append(torch.load(keeper.path, weights_only=True))
+            with pytest.raises(resume.Stopped):
+                snli.run(trained, kept, case, 0, given, nowhere(given, tmp_path))
+            states.append(torch.load(next(tmp_path.glob("*.pt")), weights_only=True))
         else:
-            setting, beyond = snli.run(trained, kept, case, 0, options(epochs=1), keeper)
+            setting, beyond = snli.run(trained, kept, case, 0, given, nowhere(given, tmp_path))
     assert [place for *place, _ in seen] == [["local", 0], ["local", 1], ["global", 2], ["global", 3]]
     for state, (*_, weights) in zip(states, seen[1:], strict=True):
         assert torch.equal(state["model"]["head.weight"], weights)
-    assert setting["steps"] == 4 and 7.9 < setting["epsilon"] <= 8 and 0 < beyond < 1
-    assert [state["progress"][0] for state in states] == [1, 2, 3] and states[2]["progress"][3] > 12
+    spent = fastdp.accounting.epsilon_of([(0.8, 0.25, 4)], 1e-5, "prv")
+    assert setting["steps"] == 4 and setting["epsilon"] == spent and 0 < beyond < 1
+    assert [state["steps"] for state in states] == [1, 2, 3] and states[2]["counts"][1] > 12
 
 
-def test_states_of_other_settings_are_other_runs(tmp_path, monkeypatch):
+def test_checkpoints_of_other_settings_are_other_runs(tmp_path, monkeypatch):
     model, kept = data()
     monkeypatch.setattr(snli, "read", lambda options: (model, kept, kept, "dev"))
-    monkeypatch.setattr(snli, "CASES", snli.CASES[1:2])
-    same = ["--epochs", "1", "--out", str(tmp_path / "rows.csv"), "--states", str(tmp_path / "states")]
+    same = ["--epochs", "1", "--out", str(tmp_path / "rows.csv"), "--checkpoints", str(tmp_path / "states"), "--cases",
+            "local", "--batch", "12"]  # fmt: skip
     counts = [len(snli.main([*same, *more])) for more in ([], [], ["--small", "0.2"], ["--small", "0.2"])]
-    assert counts == [5, 0, 5, 0]
+    assert counts == [7, 0, 7, 0]
+
+
+def test_the_papers_settings_are_the_defaults():
+    """Batch 32, one rate, sigma 0.4, R 0.1, 128 tokens, 54,076 steps of which 2,500 clip globally; (1.25, 1/550152)."""
+    found = snli.options_of([])
+    assert (found.batch, found.lr, found.head_lr, found.sigma, found.small) == (32, 5e-4, 5e-4, 0.4, 0.1)
+    assert found.longest == 128 and found.head == "pooler"
+    steps = round(found.epochs * 550_152 / 32)
+    assert steps == 54_076 and steps - round(found.switch * steps) == 2_500
+    spent = fastdp.accounting.epsilon_of([(0.4, 32 / 550_152, 51_576)], 1 / 550_152, "gdp")
+    assert round(spent, 2) == 1.25  # of 51,576 steps, 3 epochs
+
+
+def test_frozen_blocks_in_every_step_give_the_same_training(monkeypatch):
+    """Tokens and kept states: the same weights, where nothing is private and the batches are the same."""
+    model, kept = data()
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 3, (48,), generator=draw)
+    pairs = [("a b", " ".join(["dfh"[int(y)], *"abc"[: i % 3]])) for i, y in enumerate(labels)]
+    tokens, found = pretrained.tokens_of(Tokenizer(), pairs, labels, 12), []
+    for given in (kept, tokens):
+        torch.manual_seed(3)
+        trained = pretrained.LastBlock(body().encoder.layer[-1], 16, torch.nn.Sequential(First(), torch.nn.Tanh()))
+        snli.run(trained, given, snli.CASES[0], 0, options(), nowhere(options()), model)
+        found.append(torch.cat([p.detach().flatten() for p in trained.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+class First(torch.nn.Linear):
+    """A pooler: of the first token."""
+
+    def __init__(self):
+        super().__init__(16, 16)
+
+    def forward(self, states):
+        return super().forward(states[:, 0])
 
 
 def test_adams_moments_are_rescaled_once_at_the_switch(monkeypatch):
@@ -226,5 +273,6 @@ def test_adams_moments_are_rescaled_once_at_the_switch(monkeypatch):
     ratios, rescale = [], snli.rescale
     monkeypatch.setattr(snli, "rescale", lambda optimizer, ratio: ratios.append(ratio) or rescale(optimizer, ratio))
     given = options(epochs=1)
-    snli.run(pretrained.LastBlock(model.last, 16), kept, snli.Case("mix-up", "local", "global"), 0, given)
+    case = snli.Case("mix-up", "local", "global")
+    snli.run(pretrained.LastBlock(model.last, 16), kept, case, 0, given, nowhere(given))
     assert ratios == [given.large / given.small]
