@@ -1,7 +1,7 @@
 """The loss paper's experiments: cross-entropy against DPLoss at epsilon < 3, and each of its terms.
 
     python examples/papers/dp_loss.py --data DIR [--quick] [--tasks mnist fashion cifar10 ...] [--losses ...]
-        [--seeds N] [--epochs N] [--checkpoints DIR] [--looks] [--plots DIR]
+        [--seeds N] [--epochs N] [--checkpoints DIR] [--device cuda] [--minutes M] [--full] [--looks] [--plots DIR]
 
 After Shamsabadi and Papernot, Losing less: a loss for differentially private deep learning (2023): networks of Tables 1
 to 4, settings of Tables 5 and 6, momentum 0.9, delta 1e-5, local clipping with R = 0.1. The paper does not state how
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout's root
 
 import fastdp
-from examples.papers import common, dp_loss_plots
+from examples.papers import common, dp_loss_plots, resume
 from examples.papers import dp_loss_networks as networks
 from examples.papers import dp_loss_watch as watch
 from fastdp.diagnostics import GradientDiagnostics, Report
@@ -91,11 +91,13 @@ def loss_of(name: str, model: nn.Module, setting: Setting) -> Callable[..., Tens
 class Training:
     """One run, an epoch at a time; what it has seen so far is `state()`, and `load(state)` goes on from there."""
 
-    def __init__(self, task: str, name: str, data: common.Images, setting: Setting, seed: int) -> None:
+    def __init__(self, task: str, name: str, data: common.Images, setting: Setting, seed: int, device: str = "cpu"
+                 ) -> None:  # fmt: skip
         torch.manual_seed(seed)
-        self.task, self.name, self.data, self.setting, self.seed = task, name, data, setting, seed
+        self.task, self.name, self.setting, self.seed = task, name, setting, seed
+        self.data = data = common.Images(*(t.to(device) for t in data[:4]), data.name)
         self.private = name != "non-private"
-        self.model = setting.network().to(memory_format=torch.channels_last)  # faster
+        self.model = setting.network().to(device, memory_format=torch.channels_last)  # faster
         self.loss = loss_of(name, self.model, setting)
         lr, batch = (setting.lr, setting.batch) if self.private else (ORDINARY[0], min(ORDINARY[1], len(data.x)))
         self.batches = common.loader(data.x, data.y, batch, None if self.private else seed, max_physical_batch_size=256)
@@ -138,7 +140,7 @@ class Training:
 
     def _note(self, done: common.Run, report: Report | None) -> None:
         self.model.eval()
-        accuracy = common.test_metrics(common.logits_of(self.model, self.data.x_test), self.data.y_test)["accuracy"]
+        accuracy = self.test_metrics()["accuracy"]
         row: dict[str, Any] = {"epoch": self.epoch, "accuracy": accuracy, "loss": done.losses[-1],
                                "weights": watch.weight_norms(self.model)}  # fmt: skip
         *row["pre_activations"], row["logits"] = watch.pre_activation_norms(self.model, self.data.x[:LOOKS])
@@ -147,10 +149,14 @@ class Training:
             spent = common.epsilons(self.setting.sigma, self.batches.sample_rate, steps, DELTA)
             row |= {"epsilon_rdp": spent["epsilon_rdp"], "epsilon_prv": spent["epsilon_prv"], "cosine": report.cosine,
                     "clipped": done.clipped}  # fmt: skip
-            quantiles = torch.quantile(report.norms.double(), torch.tensor([0.1, 0.5, 0.9]).double()).tolist()
+            quantiles = torch.quantile(report.norms.double().cpu(), torch.tensor([0.1, 0.5, 0.9]).double()).tolist()
             row |= dict(zip(("norm_p10", "norm_median", "norm_p90"), quantiles, strict=True))
         self.epochs.append(row)
         self.model.train()
+
+    def test_metrics(self) -> dict[str, float]:
+        """See `common.test_metrics`."""
+        return common.test_metrics(common.logits_of(self.model, self.data.x_test).cpu(), self.data.y_test.cpu())
 
     def _look(self, reports: list[Report]) -> None:
         """Cosines of the first epoch's steps; norms, errors by class and the singular value of some epochs."""
@@ -213,13 +219,13 @@ def kept(epochs: int) -> list[int]:
 
 def run(options: Any, task: str, name: str, data: common.Images, setting: Setting, seed: int) -> Training:
     """Train to the end, or on from a checkpoint of --checkpoints, which is kept after every epoch."""
-    made = Training(task, name, data, setting, seed)
+    made = Training(task, name, data, setting, seed, options.device)
     path = None
     if options.checkpoints is not None:
         options.checkpoints.mkdir(parents=True, exist_ok=True)
         path = options.checkpoints / f"{task}_{case_of(options, name)}_{seed}.pt".replace(" ", "_")
         if path.exists():
-            made.load(torch.load(path, weights_only=False))
+            made.load(torch.load(path, map_location=options.device, weights_only=False))
     while made.epoch < setting.epochs:
         made.run_epoch(options.looks)
         if path is not None:
@@ -229,6 +235,8 @@ def run(options: Any, task: str, name: str, data: common.Images, setting: Settin
         spent = f", epsilon {now['epsilon_rdp']:.2f}" if made.private else ""
         print(f"  {task}, {case_of(options, name)}, seed {seed}: epoch {made.epoch} of {setting.epochs}, accuracy "
               f"{100 * now['accuracy']:.2f} %{spent}, {made.seconds:.0f} s", flush=True)  # fmt: skip
+        if options.minutes is not None and time.monotonic() > resume.BEGUN + 60 * options.minutes:
+            raise resume.Stopped
     made.close()
     return made
 
@@ -250,14 +258,15 @@ def write(options: Any, task: str, data: common.Images, setting: Setting, mode: 
     for seed in common.seeds(options):
         for name in dict.fromkeys(options.losses):
             case = case_of(options, name)
-            done = {row["seed"] for row in watch.read(epochs, task=task, case=case, epochs=setting.epochs)}
+            before = watch.read(epochs, task=task, case=case)
+            done = {row["seed"] for row in before if int(row["epochs"]) >= setting.epochs}
             if options.checkpoints is not None and str(seed) in done:
                 print(f"{task}, {case}, seed {seed}: done before", flush=True)
                 continue
             made = run(options, task, name, data, setting, seed)
-            found = common.test_metrics(common.logits_of(made.model, data.x_test), data.y_test)
+            found = made.test_metrics()
             found["accuracy_best"] = max(row["accuracy"] for row in made.epochs)
-            columns: dict[str, Any] = {"train_records": len(data.x), "epochs": setting.epochs,
+            columns: dict[str, Any] = {"train_records": len(data.x), "epochs": made.epoch,
                                        "steps": made.epoch * made.batches.steps_per_epoch,
                                        "seconds": round(made.seconds)}  # fmt: skip
             if made.private:
@@ -274,7 +283,7 @@ def write(options: Any, task: str, data: common.Images, setting: Setting, mode: 
             rows = common.rows(options, experiment(task), case, mode, seed, found, **columns)
             common.write(options.out, rows)
             head = {"task": task, "case": case, "seed": seed}
-            watch.append(epochs, watch.EPOCHS, [{**head, "epochs": setting.epochs, **row} for row in made.epochs])
+            watch.append(epochs, watch.EPOCHS, [{**head, "epochs": made.epoch, **row} for row in made.epochs])
             if made.details:
                 watch.append(details, watch.DETAILS, [{**head, **row} for row in made.details])
             written += rows
@@ -292,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     made.add_argument("--records", type=int, help="train on so many images only")
     made.add_argument("--looks", action="store_true", help="also cosines, norms, errors by class, singular values")
     made.add_argument("--cache", type=Path, help="keep ScatterNet features in this folder")
-    made.add_argument("--checkpoints", type=Path, help="keep every epoch in this folder, and go on from there")
+    resume.add(made, "every loss of the paper, with 5 seeds unless --seeds says more")
     for name in CHANGES:
         made.add_argument(f"--{name}", type=float, help="in the place of the setting's")
     made.add_argument("--draw", action="store_true", help="train nothing: draw the rows beside --out into --plots")
@@ -300,10 +309,13 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     for name in ("epochs", "records"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             made.error(f"--{name} must be 1 or more")
+    resume.check(made, options)
     if options.draw:
         dp_loss_plots.draw(options)
         return []
-    options.losses = [*options.losses, *(ABLATION if options.ablation else ())]
+    options.losses = [*options.losses, *(ABLATION if options.ablation or options.full else ())]
+    if options.full:
+        options.losses, options.seeds = [*options.losses, *OTHERS], max(options.seeds, 5)
     if options.quick:
         options.tasks = [t for t in options.tasks if t in ("mnist", "fashion")] or options.tasks
     written: list[common.Row] = []
@@ -322,7 +334,11 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
         data = common.subset(readers[task.rpartition("-")[2]](options.data), records, test)
         if task.startswith("scatter-"):
             data = networks.scattered(data, options.cache)
-        written += write(options, task, data, setting, mode)
+        try:
+            written += write(options, task, data, setting, mode)
+        except resume.Stopped:
+            print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
+            break
     return written
 
 

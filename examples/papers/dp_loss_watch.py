@@ -55,7 +55,7 @@ def sharpness(model: nn.Module, loss: Callable[[nn.Module], Loss], x: Tensor, y:
     parameters = list(plain.parameters())
     gradients = torch.autograd.grad(of(plain(x), y), parameters, create_graph=True)
     generator = torch.Generator().manual_seed(0)
-    direction = [torch.randn(p.shape, generator=generator) for p in parameters]
+    direction = [torch.randn(p.shape, generator=generator).to(p.device) for p in parameters]
     found = 0.0
     for _ in range(rounds):
         length = torch.sqrt(sum(d.square().sum() for d in direction))  # type: ignore[arg-type]
