@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, Sampler
 
+from ...distributed.sharded import is_sharded, to_parts
 from .distributed import DifferentiallyPrivateDistributedDataParallel
 from .grad_sample import AbstractGradSampleModule
 
@@ -25,14 +26,25 @@ def or_as_it_was(hooks: Any, given: Any) -> Iterator[None]:
         raise
 
 
-def is_distributed(module: Any) -> bool:
-    """Whether the module trains in a process group. Raises NotImplementedError if it is wrapped in another way."""
+def is_distributed(module: Any, grad_sample_mode: str = "hooks") -> bool:
+    """Whether the module trains in a process group. What fully_shard has cut is left in its parts by this.
+
+    Raises NotImplementedError if it is wrapped in another way, or in one that the mode does not know.
+    """
     plain = module._module if isinstance(module, AbstractGradSampleModule) else module
-    if isinstance(plain, DistributedDataParallel) or hasattr(plain, "set_requires_gradient_sync"):  # or FSDP's
+    if is_sharded(plain):
+        if grad_sample_mode != "ghost_fsdp":
+            raise NotImplementedError(
+                f"grad_sample_mode {grad_sample_mode!r} takes whole modules, and fully_shard has cut this one "
+                f"({type(plain).__name__}): take grad_sample_mode='ghost_fsdp'"
+            )
+        to_parts(plain)
+        return True
+    if isinstance(plain, DistributedDataParallel):
         raise NotImplementedError(
             f"{type(plain).__name__} is not supported by make_private: give each process the whole module in "
-            "fastdp.compat.opacus.distributed.DifferentiallyPrivateDistributedDataParallel. Sharded modules are not "
-            "supported yet."
+            "fastdp.compat.opacus.distributed.DifferentiallyPrivateDistributedDataParallel, or a part of it by "
+            "FSDP2Wrapper and grad_sample_mode='ghost_fsdp'."
         )
     return isinstance(plain, DifferentiallyPrivateDistributedDataParallel)
 

@@ -196,7 +196,7 @@ class PrivacyEngine:
 
         Args:
             module, optimizer, data_loader: those of an ordinary training loop.
-            criterion: the loss that the returned criterion averages over each sample first, in mode "ghost".
+            criterion: the loss that the returned criterion averages over each sample first, in the modes "ghost".
             noise_multiplier: the standard deviation of the noise on the sum of gradients, over max_grad_norm.
             max_grad_norm: the clipping norm; for clipping="per_layer", a list with one for each parameter.
             batch_first: whether samples lie along the first dimension of the inputs; False means the second.
@@ -206,21 +206,21 @@ class PrivacyEngine:
             clipping: "flat", "per_layer" or "adaptive" (with the further arguments of `AdaClipDPOptimizer`).
             noise_generator: a torch.Generator that makes the noise repeatable.
             grad_sample_mode: "hooks", "functorch" and "ew" offer per-sample gradients in `p.grad_sample`, which are
-                computed on access; "ghost" does not. All run on one engine. "ghost_fsdp" and "ghost_tp" are refused.
+                computed on access; "ghost" does not. All run on one engine. "ghost_fsdp" is "ghost" on a module that
+                `FSDP2Wrapper` has cut. "ghost_tp" is refused.
             wrap_model: False leaves the module as it is, and returns hooks with `cleanup()` in its place.
             rand_on_empty: whether an empty sample becomes a batch of one row of random zeros and ones.
 
-        Returns (module, optimizer, data_loader), or in mode "ghost" (module, optimizer, criterion, data_loader).
-
+        Returns (module, optimizer, data_loader), or in the modes "ghost" (module, optimizer, criterion, data_loader).
         Raises UnsupportedModuleError if the module cannot be trained privately, ValueError if an argument is invalid,
         and NotImplementedError if a mode, or the module's wrapper, is not supported.
         """
         if noise_generator and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")
+        distributed, given = is_distributed(module, grad_sample_mode), module
         known = {id(p) for p in module.parameters()}
         if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("Module parameters are different than optimizer Parameters")
-        distributed, given = is_distributed(module), module
         module = self._prepare_model(
             module,
             batch_first=batch_first,

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....distributed.replicas import check_samples
 from ....engine.gradients import Gradients
 from ....ops.clip import clip_factors
 from . import samples
 from .grad_sample_module import GradSampleHooks
 from .gsm_base import AbstractGradSampleModule
 from .one_by_one import WITH_NORMS, layer_norm_sample
+
+OTHER_OPTIMIZER = (
+    "the module's parameters lie in parts on the processes (mode 'ghost_fsdp'), which this optimizer does not know of: "
+    "its sums and its noise would be of other places. Take FSDPOptimizerFastGradientClipping, as make_private does."
+)
 
 
 class Clipped:
@@ -23,7 +29,12 @@ class Clipped:
         self.sums: dict[int, Tensor] = {}  # by id of the parameter, float32 or better
         self.bound = 0.0  # the largest clipping norm among them
         self.backwards = 0
-        self.shown: dict[int, tuple[Tensor, int]] = {}  # what stands in .grad, and its version
+        self.shown: dict[int, tuple[Tensor, tuple[int, int]]] = {}  # what stands in .grad, and its versions
+
+
+def versions_of(grad: Tensor) -> tuple[int, int]:
+    """What changes as something writes to a gradient: of a DTensor also as it writes to what lies here."""
+    return grad._version, getattr(grad, "_local_tensor", grad)._version
 
 
 class GradSampleHooksFastGradientClipping(GradSampleHooks):
@@ -34,6 +45,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     on_norms: called with the norms [B] of a backward before its samples are clipped; it may set `max_grad_norm`.
     """
 
+    in_parts = False  # whether the parameters lie in parts on several processes
     NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict.fromkeys(WITH_NORMS, layer_norm_sample)
 
     def __init__(
@@ -68,17 +80,26 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     def _on_backward(self, gradients: Gradients) -> None:
         if not self._counts():
             return
+        self._world.check()
+        check_samples(self._world)
         if self._clipped.backwards and not self.grad_accumulation_allowed:
             self._refuse_accumulation()
-        parameters = self._trained()
         with samples.outside():
-            norm_sq = gradients.norm_sq(parameters)
-            self.per_sample_gradient_norms = norm_sq.sqrt().float()
-            if self.on_norms is not None:
-                self.on_norms(self.per_sample_gradient_norms)
-            bound = float(self.max_grad_norm)
-            sums = gradients.clipped_sum(clip_factors(norm_sq, bound), parameters)
-            self._keep(parameters, sums, bound)
+            self._take(gradients)
+
+    def _take(self, gradients: Gradients) -> None:
+        """Clip a backward's samples, and keep their sums."""
+        parameters = self._trained()
+        norm_sq = gradients.norm_sq(parameters)
+        self.take_norms(norm_sq)
+        bound = float(self.max_grad_norm)
+        self._keep(parameters, gradients.clipped_sum(clip_factors(norm_sq, bound), parameters), bound)
+
+    def take_norms(self, norm_sq: Tensor) -> None:
+        """The squared norms [B] of a backward, before its samples are clipped."""
+        self.per_sample_gradient_norms = norm_sq.sqrt().float()
+        if self.on_norms is not None:
+            self.on_norms(self.per_sample_gradient_norms)
 
     def _keep(self, parameters: list[Tensor], sums: dict[int, Tensor], bound: float) -> None:
         kept = self._clipped
@@ -91,11 +112,15 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
                 if before is not None:
                     continue
                 new = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-            total = new if before is None else before.add_(new)
-            kept.sums[id(p)] = total
-            p.grad = total.detach().to(p.dtype)
-            kept.shown[id(p)] = (p.grad, p.grad._version)
+            kept.sums[id(p)] = new if before is None else before.add_(new)
+        for p in parameters:  # once all are written: sums may be views of one memory, with one version
+            p.grad = shown = self._shown(p, kept.sums[id(p)])
+            kept.shown[id(p)] = (shown, versions_of(shown))
         self.note_grads()
+
+    def _shown(self, parameter: Tensor, total: Tensor) -> Tensor:
+        """What stands in a parameter's `.grad` until the step."""
+        return total.detach().to(parameter.dtype)
 
     def take_clipped(self) -> Clipped:
         """The sums since the last call; they are then not kept here."""
