@@ -77,6 +77,10 @@ class OfProcesses:
             "weights": mark_of_parameters(nn.ParameterList(self.params)) if self._made == 0 else "",
         })  # fmt: skip
 
+    def total(self, what: str, number: float) -> float:
+        """The sum of a number of each process. what: its name, for the error if processes differ in what they do."""
+        return float(sum(self._processes().everywhere(what, number)))
+
     def _same_key(self, key: bytes) -> bytes:
         return self._processes().from_first(key)
 

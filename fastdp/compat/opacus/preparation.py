@@ -49,6 +49,16 @@ def is_distributed(module: Any, grad_sample_mode: str = "hooks") -> bool:
     return isinstance(plain, DifferentiallyPrivateDistributedDataParallel)
 
 
+def check_parameters(module: Any, optimizer: Any) -> None:
+    """Raises ValueError if the optimizer has a parameter that is not the module's."""
+    known = {id(p) for p in module.parameters()}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "Module parameters are different than optimizer Parameters. Make the optimizer of this very module's "
+            "parameters; if FSDP2Wrapper or fully_shard has cut it, after that and before any forward."
+        )
+
+
 def sample_rate_of(data_loader: Any) -> float:
     """The rate that is accounted for: at which the loader or its batch sampler says that it samples, else 1 / len.
 

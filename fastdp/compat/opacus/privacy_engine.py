@@ -18,7 +18,14 @@ from .accountants.utils import get_noise_multiplier
 from .data_loader import DPDataLoader, SecureGenerator, switch_generator
 from .grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class
-from .preparation import expected_batch_size_of, is_distributed, or_as_it_was, records_of, sample_rate_of
+from .preparation import (
+    check_parameters,
+    expected_batch_size_of,
+    is_distributed,
+    or_as_it_was,
+    records_of,
+    sample_rate_of,
+)
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .validators import ModuleValidator
 
@@ -218,9 +225,7 @@ class PrivacyEngine:
         if noise_generator and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")
         distributed, given = is_distributed(module, grad_sample_mode), module
-        known = {id(p) for p in module.parameters()}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("Module parameters are different than optimizer Parameters")
+        check_parameters(module, optimizer)
         module = self._prepare_model(
             module,
             batch_first=batch_first,

@@ -12,6 +12,7 @@ from ....distributed.replicas import check_samples
 from ....engine.gradients import Gradients
 from ....ops.clip import clip_factors
 from . import samples
+from .clipped import Clipped
 from .grad_sample_module import GradSampleHooks
 from .gsm_base import AbstractGradSampleModule
 from .one_by_one import WITH_NORMS, layer_norm_sample
@@ -20,21 +21,6 @@ OTHER_OPTIMIZER = (
     "the module's parameters lie in parts on the processes (mode 'ghost_fsdp'), which this optimizer does not know of: "
     "its sums and its noise would be of other places. Take FSDPOptimizerFastGradientClipping, as make_private does."
 )
-
-
-class Clipped:
-    """Sums of clipped gradients of the backwards that no step has taken."""
-
-    def __init__(self) -> None:
-        self.sums: dict[int, Tensor] = {}  # by id of the parameter, float32 or better
-        self.bound = 0.0  # the largest clipping norm among them
-        self.backwards = 0
-        self.shown: dict[int, tuple[Tensor, tuple[int, int]]] = {}  # what stands in .grad, and its versions
-
-
-def versions_of(grad: Tensor) -> tuple[int, int]:
-    """What changes as something writes to a gradient: of a DTensor also as it writes to what lies here."""
-    return grad._version, getattr(grad, "_local_tensor", grad)._version
 
 
 class GradSampleHooksFastGradientClipping(GradSampleHooks):
@@ -59,6 +45,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
     ) -> None:
+        self._refuse_overrides()
         self.max_grad_norm = max_grad_norm
         self.use_ghost_clipping = use_ghost_clipping
         self.on_norms: Callable[[Tensor], None] | None = None
@@ -80,12 +67,26 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     def _on_backward(self, gradients: Gradients) -> None:
         if not self._counts():
             return
+        self._refuse_overrides()
         self._world.check()
         check_samples(self._world)
         if self._clipped.backwards and not self.grad_accumulation_allowed:
             self._refuse_accumulation()
         with samples.outside():
             self._take(gradients)
+
+    def _refuse_overrides(self) -> None:
+        """Raises NotImplementedError for factors or norms of the user's own, which nothing here asks for."""
+        for name in ("get_clipping_coef", "get_norm_sample"):
+            own = name in self.__dict__ or getattr(type(self), name) is not getattr(
+                GradSampleHooksFastGradientClipping, name
+            )
+            if own:
+                raise NotImplementedError(
+                    f"{type(self).__name__}.{name} was replaced, and samples are clipped by min(1, max_grad_norm / "
+                    "norm) whatever it returns. Use fastdp's own optimizers for another clipping "
+                    "(fastdp.DPAdamW(model, clipping=a function of the norms [B])), or set max_grad_norm."
+                )
 
     def _take(self, gradients: Gradients) -> None:
         """Clip a backward's samples, and keep their sums."""
@@ -103,6 +104,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     def _keep(self, parameters: list[Tensor], sums: dict[int, Tensor], bound: float) -> None:
         kept = self._clipped
+        kept.check(parameters)
         kept.backwards += 1
         kept.bound = max(kept.bound, bound)
         for p in parameters:
@@ -114,8 +116,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
                 new = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
             kept.sums[id(p)] = new if before is None else before.add_(new)
         for p in parameters:  # once all are written: sums may be views of one memory, with one version
-            p.grad = shown = self._shown(p, kept.sums[id(p)])
-            kept.shown[id(p)] = (shown, versions_of(shown))
+            kept.show(p, self._shown(p, kept.sums[id(p)]))
         self.note_grads()
 
     def _shown(self, parameter: Tensor, total: Tensor) -> Tensor:
