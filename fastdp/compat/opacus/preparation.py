@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,3 +88,19 @@ def expected_batch_size_of(data_loader: Any, sample_rate: float, distributed: bo
     """len(dataset) * rate, rounded down but for the rounding of floating point; at least 1. distributed: its share."""
     whole = max(1, int(len(data_loader.dataset) * sample_rate * (1 + 1e-12)))
     return whole / torch.distributed.get_world_size() if distributed else whole
+
+
+_OPTIMIZERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()  # of each module
+
+
+def note_optimizer(hooks: Any, made: Any) -> None:
+    """Warn if the module already has another private optimizer."""
+    others = _OPTIMIZERS.setdefault(hooks, weakref.WeakSet())
+    if len(others):
+        warnings.warn(
+            "this module has another private optimizer: if both step on the same batch, its samples are released "
+            "twice, which is accounted as if two batches had been drawn, and epsilon is understated. Use one optimizer "
+            "with parameter groups, or delete the other.",
+            stacklevel=3,
+        )
+    others.add(made)

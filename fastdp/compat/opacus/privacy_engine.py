@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from collections.abc import Mapping
 from typing import IO, Any, BinaryIO
 
@@ -22,6 +21,7 @@ from .preparation import (
     check_parameters,
     expected_batch_size_of,
     is_distributed,
+    note_optimizer,
     or_as_it_was,
     records_of,
     sample_rate_of,
@@ -258,7 +258,7 @@ class PrivacyEngine:
                 grad_sample_mode=grad_sample_mode,
                 **kwargs,
             )
-            _note_optimizer(hooks, made)
+            note_optimizer(hooks, made)
             made.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
             if grad_sample_mode not in GHOST:
                 return module, made, data_loader
@@ -387,19 +387,3 @@ class PrivacyEngine:
 
 
 __all__ = ["AbstractGradSampleHooks", "PrivacyEngine"]
-
-
-_OPTIMIZERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()  # of each module
-
-
-def _note_optimizer(hooks: Any, made: Any) -> None:
-    """Warn if the module already has another private optimizer."""
-    others = _OPTIMIZERS.setdefault(hooks, weakref.WeakSet())
-    if len(others):
-        warnings.warn(
-            "this module has another private optimizer: if both step on the same batch, its samples are released "
-            "twice, which is accounted as if two batches had been drawn, and epsilon is understated. Use one optimizer "
-            "with parameter groups, or delete the other.",
-            stacklevel=3,
-        )
-    others.add(made)
