@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -11,29 +12,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.data import DataLoader
 
 from fastdp.compat.opacus import PrivacyEngine
+from fastdp.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from fastdp.compat.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from fastdp.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 from fastdp.compat.opacus.utils.fsdp_utils import FSDP2Wrapper
 
 from ..by_hand import EXPECTED, Loop, R, network, records
 from .cases import UNEQUAL
+from .loops_opacus_fsdp_errors import CASES as ERRORS
+from .loops_opacus_fsdp_errors import private
 from .models import batch, build, single, whole
-from .parts import found
-
-
-def private(model: nn.Module, mode: str = "ghost_fsdp", seed: int = 4, lr: float = 1.0, **options: Any) -> Any:
-    """(engine, module, optimizer, criterion, loader). The loader's batch is that of all processes."""
-    engine = options.pop("engine", None) or PrivacyEngine(accountant="rdp", secure_mode=options.pop("secure", False))
-    generator = None if engine.secure_mode else torch.Generator().manual_seed(seed)
-    batches = DataLoader(records(), batch_size=EXPECTED, generator=torch.Generator().manual_seed(seed))
-    given = {"noise_multiplier": 1.0, "max_grad_norm": R, "noise_generator": generator, **options}
-    return engine, *engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), data_loader=batches, grad_sample_mode=mode,
-        **given,
-    )  # fmt: skip
+from .parts import found, shared_folder
 
 
 def laid(model: nn.Module, world: int) -> Any:
@@ -174,6 +169,137 @@ def opacus_fsdp_exact(rank: int, world: int) -> None:
             raise
 
 
+# ---------------------------------------------------------------------- noise, states, adaptive clipping
+
+
+def steps(rank: int, world: int, model: nn.Module, mode: str, count: int = 3, after: Any = None, **options: Any) -> Any:
+    """Steps on fixed batches, of which this process has its part; (engine, module, optimizer)."""
+    engine, module, optimizer, criterion, _ = private(model, mode, poisson_sampling=False, **options)
+    for number in range(count):
+        step(rank, world, module, optimizer, criterion, number)
+        if after is not None:
+            after(module, optimizer)
+    return engine, module, optimizer
+
+
+def step(rank: int, world: int, module: nn.Module, optimizer: Any, criterion: Any, number: int) -> None:
+    x, y = records()[10 * number + rank : 10 * number + 10 : world]
+    optimizer.zero_grad()
+    criterion(module(x), y).backward()
+    optimizer.step()
+
+
+def opacus_fsdp_bits(rank: int, world: int) -> None:
+    """Sums of whole numbers are the same bits in any order: so are the weights, noise and all, to the last bit."""
+    for dim, kind in ((0, torch.optim.SGD), (1, torch.optim.AdamW)):
+        several, one = nn.Linear(8, 31), nn.Linear(8, 31)
+        for p in (*several.parameters(), *one.parameters()):
+            nn.init.zeros_(p)
+        fully_shard(several, shard_placement_fn=lambda p, d=dim: Shard(d) if p.dim() == 2 else None)
+        made = []
+        for model, mode in ((several, "ghost_fsdp"), (one, "ghost")):
+            with single() if mode == "ghost" else contextlib.nullcontext():
+                made.append(
+                    PrivacyEngine().make_private(
+                        module=model,
+                        optimizer=kind(model.parameters(), lr=0.5),
+                        data_loader=DataLoader(records(), 8),
+                        noise_multiplier=0.7,
+                        max_grad_norm=1e6,
+                        loss_reduction="sum",
+                        poisson_sampling=False,
+                        criterion=nn.MSELoss(reduction="sum"),
+                        grad_sample_mode=mode,
+                        noise_generator=torch.Generator().manual_seed(5),
+                    )  # fmt: skip
+                )
+        for number in range(3):
+            data = torch.randint(-3, 4, (4 * world, 8), generator=torch.Generator().manual_seed(number)).float()
+            made[0][0](data[rank::world]).sum().backward()
+            made[0][1].step()
+            with single():
+                made[1][0](data).sum().backward()
+                made[1][1].step()
+            for p, q in zip(several.parameters(), one.parameters(), strict=True):
+                assert torch.equal(whole(p), q)
+            made[0][1].zero_grad(), made[1][1].zero_grad()
+
+
+def opacus_fsdp_secure(rank: int, world: int) -> None:
+    """One key for all, and no noise twice; samples of which many shares are empty."""
+    model = FSDP2Wrapper(network())
+    engine, module, optimizer, criterion, loader = private(model, secure=True, lr=0.0)
+    epoch(module, optimizer, criterion, loader)
+    boxes: list[Any] = [None] * world
+    part = model[0].weight.grad.to_local().tolist()
+    dist.all_gather_object(boxes, (part, optimizer._noise.source.key))
+    assert boxes[0][1] == boxes[1][1] and boxes[0][0] != boxes[1][0]
+    module.cleanup()
+
+
+def opacus_fsdp_resumed(rank: int, world: int) -> None:
+    """From a checkpoint of every process, also into a model that holds what its last forward gathered."""
+    folder = shared_folder(world)
+    model = FSDP2Wrapper(network(), reshard_after_forward=False)
+    options: dict[str, Any] = {"noise_multiplier": 0.0, "poisson_sampling": False}
+    engine, module, optimizer, criterion, _ = private(model, **options)
+    for number in range(2):
+        step(rank, world, module, optimizer, criterion, number)
+    engine.save_checkpoint(path=folder / f"{rank}.pt", module=module, optimizer=optimizer)
+    again, other, taken, criterion_again, _ = private(FSDP2Wrapper(network(3), reshard_after_forward=False), **options)
+    with torch.no_grad():
+        other(records()[:3][0])
+    again.load_checkpoint(path=folder / f"{rank}.pt", module=other, optimizer=taken)
+    step(rank, world, module, optimizer, criterion, 2)
+    step(rank, world, other, taken, criterion_again, 2)
+    for p, q in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(p), whole(q))
+    assert engine.accountant.history == again.accountant.history == [(0.0, 0.25, 3)]
+    assert module.to_standard_module() is model
+    F.cross_entropy(model(records()[:4][0]), records()[:4][1]).backward()  # fully_shard sums by itself again
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def opacus_fsdp_exact_with_the_rest(rank: int, world: int) -> None:
+    """HSDP, schedules, layers of several types of numbers, and clipping norms that follow the samples' norms."""
+    adaptive = {"noise_multiplier": 0.5, "min_clipbound": 0.01, "max_clipbound": 10.0, "clipbound_learning_rate": 0.5}
+    norms: dict[str, list[float]] = {}
+
+    def follows(mode: str, module: Any, optimizer: Any) -> None:
+        norms.setdefault(mode, []).append(module.max_grad_norm)
+
+    def anneals(_: str, module: Any, optimizer: Any) -> None:
+        optimizer.noise_multiplier *= 0.9
+        optimizer.max_grad_norm *= 0.8
+
+    copies = init_device_mesh("cpu", (world, 1), mesh_dim_names=("copies", "parts"))
+    ways: list[tuple[str, Any, Any, Any]] = [
+        ("ghost_fsdp", functools.partial(FSDP2Wrapper, mesh=copies), {}, anneals),
+        ("ghost_fsdp", FSDP2Wrapper, adaptive, follows),
+        ("ghost", DPDDP, adaptive, follows),
+    ]
+    for mode, wrap, options, after in ways:
+        kind = PrivacyEngineAdaptiveClipping if options else PrivacyEngine
+        several, one = wrap(network()), network()
+        made = steps(rank, world, several, mode, after=functools.partial(after, mode), engine=kind(), **options)
+        with single():
+            truth = steps(0, 1, one, "ghost", after=functools.partial(after, "one"), engine=kind(), **options)
+        assert made[0].accountant.history == truth[0].accountant.history
+        for p, q in zip(several.parameters(), one.parameters(), strict=True):
+            assert float((whole(p) - q).abs().max()) < 1e-6
+        made[1].cleanup()
+    assert len(set(norms["one"])) == 3 and norms["ghost_fsdp"] == norms["ghost"] == norms["one"][:3]
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    model = FSDP2Wrapper(plain, mp_policy=policy, opacus_high_precision_layers=(nn.LayerNorm,))
+    seen: list[torch.dtype] = []
+    for layer in plain:
+        layer.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    made = steps(rank, world, model, "ghost_fsdp")
+    assert seen[:3] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+
+
 CASES: dict[str, Any] = {
     "opacus, ghost_fsdp": trains,
     "opacus, ghost_fsdp, parts": functools.partial(trains, physical=2),
@@ -182,5 +308,10 @@ CASES: dict[str, Any] = {
         trains, loss_reduction="sum", criterion=nn.CrossEntropyLoss(reduction="sum")
     ),
     "opacus_fsdp_exact": opacus_fsdp_exact,
+    "opacus_fsdp_exact_with_the_rest": opacus_fsdp_exact_with_the_rest,
+    "opacus_fsdp_bits": opacus_fsdp_bits,
+    "opacus_fsdp_secure": opacus_fsdp_secure,
+    "opacus_fsdp_resumed": opacus_fsdp_resumed,
+    **ERRORS,
 }
 warnings.filterwarnings("ignore")
