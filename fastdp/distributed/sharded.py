@@ -243,6 +243,15 @@ def is_sharded(model: nn.Module) -> bool:
     return any(names.state_of(module) is not None for module in model.modules())
 
 
+def to_parts(model: nn.Module) -> None:
+    """Free what a forward has gathered and left (reshard_after_forward=False): the parts then stand in the modules."""
+    for module in model.modules():
+        state = names.state_of(module)
+        for handle in [] if state is None else names.groups_of(state):
+            if handle.is_unsharded:
+                handle.reshard()
+
+
 def _check(model: nn.Module, states: Sequence[Any], world: World, split: int) -> None:
     root = names.state_of(model)
     if root is None or names.is_inner(root):

@@ -44,29 +44,36 @@ class Release(NamedTuple):
         if total is None:
             return None
         part, offset = self.parts.get(id(parameter)), self.offsets[id(parameter)]
-        if part is None or part.rows == 1:
-            noisy = self.noise.add_scaled_(total, self.std, self.scale, offset)
-        else:
-            noisy = total
-            self._add_by_runs(total.view(part.rows, part.length), part.stride, offset)
+        start = offset if part is None else offset - part.first
+        noisy = add_noise_(self.noise, total, self.std, self.scale, start, part)
         noisy = noisy if noisy.dtype == parameter.dtype else noisy.to(parameter.dtype)
         return noisy if part is None else placed_like(noisy, parameter)
 
-    def _add_by_runs(self, runs: Tensor, stride: int, offset: int) -> None:
-        """runs: [rows, length], each `stride` elements after the one before. Where not much lies between, they are laid
-        out as in the whole parameter, many at once: more noise is drawn than is used, by fewer calls."""
-        rows, length = runs.shape
-        if stride - length > _IN_VAIN.get(runs.device.type, 1 << 17) or rows * length == 0:
-            for row, run in enumerate(runs):
-                self.noise.add_scaled_(run, self.std, self.scale, offset + row * stride)
-            return
-        at_once = max(1, _AT_ONCE // stride)
-        for row in range(0, rows, at_once):
-            some = runs[row : row + at_once]
-            laid = some.new_zeros(len(some), stride)
-            laid[:, :length] = some
-            self.noise.add_scaled_(laid, self.std, self.scale, offset + row * stride)
-            some.copy_(laid[:, :length])
+
+def add_noise_(noise: Noise, total: Tensor, std: float, scale: float, offset: int, part: Part | Box | None) -> Tensor:
+    """(total + std * N) * scale, in place. offset: of the first element of the whole parameter, of which the total is
+    this part (None: all of it)."""
+    if part is None or part.rows == 1:
+        return noise.add_scaled_(total, std, scale, offset + (0 if part is None else part.first))
+    _add_by_runs(noise, total.view(part.rows, part.length), std, scale, part.stride, offset + part.first)
+    return total
+
+
+def _add_by_runs(noise: Noise, runs: Tensor, std: float, scale: float, stride: int, offset: int) -> None:
+    """runs: [rows, length], each `stride` elements after the one before. Where not much lies between, they are laid
+    out as in the whole parameter, many at once: more noise is drawn than is used, by fewer calls."""
+    rows, length = runs.shape
+    if stride - length > _IN_VAIN.get(runs.device.type, 1 << 17) or rows * length == 0:
+        for row, run in enumerate(runs):
+            noise.add_scaled_(run, std, scale, offset + row * stride)
+        return
+    at_once = max(1, _AT_ONCE // stride)
+    for row in range(0, rows, at_once):
+        some = runs[row : row + at_once]
+        laid = some.new_zeros(len(some), stride)
+        laid[:, :length] = some
+        noise.add_scaled_(laid, std, scale, offset + row * stride)
+        some.copy_(laid[:, :length])
 
 
 def kind_of(base: type) -> str | None:

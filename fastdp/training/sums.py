@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,17 @@ from ..engine.gradients import Gradients
 from ..engine.reading import readings
 from ..engine.tracked import Shards
 from ..ops.noise import Noise
-from .clipping import Clipping
 from .fused import Release
 
 Members = Sequence[Sequence[Tensor]]  # the parameters of each clipping group
 Share = tuple[Any, dict[int, Tensor]]  # a process group (None: of all that train), and what is added up over it
+
+
+class Clips(Protocol):
+    """What makes clip factors of norms: `Clipping`, perhaps."""
+
+    def factors(self, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+        """The clip factors [B] of each clipping group, of these squared norms."""
 
 
 class Sums:
@@ -42,7 +48,7 @@ class Sums:
             taken[k].norm_sq.to(gradients.device) if k in taken else gradients.norm_sq(p) for k, p in enumerate(members)
         ]
 
-    def factors(self, clipping: Clipping, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+    def factors(self, clipping: Clips, norm_sq: Sequence[Tensor]) -> list[Tensor]:
         """The clip factors [B] of each clipping group."""
         return clipping.factors(norm_sq)
 
@@ -138,7 +144,7 @@ class ShardedSums(Sums):
                         total += gradients.norm_sq(part)
         return found
 
-    def factors(self, clipping: Clipping, norm_sq: Sequence[Tensor]) -> list[Tensor]:
+    def factors(self, clipping: Clips, norm_sq: Sequence[Tensor]) -> list[Tensor]:
         with self._held_back():
             return clipping.factors(norm_sq)
         return [torch.zeros_like(squares, dtype=torch.float32) for squares in norm_sq]

@@ -20,6 +20,7 @@ from .loops_finetune import CASES as FINETUNE
 from .loops_fsdp import CASES as FSDP
 from .loops_lightning import CASES as LIGHTNING
 from .loops_opacus import CASES as OPACUS
+from .loops_opacus_fsdp import CASES as OPACUS_FSDP
 from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
 
 # --------------------------------------------------------------------------- Accelerate
@@ -186,10 +187,11 @@ CASES: dict[str, Any] = {
 }
 CASES.update(LIGHTNING)
 CASES.update(OPACUS)
+CASES.update(OPACUS_FSDP)
 CASES.update(FINETUNE)
 CASES.update(FSDP)
 ALONE = [
-    name for name in CASES if not {"refused", "secure", "resumed", "bits"} & set(name.split("_"))
+    name for name in CASES if not {"refused", "secure", "resumed", "bits", "exact"} & set(name.split("_"))
 ]  # what one process runs, too
 
 warnings.filterwarnings("ignore", message="noise_seed")

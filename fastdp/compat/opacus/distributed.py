@@ -63,6 +63,12 @@ class OfProcesses:
         if world.size == 1 or any(is_processed(total) for _, total in held):  # the noise of these is refused
             return
         reduction = Reduction([total.contiguous() for _, total in held])
+        self._agree(world, held)
+        for (p, _), total in zip(held, world.sums(reduction), strict=True):
+            p.summed_grad = total  # type: ignore[attr-defined]
+
+    def _agree(self, world: World, held: list[tuple[nn.Parameter, Any]]) -> None:
+        """All processes are about to make the same step. held: parameters, and the sums of this process."""
         world.agree({
             "step": self._made, "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self._sensitivity(), "loss_reduction": self.loss_reduction,  # type: ignore[attr-defined]
@@ -70,8 +76,10 @@ class OfProcesses:
             "trained parameters": mark([(tuple(p.shape), str(p.dtype)) for p, _ in held]),
             "weights": mark_of_parameters(nn.ParameterList(self.params)) if self._made == 0 else "",
         })  # fmt: skip
-        for (p, _), total in zip(held, world.sums(reduction), strict=True):
-            p.summed_grad = total  # type: ignore[attr-defined]
+
+    def total(self, what: str, number: float) -> float:
+        """The sum of a number of each process. what: its name, for the error if processes differ in what they do."""
+        return float(sum(self._processes().everywhere(what, number)))
 
     def _same_key(self, key: bytes) -> bytes:
         return self._processes().from_first(key)

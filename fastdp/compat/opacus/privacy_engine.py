@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from collections.abc import Mapping
 from typing import IO, Any, BinaryIO
 
@@ -18,7 +17,15 @@ from .accountants.utils import get_noise_multiplier
 from .data_loader import DPDataLoader, SecureGenerator, switch_generator
 from .grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class
-from .preparation import expected_batch_size_of, is_distributed, or_as_it_was, records_of, sample_rate_of
+from .preparation import (
+    check_parameters,
+    expected_batch_size_of,
+    is_distributed,
+    note_optimizer,
+    or_as_it_was,
+    records_of,
+    sample_rate_of,
+)
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .validators import ModuleValidator
 
@@ -196,7 +203,7 @@ class PrivacyEngine:
 
         Args:
             module, optimizer, data_loader: those of an ordinary training loop.
-            criterion: the loss that the returned criterion averages over each sample first, in mode "ghost".
+            criterion: the loss that the returned criterion averages over each sample first, in the modes "ghost".
             noise_multiplier: the standard deviation of the noise on the sum of gradients, over max_grad_norm.
             max_grad_norm: the clipping norm; for clipping="per_layer", a list with one for each parameter.
             batch_first: whether samples lie along the first dimension of the inputs; False means the second.
@@ -206,21 +213,19 @@ class PrivacyEngine:
             clipping: "flat", "per_layer" or "adaptive" (with the further arguments of `AdaClipDPOptimizer`).
             noise_generator: a torch.Generator that makes the noise repeatable.
             grad_sample_mode: "hooks", "functorch" and "ew" offer per-sample gradients in `p.grad_sample`, which are
-                computed on access; "ghost" does not. All run on one engine. "ghost_fsdp" and "ghost_tp" are refused.
+                computed on access; "ghost" does not. All run on one engine. "ghost_fsdp" is "ghost" on a module that
+                `FSDP2Wrapper` has cut. "ghost_tp" is refused.
             wrap_model: False leaves the module as it is, and returns hooks with `cleanup()` in its place.
             rand_on_empty: whether an empty sample becomes a batch of one row of random zeros and ones.
 
-        Returns (module, optimizer, data_loader), or in mode "ghost" (module, optimizer, criterion, data_loader).
-
+        Returns (module, optimizer, data_loader), or in the modes "ghost" (module, optimizer, criterion, data_loader).
         Raises UnsupportedModuleError if the module cannot be trained privately, ValueError if an argument is invalid,
         and NotImplementedError if a mode, or the module's wrapper, is not supported.
         """
         if noise_generator and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")
-        known = {id(p) for p in module.parameters()}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("Module parameters are different than optimizer Parameters")
-        distributed, given = is_distributed(module), module
+        distributed, given = is_distributed(module, grad_sample_mode), module
+        check_parameters(module, optimizer)
         module = self._prepare_model(
             module,
             batch_first=batch_first,
@@ -253,7 +258,7 @@ class PrivacyEngine:
                 grad_sample_mode=grad_sample_mode,
                 **kwargs,
             )
-            _note_optimizer(hooks, made)
+            note_optimizer(hooks, made)
             made.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
             if grad_sample_mode not in GHOST:
                 return module, made, data_loader
@@ -382,19 +387,3 @@ class PrivacyEngine:
 
 
 __all__ = ["AbstractGradSampleHooks", "PrivacyEngine"]
-
-
-_OPTIMIZERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()  # of each module
-
-
-def _note_optimizer(hooks: Any, made: Any) -> None:
-    """Warn if the module already has another private optimizer."""
-    others = _OPTIMIZERS.setdefault(hooks, weakref.WeakSet())
-    if len(others):
-        warnings.warn(
-            "this module has another private optimizer: if both step on the same batch, its samples are released "
-            "twice, which is accounted as if two batches had been drawn, and epsilon is understated. Use one optimizer "
-            "with parameter groups, or delete the other.",
-            stacklevel=3,
-        )
-    others.add(made)

@@ -8,22 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....distributed.replicas import check_samples
 from ....engine.gradients import Gradients
 from ....ops.clip import clip_factors
 from . import samples
+from .clipped import Clipped
 from .grad_sample_module import GradSampleHooks
 from .gsm_base import AbstractGradSampleModule
 from .one_by_one import WITH_NORMS, layer_norm_sample
 
-
-class Clipped:
-    """Sums of clipped gradients of the backwards that no step has taken."""
-
-    def __init__(self) -> None:
-        self.sums: dict[int, Tensor] = {}  # by id of the parameter, float32 or better
-        self.bound = 0.0  # the largest clipping norm among them
-        self.backwards = 0
-        self.shown: dict[int, tuple[Tensor, int]] = {}  # what stands in .grad, and its version
+OTHER_OPTIMIZER = (
+    "the module's parameters lie in parts on the processes (mode 'ghost_fsdp'), which this optimizer does not know of: "
+    "its sums and its noise would be of other places. Take FSDPOptimizerFastGradientClipping, as make_private does."
+)
 
 
 class GradSampleHooksFastGradientClipping(GradSampleHooks):
@@ -34,6 +31,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     on_norms: called with the norms [B] of a backward before its samples are clipped; it may set `max_grad_norm`.
     """
 
+    in_parts = False  # whether the parameters lie in parts on several processes
     NORM_SAMPLERS: dict[type[nn.Module], Callable[..., Any]] = dict.fromkeys(WITH_NORMS, layer_norm_sample)
 
     def __init__(
@@ -47,6 +45,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
     ) -> None:
+        self._refuse_overrides()
         self.max_grad_norm = max_grad_norm
         self.use_ghost_clipping = use_ghost_clipping
         self.on_norms: Callable[[Tensor], None] | None = None
@@ -68,20 +67,44 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     def _on_backward(self, gradients: Gradients) -> None:
         if not self._counts():
             return
+        self._refuse_overrides()
+        self._world.check()
+        check_samples(self._world)
         if self._clipped.backwards and not self.grad_accumulation_allowed:
             self._refuse_accumulation()
-        parameters = self._trained()
         with samples.outside():
-            norm_sq = gradients.norm_sq(parameters)
-            self.per_sample_gradient_norms = norm_sq.sqrt().float()
-            if self.on_norms is not None:
-                self.on_norms(self.per_sample_gradient_norms)
-            bound = float(self.max_grad_norm)
-            sums = gradients.clipped_sum(clip_factors(norm_sq, bound), parameters)
-            self._keep(parameters, sums, bound)
+            self._take(gradients)
+
+    def _refuse_overrides(self) -> None:
+        """Raises NotImplementedError for factors or norms of the user's own, which nothing here asks for."""
+        for name in ("get_clipping_coef", "get_norm_sample"):
+            own = name in self.__dict__ or getattr(type(self), name) is not getattr(
+                GradSampleHooksFastGradientClipping, name
+            )
+            if own:
+                raise NotImplementedError(
+                    f"{type(self).__name__}.{name} was replaced, and samples are clipped by min(1, max_grad_norm / "
+                    "norm) whatever it returns. Use fastdp's own optimizers for another clipping "
+                    "(fastdp.DPAdamW(model, clipping=a function of the norms [B])), or set max_grad_norm."
+                )
+
+    def _take(self, gradients: Gradients) -> None:
+        """Clip a backward's samples, and keep their sums."""
+        parameters = self._trained()
+        norm_sq = gradients.norm_sq(parameters)
+        self.take_norms(norm_sq)
+        bound = float(self.max_grad_norm)
+        self._keep(parameters, gradients.clipped_sum(clip_factors(norm_sq, bound), parameters), bound)
+
+    def take_norms(self, norm_sq: Tensor) -> None:
+        """The squared norms [B] of a backward, before its samples are clipped."""
+        self.per_sample_gradient_norms = norm_sq.sqrt().float()
+        if self.on_norms is not None:
+            self.on_norms(self.per_sample_gradient_norms)
 
     def _keep(self, parameters: list[Tensor], sums: dict[int, Tensor], bound: float) -> None:
         kept = self._clipped
+        kept.check(parameters)
         kept.backwards += 1
         kept.bound = max(kept.bound, bound)
         for p in parameters:
@@ -91,11 +114,14 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
                 if before is not None:
                     continue
                 new = torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-            total = new if before is None else before.add_(new)
-            kept.sums[id(p)] = total
-            p.grad = total.detach().to(p.dtype)
-            kept.shown[id(p)] = (p.grad, p.grad._version)
+            kept.sums[id(p)] = new if before is None else before.add_(new)
+        for p in parameters:  # once all are written: sums may be views of one memory, with one version
+            kept.show(p, self._shown(p, kept.sums[id(p)]))
         self.note_grads()
+
+    def _shown(self, parameter: Tensor, total: Tensor) -> Tensor:
+        """What stands in a parameter's `.grad` until the step."""
+        return total.detach().to(parameter.dtype)
 
     def take_clipped(self) -> Clipped:
         """The sums since the last call; they are then not kept here."""

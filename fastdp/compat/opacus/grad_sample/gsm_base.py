@@ -122,8 +122,12 @@ class EngineHooks(AbstractGradSampleHooks):
                 on_backward=self._on_backward,
             )  # fmt: skip
             self.share(self._world)
-            for p in parameters:
-                _OWNERS[p] = weakref.ref(self)
+            self._own(parameters)
+
+    def _own(self, parameters: list[nn.Parameter]) -> None:
+        """Optimizers of these parameters find these hooks."""
+        for p in parameters:
+            _OWNERS[p] = weakref.ref(self)
 
     def share(self, world: World) -> None:
         """Train together with other processes, which hear of errors of this one."""

@@ -1,16 +1,104 @@
-"""The optimizer of mode "ghost_fsdp", which is refused."""
+"""The optimizer of mode "ghost_fsdp": it updates the parts of parameters that lie on this process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ....distributed.parts import Part, placed_like
+from ....distributed.reduce import Reduction
+from ....distributed.world import World, world_of
+from ..distributed import OfProcesses
+from ..grad_sample.grad_sample_module_fast_gradient_clipping_fsdp import GradSampleHooksFastGradientClippingFSDP
 from .optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 
-class FSDPOptimizerFastGradientClipping(DPOptimizerFastGradientClipping):
+class FSDPOptimizerFastGradientClipping(OfProcesses, DPOptimizerFastGradientClipping):
+    """DPOptimizerFastGradientClipping over the parts of a GradSampleModuleFastGradientClippingFSDP's parameters.
+
+    The sums of all processes' samples come with each backward. Noise is that of each element's place in the whole
+    parameter: the steps are those of one process on the batches of all. `expected_batch_size` is that of one process,
+    as in Opacus. Raises ValueError outside of a process group or if the parameters are of no such module, and StepError
+    if processes differ in what they do.
+    """
+
+    in_parts = True
+
     def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "grad_sample_mode 'ghost_fsdp' is not supported: fastdp does not train sharded models yet. Use 'ghost'."
-        )
+        super().__init__(optimizer, **kwargs)
+        if self.params:
+            self._hooks()
+
+    def _hooks(self) -> GradSampleHooksFastGradientClippingFSDP:
+        owner = self._owner()
+        if not isinstance(owner, GradSampleHooksFastGradientClippingFSDP):
+            raise ValueError(
+                "FSDPOptimizerFastGradientClipping takes the parameters of a model that fully_shard has cut, in a "
+                "GradSampleModuleFastGradientClippingFSDP (of fastdp), once that was made: make_private(..., "
+                "grad_sample_mode='ghost_fsdp') makes both"
+            )
+        return owner
+
+    def _processes(self) -> World:
+        return self._hooks().world if self.params else world_of()
+
+    # ------------------------------------------------------------------ the step
+
+    def _sum_over_processes(self) -> None:
+        """Of what other processes hold, too: parameters that fully_shard left out, and copies (HSDP)."""
+        world, hooks = self._processes(), self._hooks()
+        held = {id(p): p for p in self.params}
+        sums: dict[int, Tensor] = {key: p.summed_grad for key, p in held.items()}  # type: ignore[attr-defined]
+        self._agree(world, [(p, sums[key]) for key, p in held.items()])
+        if self._made == 0:
+            hooks.check_copies()
+        if world.size == 1:
+            return
+        for group, shared in hooks.shares(sums):
+            reduction = Reduction([total.contiguous() for total in shared.values()])
+            for key, total in zip(shared, world.sums(reduction, group=group), strict=True):
+                held[key].summed_grad = total  # type: ignore[attr-defined]
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        """Raises StepError if some processes would step and others go on with the batch: they would wait in vain."""
+        skips = super()._check_skip_next_step(pop_next)
+        if pop_next:
+            self._processes().agree({"after step": self._made, "a part of a batch": skips})
+        return skips
+
+    def pieces(self, count: int) -> int:
+        """Into how many physical batches all processes cut a logical batch of which this one needs so many: forwards
+        wait for each other."""
+        return int(max(self._processes().everywhere("physical batches", count)))
+
+    def _noise_into_grad(self, std: float) -> None:
+        self._place_of = self._hooks().place
+        super()._noise_into_grad(std)
+
+    def _place(self, p: nn.Parameter) -> Part | None:
+        return self._place_of(p)
+
+    def _laid(self, noisy: Tensor, p: nn.Parameter) -> Tensor:
+        return placed_like(noisy.to(p.dtype), p)
+
+    def _copy(self, p: nn.Parameter, total: Tensor) -> Tensor:
+        return total.detach().clone()
+
+    def scale_grad(self) -> None:
+        """As DPOptimizer's, by the expected batch of all processes."""
+        if self.loss_reduction == "mean":
+            assert self.expected_batch_size is not None
+            whole = self.expected_batch_size * self.world_size
+            for p in self.params:
+                assert p.grad is not None
+                p.grad /= whole * self.accumulated_iterations
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        try:
+            return super().step(closure)
+        finally:
+            if self.params and not self._is_last_step_skipped:
+                self._hooks().changed()

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....distributed.parts import Part
 from ....errors import StepError
 from ....ops.noise import Noise
+from ....training.fused import add_noise_
 
 DRAWS = 4  # in secure mode the noise is half the sum of so many
 
@@ -55,20 +57,24 @@ class StepNoise:
         self._used.add(key)
         self.source.restore(key, 0)
 
-    def add_(self, total: Tensor, std: float) -> Tensor:
-        """total += std * N(0, 1), in place; total contiguous, float32 or float64."""
+    def add_(self, total: Tensor, std: float, place: Part | None = None) -> Tensor:
+        """total += std * N(0, 1), in place; total contiguous, float32 or float64.
+
+        place: what of a whole parameter the total is. The noise is that of these elements of the whole, on every
+        process that asks for it.
+        """
         if std == 0:
             return total
         if self.secure:
             part, first = torch.zeros_like(total), self.source.step
             for draw in range(DRAWS):
                 self.source.step = first + draw
-                self.source.add_scaled_(part, std / 2, 1.0, self.offset)
+                add_noise_(self.source, part, std / 2, 1.0, self.offset, place)
             self.source.step = first
             total.add_(part)
         else:
-            self.source.add_scaled_(total, std, 1.0, self.offset)
-        self.offset += total.numel()
+            add_noise_(self.source, total, std, 1.0, self.offset, place)
+        self.offset += total.numel() if place is None else place.shape.numel()
         return total
 
 

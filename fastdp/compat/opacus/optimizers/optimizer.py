@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ....distributed.parts import Part
 from ....ops.clip import clip_factors
 from ..grad_sample import samples
 from ..grad_sample.gsm_base import owners_of
@@ -272,9 +273,17 @@ class DPOptimizer(Copied, Optimizer):
             noisy = self._copy(p, total)
             if std:
                 assert self._noise is not None
-                self._noise.add_(noisy, std)
-            p.grad = noisy.view_as(p).to(p.dtype)
+                self._noise.add_(noisy, std, self._place(p))
+            p.grad = self._laid(noisy, p)
             _mark_as_processed(total)
+
+    def _place(self, p: nn.Parameter) -> Part | None:
+        """What of a whole parameter this one is; None if it is whole."""
+        return None
+
+    def _laid(self, noisy: Tensor, p: nn.Parameter) -> Tensor:
+        """The noisy sum, as the parameter lies."""
+        return noisy.view_as(p).to(p.dtype)
 
     def _copy(self, p: nn.Parameter, total: Tensor) -> Tensor:
         """A contiguous copy of the sum, in `.grad`'s memory where that is of its kind."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ....errors import StepError
 from ..grad_sample import samples
-from ..grad_sample.grad_sample_module_fast_gradient_clipping import Clipped, GradSampleHooksFastGradientClipping
+from ..grad_sample.clipped import Clipped
+from ..grad_sample.grad_sample_module_fast_gradient_clipping import OTHER_OPTIMIZER, GradSampleHooksFastGradientClipping
 from ..grad_sample.gsm_base import owners_of
 from .optimizer import DPOptimizer
 
@@ -16,6 +17,8 @@ from .optimizer import DPOptimizer
 class DPOptimizerFastGradientClipping(DPOptimizer):
     """DPOptimizer over parameters of a GradSampleModuleFastGradientClipping, whose samples this one's
     `max_grad_norm` clips; arguments of `DPOptimizer`."""
+
+    in_parts = False  # whether it updates parts of parameters
 
     @property
     def max_grad_norm(self) -> float:  # type: ignore[override]
@@ -59,6 +62,8 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
                 "Per sample gradient not found. Are you using GradSampleModuleFastGradientClipping (of fastdp) around "
                 "the model whose parameters these are?"
             )
+        if owner.in_parts and not self.in_parts:
+            raise StepError(OTHER_OPTIMIZER)
         if not owner.backwards():
             if self._sums_are_used():
                 raise ValueError(
@@ -68,6 +73,7 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
         if self._sums_are_used():  # nobody called zero_grad
             self._drop_sums()
         taken = owner.take_clipped()
+        taken.check(self.params)
         self._backwards_taken = taken.backwards
         self._bound = max(taken.bound, self._bound or 0.0)
         self._add({id(p): _of(p, taken) for p in self.params})
@@ -105,20 +111,11 @@ class DPOptimizerFastGradientClipping(DPOptimizer):
 
 
 def _of(p: Any, taken: Clipped) -> Tensor:
-    """The clipped sum of a parameter. What stands in `.grad` must be it, or nothing."""
+    """The clipped sum of a parameter, which `.grad` shows; zero if that was cleared."""
     total = taken.sums.get(id(p))
     if total is None:
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} took no part in the last backward: it was frozen, or is not of the "
             "module that was called"
         )
-    shown, version = taken.shown[id(p)]
-    if p.grad is None:
-        return total.zero_()
-    if p.grad is not shown or p.grad._version != version:
-        raise StepError(
-            f"`.grad` of a parameter of shape {tuple(p.shape)} was written to between backward and step, where it is "
-            "the sum of clipped gradients: what is written there has no bound. Change gradients after the noise, in "
-            "optimizer.register_step_pre_hook."
-        )
-    return total
+    return total.zero_() if p.grad is None else total

@@ -39,6 +39,8 @@ class BatchSplittingSampler(theirs.BatchSplittingSampler):  # type: ignore[misc]
         for indices in self.sampler:
             chosen = [int(i) for i in indices]
             pieces = max(1, math.ceil(len(chosen) / self.max_batch_size))
+            if (of_all := getattr(self.optimizer, "pieces", None)) is not None:  # mode "ghost_fsdp"
+                pieces = of_all(pieces)
             bounds = [-(-len(chosen) * n // pieces) for n in range(pieces + 1)]
             for n in range(pieces):
                 yield chosen[bounds[n] : bounds[n + 1]], n == 0, n == pieces - 1
@@ -104,7 +106,8 @@ class BatchMemoryManager(theirs.BatchMemoryManager):  # type: ignore[misc]
     """with BatchMemoryManager(data_loader=..., max_physical_batch_size=..., optimizer=...) as loader: ...
 
     The loop body runs once for every physical batch; `optimizer.step()` accumulates until the last one of a logical
-    batch and `optimizer.zero_grad()` keeps what was accumulated. An empty logical batch is one empty physical batch.
+    batch and `optimizer.zero_grad()` keeps what was accumulated. An empty logical batch is one empty physical batch. In
+    mode "ghost_fsdp" all processes cut a logical batch into equally many parts, of which some may be empty.
     """
 
     def __enter__(self) -> DataLoader[Any]:

@@ -56,6 +56,8 @@ class Quantile:
         self.optimizer._adjusted_noise_multiplier = self._multiplier()
         self._add_noise()
         count = torch.zeros(1, dtype=torch.float64) if self.count is None else self.count.double().cpu().reshape(1)
+        if (of_all := getattr(self.optimizer, "total", None)) is not None:  # in a process group
+            count = torch.tensor([of_all("samples that are not clipped", float(count))], dtype=torch.float64)
         used = self.optimizer._noise if self.optimizer.noise_multiplier > 0 else None
         (used or self.optimizer._next_noise()).add_(count, self._std())
         share = float(count) / self._expected() + 0.5
@@ -65,10 +67,14 @@ class Quantile:
 
     def _expected(self) -> float:
         """Samples of a step, in expectation."""
-        return float(self.optimizer.expected_batch_size) * int(self.optimizer.accumulated_iterations)
+        return self._batch() * int(self.optimizer.accumulated_iterations)
+
+    def _batch(self) -> float:
+        """The expected batch of all processes."""
+        return float(self.optimizer.expected_batch_size) * int(getattr(self.optimizer, "world_size", 1))
 
     def _std(self) -> float:
-        return float(self.optimizer.expected_batch_size) / 20
+        return self._batch() / 20
 
     def _multiplier(self) -> float:
         """(sigma^-2 - (2 std)^-2)^(-1/2)"""
