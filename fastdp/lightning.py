@@ -16,6 +16,7 @@ from typing import Any
 
 from .accounting import epsilon_of
 from .distributed.frameworks import unwrap
+from .distributed.world import World
 from .errors import StepError
 from .sampling import PoissonLoader, leave, new_pass, wait
 from .training.ledger import kind_of
@@ -36,6 +37,8 @@ def _callback_class() -> type:
 class _Stream:
     """See `stream`."""
 
+    trains: World | None = None  # of the optimizer: Lightning fetches a batch before it tells a callback the loader
+
     def __init__(self, loader: PoissonLoader) -> None:
         self.loader = loader
         self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict  # Lightning keeps and calls
@@ -44,7 +47,7 @@ class _Stream:
 
     def __iter__(self) -> Iterator[Any]:
         self.leave()
-        share(self.loader)
+        share(self.loader, self.trains)
         fetched = self._fetched = deque[Callable[[], None]]()
         mine = self._pass = new_pass()
         weakref.finalize(self, leave, mine)
@@ -100,6 +103,9 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ hooks of Lightning
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        _Stream.trains = next((optimizer._attached().world for optimizer in _private(trainer)), None)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         optimizers = _private(trainer)
         loaders = trainer.train_dataloader
@@ -125,7 +131,7 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
             raise StepError(problem)
         unwrap(pl_module)
         if isinstance(loaders, PoissonLoader):
-            share(loaders)
+            share(loaders, optimizers[0]._attached().world)
         self._spend(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -157,9 +163,11 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._leave(trainer)
+        _Stream.trains = None
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._leave(trainer)
+        _Stream.trains = None
 
     def _leave(self, trainer: Any) -> None:
         if isinstance(trainer.train_dataloader, _Stream):

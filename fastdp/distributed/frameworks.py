@@ -15,8 +15,10 @@ from ..errors import StepError
 from .world import processes
 
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-_INSTEAD = "Models in parts train in a loop of your own, under torchrun: docs/distributed.md"
-STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")  # of Lightning, with whole copies of a model
+_IN_PARTS = "ModelParallelStrategy with fully_shard (FSDP2) in configure_model() for a model in parts"
+_INSTEAD = "docs/distributed.md has an example of each"
+# of Lightning: the first two have whole copies of a model, and configure_model() lays it in parts for the last
+STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
 SHARDING = ("DEEPSPEED", "MEGATRON_LM", "XLA")  # of Accelerate's distributed types
 
 
@@ -29,7 +31,7 @@ def check_frameworks(model: nn.Module) -> None:
         if not any(kind.__name__ in STRATEGIES for kind in type(strategy).__mro__):
             raise StepError(
                 f"Lightning's {type(strategy).__name__} with {processes()} processes is refused: it does not keep the "
-                f"whole model on every process. Use Trainer(strategy='ddp'). {_INSTEAD}"
+                f"whole model on every process. Use Trainer(strategy='ddp'), or {_IN_PARTS}. {_INSTEAD}"
             )
     kind = _accelerate()
     if kind in SHARDING:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engine.compile_stance import is_wrapper
 from ..errors import ParameterError
 from . import private_names as names
 from .parts import Part
@@ -57,17 +56,14 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, world: World, split: int = 1) -> None:
-        if is_wrapper(model) and names.state_of(model) is None:
-            inner: Any = model._orig_mod  # of torch.compile
-            model = inner
-        self.model, self._world = model, world
+        self.model, self._world = _root_of(model), world
         self.states: list[Any] = []
-        for module in model.modules():
+        for module in self.model.modules():
             state = names.state_of(module)
             if state is not None and not any(state is known for known in self.states):
                 self.states.append(state)
         handles = [handle for state in self.states for handle in names.groups_of(state)]
-        _check(model, self.states, world, split)
+        _check(self.model, self.states, world, split)
         self.groups = [Group(handle) for handle in handles]
         self._before: list[tuple[Any, bool, Any]] = []
         self._hooks: list[tuple[dict[int, Any], int, Any]] = []
@@ -252,13 +248,25 @@ def to_parts(model: nn.Module) -> None:
                 handle.reshard()
 
 
+def _root_of(model: nn.Module) -> nn.Module:
+    """The module that fully_shard was called on and that holds all parameters: the model, or one within it, as in a
+    LightningModule or what torch.compile puts around a model. The model itself if there is none."""
+    if names.state_of(model) is not None:
+        return model
+    cut = [module for module in model.modules() if names.state_of(module) is not None]
+    root = max(cut, key=lambda module: len(list(module.modules())), default=model)
+    held = {id(each) for found in (root.modules(), root.parameters()) for each in found}
+    return root if all(id(each) in held for each in (*cut, *model.parameters())) else model
+
+
 def _check(model: nn.Module, states: Sequence[Any], world: World, split: int) -> None:
     root = names.state_of(model)
     if root is None or names.is_inner(root):
         raise ParameterError(
             "fully_shard was called on modules of the model, and not on the model itself (or the model lies within "
             "another one): the parts would be gathered by blocks that know nothing of each other, at the wrong time "
-            "in a backward. Call fully_shard(model), too, and give the optimizer that model."
+            "in a backward. Call fully_shard(model), too, and give the optimizer that model, or one around it that has "
+            "no other parameters (a LightningModule)."
         )
     count = max(world.size, processes())
     for state, handle in [(each, handle) for each in states for handle in names.groups_of(each)]:

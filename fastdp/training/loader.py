@@ -287,10 +287,12 @@ def poisson_loader(
     return found
 
 
-def share(loader: PoissonLoader) -> None:
-    """Share a loader that was made before torch.distributed began. All processes call this, before they iterate."""
-    world = dealing_world(None, None)
-    if loader.sampler.share == (0, 1):
+def share(loader: PoissonLoader, world: World | None = None) -> None:
+    """Share a loader that was made before torch.distributed began. All processes call this, before they iterate.
+
+    world: those who train, if it is known."""
+    world = dealing_world(None, None) if world is None else world
+    if not loader.sampler.dealt:
         with world.deciding():
             _share(loader, world)
 
@@ -315,7 +317,7 @@ def _share(loader: PoissonLoader, world: World) -> None:
         world.agree({"making": "a poisson_loader", "first, last and other records of the dataset": records})
     if seed is None:
         sampler.key = int.from_bytes(world.from_first(sampler.key.to_bytes(32, "big")), "big")
-    sampler.share = world.share
+    sampler.share, sampler.dealt = world.share, True
 
 
 def _loader_of(

@@ -376,15 +376,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict()`. Warns if the state comes from an optimizer without privacy."""
+        carried = state.carried_by(state_dict)
         super().load_state_dict(state_dict)
         state.put_off(self.param_groups)
-        if (carried := state.carried_by(state_dict)) is not None:
+        if carried is not None:
             state.load(self._attached(), carried)
         else:
-            warnings.warn(
-                "this state was saved by an optimizer without privacy: the accountant's history stays as it is",
-                stacklevel=2,
-            )
+            warnings.warn(state.UNKNOWN, stacklevel=2)
 
 
 def _base(optimizer: PrivateOptimizer) -> Any:

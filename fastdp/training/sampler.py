@@ -43,7 +43,7 @@ class PoissonSampler(Sampler[list[int]]):
         self.grouping, self.largest = grouping, max_batch_size
         self.limit = max_physical_batch_size
         self.seed, self.key = seed, secrets.randbits(256) if seed is None else seed
-        self.share = (0, 1)
+        self.share, self.dealt = (0, 1), False
         self.passes, self.first = 0, 0  # passes begun, and the step at which the next one begins
         self.pending: deque[tuple[int, bool, People | None, int]] = deque()  # of the pass begun last
         self.running = (0, 0)  # of the pass begun last: its number, and its first step

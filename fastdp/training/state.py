@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from ..errors import StepError
@@ -72,12 +73,22 @@ def _of_mechanism(privacy: Privacy, state: dict[str, Any] | None) -> Callable[[]
 # ---------------------------------------------------------------------- within torch's own part of a checkpoint
 
 RIDER = "fastdp"  # in the first group of parameters: torch.distributed.checkpoint keeps nothing beside groups and state
+UNKNOWN = "this state was saved by an optimizer without privacy: the accountant's history stays as it is"
+_NONE = "none"
+_LOADER = ("torch.distributed.checkpoint.state_dict", "_load_optim_state_dict")
 
 
 def ride_along(found: dict[str, Any]) -> None:
-    """Put the state, as text, where torch.distributed.checkpoint keeps it, if anything has imported that."""
-    if "torch.distributed.checkpoint.state_dict" in sys.modules:
-        found["param_groups"][0][RIDER] = json.dumps(found["fastdp"])
+    """Put the state, as text, where torch.distributed.checkpoint keeps it: it may be what loads any state.
+
+    As it loads a whole state it asks for that of now, keeps of it what the loaded one lacks, and loads both. The state
+    of now must not pass for what was loaded.
+    """
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) != _LOADER:
+        caller = caller.f_back
+    text = json.dumps(found["fastdp"], default=lambda number: number.item())  # of numpy
+    found["param_groups"][0][RIDER] = text if caller is None else _NONE
 
 
 def carried_by(state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -85,6 +96,12 @@ def carried_by(state_dict: dict[str, Any]) -> dict[str, Any] | None:
     if "fastdp" in state_dict:
         return state_dict["fastdp"]  # type: ignore[no-any-return]
     riders = {group[RIDER] for group in state_dict["param_groups"] if RIDER in group}
+    if _NONE in riders:
+        raise StepError(
+            "torch.distributed.checkpoint gives the optimizer a state without a record of privacy: it was saved by an "
+            "optimizer without privacy, or by an earlier fastdp under another strategy, whose record torch drops. Go "
+            "on with the strategy that saved it, or load the weights alone, and count what was spent before."
+        )
     if len(riders) > 1:
         raise StepError("the groups of parameters in this state were saved by several optimizers")
     return json.loads(riders.pop()) if riders else None  # type: ignore[no-any-return]
