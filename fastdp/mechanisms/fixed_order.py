@@ -144,7 +144,8 @@ def _order(dataset: Any, order: Any) -> list[int]:
     if len(set(places)) < len(places):
         twice = next(place for place, times in zip(*np.unique(places, return_counts=True), strict=True) if times > 1)
         raise ValueError(f"record {twice} is in the order twice: in one tree it may take part only once")
-    seen, numbers = dataset, places
+    seen: Any = dataset
+    numbers = places
     while isinstance(seen, Subset) and min(numbers) >= 0 and max(numbers) < len(seen.indices):
         seen, numbers = seen.dataset, [int(seen.indices[number]) for number in numbers]
         if len(set(numbers)) < len(numbers):

@@ -85,6 +85,8 @@ class Program:
 
     def train(self) -> None:
         steps = self.draw.randint(1, RECORDS + 3)
+        if self.draw.random() < 0.7:  # else a pass begins
+            self.loader.load_state_dict(self.loader.state_dict())
         while steps:
             for (x,) in self.loader:
                 before, place = self.model.weight.detach().clone(), self.loader.state_dict()["step"] - 1
@@ -124,10 +126,11 @@ class Program:
             self.optimizer.load_state_dict(self.draw.choice(self.states))
 
     def other_noise(self) -> None:
-        """The product may stay as it is."""
-        bound = self.draw.choice([0.5, 1.0, 4.0])
-        self.optimizer.set_clipping(max_grad_norm=bound)
-        self.optimizer.noise_multiplier = self.draw.choice([2.0 / bound, 2.0, 3.0])
+        """Most times, noise of the same size for longer or shorter gradients."""
+        factor = 0.25 if self.optimizer.max_grad_norm > 1 else 4.0
+        self.optimizer.set_clipping(max_grad_norm=factor * self.optimizer.max_grad_norm)
+        self.optimizer.noise_multiplier *= self.draw.choice([1.0, 1 / factor, 1 / factor, 1 / factor])
+        self.train()
 
     def run(self, actions: int) -> None:
         self.train()
