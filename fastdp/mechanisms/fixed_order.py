@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
 from ..distributed.same import mark
 from ..errors import AccountingError, StepError
@@ -82,7 +82,8 @@ def ftrl_loader(
 
     Args:
         data: a map-style dataset, or a DataLoader, whose dataset, collate_fn, workers and batch_size are used. One that
-            shuffles is refused, since it draws another order for every pass.
+            shuffles is refused, since it draws another order for every pass. A number must mean the same record in
+            every pass and every process: that the dataset itself is shuffled in between is not seen.
         batch_size: the number of records of a batch. It defaults to the batch_size of a DataLoader.
         order: the numbers of the records in the order of training, each at most once. By default, that of the dataset.
             It must not be chosen by what is in the records; `torch.randperm(len(data))` is a good choice, if the
@@ -143,6 +144,12 @@ def _order(dataset: Any, order: Any) -> list[int]:
     if len(set(places)) < len(places):
         twice = next(place for place, times in zip(*np.unique(places, return_counts=True), strict=True) if times > 1)
         raise ValueError(f"record {twice} is in the order twice: in one tree it may take part only once")
+    seen: Any = dataset
+    numbers = places
+    while isinstance(seen, Subset) and min(numbers) >= 0 and max(numbers) < len(seen.indices):
+        seen, numbers = seen.dataset, [int(seen.indices[number]) for number in numbers]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError("a Subset of the dataset holds a record twice: in one tree it may take part only once")
     if min(places) < 0 or max(places) >= size:
         raise ValueError(f"the order holds {min(places)} to {max(places)}; the dataset has records 0 to {size - 1}")
     return places

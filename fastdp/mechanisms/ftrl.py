@@ -13,6 +13,7 @@ Source: Kairouz et al. 2021, Practical and private (deep) learning without sampl
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -92,27 +93,28 @@ class TreePrivacy(Privacy):
                 f"{_NEEDS}this run began with another order, batch size or number of records. A record would be at "
                 "another step of a pass than before, and how often it took part would not be known"
             )
-        trees.records = current.fixed * current.expected_batch_size
+        trees.steps, trees.records = current.fixed, current.fixed * current.expected_batch_size
 
     def ready(self) -> bool:
         self._check_order(self.hand.current())
         return super().ready()
 
     def release(self) -> Release:
-        std = self.noise_multiplier * self.clipping.sensitivity
         trees: Trees = self.mechanism
+        now = (self.noise_multiplier, self.clipping.sensitivity)
         if not trees.goes_on(self._place, self.noise.leaves):
             self.noise.end()
-            trees.std, trees.next = std, None
-        elif std != trees.std:
+            trees.noise, trees.next = now, None
+        elif now != trees.noise:  # also if their product stays: a longer gradient under the noise of nodes drawn before
             self.discard()
             raise StepError(
-                f"noise_multiplier * sensitivity was {trees.std:g} at the beginning of this pass and is {std:g} now: "
-                "all nodes of a tree have the same noise. Change it between passes"
+                f"noise multiplier and sensitivity were {trees.noise[0]:g} and {trees.noise[1]:g} at the beginning of "
+                f"this pass and are {now[0]:g} and {now[1]:g} now: all nodes of a tree have the same noise, and all of "
+                "its gradients the same bound. Change them between passes"
             )
         try:
             release = super().release()
-            self.noise.add_tree_(release.sums, release.offsets, std)
+            self.noise.add_tree_(release.sums, release.offsets, now[0] * now[1])
         except BaseException:
             self.noise.end()  # nothing was released; what was drawn is not drawn again
             self.noise.step += 1
@@ -122,7 +124,7 @@ class TreePrivacy(Privacy):
         return release._replace(std=0.0)  # it is in the sums
 
     def finish(self) -> None:
-        self.mechanism.count(self.noise_multiplier, self._place)
+        self.mechanism.count(self._place)
         super().finish()
 
     def epsilon(self, delta: float) -> float:
@@ -133,7 +135,8 @@ class TreePrivacy(Privacy):
         return epsilon_of(runs_of(trees.all.values()), delta, self.accountant)
 
     def retrack(self, params: list[Tensor]) -> None:
-        if self.noise.leaves:
+        trees: Trees = self.mechanism
+        if self.noise.leaves and not trees.over:
             raise StepError("parameters cannot be added within a pass, since the noise of a tree is of the same ones")
         super().retrack(params)
 
@@ -147,14 +150,19 @@ class Trees:
         self.all: dict[str, Tree] = {}
         self.order = ""  # the mark of the loader's order
         self.next: tuple[str, int, int] | None = None  # the place of the batch with which the present tree goes on
-        self.records = 0.0  # in a pass
-        self.std = 0.0  # of a node of the present tree
+        self.steps, self.records = 0, 0.0  # in a pass
+        self.noise = (0.0, 0.0)  # noise multiplier and sensitivity of the present tree
 
     def goes_on(self, place: tuple[str, int, int], leaves: int) -> bool:
         """Whether the step at this place is the next of the present tree."""
         return leaves > 0 and self.next == place
 
-    def count(self, noise_multiplier: float, place: tuple[str, int, int]) -> None:
+    @property
+    def over(self) -> bool:
+        """Whether the last step ended its pass."""
+        return self.next is not None and self.next[2] >= self.steps
+
+    def count(self, place: tuple[str, int, int]) -> None:
         """A step was made there."""
         order, number, step = place
         if self.next == place:
@@ -162,7 +170,7 @@ class Trees:
             self.all[name] = tree._replace(steps=tree.steps + 1)
         else:
             name = secrets.token_hex(8)
-            self.all[name] = Tree(name, noise_multiplier, step, 1)
+            self.all[name] = Tree(name, self.noise[0], step, 1)
         self.order, self.next = order, (order, number, step + 1)
 
     def state(self) -> dict[str, Any]:
@@ -175,7 +183,9 @@ class Trees:
             str(tree[0]): Tree(str(tree[0]), float(tree[1]), int(tree[2]), int(tree[3])) for tree in state["trees"]
         }
         order = str(state["order"])
-        if any(tree.steps < 1 or tree.first < 0 or not tree.noise_multiplier >= 0 for tree in found.values()):
+        if any(
+            tree.steps < 1 or tree.first < 0 or not 0 <= tree.noise_multiplier < math.inf for tree in found.values()
+        ):
             raise ValueError("a tree without steps, or with a noise multiplier that is none")
         if self.order and order and self.order != order:
             raise StepError("the state is of a run with another order of the records than this optimizer's")

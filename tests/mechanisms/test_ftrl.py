@@ -252,6 +252,11 @@ def test_dpsgd_refuses_a_fixed_order() -> None:
 def test_wrong_orders_and_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="record 2 is in the order twice"):
         ftrl_loader(data(), batch_size=2, order=[0, 2, 1, 2])
+    twice = torch.utils.data.Subset(data(), [5, 6, 5, 7])
+    for part in (twice, torch.utils.data.Subset(twice, [2, 0])):
+        with pytest.raises(ValueError, match="holds a record twice"):
+            ftrl_loader(part, batch_size=2)
+    assert len(ftrl_loader(twice, batch_size=1, order=[1, 2])) == 2
     with pytest.raises(ValueError, match="has records 0 to 23"):
         ftrl_loader(data(), batch_size=2, order=[0, 24])
     with pytest.raises(ValueError, match="batch_size must be"):
@@ -284,15 +289,38 @@ def test_what_has_no_meaning_in_a_tree_is_refused() -> None:
     loader = ftrl_loader(data(), batch_size=BATCH)
     train(optimizer, model, loader, steps=2)
     loader.load_state_dict({"pass": 0, "step": 2})
-    optimizer.noise_multiplier = 5.0
-    with pytest.raises(StepError, match="between passes"):
-        train(optimizer, model, loader)
+    for noise, bound in ((5.0, 0.5), (0.35, 1.0)):  # the second with noise of the same size, for longer gradients
+        optimizer.noise_multiplier = noise
+        optimizer.set_clipping(max_grad_norm=bound)
+        with pytest.raises(StepError, match="between passes"):
+            train(optimizer, model, loader)
+        loader.load_state_dict({"pass": 0, "step": 2})
     optimizer.noise_multiplier = 0.7
-    for frozen in (model[0].weight,):
-        frozen.requires_grad_(False)
-    loader.load_state_dict({"pass": 0, "step": 2})
+    optimizer.set_clipping(max_grad_norm=0.5)
+    train(optimizer, model, loader, steps=1)
+    model[0].weight.requires_grad_(False)
+    loader.load_state_dict({"pass": 0, "step": 3})
     with pytest.raises(StepError, match="other parameters"):
         train(optimizer, model, loader)
+
+
+def test_parameters_are_added_between_passes_only() -> None:
+    model = network()
+    lower, upper = list(model.parameters())[:2], list(model.parameters())[2:]
+    for parameter in upper:
+        parameter.requires_grad_(False)
+    optimizer, loader = made(model, params=lower), ftrl_loader(data(), batch_size=BATCH)
+    train(optimizer, model, loader, steps=2)
+    with pytest.raises(StepError, match="within a pass"):
+        optimizer.add_param_group({"params": upper})
+    loader.load_state_dict({"pass": 0, "step": 2})
+    train(optimizer, model, loader)
+    for parameter in upper:
+        parameter.requires_grad_(True)
+    optimizer.add_param_group({"params": upper})
+    train(optimizer, model, loader)
+    assert [(tree.first, tree.steps) for tree in optimizer.trees] == [(0, 6), (0, 6)]
+    assert float(upper[0].detach().square().sum()) != float(network()[2].weight.detach().square().sum())
 
 
 def test_a_second_step_or_backward_on_a_batch_is_refused() -> None:
