@@ -58,6 +58,7 @@ CASES = (
     # the rate 0.0007 adds up to 8.4 in 60 epochs, as 168 steps at 0.05 do; to 84 with momentum 0.9, as 1680 do
     Case("not private, 168 steps", "none", None, 0.05, epochs=0.84, more=True),
     Case("not private, 1680 steps", "none", None, 0.05, epochs=8.4, more=True),
+    Case("not private, rate 0.0007", "none", None, 0.0007, more=True),
     # of all layers together R, so R / sqrt(5) for each of 5: fastdp's layerwise style, which is not the paper's
     Case("local by layers, R = 1.5", "local", 1.5, 0.05, "layerwise", more=True),
     Case("global by layers, R = 75", "global", 75.0, 0.0007, "layerwise", more=True),

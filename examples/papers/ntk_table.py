@@ -23,11 +23,13 @@ def picture(results: Sequence[Result], path: Path) -> None:
     """Shares as a grid of shades, the paper's claims written in."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(10.5, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    axes.imshow([[n / r.networks for n in r.held] for r in results], vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    for y, (row, networks, held, _) in enumerate(results):
-        for x, (n, claim) in enumerate(zip(held, row.paper or (None,) * 5, strict=True)):
+    shares = [[n / of if of else 0.5 for n, of in zip(r.held, r.of, strict=True)] for r in results]
+    axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    for y, result in enumerate(results):
+        claims = result.row.paper or (None,) * 6
+        for x, (n, networks, claim) in enumerate(zip(result.held, result.of, claims, strict=True)):
             said = {True: "guaranteed", False: "not guaranteed", None: ""}[claim]
             dark = n in (0, networks)
             axes.text(
@@ -63,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
             start = time.perf_counter()
             found = measure(nets, row, steps, row.name)
             results.append(found)
-            shares = {f"share: {name}": n / networks for name, n in zip(COLUMNS, found.held, strict=True)}
+            each = zip(COLUMNS, found.held, found.of, strict=True)
+            shares = {f"share: {name}": n / of for name, n, of in each if of}
             common.write(options.out, common.rows(
                 options, "Table 1, the NTK", row.name, mode, seed, {**shares, "loss left": found.left},
                 train_records=8, steps=steps, batch=8, sigma=0.0, clipping=row.clipping, style=row.style,

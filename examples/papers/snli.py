@@ -86,6 +86,7 @@ def parser() -> common.Parser:
     made.add_argument("--switch", type=float, default=MIXED / STEPS, help="the share of mix-up's steps before")
     made.add_argument("--longest", type=int, default=128, help="tokens of a pair")
     made.add_argument("--every", type=int, default=1000, help="steps from checkpoint to checkpoint")
+    made.add_argument("--draw", action="store_true", help="train nothing: draw the pictures of the rows in --out")
     return made
 
 
@@ -263,7 +264,9 @@ def options_of(arguments: Sequence[str] | None) -> Any:
     made = parser()
     options = made.parse_args(arguments)
     resume.check(made, options)
-    if options.full and (options.data is None or not (options.data / "snli_train.tsv").exists()):
+    if options.draw and options.plots is None:
+        made.error("--draw needs --plots DIR, to draw into")
+    if options.full and not options.draw and (options.data is None or not (options.data / "snli_train.tsv").exists()):
         made.error(f"--full trains on snli_train.tsv, which is not in --data {options.data}. {WHERE}")
     options.command = frozen.told(options.command)
     options.epochs = options.epochs or (0.2 if options.quick else STEPS / RECORDS * 32)
@@ -276,6 +279,9 @@ def options_of(arguments: Sequence[str] | None) -> Any:
 def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
     """Train all cases, print and write their rows; draw the pictures of each case's last run."""
     options = options_of(arguments)
+    if options.draw:
+        draw(options)
+        return []
     bert, train, test, source = read(options)
     if options.held_out:
         train, test = split(train, options.held_out)
@@ -319,9 +325,17 @@ def main(arguments: Sequence[str] | None = None) -> list[common.Row]:
             confidence.keep(options.out, of, calibration(logits, test.labels), logits, test.labels)
             kept.finish({"model": model.state_dict()})
     if options.plots is not None:
-        names = {f"{case.name}; {said}": case.name for case in CASES}
-        confidence.draw(options, list(names), "snli", names=names)
+        draw(options)
     return found
+
+
+def draw(options: Any) -> None:
+    """The pictures of each case's last run: of those on the whole training set, else of those on the dev set."""
+    for source in ("train", "dev"):
+        names = {f"{case.name}; trained on {source}": case.name for case in CASES if case.name in options.cases}
+        if confidence.kept(confidence.beside(options.out), None, list(names)):
+            confidence.draw(options, list(names), "snli", names=names)
+            return
 
 
 def show(name: str, seed: int, metrics: Mapping[str, float], setting: Mapping[str, Any]) -> None:

@@ -3,7 +3,11 @@
 Random small networks (tanh, three layers, one output) learn random data by gradient descent with a small step, in
 float64. A property that the paper guarantees must hold in every network; a property that it does not guarantee should
 fail in some. The columns say whether K (see `fastdp.ntk`) is symmetric, positive in quadratic form, and positive in
-eigenvalues at every moment examined; whether the loss never rises; and whether it goes to zero.
+eigenvalues at every moment examined; whether the loss converges and whether it never rises; and whether it is zero in
+the end, of the networks whose loss converges: that is the paper's condition.
+
+Converges is what can be seen in finitely many steps: the loss is at ZERO of its first value, or its logarithm moves by
+less than SETTLED in the second half of the steps.
 
 Source: Bu, Wang, Dai, Long (TMLR 2023, arXiv 2106.07830), Table 1.
 """
@@ -23,12 +27,14 @@ from ..ntk import NTK, Positivity, ntk, positivity
 from ..training.clipping import Clipping
 from .demo import progress
 
-COLUMNS = ("symmetric", "positive in quadratic form", "positive in eigenvalues", "loss never rises", "zero loss")
+COLUMNS = ("symmetric", "positive in quadratic form", "positive in eigenvalues", "loss converges",
+           "loss never rises", "zero loss, if it converges")  # fmt: skip
 SAMPLES, FEATURES, WIDTH = 8, 3, 16
 SMALL, LARGE = 0.1, 1e4  # R over the median norm of the network's per-sample gradients before training
 SPREAD = 0.5  # of the logarithms of the sizes of records and targets
 RATE = 0.1  # learning rate times the largest eigenvalue of H / samples before training; above 2 it diverges
 ZERO = 1e-3  # of the first loss: reached
+SETTLED = 0.01  # of the loss's logarithm
 MOMENTS = 6  # at which the matrix is looked at
 
 
@@ -43,26 +49,32 @@ class Row(NamedTuple):
     paper: tuple[bool, ...] | None
 
 
-ALL = (True,) * 5
+ALL = (True,) * 6
 ROWS = (
     Row("no clipping", "H", "none", 1.0, "flat", ALL),
     Row("batch clipping", "c H", "batch", SMALL, "flat", ALL),
     Row("large R, flat", "H C", "local", LARGE, "flat", ALL),
     Row("large R, layerwise", "sum_r H_r C_r", "local", LARGE, "layerwise", ALL),
-    Row("small R, flat", "H C", "local", SMALL, "flat", (False, False, True, False, True)),
-    Row("small R, layerwise", "sum_r H_r C_r", "local", SMALL, "layerwise", (False,) * 5),
+    Row("small R, flat", "H C", "local", SMALL, "flat", (False, False, True, False, False, True)),
+    Row("small R, layerwise", "sum_r H_r C_r", "local", SMALL, "layerwise", (False,) * 6),
     Row("automatic, flat", "H C", "automatic", SMALL, "flat", None),
     Row("global, R the median", "H C", "global", 1.0, "flat", None),
 )
 
 
 class Result(NamedTuple):
-    """Of one row: in how many of the networks each property held, by COLUMNS; the median of last loss / first loss."""
+    """Of one row: in how many of the networks each property held, by COLUMNS (the last: at zero, all of which count as
+    converged); the median of last loss / first loss."""
 
     row: Row
     networks: int
     held: tuple[int, ...]
     left: float
+
+    @property
+    def of(self) -> tuple[int, ...]:
+        """Of how many networks, by COLUMNS: of the last, of those that converged."""
+        return (*(self.networks,) * 5, self.held[3])
 
 
 class Networks(NamedTuple):
@@ -207,17 +219,19 @@ def looked_at(nets: Networks, row: Row, weights: dict[str, Tensor]) -> list[Posi
 def measure(nets: Networks, row: Row, steps: int, text: str = "") -> Result:
     """Train all networks under a way of clipping, each to ZERO of its first loss; look at the matrix MOMENTS times."""
     networks = len(nets.y)
-    held = torch.ones(5, networks, dtype=torch.bool)
+    held = torch.ones(6, networks, dtype=torch.bool)
     weights, moments = nets.weights, {round(steps * (k / (MOMENTS - 1)) ** 2) for k in range(MOMENTS)}
     first = before = torch.full((networks,), math.inf, dtype=torch.float64)
     # where the paper guarantees that the loss falls every rise counts; elsewhere those that the kernel predicts, as
     # others come of steps that are too long
-    guaranteed = row.paper is not None and row.paper[3]
+    guaranteed = row.paper is not None and row.paper[4]
+    late, half = first, steps // 2
     rising, going = torch.zeros(networks, dtype=torch.bool), torch.ones(networks, dtype=torch.bool)
     for step in range(steps + 1):
         new, losses, cosine = descend(nets, row, weights, going)
         first = losses if step == 0 else first
-        held[3] &= ~((rising | guaranteed) & (losses > before * (1 + 1e-12)))
+        late = losses if step == half else late
+        held[4] &= ~((rising | guaranteed) & (losses > before * (1 + 1e-12)))
         if step in moments:
             for number, found in enumerate(looked_at(nets, row, weights)):
                 held[:3, number] &= torch.tensor(found[:3])
@@ -228,7 +242,8 @@ def measure(nets: Networks, row: Row, steps: int, text: str = "") -> Result:
             progress(step, steps, text)
         if not going.any():
             break
-    held[4] = ~going
+    held[3] = ~going | ((before.log() - late.log()).abs() < SETTLED)
+    held[5] = ~going
     return Result(row, networks, tuple(int(n) for n in held.sum(1)), float((before / first).median()))
 
 
@@ -236,10 +251,11 @@ def table(results: list[Result]) -> str:
     """Networks in which each property held, beside the paper's claim: yes (guaranteed), no (not), - (no such row)."""
     head = ("clipping", "NTK", *COLUMNS, "loss left")
     rows: list[tuple[str, ...]] = [head]
-    for row, networks, held, left in results:
-        claims = ["-" if row.paper is None else "yes" if c else "no" for c in row.paper or (None,) * 5]
-        rows.append((row.name, row.matrix, *(f"{n}/{networks} ({c})" for n, c in zip(held, claims, strict=True)),
-                     f"{left:.1e}"))  # fmt: skip
+    for result in results:
+        row, _, held, left = result
+        claims = ["-" if row.paper is None else "yes" if c else "no" for c in row.paper or (None,) * 6]
+        cells = (f"{n}/{of} ({c})" for n, of, c in zip(held, result.of, claims, strict=True))
+        rows.append((row.name, row.matrix, *cells, f"{left:.1e}"))
     widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -247,10 +263,10 @@ def table(results: list[Result]) -> str:
 def broken(results: list[Result]) -> list[str]:
     """Guarantees of the paper that did not hold in a network: none, if the paper is right and the steps small."""
     return [
-        f"{row.name}: {column} in {n} of {networks}"
-        for row, networks, held, _ in results
-        for column, n, claim in zip(COLUMNS, held, row.paper or (False,) * 5, strict=True)
-        if claim and n < networks
+        f"{result.row.name}: {column} in {n} of {of}"
+        for result in results
+        for column, n, of, claim in zip(COLUMNS, result.held, result.of, result.row.paper or (False,) * 6, strict=True)
+        if claim and n < of
     ]
 
 
@@ -266,7 +282,8 @@ def main(networks: int, steps: int, seed: int, out: Path | None = None) -> list[
         with out.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("clipping", "matrix", "property", "held", "networks", "paper", "steps", "seed"))
-            for row, count, held, _ in results:
-                for column, n, claim in zip(COLUMNS, held, row.paper or ("",) * 5, strict=True):
-                    writer.writerow((row.name, row.matrix, column, n, count, claim, steps, seed))
+            for result in results:
+                row = result.row
+                for column, n, of, claim in zip(COLUMNS, result.held, result.of, row.paper or ("",) * 6, strict=True):
+                    writer.writerow((row.name, row.matrix, column, n, of, claim, steps, seed))
     return results

