@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from .. import forked
+
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent / "audit_over_ranks.py"
 SHORT = "no_clipping,minibatch_clipping,per_sample_independence,noise_scale"
@@ -19,6 +21,10 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name 
 
 
 def audit(step, *options):
+    return forked.torchrun(2, "-m", "fastdp", "audit", str(step), *map(str, options))
+
+
+def audit_by_torchrun(step, *options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fastdp"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
     return subprocess.run([*command, "audit", str(step), *options], env=environment, timeout=240, capture_output=True,
@@ -44,5 +50,5 @@ def test_bugs_of_several_processes_are_found(name, said):
 
 
 def test_ranks_that_drift_apart_are_named():
-    done = audit(f"{HERE}:drifts_apart", "--tests", "no_clipping")
+    done = audit_by_torchrun(f"{HERE}:drifts_apart", "--tests", "no_clipping")
     assert "rank 1 holds other parameters than rank 0" in done.stdout + done.stderr

@@ -5,19 +5,26 @@ from __future__ import annotations
 import datetime
 import os
 import pickle
-import socket
-import subprocess
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .. import forked
+from ..forked import ROOT, free_port
+
 Case = Callable[[int, int], object]
-ROOT = Path(__file__).parent.parent.parent
+LOOPS = (  # what loops of people import once they run
+    "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "sklearn.datasets",
+    "accelerate", "peft", "transformers.trainer", "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama", "lightning.pytorch", "fastdp.hf", "fastdp.lightning",
+)  # fmt: skip
+__all__ = ["LOOPS", "ROOT", "begin", "free_port", "results", "start"]
 
 
 def begin(rank: int, world: int, port: int) -> None:
@@ -27,24 +34,17 @@ def begin(rank: int, world: int, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30))
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def start(module: str, world: int, folder: Path, *names: str) -> list[subprocess.Popen[bytes]]:
+def start(module: str, world: int, folder: Path, *names: str) -> list[Any]:
     """Run cases of a module, one process a rank, on one thread each."""
-    port = str(free_port())
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.distributed.ranks", module]
+    command = ["-m", "tests.distributed.ranks", module]
+    port, imports = str(free_port()), (module, *(LOOPS if "loops" in module else ()))
     return [
-        subprocess.Popen([*command, str(rank), str(world), port, str(folder), *names], env=environment, cwd=ROOT)
+        forked.start(*command, str(rank), str(world), port, str(folder), *names, rank=rank, imports=imports)
         for rank in range(world)
     ]
 
 
-def results(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float = 300) -> list[dict[str, object]]:
+def results(processes: list[Any], folder: Path, timeout: float = 300) -> list[dict[str, object]]:
     """By rank: what each case returned, or its traceback as a `str` that begins so."""
     try:
         for process in processes:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from .. import forked
 from . import loops
-from .ranks import ROOT, results, start
+from .ranks import LOOPS, ROOT, results, start
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
@@ -54,17 +55,20 @@ def test_two_ranks(name, found):
                 assert all(log[key] == pytest.approx(value, abs=1e-3) for key, value in true.items())
 
 
+def said_by(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def run(*command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(
-        [sys.executable, *command], env=environment, timeout=200, capture_output=True, text=True, cwd=ROOT
-    )
-    assert found.returncode == 0, found.stderr[-3000:]
-    return found.stdout
+    """As people start it."""
+    environment = {**os.environ, **forked.SETTINGS}
+    return said_by(subprocess.run([sys.executable, *command], env=environment, timeout=200, capture_output=True,
+                                  text=True, cwd=ROOT))  # fmt: skip
 
 
 def torchrun(*command: str) -> str:
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
+    return said_by(forked.torchrun(2, *command, imports=LOOPS))
 
 
 def accuracy_and_epsilon(out: str) -> tuple[float, float]:

@@ -82,6 +82,7 @@ def test_the_records_do_not_depend_on_the_number_of_ranks(case, two, three):
 
 
 def test_the_example(tmp_path):
+    """Started as people do; those of the other files are forked (tests/forked.py)."""
     pytest.importorskip("sklearn")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}

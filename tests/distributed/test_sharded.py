@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
+from .. import forked
 from .checkpoints import FOLDER, saved, taken_up
 from .loading import persons, records
 from .ranks import ROOT, results, start
@@ -103,12 +102,10 @@ def test_the_records_do_not_depend_on_the_number_of_ranks(name, case, two, three
 
 def test_the_example(tmp_path):
     pytest.importorskip("sklearn")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
-    options = ["--quick", "--save", str(tmp_path / "checkpoint")]
-    out = subprocess.run([*command, str(ROOT / "examples" / "fsdp.py"), *options], env=environment, timeout=200,
-                         check=True, capture_output=True, text=True).stdout  # fmt: skip
-    accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+), epsilon ([\d.]+) at", out).groups())
+    command = [str(ROOT / "examples" / "fsdp.py"), "--quick", "--save", str(tmp_path / "checkpoint")]
+    done = forked.torchrun(2, *command, imports=["sklearn.datasets", "torch.distributed.checkpoint"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+), epsilon ([\d.]+) at", done.stdout).groups())
     assert accuracy > 0.3 and 2.9 < epsilon <= 3.0
     assert (tmp_path / "checkpoint" / ".metadata").exists()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from fastdp.distributed.parts import Part, placed_within
 from fastdp.ops.noise import Noise
 from fastdp.training import fused
 
+from .. import forked
 from .ranks import ROOT, results, start
 from .tensor import CASES, COPIES, EXACT
 
@@ -57,11 +56,10 @@ def test_three_ranks(name, three):
 
 def test_the_example():
     pytest.importorskip("sklearn")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
-    out = subprocess.run([*command, str(ROOT / "examples" / "tensor_parallel.py"), "--quick"], env=environment,
-                         timeout=200, check=True, capture_output=True, text=True).stdout  # fmt: skip
-    accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+), epsilon ([\d.]+) at", out).groups())
+    command = [str(ROOT / "examples" / "tensor_parallel.py"), "--quick"]
+    done = forked.torchrun(2, *command, imports=["sklearn.datasets", "torch.distributed.fsdp"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+), epsilon ([\d.]+) at", done.stdout).groups())
     assert accuracy > 0.3 and 2.9 < epsilon <= 3.0
 
 
