@@ -10,11 +10,11 @@ from .kernels_truth import DEVICE, DTYPES, check_close, check_norms, linear_grad
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-
 from fastdp.kernels import clipped, common, linear, tiles  # noqa: E402
 from fastdp.kernels.clipped import add_linear_clipped_sum, linear_clipped_sum  # noqa: E402
 from fastdp.kernels.common import Tile, triangle  # noqa: E402
 from fastdp.kernels.linear import linear_norm_sq, linear_norm_sq_and_bound, linear_per_sample  # noqa: E402
+
 from fastdp.ops import bounds  # noqa: E402
 
 SMALL = Tile(16, 16, 16, 4, 2)  # so that small sizes have several tiles

@@ -14,6 +14,7 @@ from .kernels_truth import DEVICE, DTYPES, check_close, check_norms, linear_grad
 
 pytest.importorskip("triton")
 from fastdp.kernels import clipped, linear, many
+
 from fastdp.ops import bounds
 
 ALONE = pytest.mark.skipif(DEVICE == "cuda", reason="launches are counted in the interpreter")

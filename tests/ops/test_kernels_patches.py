@@ -11,7 +11,6 @@ from .kernels_truth import DEVICE, check_close, check_norms, conv_gradients, num
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-
 from fastdp.kernels import patches  # noqa: E402
 from fastdp.kernels.conv import conv_clipped_sum, conv_norm_sq, conv_per_sample  # noqa: E402
 from fastdp.kernels.conv_problem import Problem  # noqa: E402

@@ -13,6 +13,7 @@ from .kernels_truth import DEVICE, DTYPES, numbers, poisoned
 
 pytest.importorskip("triton")
 from fastdp.kernels import linear, rows
+
 from fastdp.ops import bounds
 
 KINDS = [*DTYPES, torch.float64]
