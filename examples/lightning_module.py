@@ -2,7 +2,9 @@
 
 pip install lightning scikit-learn
 python examples/lightning_module.py [--quick] [--manual] [--devices 2 [--strategy ddp_spawn]]
+python examples/lightning_module.py --devices 2 --fsdp [--quick]
 
+With --fsdp, each device holds a part of the model (FSDP2), which configure_model() lays.
 Any number of devices makes the same steps on the same records.
 """
 
@@ -15,8 +17,10 @@ import tempfile
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastdp
@@ -48,6 +52,14 @@ class Digits(L.LightningModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
+
+    def configure_model(self):
+        """Of ModelParallelStrategy alone, which has a mesh. It may be called again, by a second fit()."""
+        if self.device_mesh is not None and not isinstance(self.net, FSDPModule):
+            for layer in self.net:
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -83,6 +95,7 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=3.0)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--strategy", default="ddp", choices=["ddp", "ddp_spawn", "ddp_fork"])
+    parser.add_argument("--fsdp", action="store_true", help="lay the model in parts on all devices")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
     options = parser.parse_args()
@@ -95,10 +108,13 @@ def main() -> None:
         target_epsilon=options.epsilon, delta=DELTA, sample_rate=loader.sample_rate, steps=steps
     )  # fmt: skip
     module = Digits(sigma, steps, options.manual)
+    strategy = options.strategy if options.devices > 1 else "auto"
+    if options.fsdp:  # its own default is tensor parallelism
+        strategy = ModelParallelStrategy(data_parallel_size=options.devices, tensor_parallel_size=1)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             max_epochs=epochs, accelerator=options.accelerator, devices=options.devices,
-            strategy=options.strategy if options.devices > 1 else "auto", precision=options.precision, logger=False,
+            strategy=strategy, precision=options.precision, logger=False,
             default_root_dir=folder, enable_model_summary=False, enable_progress_bar=False,
             callbacks=[DPCallback(delta=DELTA, target_epsilon=options.epsilon)],
         )  # fmt: skip

@@ -168,6 +168,9 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._leave(trainer)
         _Stream.trains = None
+        for privacy in [optimizer._accounted() for optimizer in _private(trainer)]:
+            if isinstance(exception, Exception) and not privacy.detached:
+                privacy.replica.raised(exception)  # others may wait for this process, of a model in parts
 
     def _leave(self, trainer: Any) -> None:
         if isinstance(trainer.train_dataloader, _Stream):

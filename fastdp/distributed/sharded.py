@@ -281,7 +281,9 @@ def _check(model: nn.Module, states: Sequence[Any], world: World, split: int) ->
         if covered != count and processes() > 1 and world.size > 1:
             raise ParameterError(
                 f"a mesh of fully_shard holds {covered} of {count} processes: what the others hold is not known. Give "
-                "fully_shard a mesh of all processes (one dimension, or two for HSDP), beside tensor parallelism's."
+                "fully_shard a mesh of all processes (one dimension, or two for HSDP), beside tensor parallelism's. "
+                "(Lightning's ModelParallelStrategy has one process in its mesh of data_parallel, unless it is given "
+                "data_parallel_size= and tensor_parallel_size=.)"
             )
         for entry in handle.fsdp_params:
             name = entry._module_info.param_name if hasattr(entry, "_module_info") else "a parameter"

@@ -19,6 +19,7 @@ from ..by_hand import network, records
 from .loops_finetune import CASES as FINETUNE
 from .loops_fsdp import CASES as FSDP
 from .loops_lightning import CASES as LIGHTNING
+from .loops_lightning_parts import CASES as IN_PARTS
 from .loops_opacus import CASES as OPACUS
 from .loops_opacus_fsdp import CASES as OPACUS_FSDP
 from .parts import Found, accelerator, found, loader, no_accelerator, sgd, shared_folder
@@ -186,6 +187,7 @@ CASES: dict[str, Any] = {
     case.__name__: case for case in (accelerated, accelerate_refused, wrapped_later, trainer, trainer_refused)
 }
 CASES.update(LIGHTNING)
+CASES.update(IN_PARTS)
 CASES.update(OPACUS)
 CASES.update(OPACUS_FSDP)
 CASES.update(FINETUNE)

@@ -116,6 +116,13 @@ def test_lightning():
     assert accuracy > 0.6 and 2.9 < epsilon <= 3.0
 
 
+def test_lightning_in_parts():
+    pytest.importorskip("sklearn")
+    out = run("examples/lightning_module.py", "--quick", "--devices", "2", "--accelerator", "cpu", "--fsdp")
+    accuracy, epsilon = accuracy_and_epsilon(out)
+    assert accuracy > 0.6 and 2.9 < epsilon <= 3.0
+
+
 def test_opacus_names():
     pytest.importorskip("sklearn")
     accuracy, epsilon = accuracy_and_epsilon(torchrun("examples/opacus_ddp.py", "--quick"))
