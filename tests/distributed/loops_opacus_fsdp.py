@@ -119,6 +119,8 @@ def exact(rank: int, world: int, kind: str = "", wrap: Any = FSDP2Wrapper, accum
             for of_all in (norms, truth[0].per_sample_gradient_norms.tolist()):
                 own = of_all[begin : begin + row[rank]]
                 assert len(own) == len(mine) and all(abs(a - b) < 1e-5 * b for a, b in zip(mine, own, strict=True))
+        with torch.no_grad():  # what this leaves gathered must not be used after the step
+            module(batch(5, 2))
         optimizer.step()
         assert optimizer.accumulated_iterations == accumulate
         with single():
