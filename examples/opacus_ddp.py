@@ -1,7 +1,7 @@
 """A script with Opacus's names, data-parallel: scikit-learn's digits to epsilon 3.
 
 pip install scikit-learn
-torchrun --nproc-per-node 2 examples/opacus_ddp.py [--quick] [--ghost]
+torchrun --nproc-per-node 2 examples/opacus_ddp.py [--quick] [--ghost | --fsdp]
 
 But for where the names come from, this is a script for Opacus. The batch size of the loader is that of all processes
 together; the engine gives each process its share, and any number of processes makes the same steps.
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from fastdp.compat.opacus import PrivacyEngine
 from fastdp.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from fastdp.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
+from fastdp.compat.opacus.utils.fsdp_utils import FSDP2Wrapper
 
 DELTA, BATCH, AT_ONCE = 1e-4, 128, 32  # the batch of all processes together; what one of them holds at once
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 epochs instead of 30")
     parser.add_argument("--ghost", action="store_true", help="grad_sample_mode='ghost'")
+    parser.add_argument("--fsdp", action="store_true", help="grad_sample_mode='ghost_fsdp', the model in parts")
     parser.add_argument("--epsilon", type=float, default=3.0)
     options = parser.parse_args()
     epochs = 3 if options.quick else 30
@@ -36,12 +38,13 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     train, x, y = digits()
-    model = DPDDP(convolutions().to(device))
+    model = FSDP2Wrapper(convolutions().to(device)) if options.fsdp else DPDDP(convolutions().to(device))
+    mode = "ghost_fsdp" if options.fsdp else "ghost" if options.ghost else "hooks"
     engine = PrivacyEngine(secure_mode=True)
     model, optimizer, *criterion, loader = engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.AdamW(model.parameters(), lr=5e-3), max_grad_norm=1.0,
         data_loader=DataLoader(train, batch_size=BATCH), target_epsilon=options.epsilon, target_delta=DELTA,
-        epochs=epochs, grad_sample_mode="ghost" if options.ghost else "hooks",
+        epochs=epochs, grad_sample_mode=mode,
     )  # fmt: skip
     loss = criterion[0] if criterion else nn.CrossEntropyLoss()
     for _ in range(epochs):
@@ -50,9 +53,9 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss(model(images.to(device)), labels.to(device)).backward()
                 optimizer.step()
+    with torch.no_grad():  # all processes: each has a part of the model, perhaps
+        accuracy = float((model.eval()(x.to(device)).argmax(1).cpu() == y).float().mean())
     if dist.get_rank() == 0:
-        with torch.no_grad():
-            accuracy = float((model.eval()(x.to(device)).argmax(1).cpu() == y).float().mean())
         print(f"accuracy {accuracy:.3f}, epsilon {engine.get_epsilon(DELTA):.2f} at delta {DELTA}")
     dist.destroy_process_group()
 

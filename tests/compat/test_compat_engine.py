@@ -319,7 +319,7 @@ def test_a_refusal_leaves_the_module_as_it_was():
 
 
 @pytest.mark.parametrize("mode", ["ghost_fsdp", "ghost_tp"])
-def test_sharded_modes_are_refused_by_name(mode):
+def test_sharded_modes_refuse_a_whole_model_by_name(mode):
     with pytest.raises((NotImplementedError, ValueError), match=mode):
         private(ours, mode=mode, wrap_model=mode == "ghost_fsdp")
 

@@ -190,12 +190,34 @@ def test_the_wrong_module_is_named():
                                expected_batch_size=1, loss_reduction="max")  # fmt: skip
 
 
-def test_ghost_gradients_written_to_before_the_noise_are_refused():
+WRITES = {
+    "in place": lambda grad: grad.mul_(1000),
+    "past its version": lambda grad: grad.data.mul_(2),
+    "one element": lambda grad: grad.data.view(-1)[-1:].add_(1),
+}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_ghost_gradients_written_to_before_the_noise_are_refused(write, again):
     model, optimizer = pair("ghost")
     backward(model)
-    model._module[0].weight.grad.mul_(1000)
+    WRITES[write](model._module[0].weight.grad)
     with pytest.raises(StepError, match="no bound"):
-        optimizer.step()
+        backward(model) if again else optimizer.step()
+
+
+def test_ghost_factors_of_the_users_own_are_refused_as_nothing_asks_for_them():
+    class Mine(grad_sample.GradSampleModuleFastGradientClipping):
+        def get_clipping_coef(self):
+            return torch.ones(6)
+
+    with pytest.raises(NotImplementedError, match="Mine.get_clipping_coef was replaced"):
+        Mine(plain())
+    model, _ = pair("ghost")
+    model.get_norm_sample = lambda: torch.ones(6)
+    with pytest.raises(NotImplementedError, match="get_norm_sample was replaced"):
+        backward(model)
 
 
 # ------------------------------------------------------------------ what research code does
