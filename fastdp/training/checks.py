@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import AccountingError, StepError
+from ..errors import AccountingError, ClippingError, StepError
 from ..layouts.in_hand import PhysicalBatch
 
 
@@ -53,3 +53,17 @@ def refuse_second_step(current: PhysicalBatch, stepped: tuple[int, int]) -> None
     """Raises StepError if the batch in hand has had its step. The arguments are those of `of_loader`."""
     if (current.logical, current.physical) == stepped:
         raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")
+
+
+def take_norms(options: dict[str, Any]) -> None:
+    """Take norms= out of an optimizer's options. Raises ClippingError for "jl", and ValueError unless it is "exact"."""
+    norms = options.pop("norms", "exact")
+    if norms == "jl":
+        raise ClippingError(
+            'norms="jl" (DP-SGD-JL: norms estimated by random projections) is refused: fastdp\'s exact norms take a '
+            "fraction of its time at the same memory, and estimates cost epsilon besides. The figures are in "
+            "docs/mechanisms.md, and python -m benchmarks.jl measures them. Leave norms= out; if memory is short, give "
+            "fastdp.poisson_loader max_physical_batch_size="
+        )
+    if norms != "exact":
+        raise ValueError(f'norms must be "exact", not {norms!r}: there are no other ones')

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError
+from .checks import take_norms
 from .clipping import ClippingFunction
 from .privacy import Privacy
 from .private_optimizer import PrivateOptimizer
@@ -67,14 +68,15 @@ def privatize(
         options: gamma (of automatic clipping, default 0.01); batch_first, batch_size, rows_per_sample and memory_budget
             (see PerSampleGradients); process_group or mesh (of several processes); ledger, a file in which every
             noised step is written and synced before it is made, so that steps after the last checkpoint stay counted
-            if the process dies; and seed, which makes the noise reproducible and voids the guarantee.
+            if the process dies; seed, which makes the noise reproducible and voids the guarantee; and norms, which are
+            "exact" ("jl", norms by random projections, is refused: docs/mechanisms.md says why).
 
     Returns:
         The same object, which now has the class DP<its class>.
 
     Raises:
         ParameterError: if the optimizer cannot be made private, or does not fit the model.
-        ClippingError: if the clipping function, the clipping norm or the groups are invalid.
+        ClippingError: if the clipping function, the clipping norm, the groups or the norms are invalid.
         TypeError: if an option is unknown.
         ValueError: if the value of an option is out of range.
     """
@@ -91,6 +93,7 @@ def privatize(
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ParameterError("SparseAdam takes sparse gradients; noise makes every gradient dense. Use Adam")
+    take_norms(options)
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise TypeError(f"privatize got unexpected arguments: {', '.join(unknown)}")
@@ -143,6 +146,7 @@ class _Constructed(PrivateOptimizer):
             )
         if "noise_multiplier" not in options:
             raise TypeError(f"{type(self).__name__} needs noise_multiplier= (0 for none)")
+        take_norms(options)
         private = {name: options.pop(name) for name in _OPTIONS if name in options}
         if lr is not None:
             options["lr"] = lr

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fastdp
 from fastdp.errors import AccountingError, ParameterError, SampleMixingError, StepError
+from fastdp.mechanisms import DPFTRL
 
 from .loading import CASES as LOADING
 from .models import adamw, batch, build, compare, loss_of, single
@@ -195,6 +196,10 @@ def refused_when_made(rank: int, world: int) -> None:
     optimizer = adamw(DDP(model), mesh=mesh)
     with pytest.raises(StepError, match="graphed works in one process"):
         optimizer.graphed(lambda m, x: loss_of(m, x))
+    plain = build()
+    for _ in range(2):  # and nothing is left on the model
+        with pytest.raises(StepError, match="DPFTRL works in one process.*DPSGD and fastdp.poisson_loader"):
+            DPFTRL(plain, lr=0.1, noise_multiplier=1.0)
     optimizer._privacy.replica.wrapper.require_backward_grad_sync = True
     with pytest.raises(StepError, match="require_backward_grad_sync"):
         loss_of(model, batch(rank, 2)).backward()

@@ -61,6 +61,17 @@ def test_rdp_is_that_of_dp_accounting(steps: int, epochs: int) -> None:
         assert mine > 0.99 * theirs
 
 
+@pytest.mark.parametrize(("sigma", "steps", "epochs"), [(3.0, 6, 3), (5.0, 1000, 2)])
+def test_prv_is_that_of_dp_accountings_privacy_loss_distributions(sigma: float, steps: int, epochs: int) -> None:
+    """As many Gaussian mechanisms as nodes; fastdp's is an upper bound that adds PRV's error of 0.01."""
+    library = pytest.importorskip("dp_accounting")
+    pld = pytest.importorskip("dp_accounting.pld")
+    accountant = pld.PLDAccountant(library.NeighboringRelation.REPLACE_SPECIAL)
+    accountant.compose(library.GaussianDpEvent(sigma), epochs * (math.floor(math.log2(steps)) + 1))
+    mine = tree_epsilon(noise_multiplier=sigma, steps_per_epoch=steps, epochs=epochs, delta=1e-5)
+    assert 0 <= mine - accountant.get_epsilon(1e-5) < 0.02
+
+
 def test_epsilon_of_a_run_is_that_of_its_trees() -> None:
     model = network()
     optimizer = made(model, noise_multiplier=6.0)
