@@ -190,11 +190,25 @@ def accounting(asked: Sequence[Row], rows: Sequence[Row]) -> str:
     return table(("setting", "sigma", "batch", "records", "epochs", "delta", "paper", "GDP", "RDP", "PRV"), lines)
 
 
+def calibrations(asked: Sequence[Row], rows: Sequence[Row]) -> str:
+    """ECE and MCE of the cases whose figures a paper states, beside ours: the convergence paper's Table 2."""
+    stated = [row for row in asked if row["metric"] in ("ece", "mce") and any(c.isdigit() for c in row["paper"])]
+    lines = []
+    for name, case in dict.fromkeys((row["experiment"], row["case"]) for row in stated):
+        cells = []
+        for metric in ("ece", "mce"):
+            said = [theirs(r) for r in stated if (r["experiment"], r["case"], r["metric"]) == (name, case, metric)]
+            cells += [*(said or ["not stated"])[:1], told(metric, ours(rows, name, case, metric))]
+        lines.append([name, case, *cells])
+    return table(("experiment", "case", "ECE: paper", "ours", "MCE: paper", "ours"), lines)
+
+
 def page(text: str, asked: Sequence[Row], rows: Sequence[Row]) -> str:
     """docs/papers.md of today. Raises ValueError where it lacks a table's place."""
     trained = [row for row in rows if row["experiment"] != "accounting"]
     figured = [row for row in asked if row["experiment"] != "accounting"]
     for name, body in (("accounting", accounting(asked, rows)), ("status", status(figured, trained)),
+                       ("calibration", calibrations(figured, trained)),
                        ("experiments", experiments(figured, trained))):  # fmt: skip
         text = between(text, name, body)
     return text

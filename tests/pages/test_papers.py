@@ -150,7 +150,8 @@ def test_help_and_wrong_arguments(stem, capsys, tmp_path):
     assert "--same-epsilon" in capsys.readouterr().out
     for wrong, words in ((["--cases", "locale"], "no case 'locale'; there are: local"),
                          (["--epochs", "-1"], "--epochs must be positive"), (["--seeds", "0"], "--seeds must be 1"),
-                         (["--draw"], "--draw needs --plots")):  # fmt: skip
+                         (["--draw"], "--draw needs --plots"), (["--device", "abacus"], "--device abacus: "),
+                         (["--minutes", "3"], "needs --checkpoints DIR")):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             script.main(wrong)
         assert words in capsys.readouterr().err
@@ -185,6 +186,20 @@ def test_a_step_of_every_case(stem, tmp_path, monkeypatch, capsys):
         assert (tmp_path / f"papers_{stem}_{kind}.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / f"papers_{stem}.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)
+
+
+def test_the_papers_settings_are_the_defaults_and_full_runs_all():
+    """The batch, noise, R and rate of both papers, in every run; --full has the paper's number of runs."""
+    small, more = (
+        classify.options_of("words", "cifar10_cnn", cifar10_cnn.SETTING, given) for given in ([], ["--full"])
+    )
+    assert set(small.cases) < set(more.cases) and len(more.cases) == len(cifar10_cnn.CASES)
+    setting = mnist_cnn.SETTING
+    assert classify.options_of("words", "mnist_cnn", setting, ["--full"]).seeds == 5
+    assert (setting.batch, setting.sigma, setting.epochs) == (256, 1.1, 60)
+    assert (cifar10_cnn.SETTING.batch, cifar10_cnn.SETTING.sigma) == (250, 1.3)
+    pairs = {(case.R, case.lr) for script in (mnist_cnn, cifar10_cnn) for case in script.CASES[:2]}
+    assert pairs == {(1.0, 0.15), (210.0, 0.0007), (1.5, 0.05), (75.0, 0.0007)}
 
 
 def test_by_tensor_every_tensor_has_its_own_r():

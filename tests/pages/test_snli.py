@@ -99,6 +99,20 @@ def test_the_model_is_exact_and_couples_no_samples():
     assert report.ok, str(report)
 
 
+def test_with_its_pooler_the_model_is_exact_too():
+    """As the paper trains it: the last block, the pooler and the classifier."""
+    torch.manual_seed(0)
+    with_pooler = transformers.BertModel(body().config, add_pooling_layer=True).eval()
+    model, (_, kept) = pretrained.FrozenBert(with_pooler), data()
+    trained = pretrained.LastBlock(model.last, 16, model.pooler)
+    assert {name.partition(".")[0] for name, p in trained.named_parameters() if p.requires_grad} == {
+        "block", "pooler", "head"
+    }  # fmt: skip
+    assert model.body.pooler is None and not any(p.requires_grad for p in model.body.parameters())
+    report = fastdp.verify(trained, snli.losses, pretrained.collate([kept[i] for i in (0, 20, 47)]))
+    assert report.ok, str(report)
+
+
 def test_split_keeps_records_whole():
     _, kept = data()
     first, second = snli.split(kept, 10)
