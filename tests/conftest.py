@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,28 @@ if not torch.cuda.is_available():
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equal bits, whatever the stream
 
 from .compiled_models import fresh, ran  # noqa: F401  (fixtures)
+from .interpreted import patch_once_a_launch
 from .training.skipping import silent  # noqa: F401  (a fixture)
+
+patch_once_a_launch()
+SELDOM = (7_000, 20, 20)  # ten times as seldom as is usual: a tenth of the tests' time went into collections
+MANY = 50_000  # objects
 
 
 def pytest_collection_finish(session: Any) -> None:
     """What was imported stays: without it each gc.collect() of a test takes 0.4 s."""
+    gc.set_threshold(*SELDOM)
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_stays() -> Iterator[None]:
+    """What the tests of a file imported, as well: 130,000 objects with torch's compiler."""
+    yield
+    if len(gc.get_objects()) > MANY:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure(config: Any) -> None:
