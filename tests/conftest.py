@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.cuda.random
+import torch.mtia
 import torch.xpu.random
 
 os.environ["FASTDP_CALIBRATE"] = "0"
 if not torch.cuda.is_available():
     # torch.manual_seed would keep the stack as text for the seeds of devices that are not here: 1 ms a seed
-    torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda call, **kinds: None
+    for device in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        device._lazy_call = lambda call, **kinds: None  # type: ignore[union-attr]
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equal bits, whatever the stream
 
