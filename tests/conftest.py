@@ -6,29 +6,47 @@ import os
 import random
 import secrets
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.cuda.random
+import torch.mtia
 import torch.xpu.random
 
 os.environ["FASTDP_CALIBRATE"] = "0"
 if not torch.cuda.is_available():
     # torch.manual_seed would keep the stack as text for the seeds of devices that are not here: 1 ms a seed
-    torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda call, **kinds: None
+    for device in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        device._lazy_call = lambda call, **kinds: None  # type: ignore[union-attr]
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS gives equal bits, whatever the stream
 
 from .compiled_models import fresh, ran  # noqa: F401  (fixtures)
+from .interpreted import patch_once_a_launch
 from .training.skipping import silent  # noqa: F401  (a fixture)
+
+patch_once_a_launch()
+SELDOM = (7_000, 20, 20)  # ten times as seldom as is usual: a tenth of the tests' time went into collections
+MANY = 50_000  # objects
 
 
 def pytest_collection_finish(session: Any) -> None:
     """What was imported stays: without it each gc.collect() of a test takes 0.4 s."""
+    gc.set_threshold(*SELDOM)
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_stays() -> Iterator[None]:
+    """What the tests of a file imported, as well: 130,000 objects with torch's compiler."""
+    yield
+    if len(gc.get_objects()) > MANY:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure(config: Any) -> None:

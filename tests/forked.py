@@ -44,7 +44,11 @@ class Process:
     def __init__(self, told: int, command: Sequence[str]) -> None:
         self._told, self.command = told, command
         self.returncode: int | None = None
-        self.pid = self._number(120)
+        self.pid = 0
+
+    def begun(self) -> None:
+        """Wait for the fork, and learn its number."""
+        self.pid = self._number(300)
 
     def _number(self, timeout: float | None) -> int:
         if not select.select([self._told], [], [], timeout)[0]:
@@ -100,30 +104,48 @@ class Server:
 _servers: dict[int, Server] = {}
 
 
+def ready(world: int, imports: Sequence[str] = ()) -> None:
+    """Let the servers of so many ranks import modules, at once: no rank shall wait for another that cannot begin."""
+    if is_used():
+        asked = [_server(rank).start({"command": [], "imports": list(imports)}, 1, 2) for rank in range(min(world, 2))]
+        for each in asked:
+            each.wait()
+
+
+def _server(rank: int) -> Server:
+    if rank % 2 not in _servers:
+        _servers[rank % 2] = Server()
+    return _servers[rank % 2]
+
+
 def start(
-    *command: str, env: dict[str, str] | None = None, cwd: Path = ROOT, rank: int = 0, imports: Sequence[str] = (),
+    *command: str, env: dict[str, str] | None = None, cwd: Path = ROOT, rank: int = 0,
     out: IO[str] | None = None, err: IO[str] | None = None,
 ) -> Any:  # fmt: skip
-    """`python COMMAND`, which is `-m MODULE ...` or `FILE ...`. imports: modules that the server should have, too."""
+    """`python COMMAND`, which is `-m MODULE ...` or `FILE ...`."""
     environment = {**os.environ, **SETTINGS, **(env or {})}
     if not is_used():
         return subprocess.Popen([sys.executable, *command], env=environment, cwd=cwd, stdout=out, stderr=err)
-    if rank % 2 not in _servers:
-        _servers[rank % 2] = Server()
-    request = {"command": command, "env": environment, "cwd": str(cwd), "imports": list(imports)}
-    return _servers[rank % 2].start(request, out.fileno() if out else 1, err.fileno() if err else 2)
+    process = _server(rank).start(
+        {"command": command, "env": environment, "cwd": str(cwd)},
+        out.fileno() if out else 1,
+        err.fileno() if err else 2,
+    )
+    process.begun()
+    return process
 
 
 def torchrun(world: int, *command: str, imports: Sequence[str] = (), timeout: float = 200) -> Any:
     """`torchrun --nproc-per-node WORLD COMMAND` without its agent, as a `subprocess.CompletedProcess` of all ranks."""
     of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
               "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}  # fmt: skip
+    ready(world, imports)
     made, end = [], time.monotonic() + timeout
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
             for rank in range(world):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **of_all}
-                made.append(start(*command, env=own, rank=rank, imports=imports, out=out, err=err))
+                made.append(start(*command, env=own, rank=rank, out=out, err=err))
             while None in (codes := [process.poll() for process in made]) and not any(codes):
                 if time.monotonic() > end:
                     raise subprocess.TimeoutExpired(list(command), timeout)
@@ -182,10 +204,18 @@ def _tell_of_the_ended(children: dict[int, tuple[int, int]]) -> None:
         os.close(told)
 
 
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):  # the process that needs it will say so
+            importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, f"{names} start threads, which no fork has"
+    gc.collect()
+    gc.freeze()  # so that a collection writes into none of the memory that is shared
+
+
 def _serve(asked: socket.socket) -> list[str]:
     """Fork a process for each request; it returns in those alone, with what they shall run."""
-    for name in IMPORTED:
-        importlib.import_module(name)
+    _import(IMPORTED)
     children: dict[int, tuple[int, int]] = {}
     while True:
         select.select([asked, *children], [], [])
@@ -198,12 +228,12 @@ def _serve(asked: socket.socket) -> list[str]:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
         request, (told, out, err) = json.loads(text), given
-        for name in request["imports"]:
-            with contextlib.suppress(ImportError):  # the process itself will say so
-                importlib.import_module(name)
-        assert len(os.listdir("/proc/self/task")) == 1, f"{request['imports']} start threads, which no fork has"
-        gc.collect()
-        gc.freeze()  # so that a collection writes into none of the memory that is shared
+        if "imports" in request:
+            _import(request["imports"])
+            os.write(told, NUMBER.pack(0))
+            for descriptor in given:
+                os.close(descriptor)
+            continue
         pid = os.fork()
         if not pid:
             for descriptor in (asked.fileno(), told, *children, *(status for _, status in children.values())):

@@ -1,7 +1,12 @@
 // A device that is not one: its memory is the host's, its functions run on the CPU, but PyTorch keeps its tensors apart
 // from the CPU's and the two of it apart from each other, as it would a GPU's. It shows without a GPU where a tensor
 // lies on a wrong device.
-#include <ATen/ATen.h>
+#define AT_PER_OPERATOR_HEADERS  // all operators' headers take 15 s to compile
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/TensorShape.h>
@@ -13,7 +18,8 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
+#include <torch/library.h>
 
 namespace {
 

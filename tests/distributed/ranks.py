@@ -37,10 +37,10 @@ def begin(rank: int, world: int, port: int) -> None:
 def start(module: str, world: int, folder: Path, *names: str) -> list[Any]:
     """Run cases of a module, one process a rank, on one thread each."""
     command = ["-m", "tests.distributed.ranks", module]
-    port, imports = str(free_port()), (module, *(LOOPS if "loops" in module else ()))
+    port = str(free_port())
+    forked.ready(world, (module, *(LOOPS if "loops" in module else ())))
     return [
-        forked.start(*command, str(rank), str(world), port, str(folder), *names, rank=rank, imports=imports)
-        for rank in range(world)
+        forked.start(*command, str(rank), str(world), port, str(folder), *names, rank=rank) for rank in range(world)
     ]
 
 
