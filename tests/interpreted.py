@@ -27,8 +27,8 @@ def patch_once_a_launch() -> None:
         modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
         seen = {m.__name__ for m in modules if m in (language, language.core)}
         if running and seen and seen <= running[-1]:
-            return None  # a launch alone restores, and it comes first
-        if running and not running[-1]:
+            return None  # a launch alone restores, at its end, and it comes first
+        if running:
             running[-1].update(seen)
         return own(fn)
 
