@@ -196,7 +196,8 @@ def parts_refused(rank: int, world: int) -> None:
     assert module.private.history == [(1.0, 0.25, 4)]
     module.private.detach()
     module = module_of(manual=True)
-    own = DeviceMesh.from_group(dist.new_group(), "cpu")  # whose connections the alarm closes
+    # whose connections the alarm closes; by its name it is none of the meshes that DTensors have met before
+    own = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("spoilt",))
     module.configure_model = lambda: fully_shard(module.net, mesh=own) and None
     if rank:
         module.on_train_batch_start = _Spoils()
