@@ -16,7 +16,7 @@ from typing import Any
 
 from .accounting import epsilon_of
 from .distributed.frameworks import unwrap
-from .distributed.world import World
+from .distributed.world import World, told
 from .errors import StepError
 from .sampling import PoissonLoader, leave, new_pass, wait
 from .training.ledger import kind_of
@@ -128,7 +128,7 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
                 "soon: give fit() fastdp.lightning.stream(loader)"
             )
         if problem:
-            raise StepError(problem)
+            raise told(StepError(problem))  # all processes find it
         unwrap(pl_module)
         if isinstance(loaders, PoissonLoader):
             share(loaders, optimizers[0]._attached().world)

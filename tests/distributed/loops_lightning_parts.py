@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -194,10 +196,13 @@ def parts_refused(rank: int, world: int) -> None:
     assert module.private.history == [(1.0, 0.25, 4)]
     module.private.detach()
     module = module_of(manual=True)
+    # whose connections the alarm closes; by its name it is none of the meshes that DTensors have met before
+    own = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("spoilt",))
+    module.configure_model = lambda: fully_shard(module.net, mesh=own) and None
     if rank:
         module.on_train_batch_start = _Spoils()
     with pytest.raises((FastDPError, RuntimeError), match="spoilt"):
-        _fitted(rank, world, module, loader(None), callbacks=[DPCallback()])
+        fit(rank, world, module, loader(None), strategy=strategy(2, 1), callbacks=[DPCallback()])
     module.private.detach()
 
 
