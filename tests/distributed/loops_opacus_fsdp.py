@@ -151,6 +151,12 @@ def kept_for_the_backward(model: nn.Module) -> nn.Module:
     return FSDP2Wrapper(model, reshard_after_forward=False)
 
 
+def some_left_out(model: nn.Module) -> nn.Module:
+    """Parameters that stay whole on every process."""
+    fully_shard(model, ignored_params={model.head.weight, model.places})
+    return model
+
+
 def nested(model: nn.Module) -> nn.Module:
     for block in model.blocks:
         fully_shard(block.mlp)
@@ -163,6 +169,7 @@ def opacus_fsdp_exact(rank: int, world: int) -> None:
     for options in (
         {}, {"kind": "tied"}, {"kind": "frozen"}, {"kind": "lora", "wrap": only_the_root}, {"accumulate": 2},
         {"wrap": kept_for_the_backward}, {"kind": "derived", "wrap": nested}, {"kind": "checkpointed"},
+        {"wrap": some_left_out},
     ):  # fmt: skip
         try:
             exact(rank, world, **options)

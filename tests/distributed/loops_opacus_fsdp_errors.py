@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -99,6 +100,7 @@ def opacus_fsdp_refused(rank: int, world: int) -> None:
     for kind, match, run in refused:
         with pytest.raises(kind, match=match):
             run()
+        gc.collect()  # the modes of forwards that no backward followed end here, not within a call of torch's
 
 
 def _steps(skips: bool | None = None, between: Any = lambda: None, **options: Any) -> None:
@@ -130,6 +132,9 @@ def opacus_fsdp_refused_writes(rank: int, world: int) -> None:
             write(model)
             with pytest.raises(StepError, match="was written to between backward and step"):
                 _loss(module, criterion).backward() if again else optimizer.step()
+            module.cleanup()
+            del module, optimizer, criterion
+            gc.collect()
 
 
 def opacus_fsdp_refused_by_one(rank: int, world: int) -> None:
@@ -161,6 +166,9 @@ def opacus_fsdp_refused_by_one(rank: int, world: int) -> None:
         assert rank == world - 1 or f"rank {world - 1} refused" in str(caught.value)
         assert time.monotonic() - begun < 10 and not engine.accountant.history
         assert all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), before, strict=True))
+        module.cleanup()
+        del caught, out, loss, module, optimizer, criterion
+        gc.collect()
 
 
 CASES: dict[str, Any] = {
