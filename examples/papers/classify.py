@@ -228,8 +228,9 @@ class Training:
 def main(setting: Setting, options: Any) -> list[common.Row]:
     """Run every case with every seed, write rows and pictures, print what was found; returns the rows."""
     cases = [case for case in setting.cases if case.name in options.cases]
+    drawn = [case.name for case in cases if not case.more] or options.cases  # dozens would not fit a picture
     if options.draw:
-        confidence.draw(options, options.cases, options.out.stem)
+        confidence.draw(options, drawn, options.out.stem)
         return []
     data = common.subset(setting.images(options.data), options.records, options.test_records)
     epochs = options.epochs or (setting.quick_epochs if options.quick else setting.epochs)
@@ -261,5 +262,5 @@ def main(setting: Setting, options: Any) -> list[common.Row]:
                 print(f"stopped after {options.minutes:g} minutes: run the same command again to go on")
                 return all_rows
     if options.plots is not None:
-        confidence.draw(options, options.cases, options.out.stem, "quick" if options.quick else None)
+        confidence.draw(options, drawn, options.out.stem, "quick" if options.quick else None)
     return all_rows

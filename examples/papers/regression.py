@@ -136,7 +136,8 @@ def run(plan: Plan, way: Way, task: Task, seed: int, epochs: int, kept: resume.C
     losses.append(loss_of(model, task.x, task.y))
     metrics = {"training loss": losses[-1], "test loss": loss_of(model, task.x_test, task.y_test),
                "training loss at half time": losses[POINTS // 2],
-               "largest rise": max(b - a for a, b in zip(losses[:-1], losses[1:], strict=True))}  # fmt: skip
+               "largest rise": max(b - a for a, b in zip(losses[:-1], losses[1:], strict=True)),
+               "share above its lowest": losses[-1] / min(losses) - 1}  # fmt: skip
     if private:
         over, of = (a + b for a, b in zip(before["counts"], found.counts, strict=True))
         metrics |= epsilons(plan.sigma, batches.sample_rate, steps, delta_of(len(task.x)))
