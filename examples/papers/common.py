@@ -89,11 +89,12 @@ def parser(description: str, stem: str | None = None) -> Parser:
 
 
 def command_of(stem: str, given: Sequence[str]) -> str:
-    """The command line without what is of this machine: --data DIR, --checkpoints DIR; no --out, --plots, --minutes."""
+    """The command line without what is of this machine: --data DIR, --checkpoints DIR; no --out, --plots,
+    --minutes, --cache."""
     words, rest = [f"python examples/papers/{stem}.py"], list(given)
     while rest:
         name, _, value = rest.pop(0).partition("=")
-        if name in ("--data", "--checkpoints", "--out", "--plots", "--minutes"):
+        if name in ("--data", "--checkpoints", "--cache", "--out", "--plots", "--minutes"):
             if not value and rest:
                 rest.pop(0)
             words += [f"{name} DIR"] if name in ("--data", "--checkpoints") else []

@@ -38,13 +38,14 @@ def draw(options: Any) -> None:
     print("wrote " + ", ".join(made))
 
 
-def by_case(rows: Sequence[Row], private: bool = True) -> dict[str, list[Row]]:
-    """Rows of each case of the most epochs that it was run for; without what has no epsilon, if private."""
+def by_case(rows: Sequence[Row], private: bool = True, shorter: bool = False) -> dict[str, list[Row]]:
+    """Rows of each case of the most epochs that it was run for, or of shorter runs, too (nothing depends on how long a
+    run is meant to be); without what has no epsilon, if private."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if not private or row["epsilon_rdp"]:
             found.setdefault(row["case"], []).append(row)
-    for case, mine in found.items():
+    for case, mine in () if shorter else found.items():
         longest = max(int(row["epochs"]) for row in mine)
         found[case] = [row for row in mine if int(row["epochs"]) == longest]
     return found
@@ -63,8 +64,9 @@ def bands(rows: Sequence[Row], column: str) -> list[tuple[float, float, float, f
 
 
 def accuracy(rows: Sequence[Row], path: Path) -> bool:
-    """Test accuracy by epsilon, of each case: a line through the medians, a band from minimum to maximum."""
-    cases = by_case(rows)
+    """Test accuracy by epsilon, of each case: a line through the medians, a band from minimum to maximum of those runs
+    that came so far."""
+    cases = by_case(rows, shorter=True)
     figure, (axes,) = _figure(1, 1, (6.4, 4.2))
     for colour, (case, mine) in zip(COLOURS * 9, cases.items(), strict=False):
         epsilon, low, middle, high = zip(*bands(mine, "accuracy"), strict=True)
