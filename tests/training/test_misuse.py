@@ -94,6 +94,7 @@ def test_batches_fetched_ahead_are_refused_even_where_their_sizes_agree():
 
 def test_an_engine_that_is_gone_since_a_batch_was_fetched_changes_nothing():
     """Whether something trained between two batches is asked of the process, not of the engines that are left."""
+    gc.collect()  # what an earlier test left of a loader and its engine
     other = network()
     sgd(other, seed=0)
     x, y = next(iter(torch.utils.data.DataLoader(records(), batch_size=8)))
