@@ -22,6 +22,12 @@ from ..by_hand import EXPECTED, RECORDS, Loop, R, network, records
 Q = EXPECTED / RECORDS
 
 
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """Loaders and engines of the tests before are gone, which the process is asked about."""
+    gc.collect()
+
+
 def loader_of(limit=4, steps=4, seed=1):
     return fastdp.poisson_loader(
         records(), expected_batch_size=EXPECTED, max_physical_batch_size=limit, steps=steps, seed=seed
@@ -94,7 +100,6 @@ def test_batches_fetched_ahead_are_refused_even_where_their_sizes_agree():
 
 def test_an_engine_that_is_gone_since_a_batch_was_fetched_changes_nothing():
     """Whether something trained between two batches is asked of the process, not of the engines that are left."""
-    gc.collect()  # what an earlier test left of a loader and its engine
     other = network()
     sgd(other, seed=0)
     x, y = next(iter(torch.utils.data.DataLoader(records(), batch_size=8)))
