@@ -6,12 +6,13 @@ do to memory must not be seen as calls on data. The samples lie in what comes ou
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from ..layouts.inputs import nested_tensors
 from ..layouts.layout import layout_on, tag, tag_of
@@ -53,7 +54,7 @@ def _without_graphs(given: Any) -> tuple[Any, dict[int, Tensor]]:
         of_parameters[id(place)] = tensor
         return place
 
-    return tree_map_only(Tensor, without, given), of_parameters
+    return _mapped(given, without), of_parameters
 
 
 def _carried(given: Any, found: Any, of_parameters: dict[int, Tensor]) -> Any:
@@ -68,4 +69,25 @@ def _carried(given: Any, found: Any, of_parameters: dict[int, Tensor]) -> Any:
             kept[id(new)] = old  # frozen, and cast perhaps
         elif (known := layout_on(old)) is not None and (layout := tag_of(old, known.batch)) is not None:
             tag(new, layout)
-    return tree_map_only(Tensor, lambda t: kept.get(id(t), t), found) if kept else found
+    return _mapped(found, lambda t: kept.get(id(t), t)) if kept else found
+
+
+def _mapped(nest: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The nest with every tensor replaced, in dataclasses too, which fully_shard enters."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        names = () if isinstance(leaf, type) else getattr(leaf, "__dataclass_fields__", ())
+        items = {name: getattr(leaf, name) for name in names}
+        changed = {
+            name: new for name, old in items.items() if nested_tensors(old) and (new := tree_map(of, old)) is not old
+        }
+        if not changed:
+            return leaf
+        whole = copy.copy(leaf)
+        for name, item in changed.items():
+            object.__setattr__(whole, name, item)  # of frozen ones, too
+        return whole
+
+    return tree_map(of, nest)

@@ -99,7 +99,7 @@ class ShardedSums(Sums):
     """
 
     def __init__(self, shards: Sharded, world: World) -> None:
-        self._shards, self._world = shards, world
+        self._shards, self._world, self._nests = shards, world, shards.nests()
         self._problem: Exception | None = None
         self._needed: list[tuple[list[Group], list[Group]]] = []  # of each bucket: for its norms, and for its sums
 
@@ -127,6 +127,8 @@ class ShardedSums(Sums):
                 flags[row, columns] = flags[row, columns].clamp(min=1 if reading.block is not None else 2)
         if self._world.agree(said, int(flags.any())):
             flags = self._world.any_of(flags)
+            for nest in self._nests:  # also where no sample makes a forward run again
+                flags[:, nest] = flags[:, nest].amax(1, keepdim=True)
         self._needed = [
             ([groups[g] for g in range(len(groups)) if row[g] >= 2], [groups[g] for g in range(len(groups)) if row[g]])
             for row in flags.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,20 +30,29 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What blocks hand on."""
+
+    bias: Any
+
+
 class Biased(Block):
     """With biases of relative positions, which the first block makes of its table and all use, as in T5."""
 
-    def __init__(self, table: bool) -> None:
+    def __init__(self, table: bool, within: bool) -> None:
         super().__init__()
         self.table = nn.Embedding(2 * LENGTH - 1, 1) if table else None
+        self.within = within  # a dataclass
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, given: Any = None) -> tuple[Tensor, Any]:
+        bias = given.bias if isinstance(given, Shared) else given
         if self.table is not None:
             places = torch.arange(LENGTH)
             bias = self.table(places[:, None] - places + LENGTH - 1).squeeze(-1).unsqueeze(0)
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         x = x + self.out((q @ k.transpose(-2, -1) / D**0.5 + bias).softmax(-1) @ v)
-        return x + self.mlp(x), bias
+        return x + self.mlp(x), Shared(bias) if self.within else bias
 
 
 class Doubled(nn.Module):
@@ -63,7 +73,7 @@ class LM(nn.Module):
 
     def forward(self, tokens: Tensor, extra: bool = False) -> Tensor:
         x = self.words(tokens) + self.places
-        bias: Tensor | None = None
+        bias: Any = None
         for block in self.blocks:
             if isinstance(block, Biased):
                 x, bias = block(x, bias)
@@ -86,13 +96,13 @@ class LoRA(nn.Module):
 
 
 def build(kind: str = "") -> LM:
-    """kind: of "tied", "checkpointed", "reentrant", "lora", "frozen", "derived", "biased" and "fused" what its words
-    say."""
+    """kind: of "tied", "checkpointed", "reentrant", "lora", "frozen", "derived", "biased", "dataclass" and "fused" what
+    its words say."""
     torch.manual_seed(0)
     model = LM("tied" in kind, "checkpointed" in kind or "reentrant" in kind, "reentrant" in kind)
     model.fused = "fused" in kind
     if "biased" in kind:
-        model.blocks = nn.ModuleList(Biased(table=place == 0) for place in range(2))
+        model.blocks = nn.ModuleList(Biased(place == 0, "dataclass" in kind) for place in range(2))
     if "derived" in kind:
         for block in model.blocks:
             nn.utils.parametrizations.weight_norm(block.mlp[0])
