@@ -89,15 +89,15 @@ def parser(description: str, stem: str | None = None) -> Parser:
 
 
 def command_of(stem: str, given: Sequence[str]) -> str:
-    """The command line without what is of this machine: --data DIR, --checkpoints DIR; no --out, --plots,
-    --minutes, --cache."""
+    """The command line without what is of this machine: --data DIR, --checkpoints DIR, --cache DIR; no --out, --plots
+    and --minutes."""
     words, rest = [f"python examples/papers/{stem}.py"], list(given)
     while rest:
         name, _, value = rest.pop(0).partition("=")
         if name in ("--data", "--checkpoints", "--cache", "--out", "--plots", "--minutes"):
             if not value and rest:
                 rest.pop(0)
-            words += [f"{name} DIR"] if name in ("--data", "--checkpoints") else []
+            words += [f"{name} DIR"] if name in ("--data", "--checkpoints", "--cache") else []
         else:
             words.append(shlex.quote(f"{name}={value}" if value else name))
     return " ".join(words)
