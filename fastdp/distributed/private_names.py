@@ -149,7 +149,7 @@ def explain_gathers(group: Any, explained: Callable[[BaseException], BaseExcepti
 
         return run
 
-    wrapped = ("unshard", "wait_for_unshard")
+    wrapped = (_GATHERS, "wait_for_unshard")
     for name in wrapped:
         vars(group)[name] = around(getattr(group, name))
     return lambda: [vars(group).pop(name, None) for name in wrapped].clear()
@@ -213,20 +213,38 @@ class Counted:
             return self.inner(*args, **options)
 
 
+_GATHERS = "unshard"
+
+
 @contextlib.contextmanager
 def at_rest(states: list[Any]) -> Iterator[None]:
     """Within it the hooks of these modules gather, sum and free nothing, as if the backward that calls them again had
-    gathered already."""
+    gathered already. They would gather what is not there: other processes would not, so that raises an error."""
     kind = type(states[0]._training_state) if states else None
-    held = [*states, *(group for state in states for group in groups_of(state))]
+    groups = [group for state in states for group in groups_of(state)]
+    held = [*states, *groups]
     before = [each._training_state for each in held]
+    away = [(vars(group), vars(group).get(_GATHERS)) for group in groups if not group.is_unsharded]
     try:
         for each in held:
             each._training_state = kind.PRE_BACKWARD  # type: ignore[union-attr]
+        for own, _ in away:
+            own[_GATHERS] = _refuse_to_gather
         yield
     finally:
         for each, was in zip(held, before, strict=True):
             each._training_state = was
+        for own, gathers in away:
+            own[_GATHERS] = gathers
+            if gathers is None:
+                del own[_GATHERS]
+
+
+def _refuse_to_gather(*_: Any, **__: Any) -> None:
+    raise ParameterError(
+        "a checkpointed forward runs again for the norms, as it makes a tensor of parameters, and reads others that "
+        "its module does not hold: give checkpoint() the module that fully_shard was called on, or one around it"
+    )
 
 
 def start_anew(root: nn.Module) -> None:

@@ -216,20 +216,6 @@ class Sharded:
             for group in groups:
                 group.free()
 
-    def nests(self) -> list[list[int]]:
-        """Numbers of groups that lie within each other, but for the model's own: a checkpointed forward of the outer
-        module, that runs again, reads all of them. Only those nests that hold several."""
-        numbers = {id(group.handle): number for number, group in enumerate(self.groups)}
-        found: list[set[int]] = []
-        for module in self.model.modules():
-            if module is self.model or names.state_of(module) is None:
-                continue
-            inner = {id(s): s for m in module.modules() if (s := names.state_of(m)) is not None}.values()
-            nest = {numbers[id(handle)] for each in inner for handle in names.groups_of(each)}
-            if len(nest) > 1 and not any(nest <= other for other in found):  # outer modules come first
-                found.append(nest)
-        return [sorted(nest) for nest in found]
-
     def failed(self) -> None:
         """A forward or backward raised an error: fully_shard's state is of one that never ended."""
         self._failed = True

@@ -221,7 +221,7 @@ class Pass(PassRecord):
         if parameters and not torch.is_grad_enabled():
             # what a module makes of parameters alone (position embeddings) meets data out of it, in the region
             calls = 0 if has_data else len(self.stack)
-            watch_region(self.engine, self.path, self.batch, self.moment, calls)
+            watch_region(self.engine, self.path, self.batch, self.moment, calls, parameters)
             self.count_uses(parameters * 2)  # of a region that is computed again, perhaps: not the only use
             for leaf in (leaf for parameter in parameters for leaf in leaves_of(parameter)):
                 if "autograd.Function" not in self.backward.last_use_of.get(id(leaf), ""):  # looking is slow: once

@@ -8,39 +8,42 @@ So the function that computes such a region again is replaced by one that enters
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from ..errors import UncapturedUseError
 from ..layouts.inputs import nested_tensors
 from ..layouts.layout import tag_of
 from ..layouts.moments import Moment
+from ..uses.regions import CHECKPOINT, frame_of, frames
 from .engine import Engine
 from .module_hooks import hook_of
 
-_CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
 _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
 _CALL = nn.Module._call_impl.__code__
 _WRAPPED = "_fastdp_seen"
 
 
-def watch_region(engine: Engine, path: str, batch: int, moment: Moment, calls: int = 0) -> None:
+def watch_region(
+    engine: Engine, path: str, batch: int, moment: Moment, calls: int = 0, taken: Sequence[Tensor] = ()
+) -> None:
     """The caller takes a parameter: see to it that a region around it, if there is one, is seen the second time.
 
-    calls: of modules, that the region may lie around.
+    calls: of modules, that the region may lie around. taken: parameters and tensors made of them. Raises
+    UncapturedUseError if one is an argument of a reentrant region, which computes it again with another tensor.
     """
     if torch.is_grad_enabled():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None:
             return
-        region, code, name = _frame_of(hooks[0]), _CHECKPOINT, "recompute_fn"
+        region, code, name = frame_of(hooks[0]), CHECKPOINT, "recompute_fn"
         found = None if region is None else _arguments(engine, code, calls)
     else:
+        _refuse_arguments(path, taken)
         found = _arguments(engine, _REENTRANT, calls)
         region, name = None if found is None else found.get("ctx"), "run_function"
     if region is None or found is None or getattr(getattr(region, name), _WRAPPED, False):
@@ -48,15 +51,21 @@ def watch_region(engine: Engine, path: str, batch: int, moment: Moment, calls: i
     setattr(region, name, _seen(engine, path, batch, moment, found["args"], getattr(region, name)))
 
 
-def _frame_of(pack: Any) -> Any:
-    """What torch knows of the region whose tensors this function packs; None if it is no checkpointing's."""
-    cells = [cell.cell_contents for cell in getattr(pack, "__closure__", None) or ()]
-    return next((cell for cell in cells if isinstance(cell, checkpoint._CheckpointFrame)), None)
+def _refuse_arguments(path: str, taken: Sequence[Tensor]) -> None:
+    keys = set(map(id, taken))
+    for frame in frames() if keys else ():
+        if frame.f_code is _REENTRANT and keys & set(map(id, frame.f_locals["args"])):
+            raise UncapturedUseError(
+                f"in module '{path}': checkpoint(..., use_reentrant=True) is given a parameter, or a tensor made of "
+                "parameters alone (a bias that all blocks use), as an argument, and puts another tensor "
+                "in its place when it runs again: the gradients of samples would not reach it. Pass use_reentrant=False "
+                "(in transformers, gradient_checkpointing_kwargs={'use_reentrant': False})."
+            )
 
 
 def _arguments(engine: Engine, code: Any, calls: int) -> dict[str, Any] | None:
     """The variables of the innermost call of `code` around the caller; None if more modules stand in between."""
-    for frame in _frames():
+    for frame in frames():
         if frame.f_code is code:
             return frame.f_locals
         if frame.f_code is _CALL and hook_of(frame.f_locals["self"], engine):
@@ -64,13 +73,6 @@ def _arguments(engine: Engine, code: Any, calls: int) -> dict[str, Any] | None:
                 return None
             calls -= 1
     return None
-
-
-def _frames() -> Iterator[FrameType]:
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _seen(
@@ -84,6 +86,7 @@ def _seen(
             return function(*inputs, **kwargs)
 
     setattr(again, _WRAPPED, True)
+    again.__wrapped__ = function  # type: ignore[attr-defined]
     return again
 
 
@@ -92,7 +95,7 @@ def custom_function() -> str:
 
     "" in a checkpointed region: it is computed again, and seen then.
     """
-    for frame in _frames():
+    for frame in frames():
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
         if isinstance(first, torch.autograd.function.FunctionCtx):

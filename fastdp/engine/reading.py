@@ -5,8 +5,8 @@ Most uses read what they hold, and no parameter. What is not known to do so coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from ..uses.conv import Conv
 from ..uses.embedding import Lookup
@@ -22,10 +22,11 @@ HOLDING = (Stored, Matmul, Lookup, Conv, Routed)  # all that they read
 
 class Reading(NamedTuple):
     """leaves: the parameters whose norms and sums read (ids). block: what runs again for the sums, if one does; else
-    both read the leaves."""
+    both read the leaves, and the parameters of what checkpointing runs again."""
 
     leaves: tuple[int, ...]
     block: Block | None
+    again: tuple[Callable[..., Any], ...] = ()
 
 
 def readings(gradients: Gradients) -> Iterator[Reading]:
@@ -36,7 +37,8 @@ def readings(gradients: Gradients) -> Iterator[Reading]:
         for block in blocks:
             yield Reading(leaves, block)
         if _is_mapped(use) or not (blocks or _holds_all(use)):
-            yield Reading(leaves, None)
+            link = link_of(use.operand)
+            yield Reading(leaves, None, () if link is None else link.again)
 
 
 def _is_mapped(use: Use) -> bool:

@@ -7,7 +7,7 @@ all parameters would not fit. All processes agree before that, also on which par
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from ..engine.gradients import Gradients
 from ..engine.reading import readings
 from ..engine.tracked import Shards
 from ..ops.noise import Noise
+from ..uses.regions import module_of
 from .fused import Release
 
 Members = Sequence[Sequence[Tensor]]  # the parameters of each clipping group
@@ -99,7 +100,7 @@ class ShardedSums(Sums):
     """
 
     def __init__(self, shards: Sharded, world: World) -> None:
-        self._shards, self._world, self._nests = shards, world, shards.nests()
+        self._shards, self._world = shards, world
         self._problem: Exception | None = None
         self._needed: list[tuple[list[Group], list[Group]]] = []  # of each bucket: for its norms, and for its sums
 
@@ -121,21 +122,21 @@ class ShardedSums(Sums):
         group_of = {id(p): number for number, group in enumerate(groups) for p in group.wholes}
         flags = torch.zeros(len(buckets), len(groups), dtype=torch.uint8)  # 1: for the sums, 2: for the norms, too
         for reading in readings(gradients):
-            read = reading.leaves if reading.block is None else map(id, self._wholes_in(reading.block.module))
+            read = set(reading.leaves) if reading.block is None else self._wholes_in(reading.block.module)
+            for function in reading.again:  # what another function than a module's reads is not known: all, then
+                read |= self._wholes_in(module_of(function) or self._shards.model)
             columns = sorted({group_of[leaf] for leaf in read if leaf in group_of})
             for row in {bucket_of[leaf] for leaf in reading.leaves if leaf in bucket_of}:
                 flags[row, columns] = flags[row, columns].clamp(min=1 if reading.block is not None else 2)
         if self._world.agree(said, int(flags.any())):
             flags = self._world.any_of(flags)
-            for nest in self._nests:  # also where no sample makes a forward run again
-                flags[:, nest] = flags[:, nest].amax(1, keepdim=True)
         self._needed = [
             ([groups[g] for g in range(len(groups)) if row[g] >= 2], [groups[g] for g in range(len(groups)) if row[g]])
             for row in flags.tolist()
         ]
 
-    def _wholes_in(self, module: nn.Module) -> Iterable[Tensor]:
-        return (self._shards.whole(p) for p in module.parameters())
+    def _wholes_in(self, module: nn.Module) -> set[int]:
+        return {id(self._shards.whole(p)) for p in module.parameters()}
 
     def norm_sq(self, gradients: Gradients, members: Members) -> list[Tensor]:
         found = [torch.zeros(gradients.batch, dtype=torch.float64, device=gradients.device) for _ in members]

@@ -8,6 +8,7 @@ engine refuses: nothing can slip through.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..layouts.layout import tag_of
 from ..ops.common import accumulate
 from .forward_pass import ForwardPass
 from .links import Link, leaves_of, link_of, set_link
+from .regions import run_again
 
 
 def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -> tuple[Tensor, ...]:
@@ -43,7 +45,7 @@ def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -
     for parent in parents:
         leaves.update((id(leaf), leaf) for leaf in leaves_of(parent))
     parent = parents[0]
-    link = Link(tuple(leaves.values()), parent, "function", False)
+    link = Link(tuple(leaves.values()), parent, "function", False, again=_again(parents))
     written = call.in_place or any(result is parent for result in results)
     before = link_of(first) if call.in_place else None
     if len(parents) == 1 and parent is (args[0] if args else None) and not written:
@@ -68,6 +70,15 @@ def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -
     return link.leaves
 
 
+def _again(parents: list[Tensor]) -> tuple[Callable[..., Any], ...]:
+    """What runs again to pull a gradient back through this call, and those before it."""
+    found = list(run_again())
+    for parent in parents:
+        link = link_of(parent)
+        found += [each for each in (() if link is None else link.again) if each not in found]
+    return tuple(found)
+
+
 def _link_base(view: Tensor, before: Link | None, forward_pass: ForwardPass) -> None:
     """What was written through a view is in the memory that it views: that tensor is made of these parameters too.
 
@@ -82,7 +93,8 @@ def _link_base(view: Tensor, before: Link | None, forward_pass: ForwardPass) -> 
     if above is None or before is None or above.version != before.version:
         return
     leaves = {id(leaf): leaf for leaf in (*above.leaves, *link.leaves)}
-    set_link(base, Link(tuple(leaves.values()), above.parent, "function", False, version=base._version))
+    both = (*above.again, *(each for each in link.again if each not in above.again))
+    set_link(base, Link(tuple(leaves.values()), above.parent, "function", False, again=both, version=base._version))
 
 
 def _moves_each_once(call: Call, parent: Tensor) -> bool:

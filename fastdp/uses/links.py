@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -23,6 +24,7 @@ class Link(NamedTuple):
     kind: str
     isometric: bool
     ids: Tensor | None = None
+    again: tuple[Callable[..., Any], ...] = ()  # what checkpointing runs again to pull gradients back: `regions`
     version: int = 0  # of the derived tensor: another one says that it was written to through a view
 
 

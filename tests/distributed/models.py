@@ -67,14 +67,21 @@ class LM(nn.Module):
         self.blocks, self.norm = nn.ModuleList(Block() for _ in range(2)), nn.LayerNorm(D)
         self.head = nn.Linear(D, WORDS, bias=False)
         self.unused = nn.Linear(D, D)  # by half of the ranks
-        self.checkpointed, self.reentrant, self.fused = checkpointed, reentrant, False
+        self.checkpointed, self.reentrant, self.fused, self.spanned = checkpointed, reentrant, False, False
         if tied:
             self.head.weight = self.words.weight
+
+    def all_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: block(x) * self.places.sigmoid(), x, use_reentrant=False)
+        return x
 
     def forward(self, tokens: Tensor, extra: bool = False) -> Tensor:
         x = self.words(tokens) + self.places
         bias: Any = None
-        for block in self.blocks:
+        if self.spanned:
+            x = checkpoint(self.all_blocks, x, use_reentrant=False)
+        for block in () if self.spanned else self.blocks:
             if isinstance(block, Biased):
                 x, bias = block(x, bias)
                 continue
@@ -97,10 +104,10 @@ class LoRA(nn.Module):
 
 def build(kind: str = "") -> LM:
     """kind: of "tied", "checkpointed", "reentrant", "lora", "frozen", "derived", "biased", "dataclass" and "fused" what
-    its words say."""
+    its words say; "spanned": checkpointed regions within one that spans all blocks."""
     torch.manual_seed(0)
     model = LM("tied" in kind, "checkpointed" in kind or "reentrant" in kind, "reentrant" in kind)
-    model.fused = "fused" in kind
+    model.fused, model.spanned = "fused" in kind, "spanned" in kind
     if "biased" in kind:
         model.blocks = nn.ModuleList(Biased(place == 0, "dataclass" in kind) for place in range(2))
     if "derived" in kind:

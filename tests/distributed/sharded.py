@@ -120,6 +120,7 @@ EXACT: dict[str, Any] = {
     "budget, kept": case(dict(reshard_after_forward=False), kind="checkpointed", memory_budget=1),
     "derived": case(kind="derived", unequal=True),
     "derived, checkpointed": case(kind="derived checkpointed"),
+    "derived, in regions of several blocks": case(kind="derived spanned", unequal=True),
     "a bias that all blocks use": case(kind="biased", unequal=True, sigma=1.0),
     "a bias in a dataclass": case(kind="biased dataclass"),
     "fused head": case(kind="fused"),

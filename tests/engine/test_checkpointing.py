@@ -13,6 +13,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import fastdp
+from fastdp.errors import UncapturedUseError
 
 from ..truth import compare, norms_of, truth
 
@@ -191,6 +192,35 @@ def test_regions_that_take_parameters_themselves(name: str, reentrant: bool, bud
     assert torch.allclose(engine.norms().double(), norms_of(exact), rtol=1e-5)
     total = sum(engine.clipped_sum(torch.ones(6))[n].norm() for n in exact)
     assert all(float((rows[n].double() - g).norm()) < 1e-5 * total for n, g in exact.items())
+    engine.detach()
+
+
+class Given(nn.Module):
+    """A region with a parameter, or a tensor made of one, among its arguments."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+        self.made, self.reentrant = made, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.first(x), self.made(self.scale)
+        return checkpoint(lambda y, scale: (y * scale).tanh(), *given, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("made", [lambda p: p, lambda p: p * 2], ids=["a parameter", "made of one"])
+def test_a_reentrant_region_is_given_parameters(made: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Given(made), torch.randn(5, 6)
+    engine = fastdp.PerSampleGradients(model)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(UncapturedUseError, match="use_reentrant=False"):
+        model(x)
+    model.reentrant = False
+    exact = truth(model, x, lambda m, x: m(x).square().sum(1))
+    model(x).square().sum(1).mean().backward()
+    torch.testing.assert_close(engine.norms().double(), norms_of(exact), rtol=1e-5, atol=0)
     engine.detach()
 
 
