@@ -58,7 +58,7 @@ def _refuse_arguments(path: str, taken: Sequence[Tensor]) -> None:
             raise UncapturedUseError(
                 f"in module '{path}': checkpoint(..., use_reentrant=True) is given a parameter, or a tensor made of "
                 "parameters alone (a bias that all blocks use), as an argument, and puts another tensor "
-                "in its place when it runs again: the gradients of samples would not reach it. Pass use_reentrant=False "
+                "in its place when it runs again: gradients of samples would not reach it. Pass use_reentrant=False "
                 "(in transformers, gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
 
