@@ -123,9 +123,10 @@ def test_lightning_in_parts():
     assert accuracy > 0.6 and 2.9 < epsilon <= 3.0
 
 
-def test_opacus_names():
+@pytest.mark.parametrize("words", [["examples/opacus_ddp.py"], ["examples/opacus_ddp.py", "--fsdp"]])
+def test_opacus_names(words):
     pytest.importorskip("sklearn")
-    accuracy, epsilon = accuracy_and_epsilon(torchrun("examples/opacus_ddp.py", "--quick"))
+    accuracy, epsilon = accuracy_and_epsilon(torchrun(*words, "--quick"))
     assert accuracy > 0.5 and 2.9 < epsilon <= 3.0
 
 
