@@ -1,27 +1,31 @@
 """Builds the optional extensions fastdp._C and fastdp._CUDA; all else is in pyproject.toml.
 
-Without a compiler, or where compiling fails, fastdp installs without them and runs on plain PyTorch and Triton.
-fastdp._CUDA is built where nvcc and a GPU are found, or FASTDP_CUDA=1 is set (FASTDP_CUDA=0: never). nvcc is looked for
-on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which GPUs it knows.
-torch is never needed to build.
+Without a compiler, or where compiling fails, fastdp installs without them and runs on plain PyTorch and Triton; a wheel
+is then one for every platform (py3-none-any). FASTDP_CPU=1 makes such a failure an error, as wheels for others need it,
+and FASTDP_CPU=0 builds no fastdp._C. fastdp._CUDA is built where nvcc and a GPU are found, or FASTDP_CUDA=1 is set
+(FASTDP_CUDA=0: never). nvcc is looked for on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which GPUs
+it knows. torch is never needed to build.
 """
 
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 ROOT = Path(__file__).parent
 # -ffp-contract=off: noise has the same bits on every instruction set. The other two let loops with sqrt vectorise;
-# neither changes a result (fastdp reads no errno and no floating-point flags).
-FLAGS = "-std=c++17 -O3 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden -g0".split()
+# neither changes a result (fastdp reads no errno and no floating-point flags). Apple's clang has no OpenMP: one thread.
+THREADS = [] if sys.platform == "darwin" else ["-fopenmp"]
+FLAGS = [*"-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden -g0".split(), *THREADS]
 # Machine code for each generation of data-centre GPUs, and PTX for those to come. cudart is linked statically: torch's
 # streams are the driver's handles, which it takes.
 CUDA_FLAGS = "-std=c++17 -O3 -cudart static -Xcompiler -fPIC,-fvisibility=hidden,-g0".split()
@@ -50,11 +54,17 @@ def target_flags(targets: list[str]) -> list[str]:
     return [*flags, f"-DFASTDP_CUDA_TARGETS={'_'.join(targets)}"]  # nvcc cuts arguments at commas
 
 
+def wish(variable: str) -> str:
+    """What the environment says: "", "0" or "1"."""
+    setting = os.environ.get(variable, "")
+    if setting not in ("", "0", "1"):
+        raise SystemExit(f"{variable} must be 0 or 1, not {setting!r}")
+    return setting
+
+
 def wants_cuda() -> bool:
     """Whether to build fastdp._CUDA."""
-    setting = os.environ.get("FASTDP_CUDA", "")
-    if setting not in ("", "0", "1"):
-        raise SystemExit(f"FASTDP_CUDA must be 0 or 1, not {setting!r}")
+    setting = wish("FASTDP_CUDA")
     present = find_nvcc() is not None and Path("/dev/nvidiactl").exists()
     return setting == "1" or (setting == "" and present)
 
@@ -116,9 +126,20 @@ class OptionalBuild(build_ext):
         run([nvcc, "-shared", "-cudart", "static", *objects, "-o", str(target)])
 
     def _without(self, name: str, error: Exception) -> None:
+        if wish({"fastdp._C": "FASTDP_CPU", "fastdp._CUDA": "FASTDP_CUDA"}[name]) == "1":
+            raise error
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         slower = "noise is slower" if name == "fastdp._C" else "the GPU's noise is slower"
         print(f"fastdp: WARNING: installing without the compiled extension {name} ({slower}): {reason}")
+
+
+class Wheel(bdist_wheel):
+    """bdist_wheel whose file says that it is for every platform if nothing compiled is in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        compiled = [path for path in Path(self.bdist_dir).rglob("*") if path.suffix in (".so", ".pyd", ".dylib")]
+        self.root_is_pure = not compiled
+        return super().get_tag()  # type: ignore[no-any-return]
 
 
 def run(command: list[str]) -> None:
@@ -143,12 +164,14 @@ extensions = [
         language="c++",
         optional=True,  # lets an in-place build go on without the file
         extra_compile_args=FLAGS,
-        extra_link_args=["-fopenmp"],
+        extra_link_args=THREADS,
     )
 ]
 if wants_cuda():
     depends = [*found("csrc/*.h", "csrc/cuda/*.cuh"), "setup.py"]
     extensions += [Extension("fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=True)]
+if wish("FASTDP_CPU") == "0":
+    extensions = [extension for extension in extensions if extension.name != "fastdp._C"]
 os.chdir(ROOT)
 packages = [*find_packages(include=["fastdp", "fastdp.*"], exclude=["fastdp.kernels*"]), "fastdp.kernels"]
-setup(packages=packages, ext_modules=extensions, cmdclass={"build_ext": OptionalBuild})
+setup(packages=packages, ext_modules=extensions, cmdclass={"build_ext": OptionalBuild, "bdist_wheel": Wheel})

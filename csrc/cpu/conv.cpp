@@ -7,8 +7,7 @@
 #include "depthwise.h"
 #include "gram.h"
 #include "patches.h"
-
-#include <omp.h>
+#include "threads.h"
 
 #include <algorithm>
 

@@ -3,8 +3,7 @@
 #include "depthwise.h"
 
 #include "patches.h"
-
-#include <omp.h>
+#include "threads.h"
 
 #include <algorithm>
 #include <vector>

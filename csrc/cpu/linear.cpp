@@ -1,8 +1,7 @@
 // Norms of the weight gradients of a matrix product, by sample: G_b = g_b^T a_b, never stored.
 #include "../fastdp.h"
 #include "gram.h"
-
-#include <omp.h>
+#include "threads.h"
 
 using namespace fastdp;
 
