@@ -78,7 +78,8 @@ def _check(base: type, name: str, parameter: Tensor, held: Any) -> None:
 
 def _place(value: Any) -> Any:
     """On which processes which part of a tensor lies; None where all of it is here."""
-    return (value.device_mesh, tuple(value.placements)) if hasattr(value, "placements") else None
+    mesh = getattr(value, "device_mesh", None)  # one that comes from a file is not equal, only alike
+    return None if mesh is None else (mesh.mesh.tolist(), tuple(value.placements))
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], defaults: Any) -> None:

@@ -166,9 +166,9 @@ def ride_along(found: dict[str, Any]) -> None:
     of now must not pass for what was loaded.
     """
     carried = {**found["fastdp"], _STEPS: _steps(found["state"])}
-    text = json.dumps(carried, default=lambda number: number.item())  # of numpy
+    text = _NONE if torch_is_at(_LOADER) else json.dumps(carried, default=lambda number: number.item())  # of numpy
     for group in found["param_groups"]:
-        group[RIDER] = _NONE if torch_is_at(_LOADER) else text
+        group[RIDER] = text
 
 
 def torch_is_at(function: str) -> bool:
@@ -229,7 +229,8 @@ def carried_by(state_dict: dict[str, Any]) -> dict[str, Any] | None:
         raise StepError(
             f"the record of privacy in this state was written after {recorded or 0:g} steps of the optimizer, and its "
             f"moments are of {there or 0:g}: an optimizer without privacy went on from it, and handed on the record "
-            "that it found. Load the weights alone, and count what all steps have spent."
+            "that it found. Load the weights alone, and count what all steps have spent. (Or the state was kept in "
+            "memory, where it shares its tensors with an optimizer that has stepped since: keep a copy.deepcopy of it.)"
         )
     return found
 
