@@ -235,6 +235,16 @@ def carried_by(state_dict: dict[str, Any]) -> dict[str, Any] | None:
     return found
 
 
+def warn_of_others(optimizer: Optimizer, whose: str) -> None:
+    """Warn of the steps of a private optimizer whose state this one has loaded, and which it is about to lose."""
+    carried = carried_by({"state": optimizer.state, "param_groups": optimizer.param_groups}) or {}
+    if count := sum(run[2] for name in ("history", "lost") for run in carried.get(name, ())):
+        _warn(
+            f"the optimizer has loaded a private one's state, and {count} noised step(s) of it are not in {whose}: "
+            "its epsilon is of the steps from here on. Add the others, or go on with fastdp.privatize."
+        )
+
+
 def put_off(groups: list[dict[str, Any]]) -> None:
     """The groups were loaded: what rode along has no place in them."""
     for group in groups:
