@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -94,41 +95,44 @@ class Ledger:
             self._file.close()
             self._file = None
 
-    def load(self, history: History, lost: History, makers: Any = None) -> None:
-        """Go on from this history. Steps made so far that it does not hold stay counted, with a warning.
+    def read(self, history: History, lost: History, makers: Any = None) -> tuple[list[str], Callable[[], None]]:
+        """What to warn of, and what goes on from this history. Steps so far that it does not hold stay counted.
 
-        makers: what `makers` gave of both; None, or of other steps: who made them is not known.
+        makers: what `makers` gave of both; None: who made them is not known. Raises ValueError and the like if they are
+        none, or of other steps.
         """
         runs, gone = _unsaid(history), _unsaid(lost, -steps_in(lost))
         if makers is not None:
-            said, said_lost = ([Run(*run) for run in found] for found in makers)
-            if (_merged(said), _merged(said_lost)) == (_merged(runs), _merged(gone)):
-                runs, gone = said, said_lost
-            else:
-                makers = None  # edited
+            said, said_lost = ([_checked(*run) for run in found] for found in makers)
+            if (_merged(said), _merged(said_lost)) != (_merged(runs), _merged(gone)):
+                raise ValueError("'makers' is of other steps than 'history' and 'lost': one of them was changed")
+            runs, gone = said, said_lost
         known = [*runs, *gone]
         left, after = _without(self._runs, known), _without(self.written, known)
         if makers is None:  # the history of an older version: what it has in common with one's own is the same
             left = _unsaid(beyond(self.history, history), self._made)
-        self._lost = [*gone, *_without(self._lost, known), *left]
-        self.history, self.lost, self._runs = list(history), _merged(self._lost), runs
-        self._note()
+        all_lost, texts = [*gone, *_without(self._lost, known), *left], []
         if after:
-            warnings.warn(
+            texts.append(
                 f"{_count(after)} noised step(s) of the ledger file are not in the history of the loaded state. "
                 "They were made after it was saved, perhaps, before a run was stopped. epsilon() counts them; if they "
-                "are made again, that counts again.",
-                stacklevel=4,
+                "are made again, that counts again."
             )
-            self.written = []
         if left:
-            warnings.warn(
+            texts.append(
                 f"{_count(left)} noised step(s) that this optimizer has made are not in the "
                 "history of the state that it loads. They were made with the data all the same, so epsilon() goes on "
                 "counting them. To count the state's steps alone load it into a new optimizer: right only if nothing "
-                "of the others was kept, shown or chosen by.",
-                stacklevel=4,
+                "of the others was kept, shown or chosen by."
             )
+
+        def take_up() -> None:
+            self._lost, self.lost = all_lost, _merged(all_lost)
+            self.history, self._runs = list(history), runs
+            self.written = [] if after else self.written
+            self._note()
+
+        return texts, take_up
 
     @property
     def makers(self) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
@@ -287,9 +291,25 @@ def finite(noise_multiplier: float) -> float:
     return float(noise_multiplier)
 
 
+def whole(count: Any) -> int:
+    """A number of things. Raises TypeError or ValueError unless it is 0, 1, 2, ..."""
+    number = operator.index(count)
+    if number < 0:
+        raise ValueError(f"{number} is no number of steps or samples")
+    return number
+
+
+def _checked(maker: Any, first: Any, *run: Any) -> Run:
+    """A run that a state has. Raises TypeError or ValueError if it is none."""
+    if not isinstance(maker, str):
+        raise TypeError(f"{maker!r} is no maker of steps")
+    run_of(*run)
+    return Run(maker, operator.index(first), *run)
+
+
 def run_of(sigma: Any, rate: Any, steps: Any, truncation: Any = 0.0) -> Entry:
     """A run of equal steps in a saved history. Raises ValueError if no steps can have been so."""
-    run = entry((finite(float(sigma)), None if rate is None else float(rate), float(truncation)), int(steps))
-    if run[2] < 0 or not (run[1] is None or 0 < run[1] <= 1) or not 0 <= truncation <= 1:
+    run = entry((finite(float(sigma)), None if rate is None else float(rate), float(truncation)), whole(steps))
+    if not (run[1] is None or 0 < run[1] <= 1) or not 0 <= truncation <= 1:
         raise ValueError(f"{run[2]} steps at a sample rate of {run[1]}, with a truncation of {truncation}")
     return run

@@ -20,6 +20,7 @@ from torch import nn
 from ..engine.taken import Stepped, Taken, turns_passed_over
 from ..errors import StepError
 from . import misuse
+from .ledger import whole
 
 Place = tuple[int, int]  # pass, and its logical batches handed out, the one in hand counted
 Event = tuple[str, Place]  # the mark of what a loader samples by, and the place
@@ -71,7 +72,7 @@ class Missed:
         self._loaders.add(known)
         for other in [other for other in known.gone if other.of(model)]:
             known.gone.remove(other)
-            self.load(other.state_dict(gone=True))
+            self.read(other.state_dict(gone=True))()
         if not known and known.glances > _GLANCES:
             self.passes += known.glances
 
@@ -124,14 +125,21 @@ class Missed:
         state["cut"] = [(mark, *place) for mark, place in self.cut]
         return {name: value for name, value in state.items() if value}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """What was missed before; what is known already counts once. Raises KeyError and the like if it is no state."""
-        skipped, chosen, passes = (int(state.get(name, 0)) for name in ("skipped", "chosen", "passes"))
+    def read(self, state: dict[str, Any]) -> Callable[[], None]:
+        """Read what was missed before; the result takes it up. What is known already counts once.
+
+        Raises KeyError and the like if it is no state.
+        """
+        skipped, chosen, passes = (whole(state.get(name, 0)) for name in ("skipped", "chosen", "passes"))
         events = [[(str(mark), (int(a), int(b))) for mark, a, b in state.get(name, ())] for name in ("left", "cut")]
-        self.skipped, self.passes = max(self.skipped, skipped), max(self.passes, passes)
-        self._before += max(0, chosen - self.chosen)
-        for mine, more in zip((self.left, self.cut), events, strict=True):
-            mine += [event for event in more if event not in mine]
+
+        def take_up() -> None:
+            self.skipped, self.passes = max(self.skipped, skipped), max(self.passes, passes)
+            self._before += max(0, chosen - self.chosen)
+            for mine, more in zip((self.left, self.cut), events, strict=True):
+                mine += [event for event in more if event not in mine]
+
+        return take_up
 
 
 class Trainers(weakref.WeakSet[Missed]):

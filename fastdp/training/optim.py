@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError
+from . import state
 from .checks import take_norms
 from .clipping import ClippingFunction
 from .privacy import Privacy
@@ -52,6 +53,8 @@ def privatize(
 ) -> PrivateOptimizer:
     """Make an optimizer private, in place. It keeps its parameter groups, state, hooks and schedulers.
 
+    If it has loaded a private optimizer's `state_dict()`, that one's history is its own from now on.
+
     Args:
         optimizer: any torch.optim.Optimizer with a step that reads `.grad` once (so not LBFGS).
         model: the model that the optimizer's parameters belong to.
@@ -76,6 +79,7 @@ def privatize(
 
     Raises:
         ParameterError: if the optimizer cannot be made private, or does not fit the model.
+        StepError: if the optimizer made steps of its own after it loaded a private optimizer's state.
         ClippingError: if the clipping function, the clipping norm, the groups or the norms are invalid.
         TypeError: if an option is unknown.
         ValueError: if the value of an option is out of range.
@@ -102,11 +106,19 @@ def privatize(
     if step is not None and not scheduled:
         raise ParameterError("the optimizer's step was replaced by hand; make it private before that")
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    carried = state.carried_by({"state": optimizer.state, "param_groups": optimizer.param_groups})
     privacy = Privacy(
         model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, clipping=clipping, style=style,
         expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
         accountant=accountant, **options,
     )  # fmt: skip
+    try:
+        state.go_on(privacy, carried)
+    except Exception:
+        privacy.take_off()
+        privacy.ledger.close()
+        raise
+    state.put_off(optimizer.param_groups)
     optimizer.__class__ = _private_class(type(optimizer))
     assert isinstance(optimizer, PrivateOptimizer)
     optimizer._patch_step_function()

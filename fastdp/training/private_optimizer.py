@@ -108,7 +108,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Drop gradients that no step has used. `set_to_none` has no effect: gradients become None."""
         following.sweep()
         privacy = self._privacy_or_none()
-        if privacy is not None:
+        if privacy is not None and not (privacy.busy and state.torch_is_at(state.MAKER)):
             privacy.zero_grad()
         super().zero_grad(set_to_none=True)  # zeros would look like a gradient of autograd
 
@@ -375,14 +375,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()`. Warns if the state comes from an optimizer without privacy."""
-        carried = state.carried_by(state_dict)
-        super().load_state_dict(state_dict)
-        state.put_off(self.param_groups)
-        if carried is not None:
-            state.load(self._attached(), carried)
-        else:
-            warnings.warn(state.UNKNOWN, stacklevel=2)
+        """Load a `state_dict()`, or nothing of it where that raises.
+
+        Warns if the state comes from an optimizer without privacy.
+        """
+        state.load(self, self._attached(), _base(self), super().load_state_dict, state_dict)
 
 
 def _base(optimizer: PrivateOptimizer) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -12,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import StepError
-from .ledger import finite, run_of
+from . import moments
+from .ledger import finite, run_of, whole
 from .privacy import Privacy
 
 
@@ -37,32 +39,103 @@ def state_of(privacy: Privacy) -> dict[str, Any]:
     }
 
 
-def load(privacy: Privacy, state: dict[str, Any]) -> None:
-    """All or nothing; custom functions and groups stay those of this optimizer."""
+def load(optimizer: Any, privacy: Privacy, base: type, torchs: Callable[[Any], None], given: Any) -> None:
+    """Load a `state_dict()`: all of it, or nothing where that raises.
+
+    Args:
+        base: the class of the optimizer without privacy.
+        torchs: torch's `load_state_dict`. It calls the hooks, of which one may give another state.
+        given: what to load.
+    """
+    held = optimizer.state, optimizer.param_groups  # torch puts new ones in their place
+    take_ups: list[Callable[[], None]] = []
+    taken = False
+
+    def before(_: Any, found: Any) -> None:
+        moments.check_moments(base, held[1], found)
+        carried = carried_by(found)
+        if carried is None and isinstance(given, dict) and given.get("param_groups"):
+            carried = carried_by(given)  # a hook has dropped it
+        if carried is None:
+            _warn(UNKNOWN)
+        else:
+            take_ups.append(read(privacy, carried))
+
+    def after(_: Any) -> None:
+        nonlocal taken
+        moments.check_groups(optimizer.param_groups, held[1], optimizer.defaults)
+        put_off(optimizer.param_groups)
+        if take_ups and privacy.busy:
+            _warn(_BUSY)
+        for take_up in take_ups:
+            take_up()
+        taken = True
+
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(before),  # the last
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),  # others see all that was loaded
+    ]
+    try:
+        torchs(given)
+        if not taken:  # a class that loads without hooks
+            before(optimizer, given)
+            after(optimizer)
+    except BaseException:
+        if not taken:
+            optimizer.state, optimizer.param_groups = held
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def read(privacy: Privacy, state: dict[str, Any]) -> Callable[[], None]:
+    """Read a state; the result takes it up, and cannot fail. Custom functions and groups stay those of this optimizer.
+
+    Raises StepError if it is none. Warns of steps that it does not hold.
+    """
     try:
         history, lost = ([run_of(*run) for run in runs] for runs in (state["history"], state.get("lost", ())))
-        noise_multiplier, dropped = finite(state["noise_multiplier"]), int(state["dropped"])
+        noise_multiplier, dropped = finite(state["noise_multiplier"]), whole(state["dropped"])
         seeded = state["seed"] == privacy.noise.seed is not None
-        step = int(state["noise_step"]) if seeded else privacy.noise.step
+        step = whole(state["noise_step"]) if seeded else privacy.noise.step
         kind, style, norm, gamma = (state[k] for k in ("clipping", "style", "max_grad_norm", "gamma"))
-        clipping = privacy.clipping
+        clipping, grouped = privacy.clipping, state.get("grouped")
+        if not (grouped is None or isinstance(grouped, bool)):
+            raise ValueError(f"grouped is {grouped!r}")
         if isinstance(clipping.style, str):
             clipping = clipping.changed(privacy.engine.named_parameters(), kind, float(norm), style, float(gamma))
-        take_up = _of_mechanism(privacy, state.get("mechanism"))
-        privacy.missed.load(state.get("missed", {}))  # last of what may raise
-    except (KeyError, TypeError, ValueError) as problem:
+        said, of_ledger = privacy.ledger.read(history, lost, state.get("makers"))
+        take_ups = [of_ledger, privacy.missed.read(state.get("missed", {})), _of_mechanism(privacy, state)]
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
-    privacy.clipping = clipping
-    privacy.ledger.load(history, lost, state.get("makers"))
-    privacy.noise_multiplier, privacy.noise.step = noise_multiplier, step
-    privacy.set_dropped(dropped)
-    privacy.unit.grouped = state.get("grouped")
-    take_up()
-    privacy.discard()
+    for text in said:
+        _warn(text)
+
+    def take_up() -> None:
+        privacy.clipping, privacy.noise_multiplier, privacy.noise.step = clipping, noise_multiplier, step
+        privacy.set_dropped(dropped)
+        privacy.unit.grouped = grouped
+        for each in take_ups:
+            each()
+        privacy.discard()
+
+    return take_up
 
 
-def _of_mechanism(privacy: Privacy, state: dict[str, Any] | None) -> Callable[[], object]:
+def go_on(privacy: Privacy, carried: dict[str, Any] | None) -> None:
+    """An ordinary optimizer that had loaded a private one's state becomes private: its steps stay counted.
+
+    The settings are those of now. carried: what was found in its groups.
+    """
+    if carried is not None:
+        now = state_of(privacy)
+        read(privacy, {**carried, **{name: now[name] for name in _SETTINGS}})()
+
+
+def _of_mechanism(privacy: Privacy, of_run: dict[str, Any]) -> Callable[[], object]:
     """What takes up a mechanism's own state. Raises StepError if the state was saved under another mechanism."""
+    state = of_run.get("mechanism")
     mine = "none (steps noised one by one)" if privacy.mechanism is None else privacy.mechanism.name
     saved = "none (steps noised one by one)" if state is None else state["name"]
     if mine != saved:
@@ -75,10 +148,15 @@ def _of_mechanism(privacy: Privacy, state: dict[str, Any] | None) -> Callable[[]
 
 # ---------------------------------------------------------------------- within torch's own part of a checkpoint
 
-RIDER = "fastdp"  # in the first group of parameters: torch.distributed.checkpoint keeps nothing beside groups and state
+RIDER = "fastdp"  # in every group (their order may change): torch.distributed.checkpoint keeps but groups and state
 UNKNOWN = "this state was saved by an optimizer without privacy: the accountant's history stays as it is"
 _NONE, _STEPS = "none", "optimizer_steps"
-_LOADER = ("torch.distributed.checkpoint.state_dict", "_load_optim_state_dict")
+_SETTINGS = ("noise_multiplier", "clipping", "style", "max_grad_norm", "gamma")
+_CHECKPOINT, _LOADER, MAKER = "torch.distributed.checkpoint.state_dict", "_load_optim_state_dict", "_init_optim_state"
+_BUSY = (
+    "a state was loaded between backward and step: the gradients at hand are dropped, and no step was made of them. "
+    "Load before the backward, or after the step."
+)
 
 
 def ride_along(found: dict[str, Any]) -> None:
@@ -88,16 +166,26 @@ def ride_along(found: dict[str, Any]) -> None:
     of now must not pass for what was loaded.
     """
     carried = {**found["fastdp"], _STEPS: _steps(found["state"])}
-    text = json.dumps(carried, default=lambda number: number.item())  # of numpy
-    found["param_groups"][0][RIDER] = _NONE if _torch_loads() else text
+    text = _NONE if torch_is_at(_LOADER) else json.dumps(carried, default=lambda number: number.item())  # of numpy
+    for group in found["param_groups"]:
+        group[RIDER] = text
 
 
-def _torch_loads() -> bool:
-    """Whether torch.distributed.checkpoint is loading an optimizer's state."""
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) != _LOADER:
+def torch_is_at(function: str) -> bool:
+    """Whether this function of torch.distributed.checkpoint is what calls an optimizer's methods."""
+    caller: FrameType | None = sys._getframe(1) if _CHECKPOINT in sys.modules else None
+    while caller is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) != (_CHECKPOINT, function):
         caller = caller.f_back
     return caller is not None
+
+
+def _warn(text: str) -> None:
+    """A warning of the line that has called torch, or fastdp."""
+    caller: FrameType | None = sys._getframe()
+    level = 1
+    while caller is not None and str(caller.f_globals.get("__name__")).partition(".")[0] in ("fastdp", "torch"):
+        caller, level = caller.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def _steps(states: dict[Any, Any]) -> float | None:
@@ -109,28 +197,52 @@ def _steps(states: dict[Any, Any]) -> float | None:
 def carried_by(state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """The state that a `state_dict()` holds; None if there is none. Raises StepError if it was lost or is stale."""
     if "fastdp" in state_dict:
-        return state_dict["fastdp"]  # type: ignore[no-any-return]
-    riders = {group[RIDER] for group in state_dict["param_groups"] if RIDER in group}
-    if _NONE in riders or (not riders and _torch_loads()):
+        if not isinstance(state_dict["fastdp"], dict):
+            raise StepError(f"the record of privacy in this state is {state_dict['fastdp']!r}: the file is damaged")
+        return state_dict["fastdp"]
+    of_groups, loads = [group.get(RIDER, _NONE) for group in state_dict["param_groups"]], torch_is_at(_LOADER)
+    lack = [str(number) for number, text in enumerate(of_groups) if text == _NONE]
+    if len(lack) == len(of_groups) and (loads or any(RIDER in group for group in state_dict["param_groups"])):
         raise StepError(
             "torch.distributed.checkpoint gives the optimizer a state without a record of privacy: it was saved by an "
             "optimizer without privacy, or with StateDictOptions(flatten_optimizer_state_dict=True), under which torch "
             "drops the record, or by an earlier fastdp under another strategy. Save and load without that option, go "
             "on with the strategy that saved it, or load the weights alone, and count what was spent before."
         )
+    if lack and loads:
+        raise StepError(
+            "the state was saved with other groups of parameters than this optimizer has: "
+            f"torch.distributed.checkpoint found nothing for group {', '.join(lack)} of its {len(of_groups)}. Make the "
+            "optimizer with the groups of the saved one (in any order), and load again."
+        )
+    riders = {str(text) for text in of_groups if text != _NONE}
     if len(riders) > 1:
         raise StepError("the groups of parameters in this state were saved by several optimizers")
     if not riders:
         return None
-    found: dict[str, Any] = json.loads(riders.pop())
+    try:
+        found: dict[str, Any] = dict(json.loads(riders.pop()))
+    except (TypeError, ValueError):
+        raise StepError("the record of privacy in this state's groups cannot be read: the file is damaged") from None
     recorded, there = found.get(_STEPS), _steps(state_dict["state"])
     if _STEPS in found and recorded != there:
         raise StepError(
             f"the record of privacy in this state was written after {recorded or 0:g} steps of the optimizer, and its "
             f"moments are of {there or 0:g}: an optimizer without privacy went on from it, and handed on the record "
-            "that it found. Load the weights alone, and count what all steps have spent."
+            "that it found. Load the weights alone, and count what all steps have spent. (Or the state was kept in "
+            "memory, where it shares its tensors with an optimizer that has stepped since: keep a copy.deepcopy of it.)"
         )
     return found
+
+
+def warn_of_others(optimizer: Optimizer, whose: str) -> None:
+    """Warn of the steps of a private optimizer whose state this one has loaded, and which it is about to lose."""
+    carried = carried_by({"state": optimizer.state, "param_groups": optimizer.param_groups}) or {}
+    if count := sum(run[2] for name in ("history", "lost") for run in carried.get(name, ())):
+        _warn(
+            f"the optimizer has loaded a private one's state, and {count} noised step(s) of it are not in {whose}: "
+            "its epsilon is of the steps from here on. Add the others, or go on with fastdp.privatize."
+        )
 
 
 def put_off(groups: list[dict[str, Any]]) -> None:

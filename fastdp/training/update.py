@@ -14,6 +14,7 @@ from torch import Tensor
 from ..distributed.parts import placed_like
 from . import fused
 from .fused import Release
+from .state import MAKER, torch_is_at
 
 
 def updated(kind: str, optimizer: Any, release: Release) -> bool:
@@ -39,11 +40,14 @@ def updated(kind: str, optimizer: Any, release: Release) -> bool:
 @torch.no_grad()
 def makes_state(optimizer: Any, busy: bool) -> bool:
     """Whether a step is of torch.distributed.checkpoint, which lets an optimizer without state make its own, by a
-    step with zero gradients at the learning rate 0. Such a step tells nothing of data. busy: a backward came before."""
-    if busy or any(optimizer.state.values()) or any(float(group["lr"]) for group in optimizer.param_groups):
+    step with zero gradients at the learning rate 0. Such a step tells nothing of data. busy: a backward came before,
+    whose gradients must wait for a step of the user's."""
+    if any(optimizer.state.values()) or any(float(group["lr"]) for group in optimizer.param_groups):
         return False
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return bool(grads) and not any(g is None or bool(_local(g).count_nonzero()) for g in grads)
+    if not grads or any(g is None or bool(_local(g).count_nonzero()) for g in grads):
+        return False
+    return not busy or torch_is_at(MAKER)
 
 
 class _Locals:

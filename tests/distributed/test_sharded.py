@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from .. import forked
-from .checkpoints import FOLDER, saved, taken_up
+from .checkpoints import FOLDER, STATES, saved, taken_up
 from .loading import persons, records
 from .ranks import ROOT, results, start
 from .sharded import EXACT, FOUR, OTHERS
 from .sharded_errors import CASES as ERRORS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
-TWO = {**EXACT, **OTHERS, **ERRORS, "saved": saved}
+TWO = {**EXACT, **OTHERS, **ERRORS, **STATES, "saved": saved}
 CASES = {**TWO, **FOUR, "taken_up": taken_up}
 THREE = [
     "unequal and empty",

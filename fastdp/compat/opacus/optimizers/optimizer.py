@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ....distributed.parts import Part
 from ....ops.clip import clip_factors
+from ....training.state import warn_of_others
 from ..grad_sample import samples
 from ..grad_sample.gsm_base import owners_of
 from ..grad_sample.samples import Pending
@@ -88,6 +89,7 @@ class DPOptimizer(Copied, Optimizer):
             raise ValueError(f"Unexpected value for loss_reduction: {loss_reduction}")
         if loss_reduction == "mean" and expected_batch_size is None:
             raise ValueError("expected_batch_size is needed where loss_reduction is 'mean'")
+        warn_of_others(optimizer, "the accountant of PrivacyEngine")
         self.original_optimizer = optimizer
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
