@@ -166,6 +166,9 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
         if problem:
             raise told(StepError(problem))  # all processes find it
         unwrap(pl_module)
+        for optimizer in optimizers:
+            if optimizer._attached().engine.left_out(optimizer._params()):  # as Lightning's BaseFinetuning resumes
+                optimizer._attached().retrack(optimizer._params())
         for each in loaders:
             if isinstance(each, PoissonLoader):
                 share(each, optimizers[0]._attached().world)
