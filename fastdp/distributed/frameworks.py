@@ -118,16 +118,20 @@ def _trainers(model: nn.Module) -> list[Any]:
 
 
 def _calling() -> list[Any]:
-    """The Trainer of the LightningModule in a method of which this is called, if any.
+    """The Trainer within whose step or configure_optimizers() this is called, if any.
 
-    Its optimizer need not know of it: configure_optimizers may give it the network within alone.
+    An optimizer need not know of it: it may have been given the network within the LightningModule alone. Only frames
+    of Lightning's own, and that method, are asked for their locals: asking keeps what they hold alive, batches and all.
     """
-    kinds = _modules()
+    kinds, packages = _modules(), tuple(f"{name}." for name in _LIGHTNING)
     caller: FrameType | None = sys._getframe(1) if kinds else None
     while caller is not None:
-        module = caller.f_locals.get("self")
-        if isinstance(module, kinds) and (trainer := getattr(module, "_trainer", None)) is not None:
-            return [trainer]
+        name = str(caller.f_globals.get("__name__", ""))
+        if caller.f_code.co_name == "configure_optimizers" or name.startswith(packages):
+            owner = caller.f_locals.get("self")
+            for each in (owner, vars(owner).get("_lightning_module") if hasattr(owner, "__dict__") else None):
+                if isinstance(each, kinds) and (trainer := getattr(each, "_trainer", None)) is not None:
+                    return [trainer]
         caller = caller.f_back
     return []
 

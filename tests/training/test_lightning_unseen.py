@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -181,3 +183,19 @@ def test_a_loader_that_is_asked_for_again_is_no_pass_without_steps(tmp_path):
     module.train_dataloader = lambda: batches
     trainer_of(tmp_path, max_epochs=2, reload_dataloaders_every_n_epochs=1, callbacks=[DPCallback()]).fit(module)
     assert module.private.history == [(0.0, Q, 2 * STEPS)] and module.private._privacy.missed.state_dict() == {}
+
+
+def test_a_step_keeps_nothing_of_the_loop_that_calls_it():
+    """It looks for Lightning among its callers; what their locals held must go when they let go of it."""
+    module = module_of(truth=False, expected_batch_size=EXPECTED)
+    optimizer = module.configure_optimizers()
+    x, y = records()[:4]
+    batch = x.clone()
+    F.cross_entropy(module(batch), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    held = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert held() is None
+    optimizer.detach()
