@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from ..errors import AccountingError, ClippingError, StepError
+from torch import Tensor
+
+from ..engine.per_sample import PerSampleGradients
+from ..errors import AccountingError, ClippingError, ParameterError, StepError
 from ..layouts.in_hand import PhysicalBatch
 
 
@@ -67,3 +71,24 @@ def take_norms(options: dict[str, Any]) -> None:
         )
     if norms != "exact":
         raise ValueError(f'norms must be "exact", not {norms!r}: there are no other ones')
+
+
+def check_parameters(params: Iterable[Tensor], engine: PerSampleGradients) -> None:
+    """Refuse trained parameters of an optimizer that are no longer the model's (their replacements would never be
+    trained), and those that came into its groups unseen: they would not be trained either."""
+    trained, current = [p for p in params if p.requires_grad], engine.present()
+    lost = [p for p in trained if id(p) not in current]
+    if lost:
+        shapes = ", ".join(str(tuple(p.shape)) for p in lost[:3])
+        raise ParameterError(
+            f"{len(lost)} parameter(s) of the optimizer, of shape {shapes}, are no longer the model's: they were "
+            "replaced since the optimizer was made. detach() it and make a new one."
+        )
+    tracked = {id(p) for p in engine.named_parameters().values()}
+    if any(id(p) not in tracked for p in trained) and (left := engine.left_out(trained)):  # (or the model is in parts)
+        raise ParameterError(
+            f"{left[:3]} are in the optimizer's param_groups, but came there without add_param_group(), so their "
+            "gradients would not be private, and they would not be trained. Call add_param_group(), or make the "
+            "optimizer with params= all that will be trained, frozen or not. (Lightning's BaseFinetuning replaces "
+            "param_groups when it resumes a checkpoint: fastdp.lightning.DPCallback takes them up.)"
+        )
