@@ -19,13 +19,14 @@ from torch import nn
 
 from ..errors import ParameterError
 from . import state
+from .adaptive import OPTIONS, privacy_for
 from .checks import take_norms
 from .clipping import ClippingFunction
 from .privacy import Privacy
 from .private_optimizer import PrivateOptimizer
 from .waiting import wait
 
-_OPTIONS = inspect.getfullargspec(Privacy.__init__).kwonlyargs
+_OPTIONS = [*inspect.getfullargspec(Privacy.__init__).kwonlyargs, *OPTIONS]
 
 _CLASSES: dict[type, type[PrivateOptimizer]] = {}
 
@@ -62,7 +63,8 @@ def privatize(
         max_grad_norm: the clipping norm R of a sample's gradient.
         expected_batch_size: the number of samples by which the noisy sum is divided under a mean loss. A Poisson loader
             supplies it.
-        clipping: "local" for min(1, R/n), "global" for 1[n <= R], "automatic" for R/(n + gamma), or a function from
+        clipping: "local" for min(1, R/n), "global" for 1[n <= R], "automatic" for R/(n + gamma), "adaptive" for
+            min(1, R/n) with an R that follows a quantile of the norms (it begins at max_grad_norm), or a function from
             norms [B] to factors [B].
         style: "flat", "layerwise", or a list of {"params", "max_grad_norm", "name"}; see `fastdp.training.clipping`.
         loss_reduction: "mean" or "sum", which is how the loss combines samples. Under "sum", nothing is divided.
@@ -72,7 +74,10 @@ def privatize(
             (see PerSampleGradients); process_group or mesh (of several processes); ledger, a file in which every
             noised step is written and synced before it is made, so that steps after the last checkpoint stay counted
             if the process dies; seed, which makes the noise reproducible and voids the guarantee; and norms, which are
-            "exact" ("jl", norms by random projections, is refused: docs/mechanisms.md says why).
+            "exact" ("jl", norms by random projections, is refused: docs/mechanisms.md says why). Of adaptive clipping:
+            target_quantile (the share of samples that is not clipped, 0.5), quantile_rate (how fast R moves, 0.2), and
+            count_noise (on the number of those samples; a twentieth of the expected batch size). noise_multiplier is
+            then that of the whole step, gradients and count, and the gradients get a little more noise.
 
     Returns:
         The same object, which now has the class DP<its class>.
@@ -107,7 +112,7 @@ def privatize(
         raise ParameterError("the optimizer's step was replaced by hand; make it private before that")
     params = [p for group in optimizer.param_groups for p in group["params"]]
     carried = state.carried_by({"state": optimizer.state, "param_groups": optimizer.param_groups})
-    privacy = Privacy(
+    privacy = privacy_for(Privacy, {"clipping": clipping, **options})(
         model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, clipping=clipping, style=style,
         expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
         accountant=accountant, **options,
@@ -166,7 +171,7 @@ class _Constructed(PrivateOptimizer):
         if not chosen:
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
         super().__init__(chosen, **options)  # type: ignore[arg-type]
-        self._privacy = self._kept_by(model, self._params(), **private)
+        self._privacy = privacy_for(self._kept_by, private)(model, self._params(), **private)
         wait(self._privacy, self._params)
 
 

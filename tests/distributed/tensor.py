@@ -87,6 +87,7 @@ def case(**options: Any) -> Any:
 
 
 EXACT: dict[str, Any] = {
+    "adaptive": case(how="words sequence", clipping="adaptive", sigma=1.0, count_noise=1.0),
     "layers": case(sigma=1.0),
     "sequence": case(how="sequence", sigma=1.0),
     "sequence, rms": case(how="sequence", kind="rms"),
