@@ -20,7 +20,7 @@ from torch import nn
 from ..errors import ParameterError
 from . import state
 from .adaptive import OPTIONS, privacy_for
-from .checks import take_norms
+from .checks import take_norms, take_views
 from .clipping import ClippingFunction
 from .privacy import Privacy
 from .private_optimizer import PrivateOptimizer
@@ -71,13 +71,14 @@ def privatize(
         sample_rate: the probability that a record is in a batch, for the accountant. A Poisson loader supplies it.
         accountant: "prv", "rdp" or "gdp", which are Opacus's accountants.
         options: gamma (of automatic clipping, default 0.01); batch_first, batch_size, rows_per_sample and memory_budget
-            (see PerSampleGradients); process_group or mesh (of several processes); ledger, a file in which every
-            noised step is written and synced before it is made, so that steps after the last checkpoint stay counted
-            if the process dies; seed, which makes the noise reproducible and voids the guarantee; and norms, which are
-            "exact" ("jl", norms by random projections, is refused: docs/mechanisms.md says why). Of adaptive clipping:
-            target_quantile (the share of samples that is not clipped, 0.5), quantile_rate (how fast R moves, 0.2), and
-            count_noise (on the number of those samples; a twentieth of the expected batch size). noise_multiplier is
-            then that of the whole step, gradients and count, and the gradients get a little more noise.
+            (see PerSampleGradients); augmentations, K for K views of each sample in K consecutive rows, which are
+            clipped as one, by the mean of their gradients; process_group or mesh (of several processes); ledger, a file
+            in which every noised step is written and synced before it is made, so that steps after the last checkpoint
+            stay counted if the process dies; seed, which makes the noise reproducible and voids the guarantee; and
+            norms, which are "exact" ("jl", norms by random projections, is refused: docs/mechanisms.md says why). Of
+            adaptive clipping: target_quantile (the share of samples that is not clipped, 0.5), quantile_rate (how fast
+            R moves, 0.2), and count_noise (on the number of those samples; a twentieth of the expected batch size).
+            noise_multiplier is then that of the whole step, gradients and count, and the gradients get a little more.
 
     Returns:
         The same object, which now has the class DP<its class>.
@@ -103,6 +104,7 @@ def privatize(
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ParameterError("SparseAdam takes sparse gradients; noise makes every gradient dense. Use Adam")
     take_norms(options)
+    take_views(options, loss_reduction)
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise TypeError(f"privatize got unexpected arguments: {', '.join(unknown)}")
@@ -164,6 +166,7 @@ class _Constructed(PrivateOptimizer):
         if "noise_multiplier" not in options:
             raise TypeError(f"{type(self).__name__} needs noise_multiplier= (0 for none)")
         take_norms(options)
+        take_views(options, options.get("loss_reduction", "mean"))
         private = {name: options.pop(name) for name in _OPTIONS if name in options}
         if lr is not None:
             options["lr"] = lr

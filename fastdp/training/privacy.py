@@ -219,7 +219,7 @@ class Privacy:
             raise StepError(
                 f"the loader handed out {current.size} records, the model was given a batch of {records}"
                 f"{'' if records != current.size else ' of other persons'}. One record must be one row (or "
-                "rows_per_sample= of them), and the whole batch must pass."
+                "augmentations= or rows_per_sample= of them), and the whole batch must pass."
             )
         if number in (self._backward_of, self._step_of):
             raise StepError(
