@@ -17,6 +17,7 @@ Source: Papernot and Steinke 2022, Hyperparameter tuning with Renyi differential
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 import warnings
@@ -172,8 +173,6 @@ def tuning_epsilon(candidates: Iterable[History], delta: float, runs: Runs) -> f
 
 def rdp_of(candidates: Iterable[History], orders: Sequence[float] = ORDERS) -> list[float]:
     """The RDP of a run whose setting is drawn among candidates of these histories, at these orders: the largest."""
-    from opacus.accountants.analysis import rdp
-
     every = [list(history) for history in candidates]
     if not every or not all(every):
         raise AccountingError("give the history of each candidate: a list of (noise multiplier, sample rate, steps)")
@@ -182,12 +181,21 @@ def rdp_of(candidates: Iterable[History], orders: Sequence[float] = ORDERS) -> l
         of_this = [0.0] * len(orders)
         for run in history:
             sigma, rate, steps = _run_of(run)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                more = rdp.compute_rdp(q=rate, noise_multiplier=sigma, steps=steps, orders=list(orders))
-            of_this = [a + (float(b) if b == b else math.inf) for a, b in zip(of_this, more, strict=True)]
+            if steps:
+                of_this = [a + steps * b for a, b in zip(of_this, _of_step(sigma, rate, tuple(orders)), strict=True)]
         found = [max(a, b) for a, b in zip(found, of_this, strict=True)]
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _of_step(sigma: float, rate: float, orders: tuple[float, ...]) -> tuple[float, ...]:
+    """Of one step; infinite where there is no number."""
+    from opacus.accountants.analysis import rdp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = rdp.compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders))
+    return tuple(float(each) if each == each else math.inf for each in found)
 
 
 def epsilon_at(orders: Sequence[float], rdp: Sequence[float], delta: float) -> float:
