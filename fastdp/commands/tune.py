@@ -61,6 +61,9 @@ def main(options: Namespace, of_finetune: Callable[[Namespace, list[dict[str, An
     except FastDPError as problem:
         print(f"\nfastdp tune: {problem}", file=sys.stderr)
         return 1
+    except OSError as problem:
+        print(f"\nfastdp tune: {problem.filename or 'a file'}: {problem.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(
             "\nfastdp tune: interrupted. Nothing was released, and the search cannot be taken up: which runs there "
@@ -71,6 +74,8 @@ def main(options: Namespace, of_finetune: Callable[[Namespace, list[dict[str, An
 
 
 def _main(options: Namespace, of_finetune: Callable[[Namespace, list[dict[str, Any]]], list[Any]]) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TuneError("a search runs in one process: each of several would draw runs of its own. Leave torchrun out")
     runs = _runs_of(options)
     _check_out(options.out)
     settings = _settings_of(options.settings)
@@ -102,6 +107,11 @@ def _runs_of(options: Namespace) -> Runs:
 
 
 def _check_out(out: Path) -> None:
+    if (out / RUNS).exists():
+        raise TuneError(
+            f"a search in {out} is running, or was killed. If it was, delete {out / RUNS} without a look at it: "
+            "it holds runs that were not released"
+        )
     if (out / RECORD).exists():
         raise TuneError(
             f"{out} holds a search already, which cannot be repeated or taken up: drawing the number of runs, or the "
@@ -276,6 +286,8 @@ def _check_spent(planned: History, spent: Any) -> None:
             raise TuneError("a run has drawn its noise by seed=: whoever knows it can take the noise off. Leave it out")
         if privacy.mechanism is not None:
             raise TuneError(f"{type(spent).__name__} accounts in its own way, which a search does not cover: use DPSGD")
+        if privacy.ledger.elsewhere:
+            raise TuneError("other private optimizers have trained the same model in a run: return one history of all")
         spent = privacy.ledger.spent
     try:
         found = [tuple(run) for run in spent]

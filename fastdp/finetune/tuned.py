@@ -23,17 +23,20 @@ _OURS = ("out", "resume", "dry_run", "seed", "delta")
 
 def candidates(options: Namespace, settings: list[dict[str, Any]]) -> list[tuple[dict[str, Any], History, Any]]:
     """(setting, what a run spends, the run) of each setting, prepared as finetune would. Raises FinetuneError."""
-    found = []
+    found, persons = [], set()
     for setting in settings:
         words = [*options.words, "--delta", repr(options.delta), *_flags(setting)]
         own = _parsed([*words, "--out", str(options.out / "run")])
-        _check(own, options, setting)
+        _check(own, options)
+        persons.add(own.group_by)
         ready = prepare(own)
         if ready.evaluation is None:
             raise FinetuneError("nothing is evaluated, so no run is better than another: give --eval FILE")
         plan, held = ready.plan, len(ready.evaluation.data)
         history: History = [(plan.noise_multiplier, plan.sample_rate, plan.steps)]
         found.append((setting, history, _run(words, own.task, held if options.held_out == "private" else None)))
+    if len(persons) > 1:
+        raise FinetuneError("--group-by must be the same in all settings: the guarantee is for records, or for persons")
     return found
 
 
@@ -57,7 +60,7 @@ def _parsed(words: list[str]) -> Namespace:
     return parser.parse_args(words)
 
 
-def _check(own: Namespace, options: Namespace, setting: dict[str, Any]) -> None:
+def _check(own: Namespace, options: Namespace) -> None:
     """Raises FinetuneError where the search's guarantee would not be what is said."""
     if own.seed is not None or own.resume or own.dry_run:
         raise FinetuneError("--seed, --resume and --dry-run of finetune are not for a search")

@@ -195,7 +195,9 @@ def _of_step(sigma: float, rate: float, orders: tuple[float, ...]) -> tuple[floa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = rdp.compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders))
-    return tuple(float(each) if each == each else math.inf for each in found)
+    # Opacus leaves out terms of fractional orders, and rounds: by 1.3e-13 of the log moment, MEASURED against 40 digits
+    more = 0.0 if rate == 1 else 1e-12
+    return tuple(float(e) + more / (a - 1) if e == e else math.inf for a, e in zip(orders, found, strict=True))
 
 
 def epsilon_at(orders: Sequence[float], rdp: Sequence[float], delta: float) -> float:

@@ -64,6 +64,15 @@ def test_private_held_out_records_of_the_same_file(tmp_path, model, here, monkey
     assert code == 0 and card["epsilon_of_held_out_records"] > 0 and card["score"] != round(card["score"])
 
 
+def test_records_in_one_setting_and_persons_in_another_are_refused(tmp_path, model, capsys):
+    data = reviews(tmp_path / "people.csv", 80, people=30)
+    place = tmp_path / "settings.json"
+    place.write_text(json.dumps([{}, {"group_by": "user"}]))
+    words = ("tune", "finetune", "--settings", place, "--delta", 1e-3, "--held-out", "public", "--out", tmp_path / "o")
+    options = parsed([str(word) for word in (*words, "--", model, data, *RUN, "--eval", data)])
+    assert tune.main(options, tuned.candidates) == 1 and "for records, or for persons" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "setting, of_run, held_out, match",
     [

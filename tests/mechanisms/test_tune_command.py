@@ -207,6 +207,15 @@ def test_settings_without_an_account_are_refused(search, capsys, settings, match
     assert code == 1 and match in capsys.readouterr().err and not out.exists()
 
 
+def test_several_processes_and_what_a_killed_search_has_left(search, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert search()[0] == 1 and "one process" in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
+    _, out = search()
+    (out / ".runs").mkdir()
+    assert search(out=out)[0] == 1 and "without a look at it" in capsys.readouterr().err
+
+
 def test_a_dry_run_says_the_price(search, capsys):
     code, out = search("train", [{"history": [[1.0, 0.1, 5], [2.0, 0.1, 5]]}], "--dry-run", "--eta", 1)
     said = tuning_epsilon([[(1.0, 0.1, 5), (2.0, 0.1, 5)]], 1e-4, NegativeBinomialRuns(8.0, 1.0))
