@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import fastdp
 from fastdp.audit import TorchTrainable, assert_private
 from fastdp.errors import ClippingError, StepError
-from fastdp.mechanisms import DPFTRL
+from fastdp.mechanisms import DPFTRL, check_unclipped
 from fastdp.ops.noise import key_of, reference_noise
 from fastdp.schedule import Schedule
 from fastdp.training.adaptive import PLACE, Quantile
@@ -252,6 +252,8 @@ def test_what_it_is_not_for_is_refused():
         Schedule([(0, {"max_grad_norm": 2.0})]).apply(optimizer)
     x, y = records()[:4]
     F.cross_entropy(model(x), y).backward()
+    with pytest.raises(StepError, match="a sampler needs a fixed norm"):
+        check_unclipped(optimizer)
     with pytest.raises(StepError, match="give expected_batch_size="):
         optimizer.step()
 
