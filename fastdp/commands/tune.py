@@ -204,6 +204,8 @@ def _search(options: Namespace, runs: Runs, candidates: Sequence[Candidate], car
     try:
         best = _best(out, runs, candidates, options.score_noise)
         if best is not None:
+            for path in (*best.folder.rglob("*"), best.folder):
+                os.utime(path, follow_symlinks=False)  # when it was made would tell how many came after it
             shutil.move(str(best.folder), str(out / BEST))
         status = "done"
     except KeyboardInterrupt:
@@ -212,6 +214,7 @@ def _search(options: Namespace, runs: Runs, candidates: Sequence[Candidate], car
     finally:
         shutil.rmtree(out / RUNS, ignore_errors=True)
         if status != "done":
+            shutil.rmtree(out / BEST, ignore_errors=True)
             write(out, {**card, "status": status})
     result = {"setting": None, "score": None} if best is None else {"setting": best.setting, "score": best.score}
     card = {**card, "status": "done", **result}

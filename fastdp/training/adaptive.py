@@ -185,7 +185,8 @@ class AdaptivePrivacy(Privacy):
             self._out = (
                 f"the adaptive clipping norm has come to {norm:.3g}, which no clipping norm can be: nearly all norms "
                 "are 0, or beyond any number, or quantile_rate is too large for this batch. Look at optimizer.norms. "
-                "All steps so far were made and are counted; make a new optimizer, and load the last state_dict()."
+                "All steps so far were made and are counted; make a new optimizer with other settings, and add up both "
+                "histories (accounting.epsilon_of)."
             )
 
     def set_clipping(self, *changes: Any) -> None:
