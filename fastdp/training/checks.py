@@ -59,6 +59,27 @@ def refuse_second_step(current: PhysicalBatch, stepped: tuple[int, int]) -> None
         raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")
 
 
+def take_views(options: dict[str, Any], loss_reduction: str) -> None:
+    """Turn augmentations= of an optimizer's options into rows_per_sample=.
+
+    Raises ValueError if it is no number of views, or the gradient would not be the mean over them.
+    """
+    views = options.pop("augmentations", 1)
+    if isinstance(views, bool) or not isinstance(views, int) or views < 1:
+        raise ValueError(f"augmentations must be a whole number of at least 1, not {views!r}")
+    if views == 1:
+        return
+    if "rows_per_sample" in options or options.get("batch_size") is not None:
+        raise ValueError("augmentations= is rows_per_sample= (and batch_size= follows from it): give only one of them")
+    if loss_reduction != "mean":
+        raise ValueError(
+            f'augmentations={views} with loss_reduction="{loss_reduction}": a sample\'s gradient is the mean over its '
+            f"views, and under a sum it would be {views} times that. Take the mean of the losses, or give "
+            f"rows_per_sample={views} and divide the loss by {views}"
+        )
+    options["rows_per_sample"] = views
+
+
 def take_norms(options: dict[str, Any]) -> None:
     """Take norms= out of an optimizer's options. Raises ClippingError for "jl", and ValueError unless it is "exact"."""
     norms = options.pop("norms", "exact")
