@@ -11,10 +11,21 @@ from torch import Tensor, nn
 from ..analysis.state import evaluating as evaluating
 from ..analysis.verify import VerifyReport, verify
 from ..errors import StepError
-from .losses import rows
+from .losses import rows, size_of
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # -> a scalar
 VERIFIED_ELEMENTS = 40_000_000  # parameters' elements that are compared, times samples: some GB in float64
+
+
+def check_rows(batch: Mapping[str, Any], records: int) -> None:
+    """Raise StepError if the collator has joined several records into one row."""
+    if records > 1 and size_of(batch) == 1:
+        raise StepError(
+            f"the collator joined {records} records into a batch of one row (DataCollatorWithFlattening and "
+            "padding_free do): the loss of that row is all records', so that none has a gradient of its own to clip. "
+            "Take a collator that pads, as DataCollatorWithPadding or DataCollatorForLanguageModeling(mlm=False); "
+            "pad_to_multiple_of keeps the shapes few"
+        )
 
 
 def check_padding(

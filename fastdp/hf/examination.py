@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import StepError
 from ..training.fused_head import FusedHead
 from .batches import Source, varied
-from .checks import check_model, check_padding, evaluating
+from .checks import check_model, check_padding, check_rows, evaluating
 from .losses import Head, find_head, rows, without_labels
 from .options import PrivacyArguments
 from .spending import logger
@@ -39,14 +39,10 @@ class Examination:
         half = self.args.bf16 or any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
         with evaluating(self.model):
             batch = self._beside_model(collate(examples))
+            check_rows(batch, len(examples))
             if self._takes_losses():
                 with torch.no_grad():
-                    self._head = find_head(self.model, batch, 3e-2 if half else 1e-3)
-                if self.args.label_smoothing_factor and not self._head.smooths:
-                    raise StepError(
-                        f"label_smoothing_factor={self.args.label_smoothing_factor} has no meaning for the head of "
-                        f"{type(self.model).__name__} ({self._head.name}); leave it 0"
-                    )
+                    self._find_loss(batch, 3e-2 if half else 1e-3)
             if self.privacy.fused_loss:
                 self._fuse(batch, half)
             open_question = check_padding(
@@ -58,6 +54,15 @@ class Examination:
                 return
             report = check_model(self.model, self._step_loss, batch, {}, 5e-2 if half else None)
             logger.info(str(report))
+
+    def _find_loss(self, batch: Any, tolerance: float) -> None:
+        """Find out what the loss of a sample is, or raise StepError. Called in eval mode, without gradients."""
+        self._head = find_head(self.model, batch, tolerance)
+        if self.args.label_smoothing_factor and not self._head.smooths:
+            raise StepError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} has no meaning for the head of "
+                f"{type(self.model).__name__} ({self._head.name}); leave it 0"
+            )
 
     def _beside_model(self, batch: Any) -> Any:
         """The inputs where the model lies: FSDP moves it to the device when it lays it in parts."""

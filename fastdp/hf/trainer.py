@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,8 @@ from ..distributed.world import world_of
 from ..errors import AccountingError, ParameterError, StepError
 from ..training.optim import PrivateOptimizer, privatize
 from . import arguments, ledger
-from .batches import Ticket, check_dataset, make_source, tickets
+from .batches import Ticket, are_tickets, check_dataset, make_source, tickets
+from .combining import Combining
 from .evaluation import FusedEvaluation
 from .examination import Examination
 from .losses import reduced, size_of, without_labels
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..training.graphed_shapes import GraphedShapes
 
 
-class DPTrainer(InParts, Examination, FusedEvaluation):
+class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
     """A `transformers.Trainer` that trains with differential privacy.
 
     Batches are Poisson samples of train_dataset, cut into physical batches of per_device_train_batch_size. The loss is
@@ -53,10 +53,12 @@ class DPTrainer(InParts, Examination, FusedEvaluation):
     optimizer: Any
 
     def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
-        given = inspect.signature(transformers.Trainer.__init__).bind(self, *positional, **named).arguments
+        given = self._named(positional, named)
         if not isinstance(privacy, PrivacyArguments):
-            raise TypeError("DPTrainer needs privacy=PrivacyArguments(target_epsilon=...) or (noise_multiplier=...)")
-        if given.get("args") is not None:
+            raise TypeError(
+                f"{type(self).__name__} needs privacy=PrivacyArguments(target_epsilon=...) or (noise_multiplier=...)"
+            )
+        if isinstance(given.get("args"), transformers.TrainingArguments):
             arguments.check(given["args"])
         if given.get("train_dataset") is not None:
             check_dataset(given["train_dataset"])
@@ -136,12 +138,16 @@ class DPTrainer(InParts, Examination, FusedEvaluation):
             data = self._remove_unused_columns(data, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        self._source = make_source(data, collate, self._group_keys(), self.args, self.privacy)
+        self._source = make_source(data, self._samples_first(collate), self._group_keys(), self.args, self.privacy)
         return tickets(self._source.loader.steps_per_epoch, self.args.gradient_accumulation_steps)
 
+    def _samples_first(self, collate: Any) -> Any:
+        """A collator whose tensors have one row for each record."""
+        return collate
+
     def num_examples(self, dataloader: Any) -> int:
-        """Return the number of records of the training data, or of another loader."""
-        return self._records() if self._training and self._source is not None else super().num_examples(dataloader)
+        """Return the number of records of the training data, or of another loader, as evaluation's."""
+        return self._records() if are_tickets(dataloader) else super().num_examples(dataloader)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
         """Return the tickets of one step.
