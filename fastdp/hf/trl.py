@@ -16,7 +16,7 @@ from ..layouts.marks import mark_rows
 from .arguments import ArgumentError
 from .losses import rows, without_labels
 from .more_arguments import PACKED
-from .preferences import pair_losses, texts
+from .preferences import Texts, pair_losses, texts
 from .trainer import DPTrainer
 
 PAIRED = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
@@ -179,9 +179,7 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
     def _find_loss(self, batch: Any, tolerance: float) -> None:
         """Compare with TRL's loss, at a reference that is not the model: there, many losses are alike."""
         known = self.precompute_ref_logps
-        flat = _flat(batch)
-        with self._referring(self.model) as model:
-            logp = texts(model(**_seen(flat))["logits"], flat["input_ids"], flat["completion_mask"], self.args).logp
+        logp = self._reference(self.model, batch)
         there = logp.reshape(-1, 2) * torch.tensor([[1.1, 0.95]], dtype=logp.dtype, device=logp.device)
         shifted = {**batch, "ref_chosen_logps": there[:, 0], "ref_rejected_logps": there[:, 1]}
         self.precompute_ref_logps = True
@@ -198,15 +196,21 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
         """In training, return one loss per pair [B]; in evaluation, DPOTrainer's loss."""
         if not self._learning:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        flat = _flat(inputs)
-        seen, ids, answer = _seen(flat), flat["input_ids"], flat["completion_mask"]
         if self.precompute_ref_logps:
             reference = torch.stack([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]], 1).reshape(-1)
         else:
-            with self._referring(model) as other:
-                reference = texts(other(**seen)["logits"], ids, answer, self.args).logp
-        losses = pair_losses(texts(model(**seen)["logits"], ids, answer, self.args), reference, self.args)
+            reference = self._reference(model, inputs)
+        flat = {name: _of_pairs(value) for name, value in _flat(inputs).items()}
+        losses = pair_losses(_texts(model, flat, self.args), _of_pairs(reference), self.args)
         return (losses, {}) if return_outputs else losses
+
+    def _reference(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Log probabilities of the answers under the reference [2 B].
+
+        They are constants of their own rows, so that the engine need not follow what they are made of.
+        """
+        with self._referring(model) as other, torch._C.DisableTorchFunction():
+            return _texts(other, _flat(inputs), self.args).logp
 
     @contextlib.contextmanager
     def _referring(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -239,17 +243,19 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
 
 
 def _flat(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """[B, 2, T] as [2 B, T], a pair's rows one after the other, which are marked as one sample's."""
-    found = {name: value.flatten(0, 1) for name, value in batch.items() if name in PAIRED}
-    for value in found.values():
-        samples = len(value) // 2
-        mark_rows(value, torch.arange(samples).repeat_interleave(2), samples)
-    return found
+    """[B, 2, T] as [2 B, T], a pair's rows one after the other."""
+    return {name: value.flatten(0, 1) for name, value in batch.items() if name in PAIRED}
 
 
-def _seen(flat: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the model is called with."""
-    return {name: value for name, value in flat.items() if name != "completion_mask"}
+def _of_pairs(rows_of_pairs: Tensor) -> Tensor:
+    """The same tensor, whose rows are known to be two of each pair."""
+    pairs = len(rows_of_pairs) // 2
+    return mark_rows(rows_of_pairs, torch.arange(pairs).repeat_interleave(2), pairs)
+
+
+def _texts(model: nn.Module, flat: Mapping[str, Tensor], options: Any) -> Texts:
+    seen = {name: value for name, value in flat.items() if name != "completion_mask"}
+    return texts(model(**seen)["logits"], flat["input_ids"], flat["completion_mask"], options)
 
 
 def _halves(batch: Mapping[str, Any]) -> dict[str, Any]:
