@@ -63,5 +63,5 @@ def truth(model, losses, lr, norm=None):
     after = {name: p.double() for name, p in weights(model).items() if name in named}
     for size, grads in zip(sizes, found, strict=True):
         for name, g in zip(named, grads, strict=True):
-            after[name] = after[name] - lr / len(sizes) * min(1.0, norm / size / (1 + 1e-6)) * g
+            after[name] = after[name] - lr / len(sizes) * min(1.0, norm / size / (1 + 4e-6)) * g
     return after, norm

@@ -207,6 +207,12 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
         self._private = privatize(plain, self._trained, noise_multiplier=noise, **self.privacy.engine_options())
         if self.privacy.graphed and self.args.torch_compile:
             raise StepError("graphed=True and torch_compile=True are two ways to the same end: leave one of them out")
+        if self.args.torch_compile:
+            logger.warning(
+                "torch_compile=True compiles anew for a new shape of a batch, and Poisson samples make batches of many "
+                "lengths and sizes. That takes seconds to minutes each, which only long runs earn back. Let the "
+                "collator pad to few lengths (pad_to_multiple_of=64), or take PrivacyArguments(graphed=True) instead"
+            )
         if self.privacy.graphed:
             self._graphed = self._private.graphed(self._losses, sizes=(self.args.train_batch_size,))
 
