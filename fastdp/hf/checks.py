@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,22 +31,29 @@ def check_rows(batch: Mapping[str, Any], records: int) -> None:
 
 def check_padding(
     model: nn.Module, loss: Loss, collate: Callable[[list[Any]], Any], prepare: Callable[[Any], Any],
-    examples: list[Any], tolerance: float,
+    examples: list[Any], tolerance: float, norm: float = 1.0,
 ) -> str:  # fmt: skip
     """Whether a sample's gradient is the same collated alone and with others, which may be longer.
 
     What padding does to a sample no per-sample gradient shows: the rows of one batch are padded alike. Returns what
-    could not be checked, or "". Raises StepError where the gradient changes by more than the tolerance, relatively.
+    could not be checked, or "". Raises StepError where the gradient changes by more than the tolerance, relatively: to
+    itself, or, where it is rounding alone (as of two equal answers, one preferred), to a thousandth of the largest one
+    and a hundred-thousandth of the clipping norm.
     """
     together = collate(examples)
     if not isinstance(together, Mapping) or _differ(together, collate(examples)):
         return "the collator draws at random, so what padding does to a sample was not checked"
+    found = []
     for number, example in enumerate(examples):
         mine = prepare(rows(together, number, number + 1))
         alone = prepare(collate([example]))
-        if not _differ(mine, alone):
-            continue
-        change = _change(_gradient(model, loss, mine), _gradient(model, loss, alone))
+        gradient = _gradient(model, loss, alone)
+        moved = _size(_gradient(model, loss, mine), gradient) if _differ(mine, alone) else 0.0
+        found.append((moved, _size(gradient)))
+    finite = [pair for pair in found if all(map(math.isfinite, pair))]  # of others training says more
+    least = max([1e-5 * norm, *(1e-3 * size for _, size in finite)])
+    for moved, size in finite:
+        change = moved / max(size, least)
         if change > tolerance:
             raise StepError(
                 f"a sample's gradient depends on how far its batch is padded (it changes by {change:.1%}): the longest "
@@ -61,11 +69,10 @@ def _gradient(model: nn.Module, loss: Loss, batch: Mapping[str, Any]) -> list[Te
     return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
 
 
-def _change(one: list[Tensor], other: list[Tensor]) -> float:
-    """Relative; 0 where a number is not finite, of which training says more."""
-    moved = sum(float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True)) ** 0.5
-    size = sum(float(b.double().square().sum()) for b in other) ** 0.5
-    return moved / max(size, 1e-12) if moved < float("inf") and size < float("inf") else 0.0
+def _size(one: list[Tensor], other: list[Tensor] | None = None) -> float:
+    """The norm of a gradient, or of the difference of two."""
+    pairs = zip(one, other or [torch.zeros((), device=p.device) for p in one], strict=True)
+    return sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
 
 
 def check_model(

@@ -46,8 +46,9 @@ class Examination:
             if self.privacy.fused_loss:
                 self._fuse(batch, half)
             open_question = check_padding(
-                self.model, self._step_loss, collate, self._beside_model, examples, 5e-2 if half else 1e-3
-            )
+                self.model, self._step_loss, collate, self._beside_model, examples, 5e-2 if half else 1e-3,
+                self.privacy.per_sample_max_grad_norm,
+            )  # fmt: skip
             if open_question:
                 logger.warning(open_question)
             if not self.privacy.verify or len(examples) < 2:

@@ -18,12 +18,14 @@ sigmoid, logsigmoid = torch.sigmoid, F.logsigmoid
 class Texts(NamedTuple):
     """What is known of texts under a model, each [texts].
 
-    logp: the log probability of a text's answer. length: of the answer, in tokens. tokens: those of them that are
+    logp: the log probability of a text's answer, in which ld_alpha may weigh what is longer than the other answer.
+    plain: without that weight. length: of the answer, in tokens. tokens: those of them that are
     predicted, all but a first one without a prompt. surprise: the mean over them of the log probability, against that
     of a token drawn from the model (log of the sum of squared probabilities).
     """
 
     logp: Tensor
+    plain: Tensor
     length: Tensor
     tokens: Tensor
     surprise: Tensor | None
@@ -111,7 +113,7 @@ def score(ratio: Tensor, options: Any) -> Tensor:
 def pair_losses(model: Texts, reference: Tensor, options: Any) -> Tensor:
     """The loss of each pair [B]. Texts alternate: a pair's better one, its worse one. options: a DPOConfig."""
     ratio = model.logp - reference.to(model.logp.dtype)
-    parts = (model.logp, model.length, model.tokens, ratio, score(ratio, options))
+    parts = (model.plain, model.length, model.tokens, ratio, score(ratio, options))
     pairs = Pairs(*(side for part in parts for side in part.reshape(-1, 2).unbind(1)))
     weights = options.loss_weights or [1.0] * len(options.loss_type)
     total = torch.zeros_like(pairs.better)
@@ -132,7 +134,7 @@ def texts(logits: Tensor, ids: Tensor, answer: Tensor, options: Any) -> Texts:
     wide, counted = wide[:, -ids.shape[1] :][:, :-1], answer[:, 1:] != 0
     labels = ids[:, 1:].masked_fill(~counted, IGNORE)
     logps = -F.cross_entropy(wide.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
-    length, tokens, surprise = answer.sum(1), counted.sum(1), None
+    plain, length, tokens, surprise = logps.sum(1), answer.sum(1), counted.sum(1), None
     if options.use_weighting:
         with torch.no_grad():
             squares = torch.logsumexp(2 * F.log_softmax(wide, -1), -1)
@@ -140,4 +142,4 @@ def texts(logits: Tensor, ids: Tensor, answer: Tensor, options: Any) -> Texts:
     if options.ld_alpha is not None:
         shorter = tokens.reshape(-1, 2).amin(1, keepdim=True).expand(-1, 2).reshape(-1, 1)
         logps = torch.where(counted.cumsum(1) > shorter, options.ld_alpha * logps, logps)
-    return Texts(logps.sum(1), length, tokens, surprise)
+    return Texts(logps.sum(1), plain, length, tokens, surprise)

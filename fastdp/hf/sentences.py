@@ -87,6 +87,10 @@ class DPSentenceTransformerTrainer(DPTrainer, SentenceTransformerTrainer):  # ty
     def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
         """Nothing: the callback would write records of the training data, and their statistics, into the card."""
 
+    def _train(self, *arguments_of: Any) -> Any:
+        self._check_loss()
+        return super()._train(*arguments_of)
+
     def _check_loss(self) -> None:
         name = type(self.loss).__name__
         for part in _parts(self.loss):

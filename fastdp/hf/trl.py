@@ -43,6 +43,10 @@ class _OfTRL(DPTrainer):
                 "experts over the whole batch and so couples samples: set router_aux_loss_coef=0.0"
             )
 
+    def _train(self, *arguments_of: Any) -> Any:
+        self._check_data(self.train_dataset)
+        return super()._train(*arguments_of)
+
     def _check_data(self, data: Any) -> None:
         names = getattr(data, "column_names", None) or ()
         if "seq_lengths" in names:
@@ -195,7 +199,8 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
     ) -> Any:
         """In training, return one loss per pair [B]; in evaluation, DPOTrainer's loss."""
         if not self._learning:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            with _flags_of(self.model):
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.precompute_ref_logps:
             reference = torch.stack([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]], 1).reshape(-1)
         else:
@@ -212,13 +217,15 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
         with self._referring(model) as other, torch._C.DisableTorchFunction():
             return _texts(other, _flat(inputs), self.args).logp
 
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+        """Run DPOTrainer.compute_ref_log_probs."""
+        with _flags_of(self.model):
+            return super().compute_ref_log_probs(model, inputs)
+
     @contextlib.contextmanager
     def _referring(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The reference, without gradients: a model of its own, or this one without its adapter.
-
-        What requires grad is put back: peft's switches would also turn on what the user has frozen.
-        """
-        with torch.no_grad():
+        """The reference, without gradients: a model of its own, or this one without its adapter."""
+        with torch.no_grad(), _flags_of(self.model):
             if self.ref_model is not None:
                 yield self.ref_model
                 return
@@ -226,7 +233,6 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
             if not hasattr(inner, "peft_config"):
                 yield model
                 return
-            before = [(parameter, parameter.requires_grad) for parameter in inner.parameters()]
             active = inner.active_adapter
             try:
                 if "ref" in inner.peft_config:
@@ -238,8 +244,17 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
             finally:
                 if "ref" in inner.peft_config:
                     inner.set_adapter(active)
-                for parameter, required in before:
-                    parameter.requires_grad_(required)
+
+
+@contextlib.contextmanager
+def _flags_of(model: nn.Module) -> Iterator[None]:
+    """What requires grad is put back: peft's switches between adapters also turn on what the user has frozen."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
 
 
 def _flat(batch: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -67,9 +67,9 @@ def dpo(folder, model, data, privacy=None, more=None, **options):
 
 
 def logps(model, prompt, answer):
-    """Log probabilities of the answer's tokens after a prompt."""
+    """Log probabilities of the answer's tokens after a prompt; virtual tokens may stand before it."""
     tokens = torch.tensor([ids(prompt) + ids(answer)])
-    scores = model(input_ids=tokens).logits[0].log_softmax(-1)
+    scores = model(input_ids=tokens).logits[0, -tokens.shape[1] :].log_softmax(-1)
     first = len(ids(prompt))
     return scores[torch.arange(first - 1, tokens.shape[1] - 1), tokens[0, first:]]
 
@@ -89,7 +89,7 @@ def test_a_step_of_sft_by_hand(tmp_path):
     trainer = sft(tmp_path, model, data, private(per_sample_max_grad_norm=norm))
     trainer.train()
     assert trainer.history == [(0.0, 1.0, 1)]
-    assert error(weights(model), want, before) < 1e-5
+    assert error(weights(model), want, before) < 1e-6
 
 
 def test_a_step_of_sft_on_whole_texts_and_of_dft(tmp_path):
@@ -98,11 +98,11 @@ def test_a_step_of_sft_on_whole_texts_and_of_dft(tmp_path):
     want, norm = truth(model, whole, 0.1)
     before = weights(model)
     sft(tmp_path, model, data, private(per_sample_max_grad_norm=norm)).train()
-    assert error(weights(model), want, before) < 1e-5
+    assert error(weights(model), want, before) < 1e-6
     model, data = llama().double(), prompts()
     want, norm = truth(model, completion_losses(model, data, lambda logp: logp.detach().exp()), 0.1)
     sft(tmp_path, model, data, private(per_sample_max_grad_norm=norm), loss_type="dft").train()
-    assert error(weights(model), want, weights(llama().double())) < 1e-5
+    assert error(weights(model), want, weights(llama().double())) < 1e-6
 
 
 def test_sft_with_lora_checkpointing_and_groups(tmp_path):
@@ -116,15 +116,23 @@ def test_sft_with_lora_checkpointing_and_groups(tmp_path):
     model = trainer.model  # a copy's forward would be the original's, which TRL has put into it
     records = completion_losses(model, data)
     users = [[0, 1], [2], [3, 4, 5], [6, 7]]
-    persons = [lambda mine=mine: sum(records[n]() for n in mine) for mine in users]
-    counted, norm = truth(model, persons, 0.1)
-    means = [lambda mine=mine: sum(records[n]() for n in mine) / len(mine) for mine in users]
-    averaged, other = truth(model, means, 0.1)
+    want, norm = truth(model, [lambda mine=mine: sum(records[n]() for n in mine) for mine in users], 0.1)
     before = weights(trainer.model)
     trainer.privacy.per_sample_max_grad_norm = norm
     trainer.train()
     assert trainer.delta() == 1 / 8
-    assert min(error(weights(trainer.model), want, before) for want in (counted, averaged)) < 1e-5
+    assert error(weights(trainer.model), want, before) < 1e-6
+
+
+def test_persons_of_pairs(tmp_path):
+    data, model, reference = pairs().add_column("user", list("abbacddd")), llama().double(), llama(1).double()
+    records = sigmoid_losses(model, reference, data)
+    users = [[0, 3], [1, 2], [4], [5, 6, 7]]
+    want, norm = truth(model, [lambda mine=mine: sum(records[n]() for n in mine) for mine in users], 0.1)
+    before = weights(model)
+    privacy = private(group_by="user", per_sample_max_grad_norm=norm)
+    dpo(tmp_path, model, data, privacy, {"ref_model": reference}, per_device_train_batch_size=5).train()
+    assert error(weights(model), want, before) < 1e-6
 
 
 def sigmoid_losses(model, reference, data, beta=0.1):
@@ -157,7 +165,8 @@ def test_dpo_with_lora(tmp_path):
     """The reference is the model without the adapter; what the user has frozen stays frozen."""
     base, data = llama().double(), pairs()
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
-    trainer = dpo(tmp_path, copy.deepcopy(base), data, more={"peft_config": lora})
+    more = {"peft_config": lora, "eval_dataset": pairs(3)}
+    trainer = dpo(tmp_path, copy.deepcopy(base), data, None, more, eval_on_start=True, eval_strategy="steps")
     for name, p in trainer.model.named_parameters():
         p.data = p.data.double()
         p.requires_grad_("lora_B" in name)
@@ -165,8 +174,29 @@ def test_dpo_with_lora(tmp_path):
     before = weights(trainer.model)
     trainer.privacy.per_sample_max_grad_norm = norm
     trainer.train()
-    assert error(weights(trainer.model), want, before) < 1e-5
+    assert error(weights(trainer.model), want, before) < 1e-6
     assert all(torch.equal(p, before[n]) for n, p in weights(trainer.model).items() if "lora_B" not in n)
+
+
+@pytest.mark.parametrize("make, data", [(sft, prompts), (dpo, pairs)])
+def test_soft_prompts_with_evaluation_before(make, data, tmp_path):
+    """TRL's evaluation runs in between, and switches adapters."""
+    base, records = llama().double(), data()
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    trainer = make(
+        tmp_path, copy.deepcopy(base), records, more={"peft_config": tuning, "eval_dataset": data(3)},
+        eval_on_start=True, eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    trainer.model.double()
+    by_hand = completion_losses(trainer.model, records)
+    if make is dpo:
+        by_hand = sigmoid_losses(trainer.model, base, records)
+    want, norm = truth(trainer.model, by_hand, 0.1)
+    before = weights(trainer.model)
+    trainer.privacy.per_sample_max_grad_norm = norm
+    trainer.train()
+    assert set(want) == {"prompt_encoder.default.embedding.weight"}
+    assert error(weights(trainer.model), want, before) < 1e-6
 
 
 def test_an_adapter_that_is_trained_further(tmp_path):
@@ -183,7 +213,7 @@ def test_an_adapter_that_is_trained_further(tmp_path):
 
 OPTIONS = {
     "exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "ld": {"ld_alpha": 0.3},
-    "weighted": {"use_weighting": True, "loss_type": ["sigmoid", "sft"], "loss_weights": [0.7, 0.2]},
+    "weighted": {"use_weighting": True, "ld_alpha": 0.5, "loss_type": ["sft", "ipo"], "loss_weights": [0.7, 0.2]},
     "forward_kl": {"f_divergence_type": "forward_kl"}, "js": {"f_divergence_type": "js_divergence"},
     "alpha": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.4},
 }  # fmt: skip
@@ -316,6 +346,16 @@ def test_online_trainers_are_refused():
         type("Mine", (trl.SFTTrainer, DPTrainer), {})
     with pytest.raises(StepError, match="KTOTrainer"):
         type("Mine", (DPTrainer, trl.KTOTrainer), {})
+
+
+def test_pairs_without_a_preference(tmp_path):
+    """Their gradient is rounding alone, which padding may change; and answers without a prompt."""
+    data = pairs(8)
+    same = {"prompt": ["", *data["prompt"][1:]], "chosen": [" a", " b", *data["chosen"][2:]],
+            "rejected": [" c", " b", *data["rejected"][2:]]}  # fmt: skip
+    trainer = dpo(tmp_path, llama(), datasets.Dataset.from_dict(same), loss_type=["sigmoid", "sigmoid_norm"])
+    trainer.train()
+    assert trainer.history == [(0.0, 1.0, 1)]
 
 
 def test_references_that_follow(tmp_path):
