@@ -21,17 +21,11 @@ from .seq2seq import DPSeq2SeqTrainer
 from .trainer import DPTrainer
 
 if TYPE_CHECKING:
-    from .sentences import DPSentenceTransformerTrainer
-    from .trl import DPDPOTrainer, DPSFTTrainer
+    from .sentences import DPSentenceTransformerTrainer as DPSentenceTransformerTrainer
+    from .trl import DPDPOTrainer as DPDPOTrainer
+    from .trl import DPSFTTrainer as DPSFTTrainer
 
-__all__ = [
-    "DPDPOTrainer",
-    "DPSFTTrainer",
-    "DPSentenceTransformerTrainer",
-    "DPSeq2SeqTrainer",
-    "DPTrainer",
-    "PrivacyArguments",
-]
+__all__ = ["DPSeq2SeqTrainer", "DPTrainer", "PrivacyArguments"]
 
 # trainers of other packages, which are imported when they are asked for: where they are, and what is to be installed
 _OTHERS = {
@@ -49,3 +43,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f".{module}", __name__), name)
     except ImportError as problem:
         raise ImportError(f"fastdp.hf.{name} needs {package}: pip install '{extra}' ({problem})") from problem
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_OTHERS])

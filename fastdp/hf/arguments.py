@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import FastDPError
 from . import more_arguments
+from .combining import NOT_PRIVATE
 from .fields import Field, no_effect, refused, supported
 
 
@@ -198,21 +200,31 @@ FIELDS: dict[str, Field] = {
 }
 
 
-def check(args: Any) -> None:
+def check(args: Any, taken: Iterable[str] = more_arguments.TABLES) -> None:
     """Raise ArgumentError, with the field, its value and the reason, if private training refuses a field.
 
-    Subclasses' fields have tables of their own (`more_arguments`). A field that no table contains (of a newer
-    transformers, or another subclass) must have its class's default.
+    Subclasses' fields have tables of their own (`more_arguments`), of which the trainer takes some. A field that none
+    of them contains (of a newer transformers, or another subclass) must have its class's default.
     """
-    fields = FIELDS | more_arguments.of(type(args))
+    kinds = {parent.__name__ for parent in type(args).__mro__}
+    for trainer, why in NOT_PRIVATE.items():
+        if trainer.replace("Trainer", "Config") in kinds:
+            raise ArgumentError(f"{type(args).__name__} is for {trainer}, which is not made private: {why}")
+    fields = FIELDS | more_arguments.of(type(args), taken)
     for field in dataclasses.fields(args):
         value = getattr(args, field.name, None)
         known = fields.get(field.name)
         if known is None:
             if value != _default(field) and value != _made_by_default(args, field.name):
+                reader = more_arguments.reader_of(type(args), field.name)
                 raise ArgumentError(
-                    f"{type(args).__name__}.{field.name}={value!r}: fastdp.hf does not know this field, so it does not "
-                    "know what it means for privacy; leave its default"
+                    f"{type(args).__name__}.{field.name}={_short(value)}: "
+                    + (
+                        f"this trainer does not read the field, fastdp.hf.{reader} does"
+                        if reader
+                        else "fastdp.hf does not know this field, so it does not know what it means for privacy; leave "
+                        "its default"
+                    )
                 )
         elif not known.accepts(value):
             raise ArgumentError(f"{type(args).__name__}.{field.name}={_short(value)} is refused: {known.why}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,8 +65,14 @@ def check_padding(
 
 
 def _gradient(model: nn.Module, loss: Loss, batch: Mapping[str, Any]) -> list[Tensor]:
+    """The gradient of the loss, which draws the same numbers each time, should it draw any."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss(model, batch), trained, allow_unused=True)
+    drawn = random.getstate()
+    try:
+        with torch.random.fork_rng(sorted({p.device.index or 0 for p in trained if p.is_cuda})):
+            found = torch.autograd.grad(loss(model, batch), trained, allow_unused=True)
+    finally:
+        random.setstate(drawn)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
 
 

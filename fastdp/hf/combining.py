@@ -19,7 +19,7 @@ _ONLINE = (
     "would each have to be a function of one record, which TRL's batches are not. Train on the private data by "
     "DPSFTTrainer or DPDPOTrainer; GRPO on public prompts afterwards costs no privacy (docs/huggingface.md)"
 )
-REFUSED = {
+NOT_PRIVATE = {
     "GRPOTrainer": _ONLINE,
     "RLOOTrainer": _ONLINE,
     "OnlineDPOTrainer": _ONLINE,
@@ -27,6 +27,8 @@ REFUSED = {
     "preferences train by DPDPOTrainer, and good completions alone by DPSFTTrainer",
     "RewardTrainer": "fastdp has no trainer for it yet: give DPTrainer compute_loss_func= with the loss of each pair",
     "DistillationTrainer": "it generates from the student on the batch's prompts; nobody has looked at its batches yet",
+}
+REFUSED = NOT_PRIVATE | {
     "SFTTrainer": "use fastdp.hf.DPSFTTrainer",
     "DPOTrainer": "use fastdp.hf.DPDPOTrainer",
     "SentenceTransformerTrainer": "use fastdp.hf.DPSentenceTransformerTrainer",
@@ -40,6 +42,7 @@ REPLACED = ("compute_loss", "training_step", "get_train_dataloader", "get_batch_
 class Combining:
     """The part of `DPTrainer` that looks at the classes it is combined with."""
 
+    _reads: tuple[str, ...] = ()  # subclasses of TrainingArguments whose fields it reads (`more_arguments`)
     _looked_at: tuple[str, ...] = ()  # trainers behind this class whose replaced methods are known
 
     def __init_subclass__(cls, **named: Any) -> None:

@@ -5,6 +5,7 @@ Made for transformers 5, TRL 1 and sentence-transformers 6; a test keeps the tab
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .fields import Field, no_effect, refused, supported
@@ -126,11 +127,27 @@ TABLES = {
     "DPOConfig": DPO,
     "BaseTrainingArguments": SENTENCES,  # of sentence-transformers
 }
+READERS = {
+    "Seq2SeqTrainingArguments": "DPSeq2SeqTrainer",
+    "SFTConfig": "DPSFTTrainer",
+    "DPOConfig": "DPDPOTrainer",
+    "BaseTrainingArguments": "DPSentenceTransformerTrainer",
+}
 
 
-def of(arguments: type) -> dict[str, Field]:
-    """The fields that a class of arguments, or one it derives from, adds to TrainingArguments."""
+def of(arguments: type, taken: Iterable[str] = TABLES) -> dict[str, Field]:
+    """The fields that a class of arguments, or one it derives from, adds to TrainingArguments.
+
+    taken: the classes whose fields the trainer at hand reads.
+    """
     found: dict[str, Field] = {}
     for parent in reversed(arguments.__mro__):
-        found |= TABLES.get(parent.__name__, {})
+        if parent.__name__ in taken:
+            found |= TABLES.get(parent.__name__, {})
     return found
+
+
+def reader_of(arguments: type, name: str) -> str | None:
+    """The private trainer that reads a field which this class of arguments adds, if there is one."""
+    kinds = (parent.__name__ for parent in arguments.__mro__)
+    return next((READERS[kind] for kind in kinds if name in TABLES.get(kind, {})), None)

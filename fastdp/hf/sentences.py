@@ -63,6 +63,7 @@ class DPSentenceTransformerTrainer(DPTrainer, SentenceTransformerTrainer):  # ty
         StepError: if the loss couples samples, or has parameters of its own. DPTrainer's errors are also possible.
     """
 
+    _reads = ("BaseTrainingArguments",)
     _looked_at = ("SentenceTransformerTrainer", "BaseTrainer")
     loss: Any
 
@@ -82,6 +83,8 @@ class DPSentenceTransformerTrainer(DPTrainer, SentenceTransformerTrainer):  # ty
             raise ArgumentError(f"fsdp has not been tried with {type(self).__name__}, only with DPTrainer")
         if self.privacy.fused_loss or self.args.label_smoothing_factor:
             raise ArgumentError("fused_loss and label_smoothing_factor have no meaning for a loss of embeddings")
+        if self.privacy.graphed:
+            raise ArgumentError("graphed=True needs one loss a sample; those of sentence-transformers are means")
         self._check_loss()
 
     def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:

@@ -16,3 +16,5 @@ class DPSeq2SeqTrainer(DPTrainer, transformers.Seq2SeqTrainer):  # type: ignore[
     Args:
         privacy: a `PrivacyArguments`. All other arguments are those of Seq2SeqTrainer.
     """
+
+    _reads = ("Seq2SeqTrainingArguments",)

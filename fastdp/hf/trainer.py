@@ -59,7 +59,7 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
                 f"{type(self).__name__} needs privacy=PrivacyArguments(target_epsilon=...) or (noise_multiplier=...)"
             )
         if isinstance(given.get("args"), transformers.TrainingArguments):
-            arguments.check(given["args"])
+            arguments.check(given["args"], self._reads)
         if given.get("train_dataset") is not None:
             check_dataset(given["train_dataset"])
         self._begin_account(privacy)
@@ -72,7 +72,7 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
         self._whole = 0  # the number of all of its records
         super().__init__(*positional, **named)
         self._given = self.optimizer is not None
-        arguments.check(self.args)
+        arguments.check(self.args, self._reads)
         if self.is_model_parallel:
             raise ParameterError("the model is spread over several devices, which is not supported: load it on one")
         if self.args.max_grad_norm:
@@ -91,7 +91,7 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
     def _train(self, resume_from_checkpoint: str | bool | None, trial: Any, ignore_keys_for_eval: Any) -> Any:
         if trial is not None:
             self.hyperparameter_search()
-        arguments.check(self.args)
+        arguments.check(self.args, self._reads)
         if self.train_dataset is not None:
             check_dataset(self.train_dataset)
             self.delta()

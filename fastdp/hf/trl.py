@@ -88,6 +88,7 @@ class DPSFTTrainer(_OfTRL, trl.SFTTrainer):  # type: ignore[misc]
         ArgumentError: if a field of SFTConfig is refused. DPTrainer's errors are also possible.
     """
 
+    _reads = ("SFTConfig",)
     _looked_at = ("SFTTrainer",)
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -160,6 +161,7 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
         ArgumentError: if a field of DPOConfig is refused. DPTrainer's errors are also possible.
     """
 
+    _reads = ("DPOConfig",)
     _looked_at = ("DPOTrainer",)
     ref_model: Any
     precompute_ref_logps: bool

@@ -149,8 +149,27 @@ def test_other_refusals(folder, tmp_path):
         trainer(tmp_path, model, losses.CosineSimilarityLoss(model), {"a": records()})
     with pytest.raises(arguments.ArgumentError, match="batch_sampler=.*refused: Poisson"):
         trainer(tmp_path, model, losses.CosineSimilarityLoss(model), records(), batch_sampler="no_duplicates")
+    with pytest.raises(arguments.ArgumentError, match="graphed=True needs one loss a sample"):
+        trainer(tmp_path, model, losses.CosineSimilarityLoss(model), records(), private(graphed=True))
     with pytest.raises(StepError, match="use fastdp.hf.DPSentenceTransformerTrainer"):
         type("Mine", (DPTrainer, sentence_transformers.SentenceTransformerTrainer), {})
+
+
+def test_a_loss_that_draws(folder, tmp_path):
+    """Which dimensions count, anew for each batch: padding is judged with the same draws."""
+    model = encoder(folder)
+    loss = losses.MatryoshkaLoss(model, losses.CosineSimilarityLoss(model), [16, 8, 4], n_dims_per_step=1)
+    made = trainer(tmp_path, model, loss, records(), private(noise_multiplier=1.0))
+    made.train()
+    assert made.history == [(1.0, 1.0, 1)]
+
+
+def test_a_loss_that_is_replaced(folder, tmp_path):
+    model = encoder(folder)
+    made = trainer(tmp_path, model, losses.CosineSimilarityLoss(model), records())
+    made.loss = losses.MultipleNegativesRankingLoss(model)
+    with pytest.raises(StepError, match="MultipleNegativesRankingLoss couples samples"):
+        made.train()
 
 
 def test_a_loss_of_ones_own_that_couples(folder, tmp_path):
