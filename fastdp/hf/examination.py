@@ -36,7 +36,7 @@ class Examination:
         inner = self._source.loader
         collate, data = inner.loader.collate_fn.collate, inner.dataset  # type: ignore[union-attr]
         examples = varied([data[index] for index in range(min(16, len(data)))], collate)
-        half = self.args.bf16 or any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
+        half = self._is_half()
         with evaluating(self.model):
             batch = self._beside_model(collate(examples))
             check_rows(batch, len(examples))
@@ -55,6 +55,18 @@ class Examination:
                 return
             report = check_model(self.model, self._step_loss, batch, {}, 5e-2 if half else None)
             logger.info(str(report))
+
+    def _is_half(self) -> bool:
+        """Whether forwards are in 16 bits, and so less accurate."""
+        return self.args.bf16 or any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
+
+    def _known_head(self, batch: Any) -> Head:
+        """The head; found here where a compute_loss of the user's calls DPTrainer's."""
+        if self._head is None:
+            with evaluating(self.model), torch.no_grad():
+                Examination._find_loss(self, batch, 3e-2 if self._is_half() else 1e-3)
+        assert self._head is not None
+        return self._head
 
     def _find_loss(self, batch: Any, tolerance: float) -> None:
         """Find out what the loss of a sample is, or raise StepError. Called in eval mode, without gradients."""

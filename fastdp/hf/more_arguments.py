@@ -1,6 +1,6 @@
 """What the private trainers do with the fields that subclasses of TrainingArguments add, class by class.
 
-Made for transformers 5, TRL 1 and sentence-transformers 6; a test keeps the tables complete for those installed.
+Made for transformers 5, TRL 1.16 and sentence-transformers 6.2; a test keeps the tables complete for those installed.
 """
 
 from __future__ import annotations

@@ -270,15 +270,17 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
         if self._fused is not None:
             losses = self._fused.losses(model, given, labels["labels"], self.args.label_smoothing_factor)
             return (losses, {}) if return_outputs else losses
+        if self.compute_loss_func is None:
+            self._known_head(inputs)
         outputs = model(**given)
         if self.compute_loss_func is not None:
             target = labels.get("labels", labels or None)
             loss = self.compute_loss_func(outputs, target, num_items_in_batch=None)
         else:
-            assert self._head is not None
-            found = self._head.losses(outputs, labels, self.args.label_smoothing_factor)
+            head = self._known_head(inputs)
+            found = head.losses(outputs, labels, self.args.label_smoothing_factor)
             if found is None:
-                raise StepError(f"the batch is not like the first ones: {self._head.name} no longer fits its labels")
+                raise StepError(f"the batch is not like the first ones: {head.name} no longer fits its labels")
             loss = found
         return (loss, outputs) if return_outputs else loss
 

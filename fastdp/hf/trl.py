@@ -93,9 +93,11 @@ class DPSFTTrainer(_OfTRL, trl.SFTTrainer):  # type: ignore[misc]
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
-        self._dft = getattr(self.args, "loss_type", "nll") == "dft"
-        if self._dft and (self.privacy.fused_loss or self.args.label_smoothing_factor):
+        if self._is_dft() and (self.privacy.fused_loss or self.args.label_smoothing_factor):
             raise ArgumentError("loss_type='dft' has neither fused_loss=True nor label_smoothing_factor: leave it out")
+
+    def _is_dft(self) -> bool:
+        return self.args.loss_type == "dft"  # type: ignore[no-any-return]
 
     def _find_loss(self, batch: Any, tolerance: float) -> None:
         super()._find_loss(batch, tolerance)
@@ -109,7 +111,7 @@ class DPSFTTrainer(_OfTRL, trl.SFTTrainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """In training, return one loss per sample [B]; in evaluation, SFTTrainer's loss."""
-        if not (self._learning and self._dft):
+        if not (self._learning and self._is_dft()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         given, labels = without_labels(self.model, inputs)
         outputs = model(**given)
@@ -172,6 +174,8 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
             raise ArgumentError("fused_loss=True is for DPTrainer and DPSFTTrainer: leave it out")
         if self.args.label_smoothing_factor:
             raise ArgumentError("label_smoothing_factor has no meaning for pairs: DPOConfig.label_smoothing has")
+        if self.ref_model is not None:
+            self.ref_model.eval()  # a constant of each pair alone
         for name, parameter in self.model.named_parameters():
             if ".ref." in name:  # the reference's adapter is never used with gradients: it would get noise alone
                 parameter.requires_grad_(False)
@@ -219,10 +223,10 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
         with self._referring(model) as other, torch._C.DisableTorchFunction():
             return _texts(other, _flat(inputs), self.args).logp
 
-    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+    def compute_ref_log_probs(self, *positional: Any, **named: Any) -> Any:
         """Run DPOTrainer.compute_ref_log_probs."""
         with _flags_of(self.model):
-            return super().compute_ref_log_probs(model, inputs)
+            return super().compute_ref_log_probs(*positional, **named)
 
     @contextlib.contextmanager
     def _referring(self, model: nn.Module) -> Iterator[nn.Module]:
