@@ -65,11 +65,7 @@ SFT: dict[str, Field] = {
     ),
 }
 
-COUPLING_PAIRS = {
-    "aot": "it sorts the log ratios of the whole batch",
-    "aot_unpaired": "it sorts the log ratios of the whole batch",
-    "bco": "it subtracts a running mean of rewards over all batches (of TRL, bco_pair does not, and works)",
-}
+COUPLING_PAIRS = ("aot", "aot_unpaired")
 PAIR_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
     "discopop", "sft", "sigmoid_norm",
@@ -89,8 +85,8 @@ DPO: dict[str, Field] = {
     ),
     "precompute_ref_batch_size": supported(),
     "loss_type": refused(
-        f"each pair's own loss: {', '.join(PAIR_LOSSES)}. These couple pairs: "
-        + "; ".join(f"{name} ({why})" for name, why in COUPLING_PAIRS.items() if name != "bco"),
+        f"a pair's loss must be its own, as those of {', '.join(PAIR_LOSSES)} are; {' and '.join(COUPLING_PAIRS)} sort "
+        "the log ratios of the whole batch, which couples pairs",
         ["aot"],
         _uncoupled,
     ),
