@@ -25,7 +25,8 @@ NOT_PRIVATE = {
     "OnlineDPOTrainer": _ONLINE,
     "KTOTrainer": "its loss subtracts a divergence that is estimated over the batch, which couples samples; pairs of "
     "preferences train by DPDPOTrainer, and good completions alone by DPSFTTrainer",
-    "RewardTrainer": "fastdp has no trainer for it yet: give DPTrainer compute_loss_func= with the loss of each pair",
+    "RewardTrainer": "fastdp has no trainer for it yet: in a loop of your own, a pair is a sample of two rows "
+    "(rows_per_sample=2, docs/rows.md)",
     "DistillationTrainer": "it generates from the student on the batch's prompts; nobody has looked at its batches yet",
 }
 REFUSED = NOT_PRIVATE | {
