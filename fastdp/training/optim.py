@@ -12,16 +12,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ParameterError
+from ..ops.clip import GAMMA
 from .checks import take_norms
 from .clipping import ClippingFunction
+from .options import declared, named, parameters_of
 from .privacy import Privacy
-from .private_optimizer import PrivateOptimizer
+from .private_optimizer import PrivateOptimizer, base_of
 from .waiting import wait
 
 _OPTIONS = inspect.getfullargspec(Privacy.__init__).kwonlyargs
@@ -36,6 +39,7 @@ def _private_class(base: type[torch.optim.Optimizer]) -> type[PrivateOptimizer]:
     return _CLASSES[base]
 
 
+@named
 def privatize(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
@@ -48,7 +52,16 @@ def privatize(
     loss_reduction: str = "mean",
     sample_rate: float | None = None,
     accountant: str = "prv",
-    **options: Any,
+    gamma: float = GAMMA,
+    batch_first: bool = True,
+    batch_size: int | None = None,
+    rows_per_sample: int = 1,
+    memory_budget: int | None = None,
+    seed: int | None = None,
+    process_group: Any = None,
+    mesh: Any = None,
+    ledger: str | PathLike[str] | None = None,
+    norms: str = "exact",
 ) -> PrivateOptimizer:
     """Make an optimizer private, in place. It keeps its parameter groups, state, hooks and schedulers.
 
@@ -65,11 +78,17 @@ def privatize(
         loss_reduction: "mean" or "sum", which is how the loss combines samples. Under "sum", nothing is divided.
         sample_rate: the probability that a record is in a batch, for the accountant. A Poisson loader supplies it.
         accountant: "prv", "rdp" or "gdp", which are Opacus's accountants.
-        options: gamma (of automatic clipping, default 0.01); batch_first, batch_size, rows_per_sample and memory_budget
-            (see PerSampleGradients); process_group or mesh (of several processes); ledger, a file in which every
-            noised step is written and synced before it is made, so that steps after the last checkpoint stay counted
-            if the process dies; seed, which makes the noise reproducible and voids the guarantee; and norms, which are
-            "exact" ("jl", norms by random projections, is refused: docs/mechanisms.md says why).
+        gamma: the constant of automatic clipping, 0 or larger, in units of a norm.
+        batch_first: whether samples lie along the first dimension of the model's inputs; False means the second.
+        batch_size: the number of samples, if the inputs do not show it (see `PerSampleGradients`).
+        rows_per_sample: k, if k consecutive rows of the inputs are one sample, whatever the batch.
+        memory_budget: the bytes that may be held during backward for norms and clipped sums. None: the fastest plan.
+        seed: makes the noise reproducible, for experiments. It voids the guarantee.
+        process_group: the processes that train together (default: all of torch.distributed's).
+        mesh: their DeviceMesh, for a model in parts.
+        ledger: a file in which every noised step is written and synced before it is made, so that steps after the last
+            checkpoint stay counted if the process dies.
+        norms: "exact". ("jl", norms by random projections, is refused: docs/mechanisms.md says why.)
 
     Returns:
         The same object, which now has the class DP<its class>.
@@ -77,7 +96,7 @@ def privatize(
     Raises:
         ParameterError: if the optimizer cannot be made private, or does not fit the model.
         ClippingError: if the clipping function, the clipping norm, the groups or the norms are invalid.
-        TypeError: if an option is unknown.
+        TypeError: if an option is unknown; the error names the nearest, or what to do instead.
         ValueError: if the value of an option is out of range.
     """
     if isinstance(optimizer, PrivateOptimizer):
@@ -93,10 +112,7 @@ def privatize(
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ParameterError("SparseAdam takes sparse gradients; noise makes every gradient dense. Use Adam")
-    take_norms(options)
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown:
-        raise TypeError(f"privatize got unexpected arguments: {', '.join(unknown)}")
+    take_norms(norms)
     step = optimizer.__dict__.get("step")
     scheduled = getattr(step, "_wrapped_by_lr_sched", False)
     if step is not None and not scheduled:
@@ -105,7 +121,9 @@ def privatize(
     privacy = Privacy(
         model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, clipping=clipping, style=style,
         expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
-        accountant=accountant, **options,
+        accountant=accountant, gamma=gamma, batch_first=batch_first, batch_size=batch_size,
+        rows_per_sample=rows_per_sample, memory_budget=memory_budget, seed=seed, process_group=process_group, mesh=mesh,
+        ledger=ledger,
     )  # fmt: skip
     optimizer.__class__ = _private_class(type(optimizer))
     assert isinstance(optimizer, PrivateOptimizer)
@@ -132,21 +150,17 @@ def _rewrap_for_schedulers(optimizer: PrivateOptimizer) -> None:
 
 
 class _Constructed(PrivateOptimizer):
-    """An optimizer that is made from a model: DPSGD(model, lr=..., noise_multiplier=..., ...)."""
+    """An optimizer that is made from a model: DPSGD(model, lr=..., noise_multiplier=..., ...).
+
+    The signatures of the classes say what there is, and nothing else: `declared` hands on what was given. That they say
+    the same as `privatize` and torch's classes, defaults included, is tested (tests/training/test_options.py).
+    """
 
     _kept_by: type[Privacy] = Privacy
 
-    def __init__(
-        self, model: nn.Module, lr: Any = None, *, params: Iterable[Any] | None = None, **options: Any
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ParameterError(
-                f"the first argument is the model (an nn.Module), not {type(model).__name__}; to train a part of it "
-                "freeze the rest, or give params= (tensors or parameter groups)"
-            )
-        if "noise_multiplier" not in options:
-            raise TypeError(f"{type(self).__name__} needs noise_multiplier= (0 for none)")
-        take_norms(options)
+    def _make(self, model: nn.Module, lr: Any = None, params: Iterable[Any] | None = None, **options: Any) -> None:
+        """What `__init__` does with what it was given."""
+        take_norms(options.pop("norms", "exact"))
         private = {name: options.pop(name) for name in _OPTIONS if name in options}
         if lr is not None:
             options["lr"] = lr
@@ -157,20 +171,63 @@ class _Constructed(PrivateOptimizer):
         self._privacy = self._kept_by(model, self._params(), **private)
         wait(self._privacy, self._params)
 
+    def _base_parameters(self) -> dict[str, inspect.Parameter]:
+        return parameters_of(base_of(self))
+
 
 class DPSGD(_Constructed, torch.optim.SGD):
     """torch.optim.SGD with private steps, including momentum, Nesterov's momentum and weight decay.
 
+    The keyword arguments from `noise_multiplier` to `norms` are those of `privatize`, and the others those of
+    torch.optim.SGD. Each class takes the options of its own torch class.
+
     Args:
         model: the model to train. Its parameters that require grad are trained.
-        lr: the learning rate.
+        lr: the learning rate, per step.
         params: tensors or parameter groups to train instead, as for torch's optimizers.
-        options: the arguments of `privatize` (noise_multiplier is required) and of torch.optim.SGD.
 
     Raises:
         ParameterError: if the first argument is not a model, or no parameter is trainable.
-        TypeError: if noise_multiplier is missing.
+        ClippingError: if the clipping function, the clipping norm, the groups or the norms are invalid.
+        TypeError: if noise_multiplier is missing, or an option is unknown; the error names the nearest, or what to do
+            instead.
+        ValueError: if the value of an option is out of range.
     """
+
+    @declared
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        *,
+        params: Iterable[Any] | None = None,
+        noise_multiplier: float,
+        max_grad_norm: float = 1.0,
+        expected_batch_size: float | None = None,
+        clipping: ClippingFunction = "local",
+        style: str | Sequence[Any] = "flat",
+        loss_reduction: str = "mean",
+        sample_rate: float | None = None,
+        accountant: str = "prv",
+        gamma: float = GAMMA,
+        batch_first: bool = True,
+        batch_size: int | None = None,
+        rows_per_sample: int = 1,
+        memory_budget: int | None = None,
+        seed: int | None = None,
+        process_group: Any = None,
+        mesh: Any = None,
+        ledger: str | PathLike[str] | None = None,
+        norms: str = "exact",
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
 
 
 class DPAdam(_Constructed, torch.optim.Adam):
@@ -179,6 +236,43 @@ class DPAdam(_Constructed, torch.optim.Adam):
     The arguments are those of `DPSGD`, with the options of torch.optim.Adam.
     """
 
+    @declared
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        *,
+        params: Iterable[Any] | None = None,
+        noise_multiplier: float,
+        max_grad_norm: float = 1.0,
+        expected_batch_size: float | None = None,
+        clipping: ClippingFunction = "local",
+        style: str | Sequence[Any] = "flat",
+        loss_reduction: str = "mean",
+        sample_rate: float | None = None,
+        accountant: str = "prv",
+        gamma: float = GAMMA,
+        batch_first: bool = True,
+        batch_size: int | None = None,
+        rows_per_sample: int = 1,
+        memory_budget: int | None = None,
+        seed: int | None = None,
+        process_group: Any = None,
+        mesh: Any = None,
+        ledger: str | PathLike[str] | None = None,
+        norms: str = "exact",
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None: ...
+
 
 class DPAdamW(_Constructed, torch.optim.AdamW):
     """torch.optim.AdamW with private steps.
@@ -186,9 +280,81 @@ class DPAdamW(_Constructed, torch.optim.AdamW):
     The arguments are those of `DPSGD`, with the options of torch.optim.AdamW.
     """
 
+    @declared
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        *,
+        params: Iterable[Any] | None = None,
+        noise_multiplier: float,
+        max_grad_norm: float = 1.0,
+        expected_batch_size: float | None = None,
+        clipping: ClippingFunction = "local",
+        style: str | Sequence[Any] = "flat",
+        loss_reduction: str = "mean",
+        sample_rate: float | None = None,
+        accountant: str = "prv",
+        gamma: float = GAMMA,
+        batch_first: bool = True,
+        batch_size: int | None = None,
+        rows_per_sample: int = 1,
+        memory_budget: int | None = None,
+        seed: int | None = None,
+        process_group: Any = None,
+        mesh: Any = None,
+        ledger: str | PathLike[str] | None = None,
+        norms: str = "exact",
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
 
 class DPRMSprop(_Constructed, torch.optim.RMSprop):
     """torch.optim.RMSprop with private steps.
 
     The arguments are those of `DPSGD`, with the options of torch.optim.RMSprop.
     """
+
+    @declared
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-2,
+        *,
+        params: Iterable[Any] | None = None,
+        noise_multiplier: float,
+        max_grad_norm: float = 1.0,
+        expected_batch_size: float | None = None,
+        clipping: ClippingFunction = "local",
+        style: str | Sequence[Any] = "flat",
+        loss_reduction: str = "mean",
+        sample_rate: float | None = None,
+        accountant: str = "prv",
+        gamma: float = GAMMA,
+        batch_first: bool = True,
+        batch_size: int | None = None,
+        rows_per_sample: int = 1,
+        memory_budget: int | None = None,
+        seed: int | None = None,
+        process_group: Any = None,
+        mesh: Any = None,
+        ledger: str | PathLike[str] | None = None,
+        norms: str = "exact",
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+    ) -> None: ...

@@ -54,7 +54,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         following.sweep()
         privacy = self._attached()
         if makes_state(self, privacy.busy):
-            return _unhooked(_base(self).step)(self)
+            return _unhooked(base_of(self).step)(self)
         with privacy.world.deciding():  # of several processes, none makes a step that another refuses
             return self._step(privacy, closure)
 
@@ -71,7 +71,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not self._stepped:
             return loss
         self._check_parameters(privacy)
-        base = _base(self)
+        base = base_of(self)
         kind = fused.kind_of(base)
         with torch.no_grad():
             release = privacy.release()
@@ -385,7 +385,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             warnings.warn(state.UNKNOWN, stacklevel=2)
 
 
-def _base(optimizer: PrivateOptimizer) -> Any:
+def base_of(optimizer: PrivateOptimizer) -> Any:
     """The class of the optimizer without privacy."""
     classes = type(optimizer).__mro__
     return classes[classes.index(PrivateOptimizer) + 1]
