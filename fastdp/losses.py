@@ -8,8 +8,6 @@ would let one sample change the weight of the others.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
