@@ -244,7 +244,7 @@ class PerSampleGradients:
             return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
 
     def explain(self, profile: bool = False) -> str:
-        """Return the plan of the last backward as text.
+        """Return the plan of the last backward as text, which notebooks show as a table.
 
         Each use has a line with its parameter, shape, route, memory held, and predicted time.
 

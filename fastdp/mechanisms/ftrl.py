@@ -130,7 +130,9 @@ class TreePrivacy(Privacy):
         self.mechanism.count(self._place)
         super().finish()
 
-    def epsilon(self, delta: float) -> float:
+    def epsilon(self, delta: float, sample_rate: float | None = None) -> float:
+        if sample_rate is not None:
+            raise AccountingError("sample_rate= with DP-FTRL: nothing is sampled, so leave it out")
         trees: Trees = self.mechanism
         warn_of_delta(delta, trees.records or None, stacklevel=4)
         if sum(run[2] for run in self.ledger.spent) > sum(tree.steps for tree in trees.all.values()):

@@ -53,6 +53,15 @@ UNUSED = (
     "which it is trained. This is fine if they were for another purpose (evaluation: model.eval(), torch.no_grad()), "
     "and not if the batches were skipped for what was in them: epsilon does not account for that."
 )
+AGAIN = (
+    "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses and call "
+    "backward once."
+)
+NO_RATE = (
+    "the sample rate of this step is not known, and epsilon() will need it: the batch is from no fastdp.poisson_loader "
+    "(which tells the rate), and the optimizer was given no sample_rate=. Call epsilon(delta, sample_rate=) with the "
+    "probability that a record is in a batch. (The accountants assume Poisson sampling.)"
+)
 BEFORE_CLOSURE = (
     "step(closure) after backwards that no step has taken: they would be added to the closure's, and what accumulates "
     f"so (Lightning's accumulate_grad_batches) divides the losses, which are then clipped as if smaller. {_PHYSICAL}"
@@ -88,6 +97,16 @@ def check_skipped(batch: PhysicalBatch) -> None:
     perhaps."""
     if batch.skipped:
         raise StepError(SKIPPED)
+
+
+def check_whole(batch: PhysicalBatch, records: int, people: object) -> None:
+    """Raises StepError unless the model was given the batch in hand, of its records (and persons), and nothing else."""
+    if records != batch.size or people != batch.people:
+        raise StepError(
+            f"the loader handed out {batch.size} records, the model was given a batch of {records}"
+            f"{'' if records != batch.size else ' of other persons'}. One record must be one row (or rows_per_sample= "
+            "of them), and the whole batch must pass."
+        )
 
 
 def check_share(batch: PhysicalBatch, rank: int, ranks: int) -> None:

@@ -18,7 +18,7 @@ from ..engine.explain import Plan
 from ..engine.gradients import Gradients, add
 from ..engine.per_sample import PerSampleGradients
 from ..engine.taken import Known
-from ..errors import SampleMixingError, StepError
+from ..errors import SampleMixingError, SampleRateWarning, StepError
 from ..layouts.batch import Unit
 from ..layouts.doubts import Doubt, settle
 from ..ops.clip import GAMMA
@@ -216,17 +216,9 @@ class Privacy:
         misuse.check_skipped(current)
         stands_in = self.hand.stands_in
         records, people = (0, current.people) if stands_in else (gradients.records, gradients.people)
-        if records != current.size or people != current.people:
-            raise StepError(
-                f"the loader handed out {current.size} records, the model was given a batch of {records}"
-                f"{'' if records != current.size else ' of other persons'}. One record must be one row (or "
-                "rows_per_sample= of them), and the whole batch must pass."
-            )
+        misuse.check_whole(current, records, people)
         if number in (self._backward_of, self._step_of):
-            raise StepError(
-                "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses "
-                "and call backward once."
-            )
+            raise StepError(misuse.AGAIN)
         self._backward_of = number
         loader.train(current, self.missed)
 
@@ -361,17 +353,21 @@ class Privacy:
 
     def finish(self) -> None:
         """The noised step was made: count it."""
+        if self._rate is None and self.mechanism is None and self.noise_multiplier and "rate" not in self._warned:
+            self._warned.add("rate")
+            warnings.warn(misuse.NO_RATE + self._rate_check.seen_text, SampleRateWarning, stacklevel=5)
         self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
         self.noise.step += 1
         self._released = True
         self.replica.changed()
         self.discard()
 
-    def epsilon(self, delta: float) -> float:
-        """epsilon at delta of the steps so far."""
-        rate, expected = self._rate or self.sample_rate, self._expected or self.expected_batch_size
+    def epsilon(self, delta: float, sample_rate: float | None = None) -> float:
+        """epsilon at delta of the steps so far; sample_rate: of those whose rate is not known."""
+        rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
+        self._rate_check.compare(sample_rate)
         warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
-        return self.ledger.epsilon(delta, self.accountant)
+        return self.ledger.epsilon(delta, self.accountant, sample_rate)
 
     def explain(self, profile: bool = False) -> str:
         """The plan of the last backward, a row a use."""

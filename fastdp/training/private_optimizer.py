@@ -190,7 +190,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         return list(self._accounted().ledger.history)
 
-    def epsilon(self, delta: float) -> float:
+    def epsilon(self, delta: float, *, sample_rate: float | None = None) -> float:
         """Compute epsilon at delta for the steps so far, by the accountant.
 
         The epsilon holds for the addition or removal of one `unit`. If records are grouped, that is a person with all
@@ -199,9 +199,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Args:
             delta: in (0, 1), well below 1 / (number of samples).
+            sample_rate: the probability that a record was in a batch, in (0, 1], for steps on batches of which nobody
+                has told it (an ordinary DataLoader). The accountants assume Poisson sampling at this rate.
 
         Raises:
-            AccountingError: if the sample rate is not known, or the accountant has no epsilon.
+            AccountingError: if the sample rate is not known, or is another one, or the accountant has no epsilon.
         """
         privacy = self._accounted()
         if not privacy.noise.secure:
@@ -214,7 +216,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy.missed.asked = True
         privacy.missed.warn()
         privacy.ledger.warn()
-        return privacy.epsilon(delta)
+        return privacy.epsilon(delta, sample_rate)
 
     def set_clipping(
         self,
@@ -269,7 +271,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._attached().noise.restore(state["key"], state["step"])
 
     def explain(self, profile: bool = False) -> str:
-        """Return the plan of the last backward as text.
+        """Return the plan of the last backward as text, which notebooks show as a table.
 
         Each use of a parameter has a line with its shape, route, units of work, bytes, and predicted milliseconds.
 
