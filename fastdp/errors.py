@@ -66,5 +66,9 @@ class SampleRateWarning(UserWarning):
     """A step was noised whose sample rate is not known: `epsilon` will need it."""
 
 
+class OptimizerReplacedWarning(UserWarning):
+    """A private optimizer was made for a model that had one, whose place it takes."""
+
+
 class NotVerifiedWarning(UserWarning):
     """An epsilon was requested for a model that `fastdp.verify` has never examined."""

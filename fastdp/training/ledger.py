@@ -60,6 +60,7 @@ class Ledger:
         self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
         self._file: File | None = None
         self.written: Runs = []  # what the file held when it was opened
+        self.asked: tuple[float, float | None] | None = None  # of epsilon, at last: delta, and the sample rate
 
     def enrol(self, parameters: Iterable[Tensor]) -> None:
         """The steps are of these parameters."""
@@ -89,6 +90,11 @@ class Ledger:
         """A step is about to be made. Raises StepError if it cannot be written: then it must not be."""
         if self._file is not None:
             self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
+
+    @property
+    def in_file(self) -> bool:
+        """Whether steps are written ahead."""
+        return self._file is not None
 
     def close(self) -> None:
         """Nothing is written any more."""
@@ -197,6 +203,7 @@ class Ledger:
 
         Raises AccountingError where a step's sample rate is not known, or delta is not in (0, 1).
         """
+        self.asked = delta, sample_rate
         return epsilon_of(sampled_at(self.spent, sample_rate), delta, accountant)
 
     def _note(self) -> None:

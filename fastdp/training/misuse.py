@@ -57,6 +57,16 @@ AGAIN = (
     "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses and call "
     "backward once."
 )
+DETACHED = "this optimizer was detached from its model: make a new one to train on"
+REPLACED = (
+    "this optimizer was replaced, since a {by} was made for the same model: train with that one. To train parts of a "
+    "model in different ways give one optimizer groups, by params=."
+)
+NO_SIZE = (
+    "expected_batch_size is not known: give it to the optimizer (with a mean loss the noisy sum is divided by it), or "
+    "train with fastdp.poisson_loader, which tells it"
+)
+DROPPED = "a logical batch was left before its last physical batch: its gradients are dropped, no step was made"
 NO_RATE = (
     "the sample rate of this step is not known, and epsilon() will need it: the batch is from no fastdp.poisson_loader "
     "(which tells the rate), and the optimizer was given no sample_rate=. Call epsilon(delta, sample_rate=) with the "

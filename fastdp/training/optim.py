@@ -25,6 +25,7 @@ from .clipping import ClippingFunction
 from .options import declared, named, parameters_of
 from .privacy import Privacy
 from .private_optimizer import PrivateOptimizer, base_of
+from .succession import made
 from .waiting import wait
 
 _OPTIONS = inspect.getfullargspec(Privacy.__init__).kwonlyargs
@@ -118,14 +119,16 @@ def privatize(
     if step is not None and not scheduled:
         raise ParameterError("the optimizer's step was replaced by hand; make it private before that")
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    privacy = Privacy(
-        model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, clipping=clipping, style=style,
-        expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
+    make = functools.partial(
+        Privacy, model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, clipping=clipping,
+        style=style, expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
         accountant=accountant, gamma=gamma, batch_first=batch_first, batch_size=batch_size,
         rows_per_sample=rows_per_sample, memory_budget=memory_budget, seed=seed, process_group=process_group, mesh=mesh,
         ledger=ledger,
     )  # fmt: skip
-    optimizer.__class__ = _private_class(type(optimizer))
+    kind = _private_class(type(optimizer))
+    privacy = made(model, kind.__name__, make)
+    optimizer.__class__ = kind
     assert isinstance(optimizer, PrivateOptimizer)
     optimizer._patch_step_function()
     optimizer._privacy = privacy
@@ -168,7 +171,7 @@ class _Constructed(PrivateOptimizer):
         if not chosen:
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
         super().__init__(chosen, **options)  # type: ignore[arg-type]
-        self._privacy = self._kept_by(model, self._params(), **private)
+        self._privacy = made(model, type(self).__name__, lambda: self._kept_by(model, self._params(), **private))
         wait(self._privacy, self._params)
 
     def _base_parameters(self) -> dict[str, inspect.Parameter]:

@@ -103,6 +103,7 @@ class Privacy:
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
+        self.replaced_by = ""  # another optimizer of the same model
         self._rate_check = Rate()
         self._rate: float | None = None
         self._truncation = 0.0
@@ -129,6 +130,14 @@ class Privacy:
             self.engine.detach()
         if hasattr(self, "replica"):
             self.replica.restore()
+
+    def end(self, by: str = "") -> None:
+        """Train the model no more; by: what does so now. What was spent stays spent."""
+        self.take_off()
+        self.discard()
+        self.ledger.close()
+        self.detached, self.replaced_by = True, by or self.replaced_by
+        self.missed.end()
 
     def listen(self) -> None:
         """Hear of what happens in the engine, which was attached."""
@@ -272,16 +281,10 @@ class Privacy:
         if not self._has_pending and not empty:
             raise StepError("step() without a backward since the last one: call loss.backward() first")
         if self.loss_reduction == "mean" and expected is None:
-            raise StepError(
-                "expected_batch_size is not known: give it to the optimizer (with a mean loss the noisy sum is divided "
-                "by it), or train with fastdp.poisson_loader, which tells it"
-            )
+            raise StepError(misuse.NO_SIZE)
         logical = -1 if current is None else current.logical
         if self._has_sums and logical != self._sums_of:
-            warnings.warn(
-                "a logical batch was left before its last physical batch: its gradients are dropped, no step was made",
-                stacklevel=3,
-            )
+            warnings.warn(misuse.DROPPED, stacklevel=3)
             self._sums, self._has_sums = {}, False
         add(self._sums, self._pending)
         self._pending, self._has_pending, self._has_sums = {}, False, True

@@ -115,7 +115,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _attached(self) -> Privacy:
         privacy = self._privacy_or_none()
         if privacy is None or privacy.detached:
-            raise StepError("this optimizer was detached from its model: make a new one to train on")
+            by = "" if privacy is None else privacy.replaced_by
+            raise StepError(misuse.REPLACED.format(by=by) if by else misuse.DETACHED)
         if privacy.waits is not None:
             privacy.waits.look()
         return privacy
@@ -186,7 +187,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         A fourth number, if there is one, is the probability that a step's sample was cut to a largest size.
 
-        After `load_state_dict`, the history begins with the history of the loaded state.
+        It begins with that of a state that was loaded, and of an optimizer of the same model that this one replaced.
         """
         return list(self._accounted().ledger.history)
 
@@ -341,12 +342,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def detach(self) -> None:
         """Remove the engine from the model, which is then unchanged except for the trained weights."""
         privacy = self._privacy_or_none()
-        if privacy is not None:  # it stays: what was spent stays spent
-            privacy.take_off()
-            privacy.discard()
-            privacy.ledger.close()
-            privacy.detached = True
-            privacy.missed.end()
+        if privacy is not None and not privacy.detached:
+            privacy.end()
 
     # ------------------------------------------------------------------ torch's own
 
