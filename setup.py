@@ -4,11 +4,17 @@ Without a compiler, or where compiling fails, fastdp installs without them and r
 fastdp._CUDA is built where nvcc and a GPU are found, or FASTDP_CUDA=1 is set (FASTDP_CUDA=0: never). nvcc is looked for
 on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which GPUs it knows.
 torch is never needed to build.
+
+An editable install (`pip install -e .`) leads to the sources by an import hook, as fastdp.kernels lies beside fastdp,
+and type checkers and editors see no import hooks. So it has a path as well, to a folder that holds nothing but fastdp.
 """
 
+import base64
+import hashlib
 import os
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -16,6 +22,7 @@ from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
 from setuptools.modified import newer_group
 
 ROOT = Path(__file__).parent
@@ -121,6 +128,39 @@ class OptionalBuild(build_ext):
         print(f"fastdp: WARNING: installing without the compiled extension {name} ({slower}): {reason}")
 
 
+class VisibleEditable(editable_wheel):
+    """editable_wheel that type checkers and editors see."""
+
+    def run(self) -> None:
+        super().run()
+        if self.mode:
+            return  # the user has chosen how
+        try:
+            folder = ROOT / "build" / "editable"
+            folder.mkdir(parents=True, exist_ok=True)
+            link = folder / "fastdp"
+            if not link.is_symlink():
+                link.symlink_to(Path("..", "..", "fastdp"), target_is_directory=True)
+        except OSError as error:  # a system, or a disk, without links
+            print(f"fastdp: WARNING: type checkers will not see this editable installation: {error}")
+            return
+        (wheel,) = Path(self.dist_dir).glob("fastdp-*.whl")
+        add_to_wheel(wheel, "fastdp_editable.pth", f"{folder}\n".encode())
+
+
+def add_to_wheel(wheel: Path, name: str, content: bytes) -> None:
+    """Put one more file into a wheel, and its line into RECORD."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    with zipfile.ZipFile(wheel) as old:
+        files = [(info, old.read(info)) for info in old.infolist()]
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as new:
+        for info, data in files:
+            if info.filename.endswith(".dist-info/RECORD"):
+                data = data.rstrip(b"\r\n") + f"\n{name},sha256={digest},{len(content)}\n".encode()
+            new.writestr(info, data)
+        new.writestr(name, content)
+
+
 def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -150,5 +190,6 @@ if wants_cuda():
     depends = [*found("csrc/*.h", "csrc/cuda/*.cuh"), "setup.py"]
     extensions += [Extension("fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=True)]
 os.chdir(ROOT)
+COMMANDS = {"build_ext": OptionalBuild, "editable_wheel": VisibleEditable}
 packages = [*find_packages(include=["fastdp", "fastdp.*"], exclude=["fastdp.kernels*"]), "fastdp.kernels"]
-setup(packages=packages, ext_modules=extensions, cmdclass={"build_ext": OptionalBuild})
+setup(packages=packages, ext_modules=extensions, cmdclass=COMMANDS)
