@@ -368,9 +368,10 @@ class Privacy:
     def epsilon(self, delta: float, sample_rate: float | None = None) -> float:
         """epsilon at delta of the steps so far; sample_rate: of those whose rate is not known."""
         rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
-        self._rate_check.compare(sample_rate)
         warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
-        return self.ledger.epsilon(delta, self.accountant, sample_rate)
+        found = self.ledger.epsilon(delta, self.accountant, sample_rate)
+        self._rate_check.compare(sample_rate)
+        return found
 
     def explain(self, profile: bool = False) -> str:
         """The plan of the last backward, a row a use."""

@@ -64,7 +64,7 @@ class Rate:
     def compare(self, rate: float | None) -> None:
         """Warn if a rate that `epsilon` is given is far below what the first batch showed."""
         if rate is not None and _is_low(rate, *self._seen):
-            self._warn(rate, f"the first batch had {_share(*self._seen)}", stacklevel=4)
+            self._warn(rate, f"the first batch had {_share(*self._seen)}", stacklevel=5)
 
     def judge(self, rate: float | None, batch: int, expected: float | None) -> bool:
         """Warn if the first batch has far more samples than expected; returns whether it has."""
