@@ -367,9 +367,9 @@ class Privacy:
 
     def epsilon(self, delta: float, sample_rate: float | None = None) -> float:
         """epsilon at delta of the steps so far; sample_rate: of those whose rate is not known."""
+        found = self.ledger.epsilon(delta, self.accountant, sample_rate)
         rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
         warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
-        found = self.ledger.epsilon(delta, self.accountant, sample_rate)
         self._rate_check.compare(sample_rate)
         return found
 
