@@ -57,8 +57,8 @@ AGAIN = (
     "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses and call "
     "backward once."
 )
-DETACHED = "this optimizer was detached from its model: make a new one to train on"
-REPLACED = (
+_DETACHED = "this optimizer was detached from its model: make a new one to train on"
+_REPLACED = (
     "this optimizer was replaced, since a {by} was made for the same model: train with that one. To train parts of a "
     "model in different ways give one optimizer groups, by params=."
 )
@@ -100,6 +100,11 @@ SCALED = (
     "fp16 with a scaler is not supported: use bfloat16, which needs none (autocast(dtype=torch.bfloat16), "
     "mixed_precision='bf16', precision='bf16-mixed'), or GradScaler(enabled=False)."
 )
+
+
+def gone(by: str) -> str:
+    """What an optimizer says that trains its model no more; by: what has taken its place."""
+    return _REPLACED.format(by=by) if by else _DETACHED
 
 
 def check_skipped(batch: PhysicalBatch) -> None:

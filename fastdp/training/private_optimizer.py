@@ -115,8 +115,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _attached(self) -> Privacy:
         privacy = self._privacy_or_none()
         if privacy is None or privacy.detached:
-            by = "" if privacy is None else privacy.replaced_by
-            raise StepError(misuse.REPLACED.format(by=by) if by else misuse.DETACHED)
+            raise StepError(misuse.gone("" if privacy is None else privacy.replaced_by))
         if privacy.waits is not None:
             privacy.waits.look()
         return privacy
