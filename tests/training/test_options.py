@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fastdp
-from fastdp.errors import AccountingError, ParameterError, StepError
+from fastdp.errors import AccountingError, ClippingError, ParameterError, StepError
 from fastdp.mechanisms import DPFTRL
 from fastdp.training.privacy import Privacy
 
@@ -100,6 +100,11 @@ def test_privatize_says_so_too():
     with pytest.raises(TypeError, match="noise_multiplier"):
         fastdp.privatize(plain, model)
     assert type(plain) is torch.optim.SGD
+
+
+def test_a_style_that_is_given_as_clipping():
+    with pytest.raises(ClippingError, match="not 'per_layer'; style= says what is clipped together"):
+        fastdp.DPSGD(model_of(), noise_multiplier=1.0, clipping="per_layer")
 
 
 @each
