@@ -102,6 +102,19 @@ def test_privatize_says_so_too():
     assert type(plain) is torch.optim.SGD
 
 
+def test_a_loader_says_so_too():
+    records = torch.utils.data.TensorDataset(torch.zeros(10, 2))
+    with pytest.raises(
+        TypeError, match="poisson_loader got an argument .*'expected_batchsize': did you mean 'exp"
+    ):
+        fastdp.poisson_loader(records, expected_batchsize=4)
+    with pytest.raises(TypeError, match="'num_worker': did you mean 'num_workers'"):
+        fastdp.poisson_loader(records, sample_rate=0.1, num_worker=1)
+    with pytest.raises(TypeError, match="'lot_size': it is called expected_batch_size here"):
+        fastdp.poisson_loader(records, lot_size=4)
+    assert fastdp.poisson_loader(records, sample_rate=0.1, timeout=0).sample_rate == 0.1
+
+
 def test_a_style_that_is_given_as_clipping():
     with pytest.raises(ClippingError, match="not 'per_layer'; style= says what is clipped together"):
         fastdp.DPSGD(model_of(), noise_multiplier=1.0, clipping="per_layer")
