@@ -104,9 +104,7 @@ def test_privatize_says_so_too():
 
 def test_a_loader_says_so_too():
     records = torch.utils.data.TensorDataset(torch.zeros(10, 2))
-    with pytest.raises(
-        TypeError, match="poisson_loader got an argument .*'expected_batchsize': did you mean 'exp"
-    ):
+    with pytest.raises(TypeError, match="poisson_loader got an argument .*'expected_batchsize': did you mean 'exp"):
         fastdp.poisson_loader(records, expected_batchsize=4)
     with pytest.raises(TypeError, match="'num_worker': did you mean 'num_workers'"):
         fastdp.poisson_loader(records, sample_rate=0.1, num_worker=1)
