@@ -73,6 +73,7 @@ def _carry(former: Privacy, privacy: Privacy) -> bool:
         return True
     if former.mechanism is not None or privacy.mechanism is not None:
         return False  # whether a tree's batches are the same ones in the new run is not known
+    privacy.ledger.asked = former.ledger.asked
     privacy.ledger.load(former.ledger.history, former.ledger.lost, former.ledger.makers)
     privacy.missed.load(former.missed.state_dict())
     privacy.unit.grouped = former.unit.grouped

@@ -55,7 +55,7 @@ def test_what_the_first_spent_is_said_and_goes_on_being_counted(silent):
     assert second.epsilon(1e-4) == epsilon_of([(1.0, 0.1, 7), (2.0, 0.1, 3)], 1e-4, "rdp") > spent
     second.load_state_dict(copy.deepcopy(second.state_dict()))  # its own checkpoint counts nothing twice
     assert sum(run[2] for run in second.history) == 10
-    with replaced(r"10 noised step\(s\)"):  # and a third one has them all
+    with replaced(r"10 noised step\(s\) \(epsilon [\d.]+ at delta 0.0001\)"):  # and a third one has them all
         third = private(model)
     assert third.history == second.history
 
