@@ -5,12 +5,18 @@ is then one for every platform (py3-none-any). fastdp._CUDA is built where nvcc 
 on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which GPUs it knows. FASTDP_CPU=1 and FASTDP_CUDA=1
 say that an extension must be built: its failure is an error then, as wheels for others need it; 0 says never.
 torch is never needed to build.
+
+An editable install (`pip install -e .`) leads to the sources by an import hook, as fastdp.kernels lies beside fastdp,
+and type checkers and editors see no import hooks. So it has a path as well, to a folder that holds nothing but fastdp.
 """
 
+import base64
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -19,6 +25,7 @@ from typing import Any
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
 from setuptools.modified import newer_group
 
 ROOT = Path(__file__).parent
@@ -145,6 +152,39 @@ class Wheel(bdist_wheel):
         return super().get_tag()  # type: ignore[no-any-return]
 
 
+class VisibleEditable(editable_wheel):
+    """editable_wheel that type checkers and editors see."""
+
+    def run(self) -> None:
+        super().run()
+        if self.mode:
+            return  # the user has chosen how
+        try:
+            folder = ROOT / "build" / "editable"
+            folder.mkdir(parents=True, exist_ok=True)
+            link = folder / "fastdp"
+            if not link.is_symlink():
+                link.symlink_to(Path("..", "..", "fastdp"), target_is_directory=True)
+        except OSError as error:  # a system, or a disk, without links
+            print(f"fastdp: WARNING: type checkers will not see this editable installation: {error}")
+            return
+        (wheel,) = Path(self.dist_dir).glob("fastdp-*.whl")
+        add_to_wheel(wheel, "fastdp_editable.pth", f"{folder}\n".encode())
+
+
+def add_to_wheel(wheel: Path, name: str, content: bytes) -> None:
+    """Put one more file into a wheel, and its line into RECORD."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    with zipfile.ZipFile(wheel) as old:
+        files = [(info, old.read(info)) for info in old.infolist()]
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as new:
+        for info, data in files:
+            if info.filename.endswith(".dist-info/RECORD"):
+                data = data.rstrip(b"\r\n") + f"\n{name},sha256={digest},{len(content)}\n".encode()
+            new.writestr(info, data)
+        new.writestr(name, content)
+
+
 def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -180,5 +220,6 @@ if wants_cuda():
 if wish("FASTDP_CPU") == "0":
     extensions = [extension for extension in extensions if extension.name != "fastdp._C"]
 os.chdir(ROOT)
+COMMANDS = {"build_ext": OptionalBuild, "bdist_wheel": Wheel, "editable_wheel": VisibleEditable}
 packages = [*find_packages(include=["fastdp", "fastdp.*"], exclude=["fastdp.kernels*"]), "fastdp.kernels"]
-setup(packages=packages, ext_modules=extensions, cmdclass={"build_ext": OptionalBuild, "bdist_wheel": Wheel})
+setup(packages=packages, ext_modules=extensions, cmdclass=COMMANDS)

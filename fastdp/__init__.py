@@ -14,7 +14,8 @@ from .engine.per_sample import PerSampleGradients
 from .layouts.marks import mark_rows
 from .sampling import poisson_loader
 from .training.compatible import CompatibilityReport, make_compatible
-from .training.optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer, privatize
+from .training.optim import DPSGD, DPAdam, DPAdamW, DPRMSprop, PrivateOptimizer
+from .training.privatize import privatize
 from .uses.register import RuleCall, register_rule
 
 if TYPE_CHECKING:

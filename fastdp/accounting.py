@@ -83,8 +83,8 @@ def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float
         truncated += steps * truncation_in(run)
         if rate is None:
             raise AccountingError(
-                "the sample rate of the steps is not known: give sample_rate= to the optimizer, or train with "
-                "fastdp.poisson_loader, which tells it"
+                "the sample rate of the steps is not known: give sample_rate= to the optimizer or to its epsilon(), or "
+                "train with fastdp.poisson_loader, which tells it"
             )
         runs.append((sigma, rate, steps))
     if not runs:

@@ -62,5 +62,13 @@ class LossNotFollowedWarning(UserWarning):
     """fastdp could not follow how the loss was computed, so it does not know whether it couples samples."""
 
 
+class SampleRateWarning(UserWarning):
+    """A step was noised whose sample rate is not known: `epsilon` will need it."""
+
+
+class OptimizerReplacedWarning(UserWarning):
+    """A private optimizer was made for a model that had one, whose place it takes."""
+
+
 class NotVerifiedWarning(UserWarning):
     """An epsilon was requested for a model that `fastdp.verify` has never examined."""

@@ -8,8 +8,6 @@ would let one sample change the weight of the others.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -146,8 +144,9 @@ def classification_loss(
 
 
 def sequence_classification_loss(
-    logits: Tensor, labels: Tensor, mask: Tensor | None = None, pool: str = "last", **options: Any
-) -> Tensor:
+    logits: Tensor, labels: Tensor, mask: Tensor | None = None, pool: str = "last", *, reduction: str = "mean",
+    label_smoothing: float = 0.0, ignore_index: int = IGNORE,
+) -> Tensor:  # fmt: skip
     """`classification_loss` of sequences with logits for each token, which are first pooled over a sample's own tokens.
 
     Args:
@@ -156,7 +155,9 @@ def sequence_classification_loss(
         mask: [B, T] of 0 and 1 (or bool). It is 1 for tokens that are not padding, which may be on either side
             (default: all).
         pool: "last" takes the last token, as decoders' classifiers do; "mean" averages the tokens.
-        options: reduction, label_smoothing and ignore_index of `classification_loss`.
+        reduction: as label_smoothing and ignore_index an argument of `classification_loss`.
+        label_smoothing: the share of each label that is spread over all classes, in [0, 1].
+        ignore_index: the label of samples that do not count.
 
     Raises:
         ValueError: if a shape, a type or the reduction is wrong, or a sequence has no token.
@@ -168,7 +169,7 @@ def sequence_classification_loss(
     if pool not in ("last", "mean"):
         raise ValueError(f"pool is 'last' or 'mean', not {pool!r}")
     if logits.dim() == 2 and mask is None:
-        return classification_loss(logits, labels, **options)
+        return classification_loss(logits, labels, reduction, label_smoothing, ignore_index)
     if logits.dim() != 3:
         raise ValueError(f"logits [B, T, C], or [B, C] without a mask, not {tuple(logits.shape)}")
     kept = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
@@ -183,7 +184,7 @@ def sequence_classification_loss(
     else:
         last = (kept * torch.arange(kept.shape[1], device=kept.device)).argmax(1)
         pooled = logits[torch.arange(len(logits), device=logits.device), last]
-    return classification_loss(pooled, labels, **options)
+    return classification_loss(pooled, labels, reduction, label_smoothing, ignore_index)
 
 
 def _as_bool(mask: Tensor, like: Tensor) -> Tensor:

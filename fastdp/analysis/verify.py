@@ -51,7 +51,10 @@ def verify(
     batch_sizes: Sequence[int] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
-    **options: Any,
+    batch_first: bool = True,
+    batch_size: int | None = None,
+    rows_per_sample: int = 1,
+    memory_budget: int | None = None,
 ) -> VerifyReport:
     """Compare norms and clipped sums with one-sample backwards, in batches of several sizes and with other samples.
 
@@ -80,7 +83,10 @@ def verify(
         collate_fn: makes a batch of a list of records. It runs for every batch that is examined, including batches of
             one record, so that verify finds padding that counts. If it draws random numbers, it runs once for all.
         seed: the seed of what verify draws, and of the program's random numbers.
-        options: batch_first, batch_size, rows_per_sample and memory_budget of PerSampleGradients.
+        batch_first: as batch_size, rows_per_sample and memory_budget an argument of PerSampleGradients.
+        batch_size: the number of samples of the batch, if the inputs do not show it.
+        rows_per_sample: k, if k consecutive rows of the inputs are one sample.
+        memory_budget: the bytes that may be held during backward.
 
     Returns:
         A VerifyReport.
@@ -91,6 +97,10 @@ def verify(
         FastDPError: the engine's own errors, if it refuses the model.
         ValueError: if there are fewer than two samples.
     """
+    options = {
+        "batch_first": batch_first, "batch_size": batch_size, "rows_per_sample": rows_per_sample,
+        "memory_budget": memory_budget,
+    }  # fmt: skip
     pool, total, once = _pool(model, batch, group_by, collate_fn, samples, seed, options)
     if pool.samples < 2:
         raise ValueError("verify needs a batch of at least two samples")

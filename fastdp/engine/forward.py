@@ -64,6 +64,10 @@ class Forward(Engine):
         """Take every hook off the model."""
         self._drop_interrupted()
         following.stop()
+        self.take_off()
+
+    def take_off(self) -> None:
+        """Take the hooks off the model; what is open stays open."""
         ENGINES.discard(self)
         for handle in self._handles:
             handle.remove()

@@ -94,6 +94,16 @@ class PerSampleGradients:
         self._backward.forget()
 
     @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within it the model is free for another engine. Where what is within fails, this one is on it again."""
+        self._forward.take_off()
+        try:
+            yield
+        except BaseException:
+            self._forward.attach()
+            raise
+
+    @contextlib.contextmanager
     def collecting(self) -> Iterator[list[Gradients]]:
         """Within it the gradients of backwards go into this list, and to nobody else."""
         found: list[Gradients] = []
@@ -248,7 +258,7 @@ class PerSampleGradients:
             return {name: gradients.per_sample(p) for name, p in self.named_parameters().items()}
 
     def explain(self, profile: bool = False) -> str:
-        """Return the plan of the last backward as text.
+        """Return the plan of the last backward as text, which notebooks show as a table.
 
         Each use has a line with its parameter, shape, route, memory held, and predicted time.
 

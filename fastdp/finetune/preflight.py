@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..accounting import delta_problem, epsilon_of, noise_multiplier_for, steps_per_epoch
 from ..analysis.verify import verify
 from ..errors import AccountingError, FastDPError
-from ..training.optim import privatize
+from ..training.privatize import privatize
 from ..training.words import count, duration, size
 from .batch_size import Fit
 from .job import FinetuneError, Job, Plan

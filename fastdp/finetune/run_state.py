@@ -90,8 +90,8 @@ class Standing:
     def _make(self) -> None:
         plan = self.plan
         self.optimizer = DPAdamW(
-            self.model, params=self._groups(), lr=plan.lr, betas=tuple(plan.betas), weight_decay=plan.weight_decay,
-            clipping=plan.clipping,
+            self.model, params=self._groups(), lr=plan.lr, betas=(plan.betas[0], plan.betas[1]),
+            weight_decay=plan.weight_decay, clipping=plan.clipping,
             noise_multiplier=plan.noise_multiplier, max_grad_norm=plan.max_grad_norm, style=plan.style,
             accountant=plan.accountant, seed=plan.seed,
         )  # fmt: skip

@@ -15,7 +15,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..accounting import noise_multiplier_for
 from ..distributed.world import world_of
 from ..errors import AccountingError, ParameterError, StepError
-from ..training.optim import PrivateOptimizer, privatize
+from ..training.optim import PrivateOptimizer
+from ..training.privatize import privatize
 from . import arguments, ledger
 from .batches import Ticket, are_tickets, check_dataset, make_source, tickets
 from .combining import Combining

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,12 @@ from ..distributed.world import refuse_several
 from ..engine.gradients import Gradients
 from ..errors import AccountingError, StepError
 from ..layouts.in_hand import PhysicalBatch
+from ..ops.clip import GAMMA
 from ..training.checks import refuse_second_step
+from ..training.clipping import ClippingFunction
 from ..training.fused import Release
 from ..training.optim import _Constructed
+from ..training.options import declared
 from ..training.privacy import Privacy
 from .participation import Tree, runs_of
 from .tree import TreeNoise
@@ -127,7 +130,9 @@ class TreePrivacy(Privacy):
         self.mechanism.count(self._place)
         super().finish()
 
-    def epsilon(self, delta: float) -> float:
+    def epsilon(self, delta: float, sample_rate: float | None = None) -> float:
+        if sample_rate is not None:
+            raise AccountingError("sample_rate= with DP-FTRL: nothing is sampled, so leave it out")
         trees: Trees = self.mechanism
         warn_of_delta(delta, trees.records or None, stacklevel=4)
         if sum(run[2] for run in self.ledger.spent) > sum(tree.steps for tree in trees.all.values()):
@@ -203,7 +208,8 @@ class DPFTRL(_Constructed, torch.optim.SGD):
     The batches come from `ftrl_loader`. Every pass over it is one tree, and so is the rest of a pass that a new process
     resumes from a checkpoint, or that follows an error: as batches are the same in every pass, which of them took part
     how often stays known. `epsilon` is that of a record of the batch that took part the most, where the record's place
-    stays empty (see `participation`). Clipping, per-sample norms, physical batches and checkpoints are those of DPSGD.
+    stays empty (see `participation`). Clipping, per-sample norms, physical batches and checkpoints are those of DPSGD,
+    and so are the other keyword arguments.
 
     Args:
         model: the model to train. Its parameters that require grad are trained.
@@ -211,11 +217,13 @@ class DPFTRL(_Constructed, torch.optim.SGD):
         params: tensors or parameter groups to train instead, as for torch's optimizers.
         variance_reduction: whether to reduce the variance of prefix sums by almost one half (Honaker 2015), at no cost
             in privacy. This keeps up to log2(steps of a pass) + 1 tensors of each parameter's size.
-        options: noise_multiplier (of a node of the tree; required), max_grad_norm, clipping, style, loss_reduction,
-            accountant, gamma, seed and others of `fastdp.privatize`, and those of torch.optim.SGD (momentum).
+        noise_multiplier: sigma, of a node of the tree.
+        sample_rate: refused, as nothing is sampled.
+        ledger: refused, as the file does not hold at which place of a pass a step was made.
 
     Raises:
         AccountingError: if sample_rate= is given. There is no amplification by sampling.
+        TypeError: if noise_multiplier is missing, or an option is unknown.
         StepError: if ledger= is given, or several processes train together.
 
     At the step, StepError refuses batches that come from another loader, an order or a batch size that is not the run's
@@ -225,9 +233,50 @@ class DPFTRL(_Constructed, torch.optim.SGD):
     _kept_by = TreePrivacy
     _privacy: TreePrivacy
 
-    def __init__(self, model: nn.Module, lr: Any = None, *, variance_reduction: bool = True, **options: Any) -> None:
-        super().__init__(model, lr, **options)
-        self._privacy.noise.reduced = bool(variance_reduction)
+    @declared
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        *,
+        params: Iterable[Any] | None = None,
+        variance_reduction: bool = True,
+        noise_multiplier: float,
+        max_grad_norm: float = 1.0,
+        expected_batch_size: float | None = None,
+        clipping: ClippingFunction = "local",
+        style: str | Sequence[Any] = "flat",
+        loss_reduction: str = "mean",
+        sample_rate: None = None,
+        accountant: str = "prv",
+        gamma: float = GAMMA,
+        target_quantile: None = None,
+        quantile_rate: None = None,
+        count_noise: None = None,
+        batch_first: bool = True,
+        batch_size: int | None = None,
+        rows_per_sample: int = 1,
+        augmentations: int = 1,
+        memory_budget: int | None = None,
+        seed: int | None = None,
+        process_group: Any = None,
+        mesh: Any = None,
+        ledger: None = None,
+        norms: str = "exact",
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+    def _make(self, model: nn.Module, lr: Any = None, params: Any = None, **options: Any) -> None:
+        reduced = bool(options.pop("variance_reduction", True))
+        super()._make(model, lr, params, **options)
+        self._privacy.noise.reduced = reduced
 
     @property
     def trees(self) -> list[Tree]:

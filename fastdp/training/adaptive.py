@@ -196,8 +196,14 @@ class AdaptivePrivacy(Privacy):
         )
 
 
-def privacy_for(kept_by: type[Privacy], options: Mapping[str, Any]) -> type[Privacy]:
-    """The class that keeps a run with these options. Raises ClippingError if they do not fit together."""
+def privacy_for(kept_by: type[Privacy], options: dict[str, Any]) -> type[Privacy]:
+    """The class that keeps a run with these options, of which those that are None are taken out.
+
+    Raises ClippingError if they do not fit together.
+    """
+    for name in OPTIONS:
+        if options.get(name, name) is None:
+            del options[name]
     adaptive = isinstance(options.get("clipping"), str) and options["clipping"] == "adaptive"
     given = [name for name in OPTIONS if name in options]
     if given and not adaptive:

@@ -80,9 +80,8 @@ def take_views(options: dict[str, Any], loss_reduction: str) -> None:
     options["rows_per_sample"] = views
 
 
-def take_norms(options: dict[str, Any]) -> None:
-    """Take norms= out of an optimizer's options. Raises ClippingError for "jl", and ValueError unless it is "exact"."""
-    norms = options.pop("norms", "exact")
+def take_norms(norms: Any) -> None:
+    """Raises ClippingError if an optimizer's norms= is "jl", and ValueError unless it is "exact"."""
     if norms == "jl":
         raise ClippingError(
             'norms="jl" (DP-SGD-JL: norms estimated by random projections) is refused: fastdp\'s exact norms take a '

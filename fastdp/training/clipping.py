@@ -14,6 +14,7 @@ from ..ops.clip import GAMMA, KINDS, MARGIN, clip_factors
 from .custom_clipping import OwnFunction
 
 ClippingFunction = str | Callable[[Tensor], Tensor]
+_STYLES = ("flat", "layerwise", "per_layer")  # which other libraries take for clipping=
 
 
 class Group(NamedTuple):
@@ -60,7 +61,8 @@ class Clipping:
                 'clipping="adaptive" is chosen when the optimizer is made, as its count costs noise: make a new one'
             )
         if not callable(clipping) and clipping not in KINDS:
-            raise ClippingError(f"clipping must be one of {', '.join(KINDS)} or a callable, not {clipping!r}")
+            what = "; style= says what is clipped together" if clipping in _STYLES else ""
+            raise ClippingError(f"clipping must be one of {', '.join(KINDS)} or a callable, not {clipping!r}{what}")
         if not gamma >= 0:
             raise ClippingError(f"gamma must be 0 or larger, not {gamma}")
         self.clipping, self.style, self.gamma = clipping, style, gamma

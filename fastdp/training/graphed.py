@@ -26,6 +26,7 @@ from ..graphed.rounding import tolerances
 from ..graphed.steps import Batch, LossFn, StepProgram, check_losses, copies, device_of_model
 from ..layouts.marks import mark_of
 from ..ops.common import exactly
+from . import misuse
 from .graphed_loss import Begun, ReplayedSteps
 from .privacy import Privacy
 
@@ -133,7 +134,7 @@ class GraphedStep(ReplayedSteps):
 
     def _begin(self, batch: tuple[Any, ...]) -> Begun:
         if self._privacy.detached:
-            raise StepError("this optimizer was detached from its model: make a new one to train on")
+            raise StepError(misuse.gone(self._privacy.replaced_by))
         leaves, spec = tree_flatten(ordered(batch))
         why, samples = self._unlike(leaves, spec)
         if why:

@@ -14,6 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..accounting import History, epsilon_of, truncation_in
 from ..accounting import Run as Entry
+from ..errors import AccountingError
+from .checks import check_options
 
 _UNSAID = ""  # the maker of steps of a history that does not tell who made them
 
@@ -59,6 +61,7 @@ class Ledger:
         self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
         self._file: File | None = None
         self.written: Runs = []  # what the file held when it was opened
+        self.asked: tuple[float, float | None] | None = None  # of epsilon, at last: delta, and the sample rate
 
     def enrol(self, parameters: Iterable[Tensor]) -> None:
         """The steps are of these parameters."""
@@ -88,6 +91,11 @@ class Ledger:
         """A step is about to be made. Raises StepError if it cannot be written: then it must not be."""
         if self._file is not None:
             self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
+
+    @property
+    def in_file(self) -> bool:
+        """Whether steps are written ahead."""
+        return self._file is not None
 
     def close(self) -> None:
         """Nothing is written any more."""
@@ -192,12 +200,15 @@ class Ledger:
             self._runs.append(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
         self._made += 1
 
-    def epsilon(self, delta: float, accountant: str = "prv") -> float:
+    def epsilon(self, delta: float, accountant: str = "prv", sample_rate: float | None = None) -> float:
         """epsilon at delta of all steps so far; 0 before the first, inf after a step without noise.
+
+        sample_rate: of the steps whose rate is not known.
 
         Raises AccountingError where a step's sample rate is not known, or delta is not in (0, 1).
         """
-        return epsilon_of(self.spent, delta, accountant)
+        self.asked = delta, sample_rate
+        return epsilon_of(sampled_at(self.spent, sample_rate), delta, accountant)
 
     def _note(self) -> None:
         """There are steps from now on."""
@@ -234,6 +245,21 @@ def entry(kind: tuple[float, float | None, float], steps: int) -> Entry:
     """So many steps of a kind, as a history has them."""
     sigma, rate, truncation = kind
     return (sigma, rate, steps, truncation) if truncation else (sigma, rate, steps)
+
+
+def sampled_at(history: History, sample_rate: float | None) -> History:
+    """The history, with a sample rate where none is known. Raises AccountingError where all are known, and others."""
+    if sample_rate is None:
+        return history
+    check_options(0.0, None, sample_rate, 0.0)
+    known = [run[1] for run in history if run[1] is not None]
+    others = sorted({rate for rate in known if abs(rate - sample_rate) > 1e-9})
+    if others and len(known) == len(history):
+        raise AccountingError(
+            f"sample_rate={sample_rate:g} was given, and steps were sampled at {', '.join(f'{r:g}' for r in others)}: "
+            "leave it out, the rate of all steps is known"
+        )
+    return [entry((run[0], sample_rate if run[1] is None else run[1], truncation_in(run)), run[2]) for run in history]
 
 
 def steps_in(history: History) -> int:

@@ -26,6 +26,7 @@ from ..layouts.in_hand import ACTIVE, TELL, WAITING, PhysicalBatch, now
 from .collating import CollateWithEmpty, options_of
 from .grouping import Grouping
 from .missed import Missed, Trainers, Watch, mark_of_key
+from .options import parameters_of, refuse_unknown
 from .sampler import PoissonSampler
 from .truncated import max_batch_size_for, truncation
 
@@ -272,10 +273,12 @@ def poisson_loader(
 
     Raises:
         ValueError: if a size or rate is out of range, or the dataset is empty.
+        TypeError: if an option is unknown; the error names the nearest, or what to do instead.
         StepError: if the data cannot be sampled by index, the DataLoader has a custom sampler, or processes differ.
     """
     world = dealing_world(process_group, mesh)
     with world.deciding():
+        refuse_unknown("poisson_loader", loader_options, parameters_of(DataLoader) | parameters_of(poisson_loader))
         found = _loader_of(
             data, sample_rate, expected_batch_size, max_physical_batch_size, max_batch_size, steps, seed, group_by,
             max_records_per_group, augmentations, dict(loader_options),

@@ -54,6 +54,25 @@ UNUSED = (
     "which it is trained. This is fine if they were for another purpose (evaluation: model.eval(), torch.no_grad()), "
     "and not if the batches were skipped for what was in them: epsilon does not account for that."
 )
+AGAIN = (
+    "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses and call "
+    "backward once."
+)
+_DETACHED = "this optimizer was detached from its model: make a new one to train on"
+_REPLACED = (
+    "this optimizer was replaced, since a {by} was made for the same model: train with that one. To train parts of a "
+    "model in different ways give one optimizer groups, by params=."
+)
+NO_SIZE = (
+    "expected_batch_size is not known: give it to the optimizer (with a mean loss the noisy sum is divided by it), or "
+    "train with fastdp.poisson_loader, which tells it"
+)
+DROPPED = "a logical batch was left before its last physical batch: its gradients are dropped, no step was made"
+NO_RATE = (
+    "the sample rate of this step is not known, and epsilon() will need it: the batch is from no fastdp.poisson_loader "
+    "(which tells the rate), and the optimizer was given no sample_rate=. Call epsilon(delta, sample_rate=) with the "
+    "probability that a record is in a batch. (The accountants assume Poisson sampling.)"
+)
 BEFORE_CLOSURE = (
     "step(closure) after backwards that no step has taken: they would be added to the closure's, and what accumulates "
     f"so (Lightning's accumulate_grad_batches) divides the losses, which are then clipped as if smaller. {_PHYSICAL}"
@@ -84,11 +103,26 @@ SCALED = (
 )
 
 
+def gone(by: str) -> str:
+    """What an optimizer says that trains its model no more; by: what has taken its place."""
+    return _REPLACED.format(by=by) if by else _DETACHED
+
+
 def check_skipped(batch: PhysicalBatch) -> None:
     """Raises StepError for a batch that was fetched ahead: it would be taken for another, of another logical batch
     perhaps."""
     if batch.skipped:
         raise StepError(SKIPPED)
+
+
+def check_whole(batch: PhysicalBatch, records: int, people: object) -> None:
+    """Raises StepError unless the model was given the batch in hand, of its records (and persons), and nothing else."""
+    if records != batch.size or people != batch.people:
+        raise StepError(
+            f"the loader handed out {batch.size} records, the model was given a batch of {records}"
+            f"{'' if records != batch.size else ' of other persons'}. One record must be one row (or augmentations= "
+            "or rows_per_sample= of them), and the whole batch must pass."
+        )
 
 
 def check_share(batch: PhysicalBatch, rank: int, ranks: int) -> None:

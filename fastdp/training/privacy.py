@@ -18,7 +18,7 @@ from ..engine.explain import Plan
 from ..engine.gradients import Gradients, add
 from ..engine.per_sample import PerSampleGradients
 from ..engine.taken import Known
-from ..errors import SampleMixingError, StepError
+from ..errors import SampleMixingError, SampleRateWarning, StepError
 from ..layouts.batch import Unit
 from ..layouts.doubts import Doubt, settle
 from ..ops.clip import GAMMA
@@ -103,6 +103,7 @@ class Privacy:
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
+        self.replaced_by = ""  # another optimizer of the same model
         self._rate_check = Rate()
         self._rate: float | None = None
         self._expected: float | None = None
@@ -128,6 +129,14 @@ class Privacy:
             self.engine.detach()
         if hasattr(self, "replica"):
             self.replica.restore()
+
+    def end(self, by: str = "") -> None:
+        """Train the model no more; by: what does so now. What was spent stays spent."""
+        self.take_off()
+        self.discard()
+        self.ledger.close()
+        self.detached, self.replaced_by = True, by or self.replaced_by
+        self.missed.end()
 
     def listen(self) -> None:
         """Hear of what happens in the engine, which was attached."""
@@ -215,17 +224,9 @@ class Privacy:
         misuse.check_skipped(current)
         stands_in = self.hand.stands_in
         records, people = (0, current.people) if stands_in else (gradients.records, gradients.people)
-        if records != current.size or people != current.people:
-            raise StepError(
-                f"the loader handed out {current.size} records, the model was given a batch of {records}"
-                f"{'' if records != current.size else ' of other persons'}. One record must be one row (or "
-                "augmentations= or rows_per_sample= of them), and the whole batch must pass."
-            )
+        misuse.check_whole(current, records, people)
         if number in (self._backward_of, self._step_of):
-            raise StepError(
-                "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses "
-                "and call backward once."
-            )
+            raise StepError(misuse.AGAIN)
         self._backward_of = number
         loader.train(current, self.missed)
 
@@ -279,16 +280,10 @@ class Privacy:
         if not self._has_pending and not empty:
             raise StepError("step() without a backward since the last one: call loss.backward() first")
         if self.loss_reduction == "mean" and expected is None:
-            raise StepError(
-                "expected_batch_size is not known: give it to the optimizer (with a mean loss the noisy sum is divided "
-                "by it), or train with fastdp.poisson_loader, which tells it"
-            )
+            raise StepError(misuse.NO_SIZE)
         logical = -1 if current is None else current.logical
         if self._has_sums and logical != self._sums_of:
-            warnings.warn(
-                "a logical batch was left before its last physical batch: its gradients are dropped, no step was made",
-                stacklevel=3,
-            )
+            warnings.warn(misuse.DROPPED, stacklevel=3)
             self._sums, self._has_sums = {}, False
         add(self._sums, self._pending)
         self._pending, self._has_pending, self._has_sums = {}, False, True
@@ -363,17 +358,22 @@ class Privacy:
 
     def finish(self) -> None:
         """The noised step was made: count it."""
+        if self._rate is None and self.mechanism is None and self.noise_multiplier and "rate" not in self._warned:
+            self._warned.add("rate")
+            warnings.warn(misuse.NO_RATE + self._rate_check.seen_text, SampleRateWarning, stacklevel=5)
         self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
         self.noise.step += 1
         self._released = True
         self.replica.changed()
         self.discard()
 
-    def epsilon(self, delta: float) -> float:
-        """epsilon at delta of the steps so far."""
-        rate, expected = self._rate or self.sample_rate, self._expected or self.expected_batch_size
+    def epsilon(self, delta: float, sample_rate: float | None = None) -> float:
+        """epsilon at delta of the steps so far; sample_rate: of those whose rate is not known."""
+        found = self.ledger.epsilon(delta, self.accountant, sample_rate)
+        rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
         warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
-        return self.ledger.epsilon(delta, self.accountant)
+        self._rate_check.compare(sample_rate)
+        return found
 
     def explain(self, profile: bool = False) -> str:
         """The plan of the last backward, a row a use."""

@@ -55,7 +55,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         following.sweep()
         privacy = self._attached()
         if makes_state(self, privacy.busy):
-            return _unhooked(_base(self).step)(self)
+            return _unhooked(base_of(self).step)(self)
         with privacy.world.deciding():  # of several processes, none makes a step that another refuses
             return self._step(privacy, closure)
 
@@ -72,7 +72,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not self._stepped:
             return loss
         check_parameters(self._params(), privacy.engine)
-        base = _base(self)
+        base = base_of(self)
         kind = fused.kind_of(base)
         with torch.no_grad():
             release = privacy.release()
@@ -105,7 +105,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _attached(self) -> Privacy:
         privacy = self._privacy_or_none()
         if privacy is None or privacy.detached:
-            raise StepError("this optimizer was detached from its model: make a new one to train on")
+            raise StepError(misuse.gone("" if privacy is None else privacy.replaced_by))
         if privacy.waits is not None:
             privacy.waits.look()
         return privacy
@@ -176,11 +176,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         A fourth number, if there is one, is the probability that a step's sample was cut to a largest size.
 
-        After `load_state_dict`, the history begins with the history of the loaded state.
+        It begins with that of a state that was loaded, and of an optimizer of the same model that this one replaced.
         """
         return list(self._accounted().ledger.history)
 
-    def epsilon(self, delta: float) -> float:
+    def epsilon(self, delta: float, *, sample_rate: float | None = None) -> float:
         """Compute epsilon at delta for the steps so far, by the accountant.
 
         The epsilon holds for the addition or removal of one `unit`. If records are grouped, that is a person with all
@@ -189,9 +189,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Args:
             delta: in (0, 1), well below 1 / (number of samples).
+            sample_rate: the probability that a record was in a batch, in (0, 1], for steps on batches of which nobody
+                has told it (an ordinary DataLoader). The accountants assume Poisson sampling at this rate.
 
         Raises:
-            AccountingError: if the sample rate is not known, or the accountant has no epsilon.
+            AccountingError: if the sample rate is not known, or is another one, or the accountant has no epsilon.
         """
         privacy = self._accounted()
         if not privacy.noise.secure:
@@ -204,7 +206,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy.missed.asked = True
         privacy.missed.warn()
         privacy.ledger.warn()
-        return privacy.epsilon(delta)
+        return privacy.epsilon(delta, sample_rate)
 
     def set_clipping(
         self,
@@ -259,7 +261,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._attached().noise.restore(state["key"], state["step"])
 
     def explain(self, profile: bool = False) -> str:
-        """Return the plan of the last backward as text.
+        """Return the plan of the last backward as text, which notebooks show as a table.
 
         Each use of a parameter has a line with its shape, route, units of work, bytes, and predicted milliseconds.
 
@@ -329,12 +331,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def detach(self) -> None:
         """Remove the engine from the model, which is then unchanged except for the trained weights."""
         privacy = self._privacy_or_none()
-        if privacy is not None:  # it stays: what was spent stays spent
-            privacy.take_off()
-            privacy.discard()
-            privacy.ledger.close()
-            privacy.detached = True
-            privacy.missed.end()
+        if privacy is not None and not privacy.detached:
+            privacy.end()
 
     # ------------------------------------------------------------------ torch's own
 
@@ -369,10 +367,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Warns if the state comes from an optimizer without privacy.
         """
-        state.load(self, self._attached(), _base(self), super().load_state_dict, state_dict)
+        state.load(self, self._attached(), base_of(self), super().load_state_dict, state_dict)
 
 
-def _base(optimizer: PrivateOptimizer) -> Any:
+def base_of(optimizer: PrivateOptimizer) -> Any:
     """The class of the optimizer without privacy."""
     classes = type(optimizer).__mro__
     return classes[classes.index(PrivateOptimizer) + 1]

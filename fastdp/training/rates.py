@@ -28,7 +28,8 @@ class _Open(NamedTuple):
 
 
 class Rate:
-    """Warns, once, where a sample rate that was given is far below what the first batches show.
+    """Warns, once, where a sample rate that was given is far below what the first batches show. Where none was given,
+    what they show is kept for the rate that `epsilon` will be given.
 
     Records can be counted where an ordinary DataLoader is being iterated. Where several are, which disagree, those
     count that have handed out a batch from the first backward to the second, or the third: a validation loader that
@@ -39,13 +40,14 @@ class Rate:
     def __init__(self) -> None:
         self._looks = 0  # so far; 3: no more
         self._open: list[_Open] = []  # at the look before, if they disagree
+        self._seen = (0, 0)  # samples of the first batch, and records, if no rate was given: 0 if they are not known
 
     def check(self, rate: float | None, batch: int, expected: float | None) -> None:
         """Look, at a backward that no Poisson loader tells of.
 
         Args: batch: samples of this backward; expected: the expected batch size that was given with the rate.
         """
-        if self._looks >= 3 or rate is None:
+        if self._looks >= 3:
             return
         self._looks += 1
         if self._looks > 1:
@@ -53,8 +55,21 @@ class Rate:
         elif not self.judge(rate, batch, expected):
             self._first(rate, batch)
 
-    def judge(self, rate: float, batch: int, expected: float | None) -> bool:
+    @property
+    def seen_text(self) -> str:
+        """What the first batch shows of a rate that was not given, or nothing."""
+        batch, records = self._seen
+        return f" The first batch has {_share(batch, records)}." if records else ""
+
+    def compare(self, rate: float | None) -> None:
+        """Warn if a rate that `epsilon` is given is far below what the first batch showed."""
+        if rate is not None and _is_low(rate, *self._seen):
+            self._warn(rate, f"the first batch had {_share(*self._seen)}", stacklevel=5)
+
+    def judge(self, rate: float | None, batch: int, expected: float | None) -> bool:
         """Warn if the first batch has far more samples than expected; returns whether it has."""
+        if rate is None:
+            return False
         low = expected is not None and batch > 2 * expected + 10  # more than chance makes of it
         if low:
             self._warn(
@@ -62,7 +77,7 @@ class Rate:
             )
         return low
 
-    def _first(self, rate: float, batch: int) -> None:
+    def _first(self, rate: float | None, batch: int) -> None:
         kinds: list[type] = [_BaseDataLoaderIter, *_BaseDataLoaderIter.__subclasses__()]
         now, never = time.monotonic(), (-1, 0.0)
         known = [(sys.getrefcount(kind), *_WITHOUT.get(kind, never)) for kind in kinds]
@@ -81,35 +96,39 @@ class Rate:
         else:
             self._looks = 3
 
-    def _again(self, rate: float, batch: int) -> None:
+    def _again(self, rate: float | None, batch: int) -> None:
         moved = [item for item in self._open if getattr(item.iterator(), "_num_yielded", 0) > item.handed]
         if moved:
             self._judge(rate, batch, moved)
         elif self._looks == 3:  # they are all gone: as if they had moved
             self._judge(rate, batch, self._open)
 
-    def _judge(self, rate: float, batch: int, found: list[_Open]) -> None:
+    def _judge(self, rate: float | None, batch: int, found: list[_Open]) -> None:
         """These loaders may have handed out the batch."""
         chosen = [item for item in found if item.fits] or found
         self._looks, self._open = 3, []
         records = 0 if any(not item.records for item in chosen) else max((item.records for item in chosen), default=0)
-        if _is_low(rate, batch, records):
-            share = f"{batch / records:.3g}"
-            self._warn(
-                rate, f"the first batch has {batch} of the {records} records of its DataLoader, a rate of {share}"
-            )
+        if rate is None:
+            self._seen = (batch, records)
+        elif _is_low(rate, batch, records):
+            self._warn(rate, f"the first batch has {_share(batch, records)}")
 
-    def _warn(self, rate: float, seen: str) -> None:
+    def _warn(self, rate: float, seen: str, stacklevel: int = 2) -> None:
         self._looks = 3
         warnings.warn(
             f"sample_rate={rate:g} is far below what is sampled: {seen}. epsilon grows with the rate, and what is said "
             "of it would be too small: give batch / records, or train with fastdp.poisson_loader, which tells it.",
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
 
 
-def _is_low(rate: float, batch: int, records: int) -> bool:
-    return bool(records) and rate < batch / records / 2
+def _share(batch: int, records: int) -> str:
+    return f"{batch} of the {records} records of its DataLoader, a rate of {batch / records:.3g}"
+
+
+def _is_low(rate: float | None, batch: int, records: int) -> bool:
+    """Whether the rate is far below the batch's; without one, whether the batch's is known."""
+    return bool(records) and (rate is None or rate < batch / records / 2)
 
 
 def _open(iterator: Any, batch: int) -> _Open:

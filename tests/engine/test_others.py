@@ -19,7 +19,8 @@ def net() -> nn.Sequential:
 
 
 def private(model: nn.Module, params=None, **given) -> fastdp.DPSGD:
-    return fastdp.DPSGD(model, params=params, lr=0.1, noise_multiplier=1.0, expected_batch_size=6, **given)
+    known = {"expected_batch_size": 6, "sample_rate": 1.0, **given}
+    return fastdp.DPSGD(model, params=params, lr=0.1, noise_multiplier=1.0, **known)
 
 
 def step(optimizers, loss: Tensor) -> None:
