@@ -350,8 +350,7 @@ def _loader_of(
             expected_batch_size, of_loader = data.batch_size, True
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise StepError(
-            "Poisson sampling needs a dataset with a length and access by index; an iterable one cannot be sampled. "
-            "Load it into a map-style dataset (a list will do)."
+            "Poisson sampling needs a dataset with a length and access by index: load this one into a list, perhaps."
         )
     grouping = None if group_by is None else Grouping.of(dataset, group_by)
     size = len(dataset) if grouping is None else grouping.groups
@@ -368,12 +367,11 @@ def _loader_of(
                 f"{'' if grouping is None else ' in groups'}; got {expected_batch_size}"
             )
         sample_rate = expected_batch_size / size
-        steps = steps if steps is not None else steps_per_epoch(sample_rate)
     else:
-        steps = steps if steps is not None else steps_per_epoch(sample_rate)
         expected_batch_size = sample_rate * size
         if abs(expected_batch_size - round(expected_batch_size)) < 1e-9 * size:
             expected_batch_size = round(expected_batch_size)
+    steps = steps if steps is not None else steps_per_epoch(sample_rate)
     for name, value in (("max_physical_batch_size", max_physical_batch_size), ("max_batch_size", max_batch_size),
                         ("max_records_per_group", max_records_per_group), ("steps", steps),
                         ("augmentations", views)):  # fmt: skip

@@ -198,4 +198,4 @@ def test_public_names():
     for name in ("DPSGD", "DPAdam", "DPAdamW", "DPRMSprop", "privatize", "PerSampleGradients", "verify",
                  "noise_multiplier_for", "poisson_loader"):  # fmt: skip
         assert hasattr(fastdp, name) and (getattr(fastdp, name).__doc__ or "").strip()
-    assert optim.privatize is fastdp.privatize
+    assert optim.DPSGD is fastdp.DPSGD
