@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 from .commands.audit_options import add_options as add_audit_options
+from .commands.parsing import Parser
 from .finetune import options as finetune_options
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m fastdp", description="Exact differentially private training.")
-    commands = made.add_subparsers(dest="command", required=True)
+    made = Parser(prog="python -m fastdp", description="Exact differentially private training.")
+    made.add_version()
+    commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
     demo = commands.add_parser("demo", help="train on scikit-learn's digits with privacy; downloads nothing")
     demo.add_argument(
         "--out", type=Path, default=Path("fastdp-demo"), help="the folder for the plots (default: %(default)s)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..training.words import size
 from .card import Card, write_card
-from .checkpoint import UNFINISHED, SaveError, in_words
+from .checkpoint import PRIVATE, PUBLIC, UNFINISHED, SaveError, in_words
 from .models import quiet
 from .plots import write_plots
 from .progress import Progress
@@ -31,6 +32,8 @@ def write_outputs(folder: Path, model: nn.Module, tokenizer: Any, progress: Prog
             "metrics.csv       every step: loss, epsilon, metrics" + " (and tensorboard/)" * bool(progress.board)
         )
         plots = write_plots(folder, progress.rows, task, found, progress.epsilon)
+        for name in plots:
+            (folder / name).chmod(PRIVATE)  # of private records, without noise
         lines.append(f"{', '.join(plots)}")
     return lines
 
@@ -44,6 +47,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> str:
         with quiet():
             made.save_pretrained(str(unfinished))
             tokenizer.save_pretrained(str(unfinished))
+        by_umask(unfinished)
         if folder.exists():
             shutil.rmtree(folder)
         unfinished.rename(folder)
@@ -52,6 +56,14 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> str:
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     what = "adapters and tokenizer" if hasattr(made, "peft_config") else "weights and tokenizer"
     return f"{what}, {size(total)}"
+
+
+def by_umask(folder: Path) -> None:
+    """Give the files the mode that the user's umask says; safetensors makes its own readable by their owner only."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else PUBLIC) & ~mask)
 
 
 @contextlib.contextmanager
