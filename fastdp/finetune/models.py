@@ -18,6 +18,7 @@ from torch import nn
 from ..training.compatible import make_compatible
 from ..training.words import count, listed
 from .job import FinetuneError
+from .tasks import TASKS, generates
 
 
 def transformers() -> Any:
@@ -112,7 +113,8 @@ def load_config(name: str) -> Any:
 def known_labels(config: Any) -> Mapping[str, int] | None:
     """{label: number} that the model was trained with, if it is a classifier."""
     numbers = getattr(config, "label2id", None) or {}
-    classifies = any("SequenceClassification" in name for name in getattr(config, "architectures", None) or ())
+    kinds = ("SequenceClassification", "TokenClassification", "ImageClassification")
+    classifies = any(kind in name for name in getattr(config, "architectures", None) or () for kind in kinds)
     return {str(name): int(number) for name, number in numbers.items()} if classifies else None
 
 
@@ -124,25 +126,33 @@ def load_tokenizer(name: str) -> Any:
     return found
 
 
+_PROBLEMS = {"classify": "single_label_classification", "multi-label": "multi_label_classification",
+             "regression": "regression"}  # fmt: skip
+
+
 def load_model(name: str, task: str, names: Sequence[str] | None, dtype: str) -> tuple[nn.Module, set[str], list[str]]:
     """(model, names of parameters that are new, what to say); raises FinetuneError.
 
     What mixes samples is replaced (BatchNorm), or the model refused.
     """
-    library, more = transformers(), {}
-    kind = library.AutoModelForCausalLM
-    if task == "classify":
-        kind = library.AutoModelForSequenceClassification
+    kind = getattr(transformers(), TASKS[task].auto)
+    more: dict[str, Any] = {}
+    if TASKS[task].names:
         labels = {number: label for number, label in enumerate(names or ())}
-        more = {"num_labels": len(labels), "id2label": labels, "label2id": {v: k for k, v in labels.items()},
-                "problem_type": "single_label_classification"}  # fmt: skip
+        more = {"num_labels": len(labels), "id2label": labels, "label2id": {v: k for k, v in labels.items()}}
+    if task == "regression":
+        more["num_labels"] = 1
+    if task in _PROBLEMS:
+        more["problem_type"] = _PROBLEMS[task]
+    if more:
         more["ignore_mismatched_sizes"] = True  # a head for other labels is made anew
     model, info = _read("model", name, kind, dtype=getattr(torch, dtype), output_loading_info=True, **more)
     new = set(info.get("missing_keys", ())) | {str(key[0]) for key in info.get("mismatched_keys", ())}
     new &= {key for key, _ in model.named_parameters()}
     said = [f"New, not pre-trained: {listed(sorted(new), 4)}"] if new else []
-    if task == "lm" and new:
-        raise FinetuneError(f"{name} is no language model: it has no weights for {listed(sorted(new), 4)}")
+    if generates(task) and new:
+        what = "writes no text for a text" if task == "seq2seq" else "is no language model"
+        raise FinetuneError(f"{name} {what}: it has no weights for {listed(sorted(new), 4)}")
     report = make_compatible(model)
     if report.left:
         raise FinetuneError(f"the model mixes samples, and this could not be replaced:\n{report}")
@@ -196,13 +206,14 @@ def _with_adapters(model: nn.Module, options: Namespace) -> tuple[nn.Module, str
         import peft
     except ImportError:
         raise FinetuneError("--lora needs peft: pip install 'fastdp[finetune]'") from None
-    task = "SEQ_CLS" if options.task == "classify" else "CAUSAL_LM"
     alpha = options.lora_alpha or 2 * options.lora
 
     def adapted(target: Any) -> Any:
         if target == ["all-linear"]:
             target = "all-linear"
-        chosen = peft.LoraConfig(task_type=task, r=options.lora, lora_alpha=alpha, target_modules=target)
+        chosen = peft.LoraConfig(
+            task_type=TASKS[options.task].peft, r=options.lora, lora_alpha=alpha, target_modules=target
+        )
         with quiet():
             return peft.get_peft_model(model, chosen)
 
@@ -236,7 +247,7 @@ def _matching(model: nn.Module, patterns: Iterable[str], flag: str, new: set[str
 
 def _head(model: nn.Module, new: set[str], task: str) -> set[str]:
     """The parameters outside the pre-trained body, and those that are new."""
-    if task == "lm":
+    if generates(task):
         head = getattr(model, "get_output_embeddings", lambda: None)()
         inside = {id(p) for p in head.parameters()} if head is not None else set()
         return {name for name, p in model.named_parameters() if id(p) in inside}

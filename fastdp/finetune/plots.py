@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..calibration import Calibration, reliability_diagram
-from .evaluation import HEADLINE
+from .tasks import headline as headline_of
 
 
 def write_plots(folder: Path, rows: dict[int, dict[str, float]], task: str, found: Calibration | None,
@@ -20,7 +20,7 @@ def write_plots(folder: Path, rows: dict[int, dict[str, float]], task: str, foun
     except ImportError:
         (folder / "training.txt").write_text(in_text(rows, task))
         return ["training.txt"]
-    headline = HEADLINE[task]
+    headline = headline_of(task)
     panels = [("loss", "training loss (NOT private)"), ("epsilon", f"epsilon spent, of {budget:g}")]
     if any(headline in row for row in rows.values()):
         panels.append((headline, f"{headline} of held-out records"))
@@ -53,8 +53,8 @@ def in_text(rows: dict[int, dict[str, float]], task: str, lines: int = 20) -> st
         row: dict[str, Any] = rows[step]
         bar = "#" * max(0, round(40 * row["loss"] / highest)) if row["loss"] == row["loss"] else ""
         text.append(f"{step:>6} {row.get('epsilon', 0):>8.3f} {row['loss']:>8.4f} {bar}")
-    measured = [step for step in sorted(rows) if HEADLINE[task] in rows[step]]
-    text += [f"step {step}: {HEADLINE[task]} {rows[step][HEADLINE[task]]:.4g}" for step in measured]
+    name = headline_of(task)
+    text += [f"step {step}: {name} {rows[step][name]:.4g}" for step in sorted(rows) if name in rows[step]]
     return "\n".join(text) + "\n"
 
 

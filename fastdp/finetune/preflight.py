@@ -22,6 +22,7 @@ from ..training.words import count, duration, size
 from .batch_size import Fit
 from .job import FinetuneError, Job, Plan
 from .options import default_batch, default_delta
+from .tasks import TASKS
 
 NEW_LR = 5e-3  # of a new head: it has everything to learn, the weights below it little
 CHECKED = 4  # records that verify compares with one-sample truth
@@ -43,7 +44,7 @@ def make_plan(options: Namespace, units: int) -> Plan:
                                          accountant=options.accountant)  # fmt: skip
     except AccountingError as problem:
         raise FinetuneError(f"epsilon {options.epsilon:g} cannot be reached: {problem}") from None
-    lr = options.lr or (3e-3 if options.lora or options.train_only else 2e-4 if options.task == "classify" else 5e-4)
+    lr = options.lr or (3e-3 if options.lora or options.train_only else TASKS[options.task].lr)
     return Plan(
         noise_multiplier=noise, sample_rate=rate, expected_batch_size=batch, steps=steps, lr=lr,
         new_lr=options.new_lr or max(lr, NEW_LR),

@@ -18,13 +18,16 @@ from ..training.fused_head import FusedHead
 from ..training.words import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
-from .encode import Collate, Encoded, encode, fused_loss_of, graphed_of, inputs_of, longest, loss_of, padding, widths
+from .encode import Collate, Encoded, encode, inputs_of, longest, padding, widths
 from .evaluation import Evaluation
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
 from .ranks import own_device, started
 from .records import Data, load_data
 from .replays import check as check_graphed
+from .tables import refuse_absent
+from .task_losses import fused_loss_of, graphed_of, loss_of, preference_loss_of, reference_of
+from .tasks import TASKS, one_answer
 
 _EVALUATED_AT_ONCE = 32
 
@@ -51,18 +54,28 @@ def prepare(options: Namespace) -> Prepared:
     device = _device(options.device)
     # the first weights of a new head are no secret, and must be the same again when a killed run is taken up
     torch.manual_seed(options.seed or 0)
-    known = known_labels(load_config(options.model)) if options.task == "classify" else None
+    for path in filter(None, (options.data, options.eval)):
+        refuse_absent(path)
+    _refuse_misplaced(options)
+    known = known_labels(load_config(options.model)) if TASKS[options.task].names else None
     data = load_data(options, known)
     tokenizer = load_tokenizer(options.model)
     words = padding(tokenizer)
     model, new, notes = load_model(options.model, options.task, data.names, options.dtype)
     notes = notes + ([words] if words else [])
     settings: Any = model.config
-    if options.task == "classify" and getattr(settings, "pad_token_id", None) is None:
+    if one_answer(options.task) and getattr(settings, "pad_token_id", None) is None:
         settings.pad_token_id = tokenizer.pad_token_id
+    if options.label_range:  # who loads the model must know what 1 stands for
+        settings.label_range = list(options.label_range)
     most = longest(model, tokenizer, options.task, options.max_length)
     encoded = encode(data.train, tokenizer, model, options.task, most)
     held_out = None if data.held_out is None else encode(data.held_out, tokenizer, model, options.task, most)
+    model.to(device)
+    collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else (), _start(model, options.task))
+    if options.task == "preference":
+        for each in filter(None, (encoded, held_out)):
+            each.reference = reference_of(model, each, collate, _EVALUATED_AT_ONCE, device)
     model, more = choose_trained(model, new, options)
     model.to(device)
     groups = data.train.groups
@@ -70,10 +83,14 @@ def prepare(options: Namespace) -> Prepared:
         encoded = encoded.by_length()
     units = len(encoded) if groups is None else len(set(groups))
     plan = preflight.make_plan(options, units)
-    collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else ())
     fused = _fused(options, model, collate([encoded[0]]), device) if options.fused_loss else None
     loss = loss_of(model, options.task) if fused is None else fused_loss_of(model, fused)
-    evaluation = None if held_out is None else Evaluation(held_out, collate, options.task, _EVALUATED_AT_ONCE, fused)
+    if options.task == "preference":
+        loss = preference_loss_of(model, options.beta)
+    low, high = options.label_range or (-1.0, 1.0)
+    evaluation = None if held_out is None else Evaluation(
+        held_out, collate, options.task, _EVALUATED_AT_ONCE, fused, data.names, (high - low) / 2
+    )  # fmt: skip
     per_epoch = max(1, round(1 / plan.sample_rate))
     job = Job(
         model=model, loss=loss, data=encoded, collate=collate, plan=plan,
@@ -95,6 +112,26 @@ def prepare(options: Namespace) -> Prepared:
     ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
     _measure(ready)
     return ready
+
+
+def _refuse_misplaced(options: Namespace) -> None:
+    """Options of another task are refused before anything is loaded."""
+    for name, task in (("label_range", "regression"), ("target_column", "seq2seq"), ("prompt_column", "preference"),
+                       ("chosen_column", "preference"), ("rejected_column", "preference")):  # fmt: skip
+        if getattr(options, name) is not None and options.task != task:
+            flag = "--" + name.replace("_", "-")
+            raise FinetuneError(f"{flag} goes with --task {task}, not with --task {options.task}")
+
+
+def _start(model: nn.Module, task: str) -> int | None:
+    """The token that a target begins with. Raises FinetuneError where the model names none."""
+    if task != "seq2seq":
+        return None
+    settings: Any = model.config
+    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+        if (found := getattr(settings, name, None)) is not None:
+            return int(found)
+    raise FinetuneError("the model's config.json names no decoder_start_token_id, with which a target begins")
 
 
 def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> FusedHead:
@@ -153,6 +190,8 @@ def _with_persons(found: Fit, ready: Prepared) -> Fit:
 def _tokens_digest(encoded: Encoded) -> str:
     digest = hashlib.sha256(encoded.starts.numpy().tobytes())
     digest.update(encoded.tokens.numpy().tobytes())
+    if encoded.what in ("target", "answers"):
+        digest.update(repr(encoded.labels).encode())
     return digest.hexdigest()
 
 

@@ -133,12 +133,17 @@ def kind_of(path: Path) -> str:
     return found
 
 
-def _bytes_of(path: Path) -> bytes:
+def refuse_absent(path: Path) -> None:
+    """Raises FinetuneError where there is no such file."""
     if not path.exists():
         there = [each.name for each in path.parent.iterdir() if each.is_file()] if path.parent.is_dir() else []
         raise FinetuneError(f"there is no file {path}{nearest(path.name, there)}")
     if path.is_dir():
         raise FinetuneError(f"{path} is a folder: give one file of records ({', '.join(FORMATS)})")
+
+
+def _bytes_of(path: Path) -> bytes:
+    refuse_absent(path)
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
     except (OSError, EOFError) as problem:

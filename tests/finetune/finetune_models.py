@@ -92,3 +92,15 @@ def command(*words):
 
 def card_of(out):
     return json.loads((Path(out) / "privacy_card.json").read_text())
+
+
+def writer(folder):
+    """A T5 of two layers."""
+    tokenizer_of(folder)
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, pad_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
