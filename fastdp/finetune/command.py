@@ -30,6 +30,7 @@ from .prepare import Prepared, prepare
 from .progress import Progress
 from .ranks import started, together
 from .training import run
+from .verdict import advice, nothing_learnt
 
 
 def main(options: Namespace) -> int:
@@ -157,12 +158,12 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
         evaluated="" if data.held_out is None else "file" if options.eval else "split",
         labels="" if data.names is None else "given" if data.public_labels else "data", adapters=bool(options.lora),
     )  # fmt: skip
-    found = None
+    found = simple = None
     if ready.evaluation is not None:
-        if ready.evaluation.last is None:  # the run was over before this process
+        if not ready.evaluation.called:  # the run was over before this process
             ready.evaluation(ready.model)
-        found = ready.evaluation.last
-    lines = write_outputs(options.out, ready.model, ready.tokenizer, progress, card, options.task, found)
+        found, simple = ready.evaluation.last, ready.evaluation.simple
+    lines = write_outputs(options.out, ready.model, ready.tokenizer, progress, card, options.task, found, simple)
     with new_file(options.out / "plan.txt", PRIVATE) as file:
         file.write((preflight.said(ready.sections) + "\n\n" + ready.routes + "\n").encode())
     head = f"epsilon {card.epsilon:.3f} at delta {card.delta:g} after {count(outcome.steps)} steps"
@@ -178,3 +179,6 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
     print(f"written to {options.out}:")
     for line in [*lines, "plan.txt          what was said above, and the route of every use of a weight"]:
         print(f"  {line}")
+    problem = nothing_learnt(options.task, progress.rows, simple)
+    if problem:
+        print("\n" + advice(problem, ready.plan, options, ready.units, trained / total))

@@ -26,6 +26,7 @@ class Evaluation:
                  names: Sequence[str] | None = None, scale: float = 1.0) -> None:  # fmt: skip
         self.data, self.collate, self.task, self.rows, self.fused = data, collate, task, rows, fused
         self.names, self.scale = names, scale
+        self.called = False
         self.last: Calibration | None = None
         self.simple: Simple | None = None
         self.order = sorted(range(len(data)), key=data.length)  # little padding
@@ -55,7 +56,7 @@ class Evaluation:
             else:
                 figures.add(logits(model, batch), batch)
         found = figures.result()
-        self.last, self.simple = figures.last, figures.simple
+        self.called, self.last, self.simple = True, figures.last, figures.simple
         return found
 
 

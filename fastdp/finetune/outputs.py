@@ -21,7 +21,7 @@ from .progress import Progress
 
 
 def write_outputs(folder: Path, model: nn.Module, tokenizer: Any, progress: Progress, card: Card, task: str,
-                  found: Any) -> list[str]:  # fmt: skip
+                  found: Any, simple: Any = None) -> list[str]:  # fmt: skip
     """Write everything; a line for each thing written. Raises SaveError where the disk refuses."""
     with full_disk(folder):
         lines = [f"model/            {save_model(folder / 'model', model, tokenizer)}, to give away with the card"]
@@ -31,7 +31,7 @@ def write_outputs(folder: Path, model: nn.Module, tokenizer: Any, progress: Prog
         lines.append(
             "metrics.csv       every step: loss, epsilon, metrics" + " (and tensorboard/)" * bool(progress.board)
         )
-        plots = write_plots(folder, progress.rows, task, found, progress.epsilon)
+        plots = write_plots(folder, progress.rows, task, found, progress.epsilon, simple)
         for name in plots:
             (folder / name).chmod(PRIVATE)  # of private records, without noise
         lines.append(f"{', '.join(plots)}")
