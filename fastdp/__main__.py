@@ -15,7 +15,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = Parser(prog="python -m fastdp", description="Exact differentially private training.")
     made.add_version()
-    commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = made.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train on scikit-learn's digits with privacy; downloads nothing")
     demo.add_argument(
         "--out", type=Path, default=Path("fastdp-demo"), help="the folder for the plots (default: %(default)s)"
@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     ntk.add_argument("--steps", type=int, default=4000, help="the largest number of steps (default: %(default)s)")
     ntk.add_argument("--seed", type=int, default=0, help="the seed of networks and data (default: %(default)s)")
     ntk.add_argument("--out", type=Path, metavar="FILE", help="write the counts to this CSV file")
+    commands.metavar = "|".join(commands.choices)
     return made
 
 

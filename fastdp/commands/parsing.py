@@ -44,4 +44,7 @@ class Parser(argparse.ArgumentParser):
         choices: Iterable[Any] | None = action.choices
         if choices is not None and value not in choices:
             names = [str(choice) for choice in choices]
+            if isinstance(action, argparse._SubParsersAction):
+                hint = nearest(str(value), names) or f"; there are {', '.join(names)}"
+                raise argparse.ArgumentError(None, f"there is no command {value!r}{hint}")
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(names)}{nearest(str(value), names)}")

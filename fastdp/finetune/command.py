@@ -23,7 +23,8 @@ from ..training.words import count
 from . import preflight
 from .card import make_card
 from .checkpoint import PRIVATE, new_file
-from .folder import begin_folder, check_out, is_begun
+from .folder import begin_folder, begun_at, check_out, is_begun, now
+from .hashes import COMMITMENT, commit, of_weights
 from .job import FREE, Outcome
 from .outputs import write_outputs
 from .prepare import Prepared, prepare
@@ -157,6 +158,10 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
         trained=f"{count(trained)} of {count(total)} parameters", group=options.group_by,
         evaluated="" if data.held_out is None else "file" if options.eval else "split",
         labels="" if data.names is None else "given" if data.public_labels else "data", adapters=bool(options.lora),
+        units=ready.units, responsible=options.responsible, begun=begun_at(options.out) or None, finished=now(),
+        verified={"result": "exact", "records": min(preflight.CHECKED, len(ready.train)), "tolerance": ready.tolerance},
+        base_model={"revision": ready.revision, "files": of_weights(options.model)},
+        data_commitment=commit(options.out, data.files),
     )  # fmt: skip
     found = simple = None
     if ready.evaluation is not None:
@@ -177,7 +182,9 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
     if outcome.nonfinite:
         print(f"{count(outcome.nonfinite)} gradients of records were not finite and were left out")
     print(f"written to {options.out}:")
-    for line in [*lines, "plan.txt          what was said above, and the route of every use of a weight"]:
+    lines.append("plan.txt          what was said above, and the route of every use of a weight")
+    lines.append(f"{COMMITMENT}  the key of the card's commitment to the data: keep it secret")
+    for line in lines:
         print(f"  {line}")
     problem = nothing_learnt(options.task, progress.rows, simple)
     if problem:

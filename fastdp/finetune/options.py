@@ -72,6 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true",
                         help="continue the run in --out, with the same options (default: a new run)")
     parser.add_argument("--dry-run", action="store_true", help="print what a run would do, without training or writing")
+    parser.add_argument("--responsible", metavar="WHO",
+                        help="who answers for the model and the guarantee, for the card: a name and how to reach it "
+                             "(default: not stated)")
     _privacy(parser.add_argument_group("privacy"), positive)
     _training(parser.add_argument_group("training"), positive)
     _records(parser.add_argument_group("data"))

@@ -15,6 +15,7 @@ from torch import nn
 from ..training.words import size
 from .card import Card, write_card
 from .checkpoint import PRIVATE, PUBLIC, UNFINISHED, SaveError, in_words
+from .hashes import of_folder
 from .models import quiet
 from .plots import write_plots
 from .progress import Progress
@@ -25,6 +26,7 @@ def write_outputs(folder: Path, model: nn.Module, tokenizer: Any, progress: Prog
     """Write everything; a line for each thing written. Raises SaveError where the disk refuses."""
     with full_disk(folder):
         lines = [f"model/            {save_model(folder / 'model', model, tokenizer)}, to give away with the card"]
+        card.released_files = of_folder(folder / "model")
         write_card(card, folder)
         lines.append("privacy_card.md   what is guaranteed, what is not, how to check it (and .json)")
         progress.close()

@@ -20,6 +20,7 @@ from ..errors import AccountingError, FastDPError
 from ..training.optim import privatize
 from ..training.words import count, duration, size
 from .batch_size import Fit
+from .card import weaknesses
 from .job import FinetuneError, Job, Plan
 from .options import default_batch, default_delta
 from .tasks import TASKS
@@ -190,6 +191,7 @@ def privacy_lines(plan: Plan, options: Namespace, units: int) -> list[str]:
         )
     if plan.accountant == "gdp":
         lines.append("gdp is an approximation, and no upper bound on epsilon: prv is")
+    lines += [f"Warning: {line}" for line in weaknesses(spent, plan.delta, units, unit)]
     if units < 100:
         lines.append(f"{units} {unit}s are very few: at this noise expect to learn little or nothing")
     return lines

@@ -47,6 +47,8 @@ class Prepared:
     units: int
     sections: list[tuple[str, list[str]]]
     routes: str = ""  # the engine's plan, as a table
+    revision: str | None = None  # of the model on the hub
+    tolerance: float = 1e-4  # of the check
 
 
 def prepare(options: Namespace) -> Prepared:
@@ -110,6 +112,8 @@ def prepare(options: Namespace) -> Prepared:
         ("privacy", preflight.privacy_lines(plan, options, units)),
     ]
     ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
+    ready.revision = getattr(settings, "_commit_hash", None)
+    ready.tolerance = 5e-2 if options.dtype == "bfloat16" else 1e-4  # fastdp.verify's own
     _measure(ready)
     return ready
 

@@ -44,6 +44,7 @@ class Data:
     said: list[str] = field(default_factory=list)
     columns: dict[str, str] = field(default_factory=dict)  # {"text": ..., "label": ...}
     public_labels: bool = False  # given by --labels, not read off the data
+    files: dict[str, str] = field(default_factory=dict)  # {name: SHA-256 of the unpacked file} of what is trained on
 
 
 def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Data:
@@ -59,6 +60,7 @@ def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Dat
     columns = choose(table, options)
     data = Data(Records([]), None, None)
     data.columns = columns.names(table)
+    data.files = {options.data.name: table.digest}
     rows, bad = _cells(table, columns, options)
     refuse_bad(table, [*table.bad, *bad], options.skip_bad_rows)  # before what is left of them is judged
     if options.labels is not None and not TASKS[options.task].names:

@@ -25,7 +25,8 @@ RUN = ["finetune", "m", "d"]
     ([*RUN, "--task=lm", "--epsilonn=3"], "there is no option --epsilonn; did you mean '--epsilon'?"),
     (["--verison"], "did you mean '--version'?"),
     ([*RUN, "--task", "lm"], "required: --epsilon"),
-    ([], "required: COMMAND"),
+    ([], "required: demo|info|finetune|audit|ntk"),
+    (["xyz"], "there is no command 'xyz'; there are demo, info"),
     (["audit", "s.py:f", "--seed", "x"], "--seed"),
 ])  # fmt: skip
 def test_wrong_words_are_answered_in_one_line(words, said, capsys):
