@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,14 @@ class Encoded(Dataset[dict[str, Any]]):
         if self.labels is not None and self.what in ("target", "answers"):
             more = len(self.labels[i] if self.what == "target" else self.labels[i][1])
         return self._own(i) + more
+
+    def digest(self) -> str:
+        """Of all tokens."""
+        found = hashlib.sha256(self.starts.numpy().tobytes())
+        found.update(self.tokens.numpy().tobytes())
+        if self.what in ("target", "answers"):
+            found.update(repr(self.labels).encode())
+        return found.hexdigest()
 
     def _own(self, i: int) -> int:
         return int(self.starts[i + 1] - self.starts[i])

@@ -76,7 +76,7 @@ def _sources(name: str) -> dict[str, Any]:
     raise FinetuneError(f"{name} holds no model: there is no config.json in it, but {listed(there) or 'nothing'}")
 
 
-def _read(what: str, name: str, kind: Any, **more: Any) -> Any:
+def read(what: str, name: str, kind: Any, **more: Any) -> Any:
     """kind.from_pretrained, its errors in few words."""
     from safetensors import SafetensorError
 
@@ -107,7 +107,7 @@ def first_line(problem: BaseException) -> str:
 
 def load_config(name: str) -> Any:
     """The model's configuration."""
-    return _read("configuration", name, transformers().AutoConfig)
+    return read("configuration", name, transformers().AutoConfig)
 
 
 def known_labels(config: Any) -> Mapping[str, int] | None:
@@ -120,7 +120,7 @@ def known_labels(config: Any) -> Mapping[str, int] | None:
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer beside the model."""
-    found = _read("tokenizer", name, transformers().AutoTokenizer)
+    found = read("tokenizer", name, transformers().AutoTokenizer)
     if not len(found):
         raise FinetuneError(f"{name} has no tokenizer: its vocabulary is empty")
     return found
@@ -146,7 +146,7 @@ def load_model(name: str, task: str, names: Sequence[str] | None, dtype: str) ->
         more["problem_type"] = _PROBLEMS[task]
     if more:
         more["ignore_mismatched_sizes"] = True  # a head for other labels is made anew
-    model, info = _read("model", name, kind, dtype=getattr(torch, dtype), output_loading_info=True, **more)
+    model, info = read("model", name, kind, dtype=getattr(torch, dtype), output_loading_info=True, **more)
     new = set(info.get("missing_keys", ())) | {str(key[0]) for key in info.get("mismatched_keys", ())}
     new &= {key for key, _ in model.named_parameters()}
     said = [f"New, not pre-trained: {listed(sorted(new), 4)}"] if new else []
@@ -170,7 +170,7 @@ def choose_trained(model: nn.Module, new: set[str], options: Namespace) -> tuple
     if options.lora:
         if options.train_only:
             raise FinetuneError("--train-only and --lora exclude each other: --lora trains the adapters and the head")
-        model, text = _with_adapters(model, options)
+        model, text = _with_adapters(model, new, options)
         said.append(text)
     elif options.lora_alpha or options.lora_target:
         raise FinetuneError("--lora-alpha and --lora-target go with --lora RANK")
@@ -201,18 +201,27 @@ def new_parameters(model: nn.Module, new: set[str]) -> set[str]:
     return {name for name, known in plain.items() if known in new}
 
 
-def _with_adapters(model: nn.Module, options: Namespace) -> tuple[nn.Module, str]:
+def _with_adapters(model: nn.Module, new: set[str], options: Namespace) -> tuple[nn.Module, str]:
     try:
         import peft
     except ImportError:
         raise FinetuneError("--lora needs peft: pip install 'fastdp[finetune]'") from None
     alpha = options.lora_alpha or 2 * options.lora
 
+    # of peft's own kinds of models, peft trains the head; of others it must be told
+    head = None if TASKS[options.task].peft else sorted(
+        {name.rpartition(".")[0] for name in _head(model, new, options.task)}
+    )  # fmt: skip
+
     def adapted(target: Any) -> Any:
         if target == ["all-linear"]:
             target = "all-linear"
         chosen = peft.LoraConfig(
-            task_type=TASKS[options.task].peft, r=options.lora, lora_alpha=alpha, target_modules=target
+            task_type=TASKS[options.task].peft,
+            r=options.lora,
+            lora_alpha=alpha,
+            target_modules=target,
+            modules_to_save=head,
         )
         with quiet():
             return peft.get_peft_model(model, chosen)

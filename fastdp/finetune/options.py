@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL",
                         help="a folder that save_pretrained() or the hub wrote, or a hub name")
     parser.add_argument("data", metavar="DATA", type=Path,
-                        help="the records to train on: CSV, TSV, JSONL, Parquet or text")
+                        help="the records to train on: CSV, TSV, JSONL, Parquet or text; or a folder of images")
     parser.add_argument("--task", choices=tuple(TASKS), required=True,
                         help="; ".join(f"{name}: {task.about}" for name, task in TASKS.items()))
     parser.add_argument("--out", type=Path, default=Path("fastdp-finetune"), metavar="DIR",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import warnings
 from argparse import Namespace
 from collections import Counter
@@ -20,6 +19,7 @@ from . import preflight
 from .batch_size import Fit, fit
 from .encode import Collate, Encoded, encode, inputs_of, longest, padding, widths
 from .evaluation import Evaluation
+from .images import Images, collate_images, load_images, load_processor
 from .job import FinetuneError, Job, Plan
 from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
 from .ranks import own_device, started
@@ -56,25 +56,35 @@ def prepare(options: Namespace) -> Prepared:
     device = _device(options.device)
     # the first weights of a new head are no secret, and must be the same again when a killed run is taken up
     torch.manual_seed(options.seed or 0)
+    pictures = options.task == "images"
     for path in filter(None, (options.data, options.eval)):
-        refuse_absent(path)
+        refuse_absent(path, folder=pictures)
     _refuse_misplaced(options)
     known = known_labels(load_config(options.model)) if TASKS[options.task].names else None
-    data = load_data(options, known)
-    tokenizer = load_tokenizer(options.model)
-    words = padding(tokenizer)
+    data = load_images(options, known) if pictures else load_data(options, known)
+    tokenizer = load_processor(options.model) if pictures else load_tokenizer(options.model)
+    words = "" if pictures else padding(tokenizer)
     model, new, notes = load_model(options.model, options.task, data.names, options.dtype)
     notes = notes + ([words] if words else [])
     settings: Any = model.config
-    if one_answer(options.task) and getattr(settings, "pad_token_id", None) is None:
-        settings.pad_token_id = tokenizer.pad_token_id
-    if options.label_range:  # who loads the model must know what 1 stands for
-        settings.label_range = list(options.label_range)
-    most = longest(model, tokenizer, options.task, options.max_length)
-    encoded = encode(data.train, tokenizer, model, options.task, most)
-    held_out = None if data.held_out is None else encode(data.held_out, tokenizer, model, options.task, most)
+    most = 0
+    encoded: Any
+    held_out: Any = None
+    collate: Any = collate_images
+    if pictures:
+        encoded = Images(data.train, tokenizer)
+        held_out = None if data.held_out is None else Images(data.held_out, tokenizer)
+    else:
+        if one_answer(options.task) and getattr(settings, "pad_token_id", None) is None:
+            settings.pad_token_id = tokenizer.pad_token_id
+        if options.label_range:  # who loads the model must know what 1 stands for
+            settings.label_range = list(options.label_range)
+        most = longest(model, tokenizer, options.task, options.max_length)
+        encoded = encode(data.train, tokenizer, model, options.task, most)
+        held_out = None if data.held_out is None else encode(data.held_out, tokenizer, model, options.task, most)
+        start = _start(model, options.task)
+        collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else (), start)
     model.to(device)
-    collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else (), _start(model, options.task))
     if options.task == "preference":
         for each in filter(None, (encoded, held_out)):
             each.reference = reference_of(model, each, collate, _EVALUATED_AT_ONCE, device)
@@ -98,7 +108,7 @@ def prepare(options: Namespace) -> Prepared:
         model=model, loss=loss, data=encoded, collate=collate, plan=plan,
         folder=options.out,
         evaluate=evaluation, evaluate_every=None if evaluation is None else per_epoch,
-        fingerprint={"data (training records)": data.train.digest, "tokens": _tokens_digest(encoded)},
+        fingerprint={"data (training records)": data.train.digest, "tokens": encoded.digest()},
         group_by=groups, length=encoded.length, new=new_parameters(model, new),
         graphed=graphed_of(model, options.task, encoded, collate) if options.graphed else None,
     )  # fmt: skip
@@ -191,14 +201,6 @@ def _with_persons(found: Fit, ready: Prepared) -> Fit:
     )
 
 
-def _tokens_digest(encoded: Encoded) -> str:
-    digest = hashlib.sha256(encoded.starts.numpy().tobytes())
-    digest.update(encoded.tokens.numpy().tobytes())
-    if encoded.what in ("target", "answers"):
-        digest.update(repr(encoded.labels).encode())
-    return digest.hexdigest()
-
-
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or (own_device() if torch.cuda.is_available() else "cpu"))
@@ -225,6 +227,8 @@ def _data_lines(options: Namespace, data: Data, train: Encoded, held_out: Encode
         lines.append(f"{many(len(held_out), 'other')} held out to evaluate on, chosen by a hash of each one's text")
         if options.group_by:
             lines[-1] = lines[-1].replace("each one's text", "the person's key")
+        if options.task == "images":
+            lines[-1] = lines[-1].replace("each one's text", "each one's file")
     elif held_out is not None:
         lines.append(f"{count(len(held_out))} records of {options.eval} to evaluate on")
     else:

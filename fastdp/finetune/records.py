@@ -28,6 +28,7 @@ class Records:
     pairs: list[str] | None = None
     labels: list[Any] | None = None
     groups: list[str] | None = None
+    paths: list[str] | None = None  # of images, whose hashes the texts are
     digest: str = ""  # of all that is in it, in order
 
     def __len__(self) -> int:
@@ -75,7 +76,7 @@ def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Dat
     if not len(found):
         raise FinetuneError(f"{table.path} has no row that can be used")
     fraction = options.eval_fraction if options.eval_fraction is not None else (0.0 if options.eval else 0.1)
-    data.train, data.held_out = _split(found, fraction)
+    data.train, data.held_out = split(found, fraction)
     if options.eval is not None:
         alike = options.eval.suffix == options.data.suffix
         how = how if alike else {"encoding": options.encoding}
@@ -86,7 +87,7 @@ def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Dat
         data.held_out = held_out
     if data.held_out is not None and not len(data.held_out):
         data.held_out = None
-    _check(table, data, options)
+    check(data, options)
     return data
 
 
@@ -205,13 +206,13 @@ def _records(rows: Sequence[_Row], names: Sequence[str] | None, task: str) -> tu
         labels if TASKS[task].labels else None,
         [row.group for row in good] if any(row.group for row in good) else None,
     )
-    return _with_digest(records), bad
+    return with_digest(records), bad
 
 
 # ---------------------------------------------------------------------- who trains
 
 
-def _split(records: Records, fraction: float) -> tuple[Records, Records | None]:
+def split(records: Records, fraction: float) -> tuple[Records, Records | None]:
     """Hold out a share by a hash of each record's text (of its person's key).
 
     So whether a record is held out depends on nothing but itself: one record more or less in the file moves no other,
@@ -233,10 +234,10 @@ def select(records: Records, which: Sequence[int]) -> Records:
         return None if values is None else [values[i] for i in which]
 
     texts = [records.texts[i] for i in which]
-    return _with_digest(Records(texts, of(records.pairs), of(records.labels), of(records.groups)))
+    return with_digest(Records(texts, of(records.pairs), of(records.labels), of(records.groups), of(records.paths)))
 
 
-def _with_digest(records: Records) -> Records:
+def with_digest(records: Records) -> Records:
     digest = hashlib.sha256()
     for values in (records.texts, records.pairs, records.labels, records.groups):
         for value in values or ():
@@ -247,11 +248,12 @@ def _with_digest(records: Records) -> Records:
     return records
 
 
-def _check(table: Table, data: Data, options: Namespace) -> None:
+def check(data: Data, options: Namespace) -> None:
+    """That there is enough to train on. Raises FinetuneError."""
     if not len(data.train):
-        raise FinetuneError(f"no record of {table.path} is left to train on: give --eval-fraction 0")
+        raise FinetuneError(f"no record of {options.data} is left to train on: give --eval-fraction 0")
     labels = data.train.labels or []
-    if options.task == "classify" and data.names is not None and len(set(labels)) < 2:
+    if options.task in ("classify", "images") and data.names is not None and len(set(labels)) < 2:
         raise FinetuneError(
             f"all {len(data.train)} records to train on have the label {data.names[labels[0]]!r}: there is nothing to "
             "tell apart"

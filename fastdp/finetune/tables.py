@@ -53,7 +53,7 @@ class Table:
     @property
     def place(self) -> str:
         """What `lines` counts."""
-        return "row" if self.kind == "parquet" else "line"
+        return {"parquet": "row", "images": "image"}.get(self.kind, "line")
 
     def position(self, name: str, what: str) -> int:
         """Where a column stands. Raises FinetuneError where there is none of that name, or more than one."""
@@ -133,13 +133,14 @@ def kind_of(path: Path) -> str:
     return found
 
 
-def refuse_absent(path: Path) -> None:
-    """Raises FinetuneError where there is no such file."""
+def refuse_absent(path: Path, folder: bool = False) -> None:
+    """Raises FinetuneError where there is no such file, or (folder) nothing of that name."""
     if not path.exists():
         there = [each.name for each in path.parent.iterdir() if each.is_file()] if path.parent.is_dir() else []
         raise FinetuneError(f"there is no file {path}{nearest(path.name, there)}")
-    if path.is_dir():
-        raise FinetuneError(f"{path} is a folder: give one file of records ({', '.join(FORMATS)})")
+    if path.is_dir() and not folder:
+        images = ", or --task images" if any(each.is_dir() for each in path.iterdir()) else ""
+        raise FinetuneError(f"{path} is a folder: give one file of records ({', '.join(FORMATS)}){images}")
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -287,9 +288,9 @@ def refuse_bad(table: Table, bad: Sequence[Bad], most: int) -> str:
     first = "\n".join(f"  {table.place} {each.line}: {each.reason}" for each in bad[:10])
     more = f"\n  and {len(bad) - 10} more" if len(bad) > 10 else ""
     total = len(table.rows) + len(table.bad)
-    said = f"{len(bad)} of {total} rows of {table.path} cannot be used"
+    said = f"{len(bad)} of {total} {'images' if table.kind == 'images' else 'rows'} of {table.path} cannot be used"
     if len(bad) > most:
-        if len(bad) == total:
+        if len(bad) == total and table.kind != "images":
             raise FinetuneError(
                 f"{said}:\n{first}{more}\nIs it the format (--format, --delimiter, --quote, --columns)?"
             )

@@ -45,6 +45,10 @@ TASKS = {
         ("tokens", "words", *_TEXTS), ("tags", "ner_tags", "pos_tags", "chunk_tags", "labels", "label", "ner", "pos"),
         names=True,
     ),
+    "images": Task(
+        "predict one label per image (DATA: a folder with a folder for each class)", "AutoModelForImageClassification",
+        None, 0, 2e-4, "accuracy", names=True,
+    ),
     "lm": Task("predict the next token", "AutoModelForCausalLM", "CAUSAL_LM", 256, 5e-4, "perplexity", labels=()),
     "seq2seq": Task(
         "write a text for a text", "AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM", 128, 5e-4, "token_accuracy",

@@ -104,3 +104,17 @@ def writer(folder):
     )  # fmt: skip
     transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
     return folder
+
+
+def seer(folder):
+    """A ViT of one layer for images of 16 x 16."""
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8,
+    )  # fmt: skip
+    transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({
+        "image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}, "do_resize": True,
+        "do_rescale": True, "do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }))  # fmt: skip
+    return folder
