@@ -214,9 +214,11 @@ class Card:
 
 
 def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: float, trained: str, group: str | None,
-              evaluated: str, labels: str, adapters: bool, units: int | None = None, **more: Any) -> Card:  # fmt: skip
+              evaluated: str, labels: str, adapters: bool, units: int | None = None, replaced: bool = False,
+              **more: Any) -> Card:  # fmt: skip
     """The card of a run. group: the column of persons; evaluated: "", "split" (rows of DATA) or "file";
-    labels: "" (lm), "data" (read off it) or "given"; units: records (persons) that were trained on; more: of Card."""
+    labels: "" (lm), "data" (read off it) or "given"; units: records (persons) that were trained on;
+    replaced: layers that mixed samples; more: of Card."""
     count = outcome.steps + outcome.lost_steps
     history = [(plan.noise_multiplier, plan.sample_rate, count)] if count else []
     unit = "person" if group else "record"
@@ -248,7 +250,9 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
         released=("The adapters (and the new head) in `model/`" if adapters else "The weights in `model/`")
         + ". The guarantee covers the weights and the optimizer's moments after every step, so also those in "
         "`checkpoints/`, but not what lies there beside them: the evaluations so far, and the number of records whose "
-        "gradient was not finite. Give away `model/` and this card, nothing else of the folder.",
+        "gradient was not finite. Give away `model/` and this card, nothing else of the folder."
+        + (" Layers that mix samples were replaced: load the weights by from_pretrained(), then call "
+           "fastdp.make_compatible(model)." if replaced else ""),
         not_covered=missing, warnings=weaknesses(epsilon, plan.delta, units, unit), versions=versions(),
         date=datetime.date.today().isoformat(), **more,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from .checkpoint import PRIVATE, new_file
 from .folder import begin_folder, begun_at, check_out, is_begun, now
 from .hashes import COMMITMENT, commit, of_weights
 from .job import FREE, Outcome
+from .models import RELOAD
 from .outputs import write_outputs
 from .prepare import Prepared, prepare
 from .progress import Progress
@@ -161,7 +162,7 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
         units=ready.units, responsible=options.responsible, begun=begun_at(options.out) or None, finished=now(),
         verified={"result": "exact", "records": min(preflight.CHECKED, len(ready.train)), "tolerance": ready.tolerance},
         base_model={"revision": ready.revision, "files": of_weights(options.model)},
-        data_commitment=commit(options.out, data.files),
+        data_commitment=commit(options.out, data.files), replaced=ready.replaced,
     )  # fmt: skip
     found = simple = None
     if ready.evaluation is not None:
@@ -186,6 +187,8 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
     lines.append(f"{COMMITMENT}  the key of the card's commitment to the data: keep it secret")
     for line in lines:
         print(f"  {line}")
+    if ready.replaced:
+        print(RELOAD)
     problem = nothing_learnt(options.task, progress.rows, simple)
     if problem:
         print("\n" + advice(problem, ready.plan, options, ready.units, trained / total))

@@ -130,6 +130,9 @@ _PROBLEMS = {"classify": "single_label_classification", "multi-label": "multi_la
              "regression": "regression"}  # fmt: skip
 
 
+RELOAD = "To load the result: from_pretrained(), then fastdp.make_compatible(model); its config.json names other layers"
+
+
 def load_model(name: str, task: str, names: Sequence[str] | None, dtype: str) -> tuple[nn.Module, set[str], list[str]]:
     """(model, names of parameters that are new, what to say); raises FinetuneError.
 
@@ -146,6 +149,15 @@ def load_model(name: str, task: str, names: Sequence[str] | None, dtype: str) ->
         more["problem_type"] = _PROBLEMS[task]
     if more:
         more["ignore_mismatched_sizes"] = True  # a head for other labels is made anew
+    if task == "images":
+        config = load_config(name)
+        arguments = getattr(config, "model_args", None) or {}
+        if "num_classes" in arguments:  # of a folder that timm wrote: it would be given twice
+            arguments.pop("num_classes")
+            for field, value in more.items():
+                if field != "ignore_mismatched_sizes":
+                    setattr(config, field, value)
+            more = {"config": config, "ignore_mismatched_sizes": True}
     model, info = read("model", name, kind, dtype=getattr(torch, dtype), output_loading_info=True, **more)
     new = set(info.get("missing_keys", ())) | {str(key[0]) for key in info.get("mismatched_keys", ())}
     new &= {key for key, _ in model.named_parameters()}
@@ -157,7 +169,7 @@ def load_model(name: str, task: str, names: Sequence[str] | None, dtype: str) ->
     if report.left:
         raise FinetuneError(f"the model mixes samples, and this could not be replaced:\n{report}")
     if report.changed:
-        said.append(f"{report}\n  (their statistics are gone: such a model needs more training)")
+        said.append(f"{report}\n  (their statistics are gone: such a model needs more training)\n{RELOAD}")
     return model, new, said
 
 

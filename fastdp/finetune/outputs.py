@@ -56,8 +56,9 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> str:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    what = "adapters and tokenizer" if hasattr(made, "peft_config") else "weights and tokenizer"
-    return f"{what}, {size(total)}"
+    what = "adapters" if hasattr(made, "peft_config") else "weights"
+    beside = "tokenizer" if hasattr(tokenizer, "pad_token_id") else "image processor"
+    return f"{what} and {beside}, {size(total)}"
 
 
 def by_umask(folder: Path) -> None:

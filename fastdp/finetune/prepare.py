@@ -21,7 +21,7 @@ from .encode import Collate, Encoded, encode, inputs_of, longest, padding, width
 from .evaluation import Evaluation
 from .images import Images, collate_images, load_images, load_processor
 from .job import FinetuneError, Job, Plan
-from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
+from .models import RELOAD, choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
 from .ranks import own_device, started
 from .records import Data, load_data
 from .replays import check as check_graphed
@@ -49,6 +49,7 @@ class Prepared:
     routes: str = ""  # the engine's plan, as a table
     revision: str | None = None  # of the model on the hub
     tolerance: float = 1e-4  # of the check
+    replaced: bool = False  # layers that mixed samples, so that the result is loaded with make_compatible
 
 
 def prepare(options: Namespace) -> Prepared:
@@ -122,6 +123,7 @@ def prepare(options: Namespace) -> Prepared:
         ("privacy", preflight.privacy_lines(plan, options, units)),
     ]
     ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
+    ready.replaced = any(RELOAD in note for note in notes)
     ready.revision = getattr(settings, "_commit_hash", None)
     ready.tolerance = 5e-2 if options.dtype == "bfloat16" else 1e-4  # fastdp.verify's own
     _measure(ready)

@@ -27,6 +27,8 @@ def nothing_learnt(task: str, rows: Mapping[int, Mapping[str, float]], simple: S
         return ""
     last = rows[measured[-1]][name]
     if simple is not None:
+        if simple.value >= 1:  # held-out records that are all alike tell nothing
+            return ""
         error = math.sqrt(simple.value * (1 - simple.value) / simple.records) if name in _SHARES else 0.0
         if not last > simple.value + error:
             return f"{name} {last:.3g} of held-out records is no better than {simple.words} ({simple.value:.3g})"

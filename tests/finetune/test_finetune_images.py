@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+import fastdp
+from fastdp.finetune import command as command_module
 from fastdp.finetune import images
 from fastdp.finetune.job import FinetuneError
 
@@ -14,6 +16,7 @@ from .finetune_models import card_of, command, options_of, seer, transformers
 from .test_finetune_command import QUICK, refused
 
 Image = pytest.importorskip("PIL.Image")
+made = command_module.train
 
 
 def pictures(folder, count=24, classes=("cat", "dog")):
@@ -53,6 +56,34 @@ def test_a_run(tmp_path, capsys, more):
     assert processor(images=[Image.new("RGB", (9, 9))], return_tensors="pt")["pixel_values"].shape == (1, 3, 16, 16)
     config = json.loads((out / "model" / "config.json").read_text())
     assert config["label2id"] == {"cat": 0, "dog": 1}
+
+
+def test_what_is_loaded_of_a_network_whose_batch_norm_was_replaced(tmp_path, capsys, monkeypatch):
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=2)
+    model, kept = tmp_path / "resnet", []
+    transformers.ResNetForImageClassification(config).save_pretrained(model)
+    (model / "preprocessor_config.json").write_text((seer(tmp_path / "vit") / "preprocessor_config.json").read_text())
+    monkeypatch.setattr(command_module, "train", lambda ready: kept.append(ready.model) or made(ready))
+    data, out = pictures(tmp_path / "pets"), tmp_path / "out"
+    assert command(model, data, "--task", "images", "--out", out, *QUICK) == 0
+    assert capsys.readouterr().out.count("then fastdp.make_compatible(model)") == 2
+    assert "fastdp.make_compatible(model)" in card_of(out)["released"]
+    found = transformers.AutoModelForImageClassification.from_pretrained(out / "model")
+    fastdp.make_compatible(found)
+    x = torch.randn(3, 3, 16, 16)
+    torch.testing.assert_close(found.eval()(x).logits, kept[0].eval()(x).logits)
+
+
+def test_a_folder_of_timm(tmp_path, capsys):
+    timm = pytest.importorskip("timm")
+    model = tmp_path / "timm"
+    model.mkdir()
+    timm.models.save_for_hf(timm.create_model("test_vit", num_classes=10), str(model), safe_serialization=True)
+    assert command(model, pictures(tmp_path / "pets"), "--task", "images", "--out", tmp_path / "out", *QUICK) == 0
+    assert "TimmWrapperForImageClassification" in capsys.readouterr().out
+    found = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out" / "model")
+    assert found.config.id2label == {0: "cat", 1: "dog"}
 
 
 def test_what_is_kept_in_memory_changes_nothing(tmp_path, monkeypatch):
