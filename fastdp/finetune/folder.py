@@ -121,4 +121,6 @@ def _check_writable(out: Path, probe: bool) -> None:
 
 
 def _shown(value: Any) -> str:
-    return "not given" if value is None else ",".join(value) if isinstance(value, list) else str(value)
+    return (
+        "not given" if value is None else ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    )

@@ -39,7 +39,7 @@ def load_images(options: Namespace, known: Mapping[str, int] | None = None) -> D
     table, contents, said = _read_folder(options.data)
     data = Data(Records([]), None, None, said, {"image": "its file", "label": "its folder"})
     data.said += [line] if (line := refuse_bad(table, table.bad, options.skip_bad_rows)) else []
-    names, data.public_labels = label_names(table, [(row[1],) for row in table.rows], options.labels, known, "classify")
+    names, data.public_labels = label_names(table, [(row[1],) for row in table.rows], options.labels, known, "images")
     data.names = names
     found = _records(table, contents, names, options)
     fraction = options.eval_fraction if options.eval_fraction is not None else (0.0 if options.eval else 0.1)

@@ -132,6 +132,8 @@ def label_names(
     if known and set(counts) <= set(known) and sorted(known.values()) == list(range(len(known))):
         return sorted(known, key=lambda name: known[name]), True
     most = min(_MOST_CLASSES, max(len(labels) // 2, 2)) if task == "classify" else _MOST_CLASSES
+    if len(counts) > most and task == "images":
+        raise FinetuneError(f"{table.path} has {len(counts)} folders, each a class: is it the right folder?")
     if len(counts) > most:
         numbers = " If it holds numbers: --task regression" if all(_whole(name) for name in counts) else ""
         raise FinetuneError(

@@ -76,6 +76,15 @@ def _sources(name: str) -> dict[str, Any]:
     raise FinetuneError(f"{name} holds no model: there is no config.json in it, but {listed(there) or 'nothing'}")
 
 
+_MEANT = {
+    "AutoModelForCausalLM": "a language model, such as GPT-2 or Llama",
+    "AutoModelForSeq2SeqLM": "an encoder and decoder, such as T5 or BART",
+    "AutoModelForImageClassification": "a model of images, such as ViT or ResNet",
+    "AutoModelForTokenClassification": "a body that can tag words, such as BERT",
+    "AutoModelForSequenceClassification": "a body that can classify texts, such as BERT",
+}
+
+
 def read(what: str, name: str, kind: Any, **more: Any) -> Any:
     """kind.from_pretrained, its errors in few words."""
     from safetensors import SafetensorError
@@ -89,6 +98,10 @@ def read(what: str, name: str, kind: Any, **more: Any) -> Any:
             f"the {what} of {name} needs a package that is not installed: {first_line(problem)}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, SafetensorError) as problem:
+        if "Unrecognized configuration class" in str(problem) and kind.__name__ in _MEANT:
+            raise FinetuneError(
+                f"{name} is a {load_config(name).model_type} model, and this task needs {_MEANT[kind.__name__]}"
+            ) from None
         if Path(source["pretrained_model_name_or_path"]).exists():
             raise FinetuneError(f"the {what} in {name} cannot be read: {first_line(problem)}") from None
         offline = " (HF_HUB_OFFLINE is set: nothing is fetched)" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""

@@ -24,6 +24,7 @@ from .card import weaknesses
 from .job import FinetuneError, Job, Plan
 from .options import default_batch, default_delta
 from .tasks import TASKS
+from .training import out_of_memory
 
 NEW_LR = 5e-3  # of a new head: it has everything to learn, the weights below it little
 CHECKED = 4  # records that verify compares with one-sample truth
@@ -70,6 +71,11 @@ def check(job: Job) -> str:
             found = verify(job.model, job.loss, batch, params=params, samples=CHECKED)
     except FastDPError as problem:
         raise FinetuneError(f"this model cannot be trained privately as it is:\n{problem}") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as problem:
+        if out_of_memory(problem):
+            raise
+        words = (str(problem).strip() or "no message").splitlines()[0][:240]
+        raise FinetuneError(f"the model fails on the first records: {type(problem).__name__}: {words}") from problem
     line = (
         f"fastdp.verify on {found.samples} records: exact, each one's gradient is its own (relative errors: norms "
         f"{found.norm_error:.0e}, sum {found.sum_error:.0e}, influence of other records {found.coupling:.0e})"

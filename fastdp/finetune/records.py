@@ -109,11 +109,12 @@ class _Row:
 
 def _cells(table: Table, columns: Columns, options: Namespace) -> tuple[list[_Row], list[Bad]]:
     rows, bad = [], []
+    what = "prompt" if options.task == "preference" else "text"
     for line, cells in zip(table.lines, table.rows, strict=True):
         try:
             text = cells[columns.text]
             rows.append(_Row(
-                line, " ".join(words_of(text, "words")) if options.task == "tokens" else _text(text, "text"),
+                line, " ".join(words_of(text, "words")) if options.task == "tokens" else _text(text, what),
                 "" if columns.pair is None else _text(cells[columns.pair], "second text"),
                 _label(cells, columns, options, table),
                 "" if columns.group is None else _group(cells[columns.group]),

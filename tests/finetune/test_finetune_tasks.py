@@ -188,6 +188,29 @@ def test_options_of_other_tasks_are_refused(tmp_path, capsys):
         )  # fmt: skip
 
 
+def test_models_that_do_not_fit_the_task(tmp_path, capsys):
+    bert, t5 = classifier(tmp_path / "bert"), writer(tmp_path / "t5")
+    rest = ("--out", tmp_path / "o", *QUICK)
+    target, pairs = table_of(tmp_path / "s.jsonl", "seq2seq"), table_of(tmp_path / "p.jsonl", "preference")
+    said = refused(capsys, bert, target, "--task", "seq2seq", *rest)
+    assert "is a bert model, and this task needs an encoder and decoder" in said
+    assert "needs a language model" in refused(capsys, t5, pairs, "--task", "preference", *rest)
+    numbers = table_of(tmp_path / "n.jsonl", "regression")  # T5 wants an end of text, which this tokenizer does not add
+    said = refused(capsys, t5, numbers, "--task", "regression", *rest)
+    assert "the model fails on the first records: ValueError: " in said and "eos" in said
+
+
+def test_another_range_or_beta_is_no_resumed_run(tmp_path, capsys):
+    model, data = classifier(tmp_path / "m"), table_of(tmp_path / "d.jsonl", "regression")
+    words = ("--task", "regression", "--out", tmp_path / "o", *QUICK)
+    assert command(model, data, *words, "--label-range", "1,5") == 0
+    said = refused(capsys, model, data, *words, "--label-range", "0,5", "--resume")
+    assert "--label-range: was 1.0,5.0, now 0.0,5.0" in said
+    assert "--label-range: was 1.0,5.0, now not given" in refused(capsys, model, data, *words, "--resume")
+    rest = (*words, "--label-range", "1,5", "--beta", 0.2, "--resume")
+    assert "--beta: was 0.1, now 0.2" in refused(capsys, model, data, *rest)
+
+
 # ---------------------------------------------------------------------- what is learnt and measured
 
 
