@@ -78,7 +78,7 @@ def _read_folder(folder: Path) -> tuple[Table, dict[str, str], list[str]]:
     for place in classes:
         for path in sorted(place.rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if not path.is_file() or any(part.startswith(".") for part in Path(name).parts):
+            if path.is_dir() or any(part.startswith(".") for part in Path(name).parts):
                 continue
             if path.suffix.lower() not in ENDINGS:
                 others.append(name)
@@ -101,12 +101,16 @@ def _read_folder(folder: Path) -> tuple[Table, dict[str, str], list[str]]:
 def _decoded(raw: bytes) -> Any:
     """The image in RGB, upright. Raises OSError or ValueError."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise FinetuneError("--task images needs Pillow: pip install pillow") from None
     try:
         with Image.open(io.BytesIO(raw)) as found:
+            if found.mode in ("I", "F") or found.mode.startswith("I;"):  # Pillow would cut them at 255
+                raise ValueError(f"its pixels have more than 8 bits (mode {found.mode}): convert it to 8")
             return ImageOps.exif_transpose(found).convert("RGB")
+    except UnidentifiedImageError:
+        raise ValueError("it is no image that Pillow knows") from None
     except Image.DecompressionBombError as problem:
         raise ValueError(str(problem)) from None
 

@@ -136,8 +136,8 @@ def kind_of(path: Path) -> str:
 def refuse_absent(path: Path, folder: bool = False) -> None:
     """Raises FinetuneError where there is no such file, or (folder) nothing of that name."""
     if not path.exists():
-        there = [each.name for each in path.parent.iterdir() if each.is_file()] if path.parent.is_dir() else []
-        raise FinetuneError(f"there is no file {path}{nearest(path.name, there)}")
+        there = [each.name for each in path.parent.iterdir() if each.is_dir() == folder] if path.parent.is_dir() else []
+        raise FinetuneError(f"there is no {'folder' if folder else 'file'} {path}{nearest(path.name, there)}")
     if path.is_dir() and not folder:
         images = ", or --task images" if any(each.is_dir() for each in path.iterdir()) else ""
         raise FinetuneError(f"{path} is a folder: give one file of records ({', '.join(FORMATS)}){images}")
