@@ -23,7 +23,7 @@ from ..training.words import count
 from . import preflight
 from .card import make_card
 from .checkpoint import PRIVATE, new_file
-from .folder import begin_folder, begun_at, check_out, is_begun, now
+from .folder import begin_folder, begun_at, check_out, ended_at, is_begun
 from .hashes import COMMITMENT, commit, of_weights
 from .job import FREE, Outcome
 from .models import RELOAD
@@ -159,7 +159,8 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
         trained=f"{count(trained)} of {count(total)} parameters", group=options.group_by,
         evaluated="" if data.held_out is None else "file" if options.eval else "split",
         labels="" if data.names is None else "given" if data.public_labels else "data", adapters=bool(options.lora),
-        units=ready.units, responsible=options.responsible, begun=begun_at(options.out) or None, finished=now(),
+        units=ready.units, responsible=options.responsible,
+        begun=begun_at(options.out) or None, finished=ended_at(options.out),
         verified={"result": "exact", "records": min(preflight.CHECKED, len(ready.train)), "tolerance": ready.tolerance},
         base_model={"revision": ready.revision, "files": of_weights(options.model)},
         data_commitment=commit(options.out, data.files), replaced=ready.replaced,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import tempfile
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,20 @@ def begun_at(out: Path) -> str:
     return ""
 
 
+def ended_at(out: Path) -> str:
+    """When the last step was journalled, in UTC: outputs may be written again later."""
+    with contextlib.suppress(OSError):
+        return _utc((out / "journal.jsonl").stat().st_mtime)
+    return now()
+
+
 def now() -> str:
     """The time in UTC, to the second."""
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return _utc(time.time())
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def _stated(options: Namespace) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL",
                         help="a folder that save_pretrained() or the hub wrote, or a hub name")
     parser.add_argument("data", metavar="DATA", type=Path,
-                        help="the records to train on: CSV, TSV, JSONL, Parquet or text; or a folder of images")
+                        help="the records to train on: CSV, TSV, JSONL, Parquet, CoNLL or text; or a folder of images")
     parser.add_argument("--task", choices=tuple(TASKS), required=True,
                         help="; ".join(f"{name}: {task.about}" for name, task in TASKS.items()))
     parser.add_argument("--out", type=Path, default=Path("fastdp-finetune"), metavar="DIR",
@@ -157,7 +157,7 @@ def _records(group: Any) -> None:
                        help="the share of DATA that is held out for evaluation (default: 0.1 without --eval, else 0)")
     group.add_argument("--skip-bad-rows", type=number(int, 0), default=0, metavar="N",
                        help="leave out up to N rows that cannot be used (default: 0: refuse)")
-    group.add_argument("--format", choices=("csv", "tsv", "jsonl", "parquet", "txt"),
+    group.add_argument("--format", choices=("csv", "tsv", "jsonl", "parquet", "txt", "conll"),
                        help="the format of DATA (default: by its suffix)")
     group.add_argument("--columns", type=names, metavar="A,B,...",
                        help="the names of the columns, if a CSV or TSV file has no header")

@@ -1,4 +1,4 @@
-"""Files of records: CSV, TSV, JSON lines, Parquet or text, read row by row; bad rows are told by line.
+"""Files of records: CSV, TSV, JSON lines, Parquet, CoNLL or text, read row by row; bad rows are told by line.
 
 A row is never repaired or dropped in silence: what cannot be read is a `Bad`, and the caller refuses or skips it.
 """
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from ..training.words import listed, nearest
 from .job import FinetuneError
 
-FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt")
+FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt", "conll")
 _BY_SUFFIX = {
     ".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-    ".parquet": "parquet", ".pq": "parquet", ".txt": "txt",
+    ".parquet": "parquet", ".pq": "parquet", ".txt": "txt", ".conll": "conll", ".iob": "conll", ".bio": "conll",
 }  # fmt: skip
 _DELIMITERS = (",", ";", "\t", "|")
 _MARKS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
@@ -115,6 +115,8 @@ def read_table(
                     table.lines.append(number)
         elif kind == "jsonl":
             _json_lines(table, text)
+        elif kind == "conll":
+            _conll(table, text)
         else:
             _delimited(table, text, delimiter, quote, columns)
     if not table.rows and not table.bad:
@@ -220,6 +222,29 @@ def _parsed(text: str, how: dict[str, Any]) -> Iterator[tuple[int, list[str] | s
                 start = line  # go on with the line after the one that failed
     finally:
         csv.field_size_limit(before)
+
+
+def _conll(table: Table, text: str) -> None:
+    """A word a line, its tag in the last field; an empty line ends a record. -DOCSTART- is no word."""
+    table.columns = ["tokens", "tags"]
+    words: list[str] = []
+    tags: list[str] = []
+    begun, wrong = 0, ""
+    for number, line in enumerate([*text.split("\n"), ""], 1):
+        fields = line.split()
+        if not fields and words:
+            if wrong:
+                table.bad.append(Bad(begun, wrong))
+            else:
+                table.rows.append([words, tags])
+                table.lines.append(begun)
+            words, tags, wrong = [], [], ""
+        elif fields and fields[0] != "-DOCSTART-":
+            begun = begun if words else number
+            if len(fields) < 2:
+                wrong = wrong or f"line {number} has the word {fields[0][:40]!r} and no tag"
+            words.append(fields[0])
+            tags.append(fields[-1])
 
 
 def _json_lines(table: Table, text: str) -> None:

@@ -169,5 +169,9 @@ def test_who_is_responsible_may_change_when_a_run_is_resumed(finished, capsys):
     assert command(model, data, *words) == 0, capsys.readouterr().err
     after = card_of(out)
     assert after["responsible"] is None and after["data_commitment"] == before["data_commitment"]
-    assert after["begun"] == before["begun"] and after["released_files"] == before["released_files"]
+    assert (
+        after["begun"] == before["begun"]
+        and after["finished"] == before["finished"]
+        and after["released_files"] == before["released_files"]
+    )
     assert options_of("m", "d", "--task", "lm", "--epsilon", 1).responsible is None

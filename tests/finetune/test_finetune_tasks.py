@@ -166,6 +166,14 @@ def test_words_and_tags(tmp_path):
         load(written(tmp_path / "c.csv", "words,tags\ngood film,O O\nbad,O\n"), "tokens", "--labels", "O,B")
 
 
+def test_a_word_a_line(tmp_path):
+    path = written(tmp_path / "a.conll", "-DOCSTART- -X- O\n\ngood JJ O\nfilm NN B-X\n\n\nbad JJ O\n")
+    data = load(path, "tokens")
+    assert data.train.labels == [(["good", "film"], [1, 0]), (["bad"], [1])] and data.names == ["B-X", "O"]
+    with pytest.raises(FinetuneError, match="line 1: line 2 has the word 'film' and no tag"):
+        load(written(tmp_path / "b.conll", "good O\nfilm\n\nbad B\n"), "tokens")
+
+
 def test_preferences(tmp_path):
     path = written(tmp_path / "a.csv", "prompt,chosen,rejected\np,good,bad\nq,fine,fine\n")
     with pytest.raises(FinetuneError, match="line 3: the chosen and the rejected answer are the same"):
