@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("info", help="show versions, backends and devices")
     finetune_options.add_options(
-        commands.add_parser("finetune", help="fine-tune a model on a file of texts, privately")
+        commands.add_parser("finetune", help="fine-tune a model on a table or a folder of images, privately")
     )
     add_audit_options(commands.add_parser("audit", help="test a training step, of any framework, for private bugs"))
     ntk = commands.add_parser(

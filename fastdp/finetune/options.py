@@ -21,6 +21,8 @@ exit codes: 0 the run is done; 1 it was refused or failed, and the message says 
 
 example: python -m fastdp finetune ./minilm reviews.csv --task classify --epsilon 8 --dry-run"""
 
+BETA = 0.1  # of DPO
+
 
 def number(kind: type, low: float, high: float = math.inf, open_low: bool = False) -> Callable[[str], Any]:
     """A parser of numbers from low to high, for argparse; open_low: low itself is refused."""
@@ -115,7 +117,7 @@ def _training(group: Any, positive: Callable[[str], Any]) -> None:
     group.add_argument("--new-lr", type=positive,
                        help="the learning rate of weights that are not pre-trained, such as a new head (default: 5e-3, "
                             "or --lr if larger)")
-    group.add_argument("--beta", type=positive, default=0.1,
+    group.add_argument("--beta", type=positive, default=BETA,
                        help="with --task preference: how strongly DPO holds on to the model as it was (default: 0.1)")
     group.add_argument("--weight-decay", type=number(float, 0), default=0.0, metavar="W",
                        help="the weight decay of AdamW (default: 0)")

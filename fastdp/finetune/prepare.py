@@ -22,6 +22,7 @@ from .evaluation import Evaluation
 from .images import Images, collate_images, load_images, load_processor
 from .job import FinetuneError, Job, Plan
 from .models import RELOAD, choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
+from .options import BETA
 from .ranks import own_device, started
 from .records import Data, load_data
 from .replays import check as check_graphed
@@ -137,6 +138,13 @@ def _refuse_misplaced(options: Namespace) -> None:
         if getattr(options, name) is not None and options.task != task:
             flag = "--" + name.replace("_", "-")
             raise FinetuneError(f"{flag} goes with --task {task}, not with --task {options.task}")
+    instead = {("seq2seq", "label_column"): "--target-column", ("preference", "label_column"): "--chosen-column",
+               ("preference", "text_column"): "--prompt-column"}  # fmt: skip
+    for (task, name), flag in instead.items():
+        if options.task == task and getattr(options, name) is not None:
+            raise FinetuneError(f"--{name.replace('_', '-')} does not go with --task {task}: give {flag}")
+    if options.task != "preference" and options.beta != BETA:
+        raise FinetuneError(f"--beta goes with --task preference, not with --task {options.task}")
 
 
 def _start(model: nn.Module, task: str) -> int | None:

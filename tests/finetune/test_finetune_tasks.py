@@ -187,9 +187,10 @@ def test_preferences(tmp_path):
 def test_options_of_other_tasks_are_refused(tmp_path, capsys):
     model, data = classifier(tmp_path / "m"), table_of(tmp_path / "d.jsonl", "regression")
     for words, said in ((("--label-range", "1,5"), "--label-range goes with --task regression"),
-                        (("--chosen-column", "text"), "--chosen-column goes with --task preference")):  # fmt: skip
+                        (("--chosen-column", "text"), "--chosen-column goes with --task preference"),
+                        (("--beta", 0.2), "--beta goes with --task preference")):  # fmt: skip
         assert said in refused(capsys, model, data, "--task", "classify", "--out", tmp_path / "o", *words, *QUICK)
-    for words in (("--graphed",), ("--labels", "a,b")):
+    for words in (("--graphed",), ("--labels", "a,b"), ("--label-column", "summary")):
         assert "does not go with --task seq2seq" in refused(
             capsys, writer(tmp_path / "t5"), table_of(tmp_path / "s.jsonl", "seq2seq"), "--task", "seq2seq", "--out",
             tmp_path / "o", *words, *QUICK,
@@ -208,15 +209,15 @@ def test_models_that_do_not_fit_the_task(tmp_path, capsys):
     assert "the model fails on the first records: ValueError: " in said and "eos" in said
 
 
-def test_another_range_or_beta_is_no_resumed_run(tmp_path, capsys):
+def test_another_range_is_no_resumed_run(tmp_path, capsys):
     model, data = classifier(tmp_path / "m"), table_of(tmp_path / "d.jsonl", "regression")
     words = ("--task", "regression", "--out", tmp_path / "o", *QUICK)
     assert command(model, data, *words, "--label-range", "1,5") == 0
     said = refused(capsys, model, data, *words, "--label-range", "0,5", "--resume")
     assert "--label-range: was 1.0,5.0, now 0.0,5.0" in said
     assert "--label-range: was 1.0,5.0, now not given" in refused(capsys, model, data, *words, "--resume")
-    rest = (*words, "--label-range", "1,5", "--beta", 0.2, "--resume")
-    assert "--beta: was 0.1, now 0.2" in refused(capsys, model, data, *rest)
+    rest = (*words, "--label-range", "1,5", "--lr", 0.2, "--resume")
+    assert "--lr: was not given, now 0.2" in refused(capsys, model, data, *rest)
 
 
 # ---------------------------------------------------------------------- what is learnt and measured
