@@ -293,7 +293,10 @@ def test_figures():
     sets = figures.LabelSets()
     found = added(sets, ([[1.0, -1.0], [1.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]]))
     assert found["micro_f1"] == pytest.approx(4 / 5) and found["exact_match"] == 0.5
-    assert sets.simple.value == pytest.approx(2 / 3)  # both labels for both records: 2 * 2 / (4 + 2)
+    assert sets.simple.value == 0  # no label is of most records
+    sets = figures.LabelSets()
+    added(sets, ([[1.0, -1.0]] * 3, [[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
+    assert sets.simple.value == pytest.approx(2 * 4 / (6 + 4))  # both are of two records in three
     tags = figures.Tags(["O", "B-X", "I-X"])
     logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 1], [0, 1, 1, 0]]), 3).float().tolist()
     found = added(tags, (logits, [[1, 2, 0, -100], [0, 1, 2, 0]]))
@@ -304,8 +307,12 @@ def test_figures():
     found = added(written, (logits.tolist(), [[1, 2], [1, 2]]), (logits[:1].tolist(), [[1, -100]]))
     assert found["exact_match"] == pytest.approx(2 / 3) and found["token_accuracy"] == pytest.approx(4 / 5)
     likes = figures.Preferences()
-    found = added(likes, ([0.0, 1.0, -1.0, 2.0], [0]))
-    assert found["reward_accuracy"] == 0.625 and found["margin"] == 0.5 and likes.simple.value == 0.5
+    found = added(likes, ([1e-6, 1.0, -1.0, 2.0], [0]))
+    assert (
+        found["reward_accuracy"] == 0.625
+        and found["margin"] == pytest.approx(0.5, abs=1e-5)
+        and likes.simple.value == 0.5
+    )
 
 
 def test_what_greedy_generation_writes_is_what_exact_match_counts(tmp_path):
