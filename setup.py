@@ -1,10 +1,10 @@
 """Builds the optional extensions fastdp._C and fastdp._CUDA; all else is in pyproject.toml.
 
 Without a compiler, or where compiling fails, fastdp installs without them and runs on plain PyTorch and Triton; a wheel
-is then one for every platform (py3-none-any). FASTDP_CPU=1 makes such a failure an error, as wheels for others need it,
-and FASTDP_CPU=0 builds no fastdp._C. fastdp._CUDA is built where nvcc and a GPU are found, or FASTDP_CUDA=1 is set
-(FASTDP_CUDA=0: never). nvcc is looked for on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which GPUs
-it knows. torch is never needed to build.
+is then one for every platform (py3-none-any). fastdp._CUDA is built where nvcc and a GPU are found: nvcc is looked for
+on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which GPUs it knows. FASTDP_CPU=1 and FASTDP_CUDA=1
+say that an extension must be built: its failure is an error then, as wheels for others need it; 0 says never.
+torch is never needed to build.
 """
 
 import os
@@ -25,7 +25,10 @@ ROOT = Path(__file__).parent
 # -ffp-contract=off: noise has the same bits on every instruction set. The other two let loops with sqrt vectorise;
 # neither changes a result (fastdp reads no errno and no floating-point flags). Apple's clang has no OpenMP: one thread.
 THREADS = [] if sys.platform == "darwin" else ["-fopenmp"]
-FLAGS = [*"-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden -g0".split(), *THREADS]
+FLAGS = [
+    *"-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden -g0".split(),
+    *THREADS,
+]
 # Machine code for each generation of data-centre GPUs, and PTX for those to come. cudart is linked statically: torch's
 # streams are the driver's handles, which it takes.
 CUDA_FLAGS = "-std=c++17 -O3 -cudart static -Xcompiler -fPIC,-fvisibility=hidden,-g0".split()
@@ -162,14 +165,18 @@ extensions = [
         include_dirs=["csrc"],
         depends=found("csrc/**/*.h"),
         language="c++",
-        optional=True,  # lets an in-place build go on without the file
+        optional=wish("FASTDP_CPU") != "1",  # lets an in-place build go on without the file
         extra_compile_args=FLAGS,
         extra_link_args=THREADS,
     )
 ]
 if wants_cuda():
     depends = [*found("csrc/*.h", "csrc/cuda/*.cuh"), "setup.py"]
-    extensions += [Extension("fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=True)]
+    extensions += [
+        Extension(
+            "fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=wish("FASTDP_CUDA") != "1"
+        )
+    ]
 if wish("FASTDP_CPU") == "0":
     extensions = [extension for extension in extensions if extension.name != "fastdp._C"]
 os.chdir(ROOT)

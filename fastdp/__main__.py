@@ -1,13 +1,16 @@
-"""python -m fastdp demo | info | finetune | audit | ntk"""
+"""python -m fastdp demo | info | finetune | tune | audit | ntk"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .commands.audit_options import add_options as add_audit_options
 from .commands.parsing import Parser
+from .commands.tune_options import add_options as add_tune_options
 from .finetune import options as finetune_options
 
 
@@ -24,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     finetune_options.add_options(
         commands.add_parser("finetune", help="fine-tune a model on a table or a folder of images, privately")
     )
+    add_tune_options(commands.add_parser("tune", help="search settings privately, and release the best run alone"))
     add_audit_options(commands.add_parser("audit", help="test a training step, of any framework, for private bugs"))
     ntk = commands.add_parser(
         "ntk",
@@ -37,9 +41,21 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The options. What tune hands on, after --, is not read here."""
+    own, after = list(words), []
+    if own[:1] == ["tune"] and "--" in own:
+        place = own.index("--")
+        own, after = own[:place], own[place + 1 :]
+    options = parser().parse_args(own)
+    if options.command == "tune":
+        options.words = after
+    return options
+
+
 def main() -> None:
     """Parse the command line and run."""
-    options = parser().parse_args()
+    options = parsed(sys.argv[1:])
     if options.command == "demo":
         from .commands.demo import main as run
 
@@ -48,6 +64,15 @@ def main() -> None:
         from .finetune.command import main as finetune
 
         sys.exit(finetune(options))
+    elif options.command == "tune":
+        from .commands.tune import main as tune
+
+        def of_finetune(*given: Any) -> Any:
+            from .finetune.tuned import candidates
+
+            return candidates(*given)
+
+        sys.exit(tune(options, of_finetune))
     elif options.command == "audit":
         from .audit.command import main as audit
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from .accounting import epsilon_of
 from .distributed.frameworks import unwrap
@@ -53,11 +56,22 @@ class _Stream:
         weakref.finalize(self, leave, mine)
         wait(mine, self.loader)
         for batch, begin in self.loader.ahead(mine):
+            if batch is None:  # Lightning passes over it, and the callback would take the next one for it
+                raise StepError(
+                    "collate_fn returned None for a batch, and Lightning skips such a batch. Every sampled batch needs "
+                    "a step, since skipping batches for what is in them is not Poisson sampling: return all samples, "
+                    "and give one to be left out a loss of 0"
+                )
             fetched.append(begin)
             yield batch
 
     def begin(self) -> None:
         """Training on the first of the fetched batches begins."""
+        if not self._fetched:
+            raise StepError(
+                "training_step(dataloader_iter) fetches batches itself, and the callback cannot say which one is "
+                "trained on: write training_step(batch, batch_idx)"
+            )
         self._fetched.popleft()()
 
     def leave(self) -> None:
@@ -91,7 +105,8 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
     Raises:
         ValueError: if target_epsilon is given without delta.
         StepError: at the begin of training, if no optimizer is private, Lightning would clip or accumulate gradients,
-            or physical batches come without `stream`.
+            or look for a learning rate or batch size, physical batches come without `stream`, a stream comes with other
+            loaders, or a DistributedSampler repeats records.
     """
 
     def __init__(self, delta: float | None = None, target_epsilon: float | None = None) -> None:
@@ -103,12 +118,22 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ hooks of Lightning
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        names = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+        if stage == "fit" and (finders := names & {"LearningRateFinder", "BatchSizeFinder"}):  # (a Tuner's, too)
+            raise told(
+                StepError(
+                    f"{min(finders)} makes steps on the training data with this callback taken off, so that no budget "
+                    "is kept, and what it finds is chosen by losses that epsilon does not cover. Leave it out: choose "
+                    "the learning rate and the batch size beforehand, on other data"
+                )
+            )
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         _Stream.trains = next((optimizer._attached().world for optimizer in _private(trainer)), None)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        optimizers = _private(trainer)
-        loaders = trainer.train_dataloader
+        optimizers, loaders = _private(trainer), _loaders(trainer)
         problem = ""
         if not optimizers:
             problem = "configure_optimizers returned no private optimizer (fastdp.DPAdamW, privatize)"
@@ -122,21 +147,37 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
                 "accumulate_grad_batches= divides the losses, and so every sample's norm. Leave it 1 and give "
                 "poisson_loader max_physical_batch_size="
             )
-        elif isinstance(loaders, PoissonLoader) and loaders.sampler.limit is not None:
+        elif any(isinstance(each, PoissonLoader) and each.sampler.limit is not None for each in loaders):
             problem = (
                 "the loader's length counts logical batches, so Lightning would end an epoch of physical ones too "
                 "soon: give fit() fastdp.lightning.stream(loader)"
             )
+        elif len(loaders) > 1 and any(isinstance(each, _Stream) for each in loaders):
+            problem = (
+                "a stream beside other loaders: Lightning joins their batches, and may begin the shorter ones again. "
+                "Give fit() the stream alone"
+            )
+        elif any(_repeats(each) for each in loaders):
+            problem = (
+                "the DistributedSampler of the training's DataLoader repeats records so that every process has as "
+                "many, and a record would count twice. Train with fastdp.poisson_loader, which gives each process its "
+                "part (or let the number of records be a multiple of the number of processes)"
+            )
         if problem:
             raise told(StepError(problem))  # all processes find it
         unwrap(pl_module)
-        if isinstance(loaders, PoissonLoader):
-            share(loaders, optimizers[0]._attached().world)
+        for optimizer in optimizers:
+            if optimizer._attached().engine.left_out(optimizer._params()):  # as Lightning's BaseFinetuning resumes
+                optimizer._attached().retrack(optimizer._params())
+        for each in loaders:
+            if isinstance(each, PoissonLoader):
+                share(each, optimizers[0]._attached().world)
         self._spend(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if isinstance(trainer.train_dataloader, _Stream):
-            trainer.train_dataloader.begin()
+        for loader in _loaders(trainer):
+            if isinstance(loader, _Stream):
+                loader.begin()
         if self.target_epsilon is not None and trainer.should_stop and not self._left(trainer):
             raise StepError(
                 f"the budget of epsilon {self.target_epsilon} is spent, and min_epochs or min_steps trains on: leave "
@@ -147,9 +188,7 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
         self._spend(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        loader = trainer.train_dataloader
-        source = loader.loader if isinstance(loader, _Stream) else loader
-        if isinstance(source, PoissonLoader):
+        for source in _sources(trainer):
             source.finish()
         self._leave(trainer)
         optimizers = _private(trainer)
@@ -157,6 +196,7 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
             suffix = f"_{number}" if len(optimizers) > 1 else ""
             # all processes hold the same numbers; unless they are synchronized, Lightning warns
             several: dict[str, Any] = {"sync_dist": True, "reduce_fx": "max"} if trainer.world_size > 1 else {}
+            several["batch_size"] = 1  # nothing is averaged; of training_step(dataloader_iter) Lightning cannot tell it
             pl_module.log(f"noised_steps{suffix}", float(sum(run[2] for run in optimizer.history)), **several)
             if self.delta is not None:
                 pl_module.log(f"epsilon{suffix}", optimizer.epsilon(self.delta), prog_bar=True, **several)
@@ -173,8 +213,9 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
                 privacy.replica.raised(exception)  # others may wait for this process, of a model in parts
 
     def _leave(self, trainer: Any) -> None:
-        if isinstance(trainer.train_dataloader, _Stream):
-            trainer.train_dataloader.leave()
+        for loader in _loaders(trainer):
+            if isinstance(loader, _Stream):
+                loader.leave()
 
     # ------------------------------------------------------------------ the budget
 
@@ -184,17 +225,18 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
 
     def _left(self, trainer: Any) -> bool:
         """Whether every private optimizer may make one more step."""
-        return all(self._may_step(optimizer, trainer.train_dataloader) for optimizer in _private(trainer))
+        # of several loaders, whichever costs most
+        source = max(_sources(trainer), key=lambda loader: loader.sample_rate, default=None)
+        return all(self._may_step(optimizer, source) for optimizer in _private(trainer))
 
-    def _may_step(self, optimizer: PrivateOptimizer, loader: Any) -> bool:
+    def _may_step(self, optimizer: PrivateOptimizer, source: PoissonLoader | None) -> bool:
         """The accountant computes how many steps the budget allows once per noise and rate, not at each step."""
         privacy = optimizer._attached()
         history = privacy.ledger.spent
-        source = loader.loader if isinstance(loader, _Stream) else loader
-        rate = source.sample_rate if isinstance(source, PoissonLoader) else privacy.sample_rate
+        rate = privacy.sample_rate if source is None else source.sample_rate
         if rate is None:
             raise StepError("target_epsilon= needs the sample rate: train with fastdp.poisson_loader")
-        kind, done = (privacy.noise_multiplier, rate, getattr(source, "truncation", 0.0)), 0
+        kind, done = (privacy.noise_multiplier, rate, 0.0 if source is None else source.truncation), 0
         if history and kind_of(history[-1]) == kind:
             history, done = history[:-1], history[-1][2]
         key = (history, *kind)
@@ -208,6 +250,31 @@ class DPCallback(_callback_class()):  # type: ignore[misc]
 
 def _private(trainer: Any) -> list[PrivateOptimizer]:
     return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, PrivateOptimizer)]
+
+
+def _loaders(trainer: Any) -> list[Any]:
+    """Of the training: Lightning also takes lists and dictionaries of loaders."""
+    waiting, found = [trainer.train_dataloader], []
+    while waiting:
+        each = waiting.pop(0)
+        if isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, (list, tuple)):
+            waiting += each
+        elif each is not None:
+            found.append(each)
+    return found
+
+
+def _sources(trainer: Any) -> list[PoissonLoader]:
+    found = [each.loader if isinstance(each, _Stream) else each for each in _loaders(trainer)]
+    return [each for each in found if isinstance(each, PoissonLoader)]
+
+
+def _repeats(loader: Any) -> bool:
+    """Whether some records are on two processes: Lightning puts such a sampler into the DataLoaders it is given."""
+    sampler = loader.sampler if isinstance(loader, DataLoader) else None
+    return isinstance(sampler, DistributedSampler) and sampler.total_size > len(sampler.dataset)  # type: ignore[arg-type]
 
 
 def most_steps(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -19,20 +20,23 @@ _IN_PARTS = "ModelParallelStrategy with fully_shard (FSDP2) in configure_model()
 _INSTEAD = "docs/distributed.md has an example of each"
 # of Lightning: the first two have whole copies of a model, and configure_model() lays it in parts for the last
 STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy")
+# some of these are derived from the above, and none takes the gradient and the step as the optimizer makes them
+OTHERS = ("DeepSpeedStrategy", "FSDPStrategy", "XLAStrategy", "XLAFSDPStrategy")
 SHARDING = ("DEEPSPEED", "MEGATRON_LM", "XLA")  # of Accelerate's distributed types
 
 
 def check_frameworks(model: nn.Module) -> None:
-    """Raises StepError in a world of several processes if a framework trains the model in parts."""
+    """Raises StepError if a framework trains the model in parts, in a way that is not known to be exact."""
+    for trainer in {id(trainer): trainer for trainer in (*_trainers(model), *_calling())}.values():
+        strategy, count = trainer.strategy, processes()
+        names = {kind.__name__ for kind in type(strategy).__mro__}
+        if names & {*OTHERS} or (count > 1 and not names & {*STRATEGIES}):
+            raise StepError(
+                f"Lightning's {type(strategy).__name__} with {count} process{'es' * (count > 1)} is refused: it does "
+                f"not keep the whole model on every process. Use Trainer(strategy='ddp'), or {_IN_PARTS}. {_INSTEAD}"
+            )
     if processes() == 1:
         return
-    for trainer in _trainers(model):
-        strategy = trainer.strategy
-        if not any(kind.__name__ in STRATEGIES for kind in type(strategy).__mro__):
-            raise StepError(
-                f"Lightning's {type(strategy).__name__} with {processes()} processes is refused: it does not keep the "
-                f"whole model on every process. Use Trainer(strategy='ddp'), or {_IN_PARTS}. {_INSTEAD}"
-            )
     kind = _accelerate()
     if kind in SHARDING:
         raise StepError(
@@ -53,6 +57,12 @@ def unwrap(model: nn.Module) -> None:
         strategy = trainer.strategy
         if strategy.model is not strategy.lightning_module and getattr(strategy.model, "module", None) is model:
             strategy.model = strategy.lightning_module
+
+
+def accumulates() -> int:
+    """By how much Lightning divides the loss of the step within which this is called; 1 outside of Lightning."""
+    counts = [getattr(trainer, "accumulate_grad_batches", 1) for trainer in _calling()]
+    return counts[0] if counts else 1
 
 
 def equal_later() -> bool:
@@ -102,8 +112,31 @@ def _plugin() -> Any:
 
 def _trainers(model: nn.Module) -> list[Any]:
     """Of the LightningModules in a model, those that a Trainer holds."""
-    kinds = tuple(
-        kind for name in _LIGHTNING if isinstance(kind := getattr(sys.modules.get(name), "LightningModule", None), type)
-    )
+    kinds = _modules()
     modules = [module for module in model.modules() if isinstance(module, kinds)] if kinds else []
     return [trainer for module in modules if (trainer := getattr(module, "_trainer", None)) is not None]
+
+
+def _calling() -> list[Any]:
+    """The Trainer within whose step or configure_optimizers() this is called, if any.
+
+    An optimizer need not know of it: it may have been given the network within the LightningModule alone. Only frames
+    of Lightning's own, and that method, are asked for their locals: asking keeps what they hold alive, batches and all.
+    """
+    kinds, packages = _modules(), tuple(f"{name}." for name in _LIGHTNING)
+    caller: FrameType | None = sys._getframe(1) if kinds else None
+    while caller is not None:
+        name = str(caller.f_globals.get("__name__", ""))
+        if caller.f_code.co_name == "configure_optimizers" or name.startswith(packages):
+            owner = caller.f_locals.get("self")
+            for each in (owner, vars(owner).get("_lightning_module") if hasattr(owner, "__dict__") else None):
+                if isinstance(each, kinds) and (trainer := getattr(each, "_trainer", None)) is not None:
+                    return [trainer]
+        caller = caller.f_back
+    return []
+
+
+def _modules() -> tuple[type, ...]:
+    """LightningModule, of each of Lightning's packages that was imported."""
+    found = (getattr(sys.modules.get(name), "LightningModule", None) for name in _LIGHTNING)
+    return tuple(kind for kind in found if isinstance(kind, type))

@@ -133,6 +133,10 @@ class PerSampleGradients:
         """The names of parameters that require grad and are not tracked."""
         return [name for name, _ in self._tracked.others()]
 
+    def left_out(self, params: Iterable[Tensor]) -> list[str]:
+        """The names of those among these parameters of an optimizer that are not tracked, frozen or not."""
+        return self._tracked.left_out(params)
+
     # ------------------------------------------------------------------ parameters
 
     def track(self, params: Iterable[Tensor] | None = None) -> None:

@@ -247,6 +247,17 @@ class Tracked:
             if name not in self._chosen and p is not None and self.part(p).requires_grad and id(p) not in mine
         ]  # fmt: skip
 
+    def left_out(self, params: Iterable[Tensor]) -> list[str]:
+        """The names of those among these parameters of an optimizer that are not tracked, frozen or not."""
+        if self._chosen is None:
+            return []
+        asked, left, mine = {id(p) for p in params}, list[tuple[str, int]](), set[int]()
+        for (_, _, full), parameter in zip(self._slots, self._present(), strict=True):
+            if parameter is not None and (key := id(self.part(parameter))) in asked:
+                left.append((full, key))
+                mine.update({key} if full in self._chosen else ())  # tied since, perhaps
+        return [full for full, key in left if key not in mine]
+
     def offsets(self) -> dict[str, int]:
         """Where each parameter begins among all the model's elements, frozen ones counted."""
         self._look()

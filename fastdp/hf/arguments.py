@@ -6,31 +6,18 @@ The trainer enforces `check`. `python -m fastdp.hf.arguments` prints the table o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Iterable
+from typing import Any
 
 from ..errors import FastDPError
+from . import more_arguments
+from .combining import NOT_PRIVATE
+from .fields import Field, no_effect, refused, supported
 
 
 class ArgumentError(FastDPError, ValueError):
     """A field of TrainingArguments has a value that private training refuses."""
-
-
-class Field(NamedTuple):
-    """The treatment of a field.
-
-    status: "supported" (part of training, and works), "no effect" (on training steps and on privacy), or "refused" (for
-    values that `accepts` rejects; `example` is one of them). why: a remark, or the reason.
-    """
-
-    status: str
-    why: str = ""
-    accepts: Callable[[Any], bool] = lambda value: True
-    example: Any = None
-
-
-def _off(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
 
 
 def _lays_exactly(config: dict[str, Any]) -> bool:
@@ -38,14 +25,6 @@ def _lays_exactly(config: dict[str, Any]) -> bool:
     said = {name.removeprefix("fsdp_"): str(value).lower() for name, value in config.items()}
     unknown = ("cpu_offload", "offload_params", "cpu_ram_efficient_loading", "xla", "activation_checkpointing_offload")
     return said.get("version", "2") == "2" and all(said.get(name, "false") in ("false", "none") for name in unknown)
-
-
-def _supported(why: str = "") -> Field:
-    return Field("supported", why)
-
-
-def _refused(why: str, example: Any, accepts: Callable[[Any], bool] = _off) -> Field:
-    return Field("refused", why, accepts, example)
 
 
 _SCRIPT, _EVAL = "read by scripts only", "evaluation is the ordinary trainer's"
@@ -64,176 +43,188 @@ OPTIMIZERS = {
 }
 
 FIELDS: dict[str, Field] = {
-    "output_dir": _supported("privacy.json, which records what has been spent, is kept there"),
-    "per_device_train_batch_size": _supported(
+    "output_dir": supported("privacy.json, which records what has been spent, is kept there"),
+    "per_device_train_batch_size": supported(
         "the largest physical batch of a process; times accumulation and processes, the expected batch size"
     ),
-    "num_train_epochs": _supported("an epoch is ceil(1 / sample rate) noised steps"),
-    "max_steps": _supported("noised steps"),
-    "learning_rate": _supported(),
-    "lr_scheduler_type": _supported(
+    "num_train_epochs": supported("an epoch is ceil(1 / sample rate) noised steps"),
+    "max_steps": supported("noised steps"),
+    "learning_rate": supported(),
+    "lr_scheduler_type": supported(
         "counts noised steps; reduce_lr_on_plateau and greedy follow a metric, which the guarantee does not cover"
     ),
-    "lr_scheduler_kwargs": _supported(),
-    "warmup_steps": _supported("noised steps"),
-    "optim": _refused(
+    "lr_scheduler_kwargs": supported(),
+    "warmup_steps": supported("noised steps"),
+    "optim": refused(
         "private: " + ", ".join(OPTIMIZERS) + ". Others need a package, or take gradients apart before they are "
         "clipped; any torch optimizer goes in as optimizers=(optimizer, None)",
         "lomo",
         lambda value: str(getattr(value, "value", value)) in OPTIMIZERS,
     ),
-    "optim_args": _supported(),
-    "weight_decay": _supported(),
-    "adam_beta1": _supported(),
-    "adam_beta2": _supported(),
-    "adam_epsilon": _supported(),
-    "optim_target_modules": _refused("for GaLore and APOLLO, which are refused", ["attn"]),
-    "gradient_accumulation_steps": _supported("multiplies the expected batch size; one noise, one step for all"),
-    "average_tokens_across_devices": Field("no effect", "every sample's loss is a mean over its own tokens"),
-    "max_grad_norm": _refused(
+    "optim_args": supported(),
+    "weight_decay": supported(),
+    "adam_beta1": supported(),
+    "adam_beta2": supported(),
+    "adam_epsilon": supported(),
+    "optim_target_modules": refused("for GaLore and APOLLO, which are refused", ["attn"]),
+    "gradient_accumulation_steps": supported("multiplies the expected batch size; one noise, one step for all"),
+    "average_tokens_across_devices": no_effect("every sample's loss is a mean over its own tokens"),
+    "max_grad_norm": refused(
         "clips the summed gradient after the noise. It is off here; leave the default, or set 0. The clipping norm of "
         "samples is PrivacyArguments.per_sample_max_grad_norm",
         0.5,
         lambda value: value in (0, 1.0, None),
     ),
-    "label_smoothing_factor": _supported("within each sample; refused for regression, several labels and answers"),
-    "bf16": _supported("autocast"),
-    "fp16": _refused("the gradient scaler skips steps by what the data's gradients are; use bf16", True),
-    "bf16_full_eval": Field("no effect", _EVAL),
-    "fp16_full_eval": Field("no effect", _EVAL),
-    "tf32": _supported("norms and sums keep float32's accuracy"),
-    "activation_checkpointing": _supported(),
-    "activation_checkpointing_kwargs": _refused(
+    "label_smoothing_factor": supported("within each sample; refused for regression, several labels and answers"),
+    "bf16": supported("autocast"),
+    "fp16": refused("the gradient scaler skips steps by what the data's gradients are; use bf16", True),
+    "bf16_full_eval": no_effect(_EVAL),
+    "fp16_full_eval": no_effect(_EVAL),
+    "tf32": supported("norms and sums keep float32's accuracy"),
+    "activation_checkpointing": supported(),
+    "activation_checkpointing_kwargs": refused(
         "offload moves saved tensors in a way that private training has not been tried with",
         {"offload": True},
         lambda value: not isinstance(value, dict) or not value.get("offload"),
     ),
-    "gradient_checkpointing": _supported("reentrant or not"),
-    "gradient_checkpointing_kwargs": _refused(
+    "gradient_checkpointing": supported("reentrant or not"),
+    "gradient_checkpointing_kwargs": refused(
         "offload moves saved tensors in a way that private training has not been tried with",
         {"offload": True},
         lambda value: not isinstance(value, dict) or not value.get("offload"),
     ),
-    "torch_compile": _supported("the model is compiled before it is made private"),
-    "torch_compile_backend": _supported(),
-    "torch_compile_mode": _supported(),
-    "use_liger_kernel": _refused("its fused loss is a mean over the batch's tokens", True),
-    "liger_kernel_config": Field("no effect", "use_liger_kernel is refused"),
-    "use_cache": _supported(),
-    "neftune_noise_alpha": _refused(
+    "torch_compile": supported("the model is compiled before it is made private"),
+    "torch_compile_backend": supported(),
+    "torch_compile_mode": supported(),
+    "use_liger_kernel": refused("its fused loss is a mean over the batch's tokens", True),
+    "liger_kernel_config": no_effect("use_liger_kernel is refused"),
+    "use_cache": supported(),
+    "neftune_noise_alpha": refused(
         "its noise is scaled by the length to which the batch is padded, so a sample's gradient depends on the others",
         5.0,
     ),
-    "torch_empty_cache_steps": _supported(),
-    "auto_find_batch_size": _refused(
+    "torch_empty_cache_steps": supported(),
+    "auto_find_batch_size": refused(
         "it begins the run anew after steps that were noised and seen; choose per_device_train_batch_size (it does not "
         "change the result: raise gradient_accumulation_steps instead)",
         True,
     ),
-    "logging_strategy": _supported("the logged loss is a plain mean over private data: not covered by the guarantee"),
-    "logging_steps": _supported("noised steps"),
-    "logging_first_step": _supported(),
-    "log_on_each_node": Field("no effect", _TRACK),
-    "logging_nan_inf_filter": Field("no effect", "only on what is logged; samples without a finite gradient count 0"),
-    "include_num_input_tokens_seen": _supported("not covered by the guarantee"),
-    "log_level": Field("no effect", _TRACK),
-    "log_level_replica": Field("no effect", _TRACK),
-    "disable_tqdm": Field("no effect", _TRACK),
-    "report_to": Field("no effect", _TRACK),
-    "run_name": Field("no effect", _TRACK),
-    "project": Field("no effect", _TRACK),
-    "trackio_space_id": Field("no effect", _TRACK),
-    "trackio_bucket_id": Field("no effect", _TRACK),
-    "trackio_static_space_id": Field("no effect", _TRACK),
-    "eval_strategy": Field("no effect", _EVAL),
-    "eval_steps": Field("no effect", _EVAL + "; noised steps"),
-    "eval_delay": Field("no effect", _EVAL),
-    "per_device_eval_batch_size": Field("no effect", _EVAL),
-    "prediction_loss_only": Field("no effect", _EVAL),
-    "eval_on_start": Field("no effect", _EVAL),
-    "eval_do_concat_batches": Field("no effect", _EVAL),
-    "eval_use_gather_object": Field("no effect", _EVAL),
-    "eval_accumulation_steps": Field("no effect", _EVAL),
-    "include_for_metrics": Field("no effect", _EVAL),
-    "batch_eval_metrics": Field("no effect", _EVAL),
-    "save_only_model": _supported("such a checkpoint cannot be resumed from"),
-    "save_strategy": _supported("every checkpoint holds the accountant and no key"),
-    "save_steps": _supported("noised steps"),
-    "save_on_each_node": _supported("by default the first process saves"),
-    "save_total_limit": _supported(),
-    "enable_jit_checkpoint": _supported(),
-    "push_to_hub": _supported(_HUB),
-    "hub_token": Field("no effect", _HUB),
-    "hub_private_repo": Field("no effect", _HUB),
-    "hub_model_id": Field("no effect", _HUB),
-    "hub_strategy": Field("no effect", _HUB),
-    "hub_always_push": Field("no effect", _HUB),
-    "hub_revision": Field("no effect", _HUB),
-    "load_best_model_at_end": _supported("the choice is covered only if the evaluation data is public"),
-    "metric_for_best_model": _supported("the choice is covered only if the evaluation data is public"),
-    "greater_is_better": _supported(),
-    "ignore_data_skip": Field("no effect", "the loader restores its place by itself"),
-    "restore_callback_states_from_checkpoint": Field("no effect", "callbacks"),
-    "full_determinism": _supported(),
-    "seed": _supported("dropout and new weights; never noise or sampling, which are secret"),
-    "data_seed": _refused(
+    "logging_strategy": supported("the logged loss is a plain mean over private data: not covered by the guarantee"),
+    "logging_steps": supported("noised steps"),
+    "logging_first_step": supported(),
+    "log_on_each_node": no_effect(_TRACK),
+    "logging_nan_inf_filter": no_effect("only on what is logged; samples without a finite gradient count 0"),
+    "include_num_input_tokens_seen": supported("not covered by the guarantee"),
+    "log_level": no_effect(_TRACK),
+    "log_level_replica": no_effect(_TRACK),
+    "disable_tqdm": no_effect(_TRACK),
+    "report_to": no_effect(_TRACK),
+    "run_name": no_effect(_TRACK),
+    "project": no_effect(_TRACK),
+    "trackio_space_id": no_effect(_TRACK),
+    "trackio_bucket_id": no_effect(_TRACK),
+    "trackio_static_space_id": no_effect(_TRACK),
+    "eval_strategy": no_effect(_EVAL),
+    "eval_steps": no_effect(_EVAL + "; noised steps"),
+    "eval_delay": no_effect(_EVAL),
+    "per_device_eval_batch_size": no_effect(_EVAL),
+    "prediction_loss_only": no_effect(_EVAL),
+    "eval_on_start": no_effect(_EVAL),
+    "eval_do_concat_batches": no_effect(_EVAL),
+    "eval_use_gather_object": no_effect(_EVAL),
+    "eval_accumulation_steps": no_effect(_EVAL),
+    "include_for_metrics": no_effect(_EVAL),
+    "batch_eval_metrics": no_effect(_EVAL),
+    "save_only_model": supported("such a checkpoint cannot be resumed from"),
+    "save_strategy": supported("every checkpoint holds the accountant and no key"),
+    "save_steps": supported("noised steps"),
+    "save_on_each_node": supported("by default the first process saves"),
+    "save_total_limit": supported(),
+    "enable_jit_checkpoint": supported(),
+    "push_to_hub": supported(_HUB),
+    "hub_token": no_effect(_HUB),
+    "hub_private_repo": no_effect(_HUB),
+    "hub_model_id": no_effect(_HUB),
+    "hub_strategy": no_effect(_HUB),
+    "hub_always_push": no_effect(_HUB),
+    "hub_revision": no_effect(_HUB),
+    "load_best_model_at_end": supported("the choice is covered only if the evaluation data is public"),
+    "metric_for_best_model": supported("the choice is covered only if the evaluation data is public"),
+    "greater_is_better": supported(),
+    "ignore_data_skip": no_effect("the loader restores its place by itself"),
+    "restore_callback_states_from_checkpoint": no_effect("callbacks"),
+    "full_determinism": supported(),
+    "seed": supported("dropout and new weights; never noise or sampling, which are secret"),
+    "data_seed": refused(
         "sampling must be secret; for experiments PrivacyArguments.noise_seed repeats sampling and noise", 3
     ),
-    "use_cpu": _supported(),
-    "accelerator_config": Field("no effect", "the training loader is not Accelerate's"),
-    "parallelism_config": _refused("DPTrainer takes whole copies, or fsdp; a loop of your own takes more", object()),
-    "dataloader_drop_last": Field("no effect", "Poisson batches have no last one that is smaller"),
-    "dataloader_num_workers": _supported(_LOADER),
-    "dataloader_pin_memory": _supported(_LOADER),
-    "dataloader_persistent_workers": _supported(_LOADER),
-    "dataloader_prefetch_factor": _supported(_LOADER),
-    "dataloader_multiprocessing_context": _supported(_LOADER),
-    "dataloader_in_order": _refused("physical batches would be mixed up", False, lambda value: value is not False),
-    "remove_unused_columns": _supported(),
-    "label_names": _supported("for evaluation; training takes labels, or start_positions and end_positions"),
-    "train_sampling_strategy": _refused(
+    "use_cpu": supported(),
+    "accelerator_config": no_effect("the training loader is not Accelerate's"),
+    "parallelism_config": refused("DPTrainer takes whole copies, or fsdp; a loop of your own takes more", object()),
+    "dataloader_drop_last": no_effect("Poisson batches have no last one that is smaller"),
+    "dataloader_num_workers": supported(_LOADER),
+    "dataloader_pin_memory": supported(_LOADER),
+    "dataloader_persistent_workers": supported(_LOADER),
+    "dataloader_prefetch_factor": supported(_LOADER),
+    "dataloader_multiprocessing_context": supported(_LOADER),
+    "dataloader_in_order": refused("physical batches would be mixed up", False, lambda value: value is not False),
+    "remove_unused_columns": supported(),
+    "label_names": supported("for evaluation; training takes labels, or start_positions and end_positions"),
+    "train_sampling_strategy": refused(
         "Poisson sampling takes its place: batches of like lengths, or in order, have no accountant",
         "group_by_length",
         lambda value: value == "random",
     ),
-    "length_column_name": Field("no effect", "for grouping by length, which is refused"),
-    "ddp_find_unused_parameters": Field("no effect", _ONE),
-    "ddp_bucket_cap_mb": Field("no effect", _ONE),
-    "ddp_broadcast_buffers": Field("no effect", _ONE),
-    "ddp_static_graph": _refused("it counts gradients that never come", True),
-    "ddp_backend": _supported(_RANKS),
-    "ddp_timeout": _supported(_RANKS),
-    "fsdp": _supported("FSDP2, of several processes; True, or the older words"),
-    "fsdp_config": _refused(
+    "length_column_name": no_effect("for grouping by length, which is refused"),
+    "ddp_find_unused_parameters": no_effect(_ONE),
+    "ddp_bucket_cap_mb": no_effect(_ONE),
+    "ddp_broadcast_buffers": no_effect(_ONE),
+    "ddp_static_graph": refused("it counts gradients that never come", True),
+    "ddp_backend": supported(_RANKS),
+    "ddp_timeout": supported(_RANKS),
+    "fsdp": supported("FSDP2, of several processes; True, or the older words"),
+    "fsdp_config": refused(
         "version 1 (FSDP1) joins parameters into flat ones; of version 2, cpu_offload, cpu_ram_efficient_loading and "
         "xla are refused: the checks before the first step take a model that is whole on every process",
         {"version": 1},
         lambda value: not isinstance(value, dict) or _lays_exactly(value),
     ),
-    "deepspeed": _refused("its engine averages gradients and steps by itself", {"zero_optimization": {"stage": 2}}),
-    "debug": _refused("hooks for underflow read every activation; not tried", ["underflow_overflow"]),
-    "skip_memory_metrics": Field("no effect", _TRACK),
-    "do_train": Field("no effect", _SCRIPT),
-    "do_eval": Field("no effect", _SCRIPT),
-    "do_predict": Field("no effect", _SCRIPT),
-    "resume_from_checkpoint": Field("no effect", _SCRIPT + "; trainer.train(resume_from_checkpoint=...) resumes"),
-    "local_rank": _supported(_RANKS),
+    "deepspeed": refused("its engine averages gradients and steps by itself", {"zero_optimization": {"stage": 2}}),
+    "debug": refused("hooks for underflow read every activation; not tried", ["underflow_overflow"]),
+    "skip_memory_metrics": no_effect(_TRACK),
+    "do_train": no_effect(_SCRIPT),
+    "do_eval": no_effect(_SCRIPT),
+    "do_predict": no_effect(_SCRIPT),
+    "resume_from_checkpoint": no_effect(_SCRIPT + "; trainer.train(resume_from_checkpoint=...) resumes"),
+    "local_rank": supported(_RANKS),
 }
 
 
-def check(args: Any) -> None:
+def check(args: Any, taken: Iterable[str] = more_arguments.TABLES) -> None:
     """Raise ArgumentError, with the field, its value and the reason, if private training refuses a field.
 
-    A field that the table does not contain (of a newer transformers, or a subclass) must have its default.
+    Subclasses' fields have tables of their own (`more_arguments`), of which the trainer takes some. A field that none
+    of them contains (of a newer transformers, or another subclass) must have its class's default.
     """
+    kinds = {parent.__name__ for parent in type(args).__mro__}
+    for trainer, why in NOT_PRIVATE.items():
+        if trainer.replace("Trainer", "Config") in kinds:
+            raise ArgumentError(f"{type(args).__name__} is for {trainer}, which is not made private: {why}")
+    fields = FIELDS | more_arguments.of(type(args), taken)
     for field in dataclasses.fields(args):
         value = getattr(args, field.name, None)
-        known = FIELDS.get(field.name)
+        known = fields.get(field.name)
         if known is None:
-            if value != _default(field):
+            if value != _default(field) and value != _made_by_default(args, field.name):
+                reader = more_arguments.reader_of(type(args), field.name)
                 raise ArgumentError(
-                    f"{type(args).__name__}.{field.name}={value!r}: fastdp.hf does not know this field, so it does not "
-                    "know what it means for privacy; leave its default"
+                    f"{type(args).__name__}.{field.name}={_short(value)}: "
+                    + (
+                        f"this trainer does not read the field, fastdp.hf.{reader} does"
+                        if reader
+                        else "fastdp.hf does not know this field, so it does not know what it means for privacy; leave "
+                        "its default"
+                    )
                 )
         elif not known.accepts(value):
             raise ArgumentError(f"{type(args).__name__}.{field.name}={_short(value)} is refused: {known.why}")
@@ -255,19 +246,31 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return None if field.default is dataclasses.MISSING else field.default
 
 
+def _made_by_default(args: Any, name: str) -> Any:
+    """What an object of this class has there if nothing is said: __post_init__ may replace a field's default."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return getattr(type(args)(output_dir=args.output_dir), name, None)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
 def _short(value: Any) -> str:
     text = repr(getattr(value, "value", value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def table() -> str:
+def table(fields: dict[str, Field] = FIELDS) -> str:
     """Return the fields as a table in Markdown, with the refused ones first."""
     order = ("refused", "supported", "no effect")
     lines = ["| field | | remark |", "| --- | --- | --- |"]
     for status in order:
-        lines += [f"| `{name}` | {status} | {f.why} |" for name, f in FIELDS.items() if f.status == status]
+        lines += [f"| `{name}` | {status} | {f.why} |" for name, f in fields.items() if f.status == status]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     print(table())
+    for kind, more in more_arguments.TABLES.items():
+        print(f"\n{kind}:\n\n{table(more)}")

@@ -59,6 +59,11 @@ def tickets(steps: int, accumulation: int) -> DataLoader[Any]:
     )
 
 
+def are_tickets(loader: Any) -> bool:
+    """Whether a loader is the loop's, and not one of evaluation."""
+    return isinstance(getattr(loader, "dataset", None), _Places)
+
+
 class Source:
     """Physical batches of a Poisson loader, pass after pass."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,30 +13,48 @@ from torch import Tensor, nn
 from ..analysis.state import evaluating as evaluating
 from ..analysis.verify import VerifyReport, verify
 from ..errors import StepError
-from .losses import rows
+from .losses import rows, size_of
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # -> a scalar
 VERIFIED_ELEMENTS = 40_000_000  # parameters' elements that are compared, times samples: some GB in float64
 
 
+def check_rows(batch: Mapping[str, Any], records: int) -> None:
+    """Raise StepError if the collator has joined several records into one row."""
+    if records > 1 and size_of(batch) == 1:
+        raise StepError(
+            f"the collator joined {records} records into a batch of one row (DataCollatorWithFlattening and "
+            "padding_free do): the loss of that row is all records', so that none has a gradient of its own to clip. "
+            "Take a collator that pads, as DataCollatorWithPadding or DataCollatorForLanguageModeling(mlm=False); "
+            "pad_to_multiple_of keeps the shapes few"
+        )
+
+
 def check_padding(
     model: nn.Module, loss: Loss, collate: Callable[[list[Any]], Any], prepare: Callable[[Any], Any],
-    examples: list[Any], tolerance: float,
+    examples: list[Any], tolerance: float, norm: float = 1.0,
 ) -> str:  # fmt: skip
     """Whether a sample's gradient is the same collated alone and with others, which may be longer.
 
     What padding does to a sample no per-sample gradient shows: the rows of one batch are padded alike. Returns what
-    could not be checked, or "". Raises StepError where the gradient changes by more than the tolerance, relatively.
+    could not be checked, or "". Raises StepError where the gradient changes by more than the tolerance, relatively: to
+    itself, or, where it is rounding alone (as of two equal answers, one preferred), to a thousandth of the largest one
+    and a hundred-thousandth of the clipping norm.
     """
     together = collate(examples)
     if not isinstance(together, Mapping) or _differ(together, collate(examples)):
         return "the collator draws at random, so what padding does to a sample was not checked"
+    found = []
     for number, example in enumerate(examples):
         mine = prepare(rows(together, number, number + 1))
         alone = prepare(collate([example]))
-        if not _differ(mine, alone):
-            continue
-        change = _change(_gradient(model, loss, mine), _gradient(model, loss, alone))
+        gradient = _gradient(model, loss, alone)
+        moved = _size(_gradient(model, loss, mine), gradient) if _differ(mine, alone) else 0.0
+        found.append((moved, _size(gradient)))
+    finite = [pair for pair in found if all(map(math.isfinite, pair))]  # of others training says more
+    least = max([1e-5 * norm, *(1e-3 * size for _, size in finite)])
+    for moved, size in finite:
+        change = moved / max(size, least)
         if change > tolerance:
             raise StepError(
                 f"a sample's gradient depends on how far its batch is padded (it changes by {change:.1%}): the longest "
@@ -45,16 +65,21 @@ def check_padding(
 
 
 def _gradient(model: nn.Module, loss: Loss, batch: Mapping[str, Any]) -> list[Tensor]:
+    """The gradient of the loss, which draws the same numbers each time, should it draw any."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss(model, batch), trained, allow_unused=True)
+    drawn = random.getstate()
+    try:
+        with torch.random.fork_rng(sorted({p.device.index or 0 for p in trained if p.is_cuda})):
+            found = torch.autograd.grad(loss(model, batch), trained, allow_unused=True)
+    finally:
+        random.setstate(drawn)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
 
 
-def _change(one: list[Tensor], other: list[Tensor]) -> float:
-    """Relative; 0 where a number is not finite, of which training says more."""
-    moved = sum(float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True)) ** 0.5
-    size = sum(float(b.double().square().sum()) for b in other) ** 0.5
-    return moved / max(size, 1e-12) if moved < float("inf") and size < float("inf") else 0.0
+def _size(one: list[Tensor], other: list[Tensor] | None = None) -> float:
+    """The norm of a gradient, or of the difference of two."""
+    pairs = zip(one, other or [torch.zeros((), device=p.device) for p in one], strict=True)
+    return sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
 
 
 def check_model(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import StepError
 from ..training.fused_head import FusedHead
 from .batches import Source, varied
-from .checks import check_model, check_padding, evaluating
+from .checks import check_model, check_padding, check_rows, evaluating
 from .losses import Head, find_head, rows, without_labels
 from .options import PrivacyArguments
 from .spending import logger
@@ -36,28 +36,46 @@ class Examination:
         inner = self._source.loader
         collate, data = inner.loader.collate_fn.collate, inner.dataset  # type: ignore[union-attr]
         examples = varied([data[index] for index in range(min(16, len(data)))], collate)
-        half = self.args.bf16 or any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
+        half = self._is_half()
         with evaluating(self.model):
             batch = self._beside_model(collate(examples))
+            check_rows(batch, len(examples))
             if self._takes_losses():
                 with torch.no_grad():
-                    self._head = find_head(self.model, batch, 3e-2 if half else 1e-3)
-                if self.args.label_smoothing_factor and not self._head.smooths:
-                    raise StepError(
-                        f"label_smoothing_factor={self.args.label_smoothing_factor} has no meaning for the head of "
-                        f"{type(self.model).__name__} ({self._head.name}); leave it 0"
-                    )
+                    self._find_loss(batch, 3e-2 if half else 1e-3)
             if self.privacy.fused_loss:
                 self._fuse(batch, half)
             open_question = check_padding(
-                self.model, self._step_loss, collate, self._beside_model, examples, 5e-2 if half else 1e-3
-            )
+                self.model, self._step_loss, collate, self._beside_model, examples, 5e-2 if half else 1e-3,
+                self.privacy.per_sample_max_grad_norm,
+            )  # fmt: skip
             if open_question:
                 logger.warning(open_question)
             if not self.privacy.verify or len(examples) < 2:
                 return
             report = check_model(self.model, self._step_loss, batch, {}, 5e-2 if half else None)
             logger.info(str(report))
+
+    def _is_half(self) -> bool:
+        """Whether forwards are in 16 bits, and so less accurate."""
+        return self.args.bf16 or any(p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
+
+    def _known_head(self, batch: Any) -> Head:
+        """The head; found here where a compute_loss of the user's calls DPTrainer's."""
+        if self._head is None:
+            with evaluating(self.model), torch.no_grad():
+                Examination._find_loss(self, batch, 3e-2 if self._is_half() else 1e-3)
+        assert self._head is not None
+        return self._head
+
+    def _find_loss(self, batch: Any, tolerance: float) -> None:
+        """Find out what the loss of a sample is, or raise StepError. Called in eval mode, without gradients."""
+        self._head = find_head(self.model, batch, tolerance)
+        if self.args.label_smoothing_factor and not self._head.smooths:
+            raise StepError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} has no meaning for the head of "
+                f"{type(self.model).__name__} ({self._head.name}); leave it 0"
+            )
 
     def _beside_model(self, batch: Any) -> Any:
         """The inputs where the model lies: FSDP moves it to the device when it lays it in parts."""

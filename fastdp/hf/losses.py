@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import StepError
-from ..losses import causal_lm_loss, classification_loss, token_loss
+from ..losses import IGNORE, causal_lm_loss, classification_loss, token_loss
 
 Outputs = Any  # a ModelOutput
 Labels = Mapping[str, Tensor]
@@ -38,11 +38,17 @@ def _logits(outputs: Outputs, dims: int) -> Tensor | None:
 
 
 def _tokens(outputs: Outputs, labels: Labels) -> tuple[Tensor, Tensor] | None:
-    """logits [B, T, V] and labels [B, T]."""
+    """logits [B, T, V] and labels [B, T].
+
+    Prompt tuning puts virtual tokens before a text, so that there are more logits than labels; those have no label.
+    """
     logits, target = _logits(outputs, 3), labels.get("labels")
-    if logits is None or target is None or target.is_floating_point() or target.shape != logits.shape[:2]:
+    if logits is None or target is None or target.is_floating_point() or target.dim() != 2:
         return None
-    return logits, target
+    virtual = logits.shape[1] - target.shape[1]
+    if virtual < 0 or target.shape[0] != logits.shape[0]:
+        return None
+    return logits, F.pad(target, (virtual, 0), value=IGNORE)
 
 
 def _next_token(outputs: Outputs, labels: Labels, smoothing: float) -> Tensor | None:

@@ -21,7 +21,7 @@ class PrivacyArguments:
         noise_multiplier: the standard deviation of the noise over the clipping norm; 0 adds no noise.
         delta: the delta of the guarantee, below 1 / n for n records (or groups). The default is 1 / (2 n).
         per_sample_max_grad_norm: the clipping norm of each sample's gradient.
-        clipping: "local", "global", "automatic", or a function from norms [B] to factors [B].
+        clipping: "local", "global", "automatic", "adaptive", or a function from norms [B] to factors [B].
         style: "flat" or "layerwise".
         accountant: "prv", "rdp" or "gdp".
         sample_rate: the probability that a record is in a batch. The default is per_device_train_batch_size x
@@ -54,7 +54,7 @@ class PrivacyArguments:
         metadata={"help": "The clipping norm of each sample's gradient (not TrainingArguments.max_grad_norm)."},
     )
     clipping: str = field(
-        default="local", metadata={"help": "local, global or automatic (in Python, also a function)."}
+        default="local", metadata={"help": "local, global, automatic or adaptive (in Python, also a function)."}
     )
     style: str = field(default="flat", metadata={"help": "flat or layerwise."})
     accountant: str = field(default="prv", metadata={"help": "prv, rdp or gdp."})

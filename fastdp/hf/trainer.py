@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,8 @@ from ..distributed.world import world_of
 from ..errors import AccountingError, ParameterError, StepError
 from ..training.optim import PrivateOptimizer, privatize
 from . import arguments, ledger
-from .batches import Ticket, check_dataset, make_source, tickets
+from .batches import Ticket, are_tickets, check_dataset, make_source, tickets
+from .combining import Combining
 from .evaluation import FusedEvaluation
 from .examination import Examination
 from .losses import reduced, size_of, without_labels
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..training.graphed_shapes import GraphedShapes
 
 
-class DPTrainer(InParts, Examination, FusedEvaluation):
+class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
     """A `transformers.Trainer` that trains with differential privacy.
 
     Batches are Poisson samples of train_dataset, cut into physical batches of per_device_train_batch_size. The loss is
@@ -53,11 +53,13 @@ class DPTrainer(InParts, Examination, FusedEvaluation):
     optimizer: Any
 
     def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
-        given = inspect.signature(transformers.Trainer.__init__).bind(self, *positional, **named).arguments
+        given = self._named(positional, named)
         if not isinstance(privacy, PrivacyArguments):
-            raise TypeError("DPTrainer needs privacy=PrivacyArguments(target_epsilon=...) or (noise_multiplier=...)")
-        if given.get("args") is not None:
-            arguments.check(given["args"])
+            raise TypeError(
+                f"{type(self).__name__} needs privacy=PrivacyArguments(target_epsilon=...) or (noise_multiplier=...)"
+            )
+        if isinstance(given.get("args"), transformers.TrainingArguments):
+            arguments.check(given["args"], self._reads)
         if given.get("train_dataset") is not None:
             check_dataset(given["train_dataset"])
         self._begin_account(privacy)
@@ -70,7 +72,7 @@ class DPTrainer(InParts, Examination, FusedEvaluation):
         self._whole = 0  # the number of all of its records
         super().__init__(*positional, **named)
         self._given = self.optimizer is not None
-        arguments.check(self.args)
+        arguments.check(self.args, self._reads)
         if self.is_model_parallel:
             raise ParameterError("the model is spread over several devices, which is not supported: load it on one")
         if self.args.max_grad_norm:
@@ -89,7 +91,7 @@ class DPTrainer(InParts, Examination, FusedEvaluation):
     def _train(self, resume_from_checkpoint: str | bool | None, trial: Any, ignore_keys_for_eval: Any) -> Any:
         if trial is not None:
             self.hyperparameter_search()
-        arguments.check(self.args)
+        arguments.check(self.args, self._reads)
         if self.train_dataset is not None:
             check_dataset(self.train_dataset)
             self.delta()
@@ -136,12 +138,16 @@ class DPTrainer(InParts, Examination, FusedEvaluation):
             data = self._remove_unused_columns(data, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        self._source = make_source(data, collate, self._group_keys(), self.args, self.privacy)
+        self._source = make_source(data, self._samples_first(collate), self._group_keys(), self.args, self.privacy)
         return tickets(self._source.loader.steps_per_epoch, self.args.gradient_accumulation_steps)
 
+    def _samples_first(self, collate: Any) -> Any:
+        """A collator whose tensors have one row for each record."""
+        return collate
+
     def num_examples(self, dataloader: Any) -> int:
-        """Return the number of records of the training data, or of another loader."""
-        return self._records() if self._training and self._source is not None else super().num_examples(dataloader)
+        """Return the number of records of the training data, or of another loader, as evaluation's."""
+        return self._records() if are_tickets(dataloader) else super().num_examples(dataloader)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
         """Return the tickets of one step.
@@ -201,6 +207,12 @@ class DPTrainer(InParts, Examination, FusedEvaluation):
         self._private = privatize(plain, self._trained, noise_multiplier=noise, **self.privacy.engine_options())
         if self.privacy.graphed and self.args.torch_compile:
             raise StepError("graphed=True and torch_compile=True are two ways to the same end: leave one of them out")
+        if self.args.torch_compile:
+            logger.warning(
+                "torch_compile=True compiles anew for a new shape of a batch, and Poisson samples make batches of many "
+                "lengths and sizes. That takes seconds to minutes each, which only long runs earn back. Let the "
+                "collator pad to few lengths (pad_to_multiple_of=64), or take PrivacyArguments(graphed=True) instead"
+            )
         if self.privacy.graphed:
             self._graphed = self._private.graphed(self._losses, sizes=(self.args.train_batch_size,))
 
@@ -258,15 +270,17 @@ class DPTrainer(InParts, Examination, FusedEvaluation):
         if self._fused is not None:
             losses = self._fused.losses(model, given, labels["labels"], self.args.label_smoothing_factor)
             return (losses, {}) if return_outputs else losses
+        if self.compute_loss_func is None:
+            self._known_head(inputs)
         outputs = model(**given)
         if self.compute_loss_func is not None:
             target = labels.get("labels", labels or None)
             loss = self.compute_loss_func(outputs, target, num_items_in_batch=None)
         else:
-            assert self._head is not None
-            found = self._head.losses(outputs, labels, self.args.label_smoothing_factor)
+            head = self._known_head(inputs)
+            found = head.losses(outputs, labels, self.args.label_smoothing_factor)
             if found is None:
-                raise StepError(f"the batch is not like the first ones: {self._head.name} no longer fits its labels")
+                raise StepError(f"the batch is not like the first ones: {head.name} no longer fits its labels")
             loss = found
         return (loss, outputs) if return_outputs else loss
 

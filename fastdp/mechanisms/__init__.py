@@ -1,4 +1,4 @@
-"""Private mechanisms beside DP-SGD: DP-FTRL (tree aggregation), and DP-SGD as a sampler of a posterior.
+"""Private mechanisms beside DP-SGD: DP-FTRL (tree aggregation), DP-SGD as a sampler, and searches over settings.
 
 >>> tree_epsilon(noise_multiplier=10.0, steps_per_epoch=256, epochs=1, delta=1e-5) < 1.2
 True
@@ -9,10 +9,13 @@ from .ftrl import DPFTRL
 from .langevin import check_unclipped, noise_multiplier_for_temperature, temperature
 from .participation import Tree, nodes_over, tree_epsilon, tree_noise_multiplier
 from .tree import variance_of
+from .tuning import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
 
 __all__ = [
     "DPFTRL",
     "FixedOrderLoader",
+    "NegativeBinomialRuns",
+    "PoissonRuns",
     "Tree",
     "check_unclipped",
     "ftrl_loader",
@@ -21,5 +24,6 @@ __all__ = [
     "temperature",
     "tree_epsilon",
     "tree_noise_multiplier",
+    "tuning_epsilon",
     "variance_of",
 ]

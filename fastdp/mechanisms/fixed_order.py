@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Sub
 
 from ..distributed.same import mark
 from ..errors import AccountingError, StepError
-from ..training.collating import CollateWithEmpty
-from ..training.loader import PoissonLoader, options_of
+from ..training.collating import CollateWithEmpty, options_of
+from ..training.loader import PoissonLoader
 from ..training.sampler import PoissonSampler
 
 

@@ -76,6 +76,8 @@ def check_unclipped(optimizer: PrivateOptimizer) -> None:
     """
     norms = optimizer.norms
     clipping = optimizer._attached().clipping
+    if optimizer._attached().quantile is not None:
+        raise StepError('clipping="adaptive" changes the noise from step to step: a sampler needs a fixed norm')
     if clipping.clipping not in ("local", "global"):
         raise StepError(f"clipping={clipping.clipping!r} changes every gradient: a sampler needs 'local' or 'global'")
     bounds = {group.name: group.max_grad_norm for group in clipping.groups}

@@ -27,6 +27,7 @@ def report() -> str:
     hf = ("transformers", "accelerate", "peft")
     extras = {
         "demo": ("sklearn", "matplotlib"), "gpu": ("triton",), "hf": hf, "finetune": (*hf, "matplotlib", "pyarrow"),
+        "trl": (*hf, "trl"), "sentences": (*hf, "sentence_transformers", "datasets"),
     }  # fmt: skip
     for extra, modules in extras.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from ..errors import AccountingError, ClippingError, StepError
+from torch import Tensor
+
+from ..engine.per_sample import PerSampleGradients
+from ..errors import AccountingError, ClippingError, ParameterError, StepError
 from ..layouts.in_hand import PhysicalBatch
 
 
@@ -55,6 +59,27 @@ def refuse_second_step(current: PhysicalBatch, stepped: tuple[int, int]) -> None
         raise StepError("step() twice on the same batch of the loader: the accountant counts one step a batch")
 
 
+def take_views(options: dict[str, Any], loss_reduction: str) -> None:
+    """Turn augmentations= of an optimizer's options into rows_per_sample=.
+
+    Raises ValueError if it is no number of views, or the gradient would not be the mean over them.
+    """
+    views = options.pop("augmentations", 1)
+    if isinstance(views, bool) or not isinstance(views, int) or views < 1:
+        raise ValueError(f"augmentations must be a whole number of at least 1, not {views!r}")
+    if views == 1:
+        return
+    if "rows_per_sample" in options or options.get("batch_size") is not None:
+        raise ValueError("augmentations= is rows_per_sample= (and batch_size= follows from it): give only one of them")
+    if loss_reduction != "mean":
+        raise ValueError(
+            f'augmentations={views} with loss_reduction="{loss_reduction}": a sample\'s gradient is the mean over its '
+            f"views, and under a sum it would be {views} times that. Take the mean of the losses, or give "
+            f"rows_per_sample={views} and divide the loss by {views}"
+        )
+    options["rows_per_sample"] = views
+
+
 def take_norms(options: dict[str, Any]) -> None:
     """Take norms= out of an optimizer's options. Raises ClippingError for "jl", and ValueError unless it is "exact"."""
     norms = options.pop("norms", "exact")
@@ -67,3 +92,24 @@ def take_norms(options: dict[str, Any]) -> None:
         )
     if norms != "exact":
         raise ValueError(f'norms must be "exact", not {norms!r}: there are no other ones')
+
+
+def check_parameters(params: Iterable[Tensor], engine: PerSampleGradients) -> None:
+    """Refuse trained parameters of an optimizer that are no longer the model's (their replacements would never be
+    trained), and those that came into its groups unseen: they would not be trained either."""
+    trained, current = [p for p in params if p.requires_grad], engine.present()
+    lost = [p for p in trained if id(p) not in current]
+    if lost:
+        shapes = ", ".join(str(tuple(p.shape)) for p in lost[:3])
+        raise ParameterError(
+            f"{len(lost)} parameter(s) of the optimizer, of shape {shapes}, are no longer the model's: they were "
+            "replaced since the optimizer was made. detach() it and make a new one."
+        )
+    tracked = {id(p) for p in engine.named_parameters().values()}
+    if any(id(p) not in tracked for p in trained) and (left := engine.left_out(trained)):  # (or the model is in parts)
+        raise ParameterError(
+            f"{left[:3]} are in the optimizer's param_groups, but came there without add_param_group(), so their "
+            "gradients would not be private, and they would not be trained. Call add_param_group(), or make the "
+            "optimizer with params= all that will be trained, frozen or not. (Lightning's BaseFinetuning replaces "
+            "param_groups when it resumes a checkpoint: fastdp.lightning.DPCallback takes them up.)"
+        )

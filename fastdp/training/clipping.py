@@ -55,6 +55,10 @@ class Clipping:
         style: str | Sequence[Any] = "flat",
         gamma: float = GAMMA,
     ) -> None:
+        if isinstance(clipping, str) and clipping == "adaptive":
+            raise ClippingError(
+                'clipping="adaptive" is chosen when the optimizer is made, as its count costs noise: make a new one'
+            )
         if not callable(clipping) and clipping not in KINDS:
             raise ClippingError(f"clipping must be one of {', '.join(KINDS)} or a callable, not {clipping!r}")
         if not gamma >= 0:

@@ -1,4 +1,4 @@
-"""Batches without a record, with the structure of the others."""
+"""Batches without a record, with the structure of the others, and how a loader makes batches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ..errors import StepError
 
@@ -45,3 +46,10 @@ def _no_rows(batch: Any) -> Any:
         fields = {f.name: _no_rows(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
         return dataclasses.replace(batch, **fields)
     return batch
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader fetches its batches, for another one that draws them otherwise."""
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+             "persistent_workers", "multiprocessing_context")  # fmt: skip
+    return {name: getattr(loader, name) for name in names}

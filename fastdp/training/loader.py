@@ -23,7 +23,7 @@ from ..distributed.world import World, dealing_world
 from ..errors import StepError
 from ..layouts.groups import People
 from ..layouts.in_hand import ACTIVE, TELL, WAITING, PhysicalBatch, now
-from .collating import CollateWithEmpty
+from .collating import CollateWithEmpty, options_of
 from .grouping import Grouping
 from .missed import Missed, Trainers, Watch, mark_of_key
 from .sampler import PoissonSampler
@@ -220,13 +220,6 @@ def leave(mine: int, active: dict[int, PhysicalBatch] = ACTIVE, watched: dict[in
         watch.leave()
 
 
-def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader fetches its batches, for another one that draws them otherwise."""
-    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
-             "persistent_workers", "multiprocessing_context")  # fmt: skip
-    return {name: getattr(loader, name) for name in names}
-
-
 def poisson_loader(
     data: Dataset[Any] | DataLoader[Any] | Any,
     *,
@@ -238,6 +231,7 @@ def poisson_loader(
     seed: int | None = None,
     group_by: Any = None,
     max_records_per_group: int | None = None,
+    augmentations: int = 1,
     process_group: Any = None,
     mesh: Any = None,
     **loader_options: Any,
@@ -265,6 +259,9 @@ def poisson_loader(
             records, and the engine clips each person as one sample. sample_rate and expected_batch_size then count
             persons, and max_physical_batch_size counts records. See docs/people.md.
         max_records_per_group: the largest number of records of a person in a step, drawn anew at each step.
+        augmentations: K, to take each record of a batch K times out of the dataset, whose random transforms make
+            another view of it each time. The K rows of a record come one after the other, and the optimizer must have
+            augmentations=K. Sizes and rates count records, max_physical_batch_size too.
         process_group: the process group of the training, and
         mesh: instead, its device mesh, of one dimension. By default, all processes of torch.distributed. The loader
             must be made on all of them, with equal arguments, and of the same data in the same order.
@@ -281,7 +278,7 @@ def poisson_loader(
     with world.deciding():
         found = _loader_of(
             data, sample_rate, expected_batch_size, max_physical_batch_size, max_batch_size, steps, seed, group_by,
-            max_records_per_group, dict(loader_options),
+            max_records_per_group, augmentations, dict(loader_options),
         )  # fmt: skip
         _share(found, world)
     return found
@@ -330,6 +327,7 @@ def _loader_of(
     seed: int | None,
     group_by: Any,
     max_records_per_group: int | None,
+    views: int,
     options: dict[str, Any],
 ) -> PoissonLoader:
     """The loader of `poisson_loader`'s arguments, as a process makes it that trains alone."""
@@ -374,9 +372,12 @@ def _loader_of(
         if abs(expected_batch_size - round(expected_batch_size)) < 1e-9 * size:
             expected_batch_size = round(expected_batch_size)
     for name, value in (("max_physical_batch_size", max_physical_batch_size), ("max_batch_size", max_batch_size),
-                        ("max_records_per_group", max_records_per_group), ("steps", steps)):  # fmt: skip
+                        ("max_records_per_group", max_records_per_group), ("steps", steps),
+                        ("augmentations", views)):  # fmt: skip
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    if grouping is not None and views > 1:
+        raise ValueError("augmentations= with group_by=: views of persons' records are not supported")
     if options.get("in_order") is False:
         raise ValueError("in_order=False would mix up physical batches")
     if max_records_per_group is not None and grouping is None:
@@ -390,6 +391,7 @@ def _loader_of(
             f"little: {max_batch_size_for(size, sample_rate, steps, 0.1 / size)} here, for delta = {0.1 / size:.2g}"
         )
     sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed, grouping, max_batch_size)
+    sampler.views = views
     collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
     loader: DataLoader[Any] = DataLoader(
         dataset, batch_sampler=sampler, collate_fn=CollateWithEmpty(collate, dataset), **options

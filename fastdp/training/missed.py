@@ -242,7 +242,8 @@ class Watch:
 
     def _unused(self, whole: bool) -> None:
         """Nobody has trained on the pass."""
-        known = [] if self._looked else _living(self._known)
+        # what a framework fetched ahead, and gave to nobody, is no pass
+        known = [] if self._looked or not self._handed else _living(self._known)
         for missed in known:
             missed.passes += 1
         if not self._looked:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+from ..distributed.frameworks import accumulates
 from ..errors import StepError
 from ..layouts.in_hand import PhysicalBatch
 
@@ -97,10 +98,16 @@ def check_share(batch: PhysicalBatch, rank: int, ranks: int) -> None:
 
 
 def refuse_division() -> None:
-    """Raises StepError in a step of Accelerate's wrapper, where Accelerate divides losses.
+    """Raises StepError in a step that Lightning or Accelerate's wrapper makes, where it divides losses.
 
-    Its setting is the process's, and outlives the loop that made it: it says nothing of a step that no wrapper calls.
+    Accelerate's setting is the process's, and outlives the loop that made it: it says nothing of a step that no wrapper
+    calls. Lightning's may change by the epoch, and where an epoch has one batch, nothing is left to wait for a step.
     """
+    if (divisor := accumulates()) != 1:
+        raise StepError(
+            f"Lightning's accumulate_grad_batches (or its GradientAccumulationScheduler) divides every loss by "
+            f"{divisor}, so every sample's norm would be {divisor} times too small beside max_grad_norm. {_PHYSICAL}"
+        )
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)  # only if the loop has imported it
     count = getattr(state, "_shared_state", {}).get("plugin_kwargs", {}).get("num_steps", 1)
     wrapper = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)

@@ -19,13 +19,14 @@ from torch import nn
 
 from ..errors import ParameterError
 from . import state
-from .checks import take_norms
+from .adaptive import OPTIONS, privacy_for
+from .checks import take_norms, take_views
 from .clipping import ClippingFunction
 from .privacy import Privacy
 from .private_optimizer import PrivateOptimizer
 from .waiting import wait
 
-_OPTIONS = inspect.getfullargspec(Privacy.__init__).kwonlyargs
+_OPTIONS = [*inspect.getfullargspec(Privacy.__init__).kwonlyargs, *OPTIONS]
 
 _CLASSES: dict[type, type[PrivateOptimizer]] = {}
 
@@ -62,17 +63,22 @@ def privatize(
         max_grad_norm: the clipping norm R of a sample's gradient.
         expected_batch_size: the number of samples by which the noisy sum is divided under a mean loss. A Poisson loader
             supplies it.
-        clipping: "local" for min(1, R/n), "global" for 1[n <= R], "automatic" for R/(n + gamma), or a function from
+        clipping: "local" for min(1, R/n), "global" for 1[n <= R], "automatic" for R/(n + gamma), "adaptive" for
+            min(1, R/n) with an R that follows a quantile of the norms (it begins at max_grad_norm), or a function from
             norms [B] to factors [B].
         style: "flat", "layerwise", or a list of {"params", "max_grad_norm", "name"}; see `fastdp.training.clipping`.
         loss_reduction: "mean" or "sum", which is how the loss combines samples. Under "sum", nothing is divided.
         sample_rate: the probability that a record is in a batch, for the accountant. A Poisson loader supplies it.
         accountant: "prv", "rdp" or "gdp", which are Opacus's accountants.
         options: gamma (of automatic clipping, default 0.01); batch_first, batch_size, rows_per_sample and memory_budget
-            (see PerSampleGradients); process_group or mesh (of several processes); ledger, a file in which every
-            noised step is written and synced before it is made, so that steps after the last checkpoint stay counted
-            if the process dies; seed, which makes the noise reproducible and voids the guarantee; and norms, which are
-            "exact" ("jl", norms by random projections, is refused: docs/mechanisms.md says why).
+            (see PerSampleGradients); augmentations, K for K views of each sample in K consecutive rows, which are
+            clipped as one, by the mean of their gradients; process_group or mesh (of several processes); ledger, a file
+            in which every noised step is written and synced before it is made, so that steps after the last checkpoint
+            stay counted if the process dies; seed, which makes the noise reproducible and voids the guarantee; and
+            norms, which are "exact" ("jl", norms by random projections, is refused: docs/mechanisms.md says why). Of
+            adaptive clipping: target_quantile (the share of samples that is not clipped, 0.5), quantile_rate (how fast
+            R moves, 0.2), and count_noise (on the number of those samples; a twentieth of the expected batch size).
+            noise_multiplier is then that of the whole step, gradients and count, and the gradients get a little more.
 
     Returns:
         The same object, which now has the class DP<its class>.
@@ -98,6 +104,7 @@ def privatize(
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ParameterError("SparseAdam takes sparse gradients; noise makes every gradient dense. Use Adam")
     take_norms(options)
+    take_views(options, loss_reduction)
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise TypeError(f"privatize got unexpected arguments: {', '.join(unknown)}")
@@ -107,7 +114,7 @@ def privatize(
         raise ParameterError("the optimizer's step was replaced by hand; make it private before that")
     params = [p for group in optimizer.param_groups for p in group["params"]]
     carried = state.carried_by({"state": optimizer.state, "param_groups": optimizer.param_groups})
-    privacy = Privacy(
+    privacy = privacy_for(Privacy, {"clipping": clipping, **options})(
         model, params, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, clipping=clipping, style=style,
         expected_batch_size=expected_batch_size, loss_reduction=loss_reduction, sample_rate=sample_rate,
         accountant=accountant, **options,
@@ -159,6 +166,7 @@ class _Constructed(PrivateOptimizer):
         if "noise_multiplier" not in options:
             raise TypeError(f"{type(self).__name__} needs noise_multiplier= (0 for none)")
         take_norms(options)
+        take_views(options, options.get("loss_reduction", "mean"))
         private = {name: options.pop(name) for name in _OPTIONS if name in options}
         if lr is not None:
             options["lr"] = lr
@@ -166,7 +174,7 @@ class _Constructed(PrivateOptimizer):
         if not chosen:
             raise ParameterError("no trainable parameter: set requires_grad=True on what is to be trained")
         super().__init__(chosen, **options)  # type: ignore[arg-type]
-        self._privacy = self._kept_by(model, self._params(), **private)
+        self._privacy = privacy_for(self._kept_by, private)(model, self._params(), **private)
         wait(self._privacy, self._params)
 
 

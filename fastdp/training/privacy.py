@@ -40,6 +40,7 @@ class Privacy:
 
     _of_loader = staticmethod(of_loader)
     mechanism: Any = None  # of `fastdp.mechanisms`, with a state of its own: "name", `state()`, `read(state)`
+    quantile: Any = None  # that the clipping norm follows: `adaptive.Quantile`
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Privacy:
     ) -> None:
         check_frameworks(model)
         self.world = world_for(model, process_group, mesh)
-        self._place = ("", 0, 0)  # of the loader, at the last step
+        self._place, self._truncation = ("", 0, 0), 0.0  # of the loader, at the last step
         self.waits: Any = None  # for a framework that lays the model in parts: `waiting.Waiting`
         with self.world.deciding():
             check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
@@ -97,15 +98,13 @@ class Privacy:
         self._plan: Plan | None = None
         self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
         self._fresh: Tensor | int = 0  # the same, of this process since the last step
-        self._records = 0  # of this process since the last step
+        self._records, self._sums_of = 0, -1  # of this process since the last step; the logical batch of the sums
         self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
-        self._sums_of = -1  # the logical batch of the sums
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
         self._rate_check = Rate()
         self._rate: float | None = None
-        self._truncation = 0.0
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
         self.missed = Missed(self.replica.module)
@@ -220,7 +219,7 @@ class Privacy:
             raise StepError(
                 f"the loader handed out {current.size} records, the model was given a batch of {records}"
                 f"{'' if records != current.size else ' of other persons'}. One record must be one row (or "
-                "rows_per_sample= of them), and the whole batch must pass."
+                "augmentations= or rows_per_sample= of them), and the whole batch must pass."
             )
         if number in (self._backward_of, self._step_of):
             raise StepError(
@@ -328,11 +327,14 @@ class Privacy:
         if self.world.size > 1:
             sums = self._summed(sums)
         self._dropped, self._fresh, self._records = self._dropped + self._fresh, 0, 0
-        std, scale = self.noise_multiplier * self.clipping.sensitivity, 1 / divisor
+        std, scale = self._gradient_noise() * self.clipping.sensitivity, 1 / divisor
         release = self.sums.release(sums, places, self.noise, std, scale)
         if self.witness is not None:
             self.witness(release)
         return release
+
+    def _gradient_noise(self) -> float:
+        return self.noise_multiplier
 
     def _summed(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """The sums over all processes, which agree on the step."""
@@ -379,8 +381,6 @@ class Privacy:
         if self._plan is None:
             raise StepError("no plan yet: call loss.backward() first")
         return self._plan.table(self.engine.named_parameters(), profile, self.engine.compiled())
-
-    # ------------------------------------------------------------------ state
 
     def retrack(self, params: list[Tensor]) -> None:
         """Train these parameters from now on."""

@@ -14,6 +14,7 @@ from ..distributed.world import refuse_several
 from ..engine import following
 from ..errors import ParameterError, StepError
 from . import fused, misuse, state
+from .checks import check_parameters
 from .clipping import ClippingFunction
 from .ledger import finite
 from .privacy import Privacy
@@ -70,7 +71,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._stepped = privacy.ready()
         if not self._stepped:
             return loss
-        self._check_parameters(privacy)
+        check_parameters(self._params(), privacy.engine)
         base = _base(self)
         kind = fused.kind_of(base)
         with torch.no_grad():
@@ -92,17 +93,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if any(marks):
             privacy.zero_grad()
             raise StepError(misuse.SCALED)
-
-    def _check_parameters(self, privacy: Privacy) -> None:
-        """Refuse parameters that are no longer the model's: their replacements would never be trained."""
-        current = privacy.engine.present()
-        lost = [p for p in self._params() if p.requires_grad and id(p) not in current]
-        if lost:
-            shapes = ", ".join(str(tuple(p.shape)) for p in lost[:3])
-            raise ParameterError(
-                f"{len(lost)} parameter(s) of the optimizer, of shape {shapes}, are no longer the model's: they were "
-                "replaced since the optimizer was made. detach() it and make a new one."
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used. `set_to_none` has no effect: gradients become None."""

@@ -28,6 +28,7 @@ class PoissonSampler(Sampler[list[int]]):
     """
 
     fixed = 0  # as of a PhysicalBatch
+    views = 1  # of each record, one after the other
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class PoissonSampler(Sampler[list[int]]):
             parts, whole = self._mine(chosen, draw)
             for number, (part, people) in enumerate(parts):
                 pending.append((len(part), number == len(parts) - 1, people, whole))
-                yield part
+                yield [record for record in part for _ in range(self.views)]
 
     def _mine(self, chosen: list[int], draw: np.random.Generator) -> tuple[list[Part], int]:
         """This rank's physical batches, and the number of records of all ranks.

@@ -17,6 +17,8 @@ from . import moments
 from .ledger import finite, run_of, whole
 from .privacy import Privacy
 
+_QUANTILE = "quantile"  # of adaptive clipping: its settings; where it is now is the clipping norm
+
 
 def state_of(privacy: Privacy) -> dict[str, Any]:
     """History, clipping and, under a seed, the noise's position. The secret key of the noise is not saved."""
@@ -35,6 +37,7 @@ def state_of(privacy: Privacy) -> dict[str, Any]:
         **({"lost": [tuple(run) for run in privacy.ledger.lost]} if privacy.ledger.lost else {}),
         "makers": privacy.ledger.makers,
         **({} if privacy.mechanism is None else {"mechanism": privacy.mechanism.state()}),
+        **({} if privacy.quantile is None else {_QUANTILE: privacy.quantile.state()}),
         **({"missed": missed} if (missed := privacy.missed.state_dict()) else {}),
     }
 
@@ -107,6 +110,7 @@ def read(privacy: Privacy, state: dict[str, Any]) -> Callable[[], None]:
             clipping = clipping.changed(privacy.engine.named_parameters(), kind, float(norm), style, float(gamma))
         said, of_ledger = privacy.ledger.read(history, lost, state.get("makers"))
         take_ups = [of_ledger, privacy.missed.read(state.get("missed", {})), _of_mechanism(privacy, state)]
+        take_ups.append(_of_quantile(privacy, state))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         raise StepError(f"this is no state of a fastdp optimizer, or of another version: {problem!r}") from None
     for text in said:
@@ -130,7 +134,8 @@ def go_on(privacy: Privacy, carried: dict[str, Any] | None) -> None:
     """
     if carried is not None:
         now = state_of(privacy)
-        read(privacy, {**carried, **{name: now[name] for name in _SETTINGS}})()
+        past = {name: value for name, value in carried.items() if name not in _SETTINGS}
+        read(privacy, {**past, **{name: now[name] for name in _SETTINGS if name in now}})()
 
 
 def _of_mechanism(privacy: Privacy, of_run: dict[str, Any]) -> Callable[[], object]:
@@ -146,12 +151,24 @@ def _of_mechanism(privacy: Privacy, of_run: dict[str, Any]) -> Callable[[], obje
     return (lambda: None) if state is None else privacy.mechanism.read(state)  # type: ignore[no-any-return]
 
 
+def _of_quantile(privacy: Privacy, of_run: dict[str, Any]) -> Callable[[], object]:
+    """What takes up the settings of adaptive clipping. Raises StepError unless both clip so, or neither."""
+    state = of_run.get(_QUANTILE)
+    if (state is None) != (privacy.quantile is None):
+        mine, other = ("fixed", "adaptive") if privacy.quantile is None else ("adaptive", "fixed")
+        raise StepError(
+            f"the state was saved under a clipping norm that is {other}, and this optimizer's is {mine}: make the "
+            f'optimizer {"without" if state is None else "with"} clipping="adaptive" to load it'
+        )
+    return (lambda: None) if state is None else privacy.quantile.read(state)  # type: ignore[no-any-return]
+
+
 # ---------------------------------------------------------------------- within torch's own part of a checkpoint
 
 RIDER = "fastdp"  # in every group (their order may change): torch.distributed.checkpoint keeps but groups and state
 UNKNOWN = "this state was saved by an optimizer without privacy: the accountant's history stays as it is"
 _NONE, _STEPS = "none", "optimizer_steps"
-_SETTINGS = ("noise_multiplier", "clipping", "style", "max_grad_norm", "gamma")
+_SETTINGS = ("noise_multiplier", "clipping", "style", "max_grad_norm", "gamma", _QUANTILE)
 _CHECKPOINT, _LOADER, MAKER = "torch.distributed.checkpoint.state_dict", "_load_optim_state_dict", "_init_optim_state"
 _BUSY = (
     "a state was loaded between backward and step: the gradients at hand are dropped, and no step was made of them. "

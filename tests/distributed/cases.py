@@ -51,6 +51,8 @@ EXACT: dict[str, Any] = {
     "groups": _groups,
     "global": functools.partial(compare, clipping="global", norm=1.75),
     "automatic": functools.partial(compare, clipping="automatic"),
+    "adaptive": functools.partial(compare, clipping="adaptive", sigma=1.0, count_noise=1.0, accumulate=2),
+    "unequal, adaptive": functools.partial(_unequal, clipping="adaptive", sigma=1.0, count_noise=1.0),
     "a function": functools.partial(compare, clipping=lambda n: 0.4 / (n + 0.1)),
     "sum": functools.partial(compare, loss_reduction="sum"),
     "a layer that only some ranks use": functools.partial(compare, extra=lambda rank: rank == 0),

@@ -68,14 +68,21 @@ def module_of(manual: bool = False, part: bool = False, optimizer: Any = sgd) ->
     return Module()
 
 
-def _trains(rank: int, world: int, callback: bool = True, streamed: bool = True, **options: Any) -> Any:
+def _trains(
+    rank: int, world: int, callback: bool = True, streamed: bool = True, listed: bool = False, **options: Any
+) -> Any:
+    """listed: Lightning is given a list with the loader."""
     from fastdp.lightning import DPCallback, stream
 
     with single() if callback else contextlib.nullcontext():  # before Lightning begins, there is one process
         batches = loader(4 if streamed else None)
     module = module_of(**options)
     callbacks = [DPCallback(delta=1e-3)] if callback else []
-    trainer = fit(rank, world, module, stream(batches) if streamed else batches, callbacks=callbacks)
+    given: Any = stream(batches) if streamed else batches
+    if listed:
+        step, given = module.training_step, [given]
+        module.training_step = lambda batch, batch_idx: step(batch[0], batch_idx)
+    trainer = fit(rank, world, module, given, callbacks=callbacks)
     private = module.private
     logged = [{k: float(v) for k, v in trainer.callback_metrics.items() if k in ("epsilon", "noised_steps")}]
     result = *found(module, private.history, private.epsilon(1e-3)), logged
@@ -85,12 +92,14 @@ def _trains(rank: int, world: int, callback: bool = True, streamed: bool = True,
 
 def lightning_refused(rank: int, world: int) -> None:
     """Other strategies by name; and what one process refuses, all refuse."""
-    from lightning.pytorch.strategies import FSDPStrategy
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
-    module = module_of()
-    module._trainer = type("Trainer", (), {"strategy": FSDPStrategy()})()
-    with pytest.raises(StepError, match="FSDPStrategy with 2 processes is refused.*ModelParallelStrategy"):
-        module.configure_optimizers()
+    for kind, part in ((FSDPStrategy, False), (DeepSpeedStrategy, False), (DeepSpeedStrategy, True)):
+        module, strategy = module_of(part=part), kind.__new__(kind)
+        strategy._lightning_module = strategy._model = module
+        module._trainer = type("Trainer", (), {"strategy": strategy})()
+        with pytest.raises(StepError, match=f"{kind.__name__} with 2 processes is refused.*ModelParallelStrategy"):
+            module.configure_optimizers()
     module = module_of()
     if rank:
         module.on_before_zero_grad = _spoil
@@ -106,6 +115,8 @@ def _spoil(*_: Any) -> None:
 CASES = {
     "lightning": _trains,
     "lightning, no stream": functools.partial(_trains, streamed=False),
+    "lightning, in a list": functools.partial(_trains, streamed=False, listed=True),
+    "lightning, a stream in a list": functools.partial(_trains, listed=True, manual=True),
     "lightning, manual": functools.partial(_trains, manual=True),
     "lightning, a part, manual": functools.partial(_trains, manual=True, part=True),
     "lightning, without the callback": functools.partial(_trains, callback=False, streamed=False),

@@ -101,6 +101,7 @@ def halves() -> list[dict[str, Any]]:
 
 
 EXACT: dict[str, Any] = {
+    "adaptive": functools.partial(exact, unequal=True, clipping="adaptive", sigma=1.0, count_noise=1.0),
     "gathered again in the backward": case(dict(reshard_after_forward=True)),
     "kept for the backward": case(dict(reshard_after_forward=False)),
     "noise": case(sigma=1.0),

@@ -25,7 +25,7 @@ RUN = ["finetune", "m", "d"]
     ([*RUN, "--task=lm", "--epsilonn=3"], "there is no option --epsilonn; did you mean '--epsilon'?"),
     (["--verison"], "did you mean '--version'?"),
     ([*RUN, "--task", "lm"], "required: --epsilon"),
-    ([], "required: demo|info|finetune|audit|ntk"),
+    ([], "required: demo|info|finetune|tune|audit|ntk"),
     (["xyz"], "there is no command 'xyz'; there are demo, info"),
     (["audit", "s.py:f", "--seed", "x"], "--seed"),
 ])  # fmt: skip

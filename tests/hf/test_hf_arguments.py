@@ -12,7 +12,7 @@ import torch
 
 from ..hf_models import DPTrainer, PrivacyArguments, bert, gpt2, private, texts, trainer_of, transformers, weights
 
-from fastdp.hf import arguments  # isort: skip
+from fastdp.hf import arguments, more_arguments  # isort: skip
 
 REFUSED = [name for name, field in arguments.FIELDS.items() if field.status == "refused"]
 
@@ -47,11 +47,38 @@ def test_what_is_refused_is_refused(name, tmp_path):
     assert all(torch.equal(p, before[n]) for n, p in weights(trainer.model).items())
 
 
+@dataclasses.dataclass
+class More(transformers.TrainingArguments):
+    """A subclass that fastdp does not know: a field with a default of its own, one that is made afterwards."""
+
+    mixing: float = 0.0
+    padding: str | None = "auto"
+    logging_steps: float = 10
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.padding = None if self.padding == "auto" else self.padding
+
+
 def test_fields_of_subclasses_are_not_let_through(tmp_path):
-    more = transformers.Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, predict_with_generate=True)
-    with pytest.raises(arguments.ArgumentError, match="predict_with_generate"):
-        arguments.check(more)
-    arguments.check(transformers.Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True))
+    arguments.check(More(str(tmp_path), use_cpu=True))
+    for wrong in ({"mixing": 0.5}, {"padding": "longest"}):
+        with pytest.raises(arguments.ArgumentError, match=f"More.{next(iter(wrong))}=.*does not know this field"):
+            arguments.check(More(str(tmp_path), use_cpu=True, **wrong))
+
+
+def test_fields_of_seq2seq(tmp_path):
+    kind = transformers.Seq2SeqTrainingArguments
+    installed = {field.name for field in dataclasses.fields(kind)} - set(arguments.FIELDS)
+    assert installed == set(more_arguments.of(kind))
+    arguments.check(kind(str(tmp_path), use_cpu=True, predict_with_generate=True, generation_num_beams=2))
+    with pytest.raises(arguments.ArgumentError, match="sortish_sampler=True is refused: Poisson"):
+        arguments.check(kind(str(tmp_path), use_cpu=True, sortish_sampler=True))
+
+
+def test_tables_of_subclasses_in_the_documentation():
+    page = (Path(__file__).parent.parent.parent / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    assert all(arguments.table(fields) in page for fields in more_arguments.TABLES.values())
 
 
 def test_several_devices_of_one_process(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from fastdp.errors import StepError
 
 from ..hf_models import (
     Collate,
+    DPTrainer,
     bert,
     error,
     gpt2,
@@ -217,3 +218,23 @@ def test_a_share_that_is_not_private_is_called_so(tmp_path):
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["clipped_share_not_private"] for entry in logs] == [1.0, 1.0]
+
+
+def test_a_loss_that_calls_the_trainers(tmp_path):
+    """The head is found for it, too."""
+
+    class Doubled(DPTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return 2 * super().compute_loss(model, inputs, False, num_items_in_batch)
+
+    model, records = gpt2().double(), texts(8, "next")
+    norm, before = 2 * middle_norm(model, records), weights(model)
+    twice = lambda model, batch: 2 * model(**batch).loss
+    truth = truth_of_step(model, records, 8, 0.1, norm, loss=twice)
+    options = dict(output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=1, learning_rate=0.1, optim="sgd",
+                   lr_scheduler_type="constant", report_to="none", use_cpu=True, save_strategy="no")  # fmt: skip
+    Doubled(
+        model=model, args=transformers.TrainingArguments(**options), train_dataset=records, data_collator=Collate(),
+        privacy=private(sample_rate=1.0, verify=True, per_sample_max_grad_norm=norm),
+    ).train()  # fmt: skip
+    assert error(weights(model), truth, before) < 1e-4

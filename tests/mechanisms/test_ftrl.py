@@ -336,7 +336,10 @@ def test_a_second_step_or_backward_on_a_batch_is_refused() -> None:
 
 
 def test_the_page_runs(capsys):
-    """docs/mechanisms.md's example, whose epsilon is what it says."""
+    """docs/mechanisms.md's examples, and the epsilon of DP-FTRL's is what it says."""
     text = (Path(__file__).parents[2] / "docs/mechanisms.md").read_text(encoding="utf-8")
-    exec(compile(re.search(r"```python\n(.*?)```", text, re.S)[1], "mechanisms.md", "exec"), {})
+    adaptive, tree = re.findall(r"```python\n(.*?)```", text, re.S)[:2]
+    exec(compile(adaptive, "mechanisms.md", "exec"), {})
+    assert 0 < float(capsys.readouterr().out) < 10
+    exec(compile(tree, "mechanisms.md", "exec"), {})
     assert 7.5 < float(capsys.readouterr().out) <= 8

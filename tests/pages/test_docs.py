@@ -37,7 +37,7 @@ def test_info_tells_versions_backends_and_devices():
     )
     for word in ("torch", "opacus", "C++ kernels", "Triton", "CUDA", "devices"):
         assert word in done.stdout
-    for extra in ("demo", "gpu", "hf", "finetune"):  # what README and docs tell to install
+    for extra in ("demo", "gpu", "hf", "finetune", "trl", "sentences"):  # what README and docs tell to install
         assert f"extra [{extra}]" in done.stdout
 
 
