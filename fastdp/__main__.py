@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from .commands.audit_options import add_options as add_audit_options
+from .commands.parsing import Parser
 from .commands.tune_options import add_options as add_tune_options
 from .finetune import options as finetune_options
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m fastdp", description="Exact differentially private training.")
+    made = Parser(prog="python -m fastdp", description="Exact differentially private training.")
+    made.add_version()
     commands = made.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train on scikit-learn's digits with privacy; downloads nothing")
     demo.add_argument(
@@ -23,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("info", help="show versions, backends and devices")
     finetune_options.add_options(
-        commands.add_parser("finetune", help="fine-tune a model on a file of texts, privately")
+        commands.add_parser("finetune", help="fine-tune a model on a table or a folder of images, privately")
     )
     add_tune_options(commands.add_parser("tune", help="search settings privately, and release the best run alone"))
     add_audit_options(commands.add_parser("audit", help="test a training step, of any framework, for private bugs"))
@@ -35,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     ntk.add_argument("--steps", type=int, default=4000, help="the largest number of steps (default: %(default)s)")
     ntk.add_argument("--seed", type=int, default=0, help="the seed of networks and data (default: %(default)s)")
     ntk.add_argument("--out", type=Path, metavar="FILE", help="write the counts to this CSV file")
+    commands.metavar = "|".join(commands.choices)
     return made
 
 

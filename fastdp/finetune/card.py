@@ -24,9 +24,50 @@ NOT_COVERED = (
     "The number of records, from which delta, batch size and steps follow where they were not given: taken as public.",
     "The data that the pre-trained weights and the tokenizer were made from.",
     "Facts about a person that others' records, or the population, show.",
-    "Other releases from the same records: budgets add up.",
+    "Other releases from the same records, other runs of this command among them: budgets add up.",
     "The random numbers are floating-point Gaussians: attacks on their lowest bits are not addressed.",
 )
+
+
+SEVERAL = (
+    "Several records of one person: the guarantee is of one record. Of k records of a person, all of them together are "
+    "protected by about k times epsilon, and by a larger delta; --group-by protects persons."
+)
+SCHEMA = "urn:fastdp:privacy-card:1"  # of privacy_card.schema.json, in this package
+WEAK_EPSILON, WEAK_DELTA = 10.0, 0.1  # the latter over the number of records
+NO_HASH = (
+    "The commitment is no hash of the data, by which a guessed record could be found out: without the key, which its "
+    "owner keeps, it looks like random bits. The balance of the labels, the figures of the check and those of the "
+    "evaluation are functions of the data, and are left out of this card."
+)
+# Ponomareva et al., How to DP-fy ML, 2023 (arXiv 2303.00654), has three tiers, bounded by 1 and 10
+STRENGTH = (
+    (1.0, "strong", "at most 1"),
+    (10.0, "moderate: no strong promise in the worst case; attacks known today find little", "above 1, to 10"),
+    (math.inf, "weak: the promise alone says next to nothing", "above 10"),
+)
+
+
+def guess_of(epsilon: float, delta: float) -> float:
+    """Bound on the share of right guesses about membership: (e^epsilon + delta) / (1 + e^epsilon)."""
+    less = math.exp(-epsilon)
+    return min(1.0, (1 + delta * less) / (1 + less))
+
+
+def weaknesses(epsilon: float, delta: float, units: int | None, unit: str) -> list[str]:
+    """What is weak in a guarantee, each with what would be better. units: records, or persons; None: not known."""
+    found = []
+    if epsilon > WEAK_EPSILON:
+        found.append(
+            f"epsilon {epsilon:.4g} is above {WEAK_EPSILON:g}: it allows that a {unit} is recognised with near "
+            "certainty. Aim at 8 or less, at 1 for a strong guarantee"
+        )
+    if units and delta * units > WEAK_DELTA * (1 + 1e-9):
+        found.append(
+            f"delta {delta:g} is large for {units:,} {unit}s: publishing each of them in full with this "
+            f"probability would reveal {delta * units:.2g} on average. Aim at 1/(10 n) or less"
+        )
+    return found
 
 
 @dataclass
@@ -56,15 +97,26 @@ class Card:
     trained: str
     released: str
     not_covered: list[str]
-    nonfinite: int
+    warnings: list[str] = field(default_factory=list)
+    responsible: str | None = None
+    verified: dict[str, Any] | None = None  # what fastdp.verify found before the first step, without its figures
+    base_model: dict[str, Any] = field(default_factory=dict)  # revision on the hub, files: {name: SHA-256}
+    released_files: dict[str, str] = field(default_factory=dict)  # {name: SHA-256}
+    data_commitment: str | None = None  # see `hashes`
+    begun: str | None = None  # UTC
+    finished: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
 
     @property
     def guess(self) -> float:
-        """Bound on the share of right guesses about membership: (e^epsilon + delta) / (1 + e^epsilon)."""
-        less = math.exp(-self.epsilon)
-        return min(1.0, (1 + self.delta * less) / (1 + less))
+        """Bound on the share of right guesses about membership."""
+        return guess_of(self.epsilon, self.delta)
+
+    @property
+    def strength(self) -> str:
+        """The word for this epsilon."""
+        return next(word for most, word, _ in STRENGTH if self.epsilon <= most).split(":")[0]
 
     @property
     def snippet(self) -> str:
@@ -77,7 +129,8 @@ class Card:
         )
 
     def as_json(self) -> str:
-        return json.dumps({**asdict(self), "recompute": self.snippet}, indent=2, ensure_ascii=False) + "\n"
+        facts = {"schema": SCHEMA, **asdict(self), "strength": self.strength, "guess": self.guess}
+        return json.dumps({**facts, "recompute": self.snippet}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def markdown(self) -> str:
         """The page."""
@@ -110,7 +163,14 @@ class Card:
             ),
             "clipping": f"{self.clipping}, to norm {self.max_grad_norm:g} over all trained weights of a {self.unit}",
             "trained": self.trained,
+            "check before the first step": (
+                "not recorded" if self.verified is None else
+                f"fastdp.verify on {self.verified['records']} records: exact within {self.verified['tolerance']:g}, "
+                "each one's gradient is its own"
+            ),
             "run": self.status,
+            "begun, finished": f"{self.begun or 'not recorded'}, {self.finished or self.date}",
+            "responsible": " ".join((self.responsible or "not stated (--responsible)").split()).replace("|", "\\|"),
         }  # fmt: skip
         table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
         missing = "\n".join(f"- {line}" for line in self.not_covered)
@@ -119,15 +179,46 @@ class Card:
             f"# Privacy card\n\n`{self.model}`, fine-tuned ({self.task}), {self.date}.\n\n{head}\n\n"
             f"In words: someone who knows all the data but one {self.unit}, and sees the model, guesses whether that "
             f"one was trained on rightly with a probability of at most {100 * self.guess:.4g} % (50 % is a coin).\n\n"
-            f"| | |\n| --- | --- |\n{table}\n\n## Released\n\n{self.released}\n\n## Not covered\n\n{missing}\n\n"
+            + "".join(f"> **Warning**: {line}.\n\n" for line in self.warnings) +
+            f"| | |\n| --- | --- |\n{table}\n\n{self._legend()}\n\n## Released\n\n{self.released}\n\n"
+            f"{self._hashes()}\n\n## Not covered\n\n{missing}\n\n"
             f"## To compute epsilon anew\n\n```python\n{self.snippet}```\n\n## Made with\n\n{libraries}\n"
+        )  # fmt: skip
+
+    def _legend(self) -> str:
+        """How strong an epsilon is."""
+        here = next(place for place, (most, _, _) in enumerate(STRENGTH) if self.epsilon <= most)
+        bounds = ("73 %", "73 to 99.995 %", "more than 99.995 %")
+        rows = "\n".join(
+            f"| {span}{' (this model)' if place == here and self.guaranteed else ''} | {word} | {bounds[place]} |"
+            for place, (_, word, span) in enumerate(STRENGTH)
         )
+        return (
+            "## How strong an epsilon is\n\n| epsilon | | right guesses, at most |\n| --- | --- | --- |\n"
+            f"{rows}\n\nThe tiers are those of Ponomareva et al. (2023), for one {self.unit} added or removed. The "
+            "last column is the bound above at a negligible delta; real attacks know less than it assumes."
+        )
+
+    def _hashes(self) -> str:
+        """SHA-256 of the weights, and the commitment to the data."""
+        out = ["## Files, by SHA-256", "", "| file | SHA-256 |", "| --- | --- |"]
+        out += [f"| model/{name} | `{value}` |" for name, value in self.released_files.items()]
+        out += [f"| {name} of the pre-trained model | `{value}` |" for name, value in
+                self.base_model.get("files", {}).items()]  # fmt: skip
+        if self.base_model.get("revision"):
+            out.append(f"| revision of the pre-trained model on the hub | `{self.base_model['revision']}` |")
+        if self.data_commitment:
+            out.append(f"| commitment to the training data (HMAC-SHA256, secret key) | `{self.data_commitment}` |")
+            out += ["", NO_HASH]
+        return "\n".join(out)
 
 
 def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: float, trained: str, group: str | None,
-              evaluated: str, labels: str, adapters: bool) -> Card:  # fmt: skip
+              evaluated: str, labels: str, adapters: bool, units: int | None = None, replaced: bool = False,
+              **more: Any) -> Card:  # fmt: skip
     """The card of a run. group: the column of persons; evaluated: "", "split" (rows of DATA) or "file";
-    labels: "" (lm), "data" (read off it) or "given"."""
+    labels: "" (lm), "data" (read off it) or "given"; units: records (persons) that were trained on;
+    replaced: layers that mixed samples; more: of Card."""
     count = outcome.steps + outcome.lost_steps
     history = [(plan.noise_multiplier, plan.sample_rate, count)] if count else []
     unit = "person" if group else "record"
@@ -135,7 +226,8 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
         f"one person (all records of one value of {group!r}, at most {plan.max_records_per_group} of them in a step) "
         "added or removed" if group else "one record added or removed"
     )  # fmt: skip
-    missing = list(NOT_COVERED)
+    missing = list(NOT_COVERED) + ([] if group else [SEVERAL])
+    epsilon = epsilon_of(list(history), plan.delta, plan.accountant)
     if evaluated:
         whose = "Held-out records of DATA" if evaluated == "split" else "The records of --eval"
         missing.insert(1, f"{whose} were not trained on, but the figures computed from them (accuracy, perplexity, "
@@ -145,7 +237,7 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
                           "their names are not public.")  # fmt: skip
     secret = "drawn by ChaCha20 from a secret key of the operating system, deleted when the run ended"
     return Card(
-        model=model, task=task, epsilon=epsilon_of(list(history), plan.delta, plan.accountant), target_epsilon=target,
+        model=model, task=task, epsilon=epsilon, target_epsilon=target,
         delta=plan.delta, accountant=plan.accountant, neighbours=neighbours, unit=unit,
         sampling=f"Poisson: each {unit} joins a step's batch independently, {plan.expected_batch_size:g} expected",
         sample_rate=plan.sample_rate, noise_multiplier=plan.noise_multiplier, history=history, steps=outcome.steps,
@@ -158,8 +250,11 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
         released=("The adapters (and the new head) in `model/`" if adapters else "The weights in `model/`")
         + ". The guarantee covers the weights and the optimizer's moments after every step, so also those in "
         "`checkpoints/`, but not what lies there beside them: the evaluations so far, and the number of records whose "
-        "gradient was not finite. Give away `model/` and this card, nothing else of the folder.",
-        not_covered=missing, nonfinite=outcome.nonfinite, versions=versions(), date=datetime.date.today().isoformat(),
+        "gradient was not finite. Give away `model/` and this card, nothing else of the folder."
+        + (" Layers that mix samples were replaced: load the weights by from_pretrained(), then call "
+           "fastdp.make_compatible(model)." if replaced else ""),
+        not_covered=missing, warnings=weaknesses(epsilon, plan.delta, units, unit), versions=versions(),
+        date=datetime.date.today().isoformat(), **more,
     )  # fmt: skip
 
 

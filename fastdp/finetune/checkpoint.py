@@ -24,6 +24,7 @@ from ..training.lines import sync_folder
 from .job import FinetuneError
 
 KEPT = 2
+PUBLIC, PRIVATE = 0o666, 0o600  # modes: what may be given away, less the umask; what epsilon does not cover
 UNFINISHED = ".unfinished"  # ending of a file that is being written
 
 
@@ -54,7 +55,7 @@ class _Hashed:
 
 
 @contextlib.contextmanager
-def new_file(path: Path, mode: int = 0o644) -> Iterator[Any]:
+def new_file(path: Path, mode: int = PUBLIC) -> Iterator[Any]:
     """A file to write to, which becomes `path` at the end of the block: whole and on the disk, or not at all.
 
     Raises SaveError, with what to do about it, where the disk or its permissions refuse.
@@ -108,17 +109,17 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write the state after `step` steps; older ones than the last two are deleted. Raises SaveError."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # metrics and counts are in them
         except OSError as problem:
             raise SaveError(in_words(problem, self.folder)) from problem
         path = self.folder / f"step-{step:08d}.pt"
         manifest = path.with_suffix(".json")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(manifest)  # of a checkpoint of this step that did not fit its checksum, or of a former key
-        with new_file(path) as file:
+        with new_file(path, PRIVATE) as file:
             torch.save(state, file)
         about = {"step": step, "bytes": file.bytes, "sha256": file.hash.hexdigest()}
-        with new_file(manifest) as other:
+        with new_file(manifest, PRIVATE) as other:
             other.write(json.dumps(about).encode())
         self._drop_old(step)
         return path

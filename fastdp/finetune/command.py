@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shlex
 import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,18 +22,17 @@ from ..errors import BatchReadWarning, FastDPError
 from ..training.words import count
 from . import preflight
 from .card import make_card
-from .checkpoint import new_file
-from .job import FREE, FinetuneError, Outcome
+from .checkpoint import PRIVATE, new_file
+from .folder import begin_folder, begun_at, check_out, ended_at, is_begun
+from .hashes import COMMITMENT, commit, of_weights
+from .job import FREE, Outcome
+from .models import RELOAD
 from .outputs import write_outputs
 from .prepare import Prepared, prepare
 from .progress import Progress
 from .ranks import started, together
 from .training import run
-
-OPTIONS = "options.json"  # in --out: what the run was begun with
-# may differ when a run is resumed: they change neither the guarantee nor what is learnt
-_FREE = ("resume", "dry_run", "out", "device", "max_physical_batch_size", "checkpoint_every", "graphed",
-         "model", "data", "eval")  # fmt: skip
+from .verdict import advice, nothing_learnt
 
 
 def main(options: Namespace) -> int:
@@ -47,7 +44,7 @@ def main(options: Namespace) -> int:
         _say(problem)
     except KeyboardInterrupt:
         _say("interrupted")
-        if _is_begun(options.out) and not options.dry_run and started()[0] == 0:
+        if is_begun(options.out) and not options.dry_run and started()[0] == 0:
             print(how_to_resume(), file=sys.stderr)
         return 130
     except OSError as problem:
@@ -59,7 +56,7 @@ def main(options: Namespace) -> int:
             f"memory does not suffice ({(str(problem) or 'RAM').splitlines()[0]}): try a smaller --max-length, --lora "
             "8 or a smaller model"
         )
-    if started()[0] == 0 and _is_begun(options.out) and not options.dry_run and options.resume:
+    if started()[0] == 0 and is_begun(options.out) and not options.dry_run and options.resume:
         print(f"What was saved in {options.out} is untouched.", file=sys.stderr)
     return 1
 
@@ -74,7 +71,7 @@ def _main(options: Namespace) -> int:
     ready, problem = None, None
     try:
         if started()[0] == 0:
-            _check_out(options)
+            check_out(options)
         ready = prepare(options)
     except Exception as error:
         if started()[1] == 1:
@@ -105,52 +102,7 @@ def _same_plan(world: World, ready: Prepared) -> None:
     ready.plan = ready.job.plan = dataclasses.replace(ready.plan, max_physical_batch_size=size)
 
 
-# ---------------------------------------------------------------------- the folder
-
-
-def _is_begun(out: Path) -> bool:
-    return (out / "journal.jsonl").exists() or (out / OPTIONS).exists()
-
-
-def _stated(options: Namespace) -> dict[str, Any]:
-    """Options as they are kept in the folder and compared when the run is resumed."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
-            if name not in ("command", "resume", "dry_run", "out")}  # fmt: skip
-
-
-def _check_out(options: Namespace) -> None:
-    """--out is new, empty, or the run that --resume goes on with. Raises FinetuneError."""
-    out: Path = options.out
-    if out.exists() and not out.is_dir():
-        raise FinetuneError(f"--out {out} is a file: give a folder")
-    if not options.resume:
-        if _is_begun(out):
-            raise FinetuneError(
-                f"{out} holds a run already: go on with it by --resume, or give another --out. (A second run on the "
-                "same data spends a second budget.)"
-            )
-        if out.exists() and any(out.iterdir()):
-            raise FinetuneError(f"{out} is not empty: give another --out")
-        return
-    if not _is_begun(out):
-        raise FinetuneError(f"there is no run in {out} to resume: check --out, or leave --resume out")
-    try:
-        before = json.loads((out / OPTIONS).read_text())
-    except (OSError, ValueError):
-        return  # the journal compares the plan, and the keys' file the data
-    now = _stated(options)
-    changed = [name for name in now if name not in _FREE and before.get(name) != json.loads(json.dumps(now[name]))]
-    if changed:
-        lines = "\n".join(f"  --{name.replace('_', '-')}: was {_shown(before.get(name))}, now {_shown(now[name])}"
-                          for name in changed)  # fmt: skip
-        raise FinetuneError(
-            f"the run in {out} was begun with other options:\n{lines}\nResume it with the same ones, or begin "
-            "another run in another --out"
-        )
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else ",".join(value) if isinstance(value, list) else str(value)
+# ---------------------------------------------------------------------- the run
 
 
 def how_to_resume() -> str:
@@ -159,16 +111,10 @@ def how_to_resume() -> str:
     return f"Go on with: python -m fastdp {words} --resume"
 
 
-# ---------------------------------------------------------------------- the run
-
-
 def train(ready: Prepared) -> int:
     """Run the job, write the outputs; the exit code."""
     options = ready.options
-    options.out.mkdir(parents=True, exist_ok=True)
-    if not (options.out / OPTIONS).exists():
-        with new_file(options.out / OPTIONS) as file:
-            file.write((json.dumps(_stated(options), indent=2) + "\n").encode())
+    begin_folder(options)
     progress = Progress(options.out, options.epsilon, options.resume)
     ready.job.log = progress
     print("\ntraining", flush=True)
@@ -213,14 +159,19 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
         trained=f"{count(trained)} of {count(total)} parameters", group=options.group_by,
         evaluated="" if data.held_out is None else "file" if options.eval else "split",
         labels="" if data.names is None else "given" if data.public_labels else "data", adapters=bool(options.lora),
+        units=ready.units, responsible=options.responsible,
+        begun=begun_at(options.out) or None, finished=ended_at(options.out),
+        verified={"result": "exact", "records": min(preflight.CHECKED, len(ready.train)), "tolerance": ready.tolerance},
+        base_model={"revision": ready.revision, "files": of_weights(options.model)},
+        data_commitment=commit(options.out, data.files), replaced=ready.replaced,
     )  # fmt: skip
-    found = None
+    found = simple = None
     if ready.evaluation is not None:
-        if ready.evaluation.last is None:  # the run was over before this process
+        if not ready.evaluation.called:  # the run was over before this process
             ready.evaluation(ready.model)
-        found = ready.evaluation.last
-    lines = write_outputs(options.out, ready.model, ready.tokenizer, progress, card, options.task, found)
-    with new_file(options.out / "plan.txt") as file:
+        found, simple = ready.evaluation.last, ready.evaluation.simple
+    lines = write_outputs(options.out, ready.model, ready.tokenizer, progress, card, options.task, found, simple)
+    with new_file(options.out / "plan.txt", PRIVATE) as file:
         file.write((preflight.said(ready.sections) + "\n\n" + ready.routes + "\n").encode())
     head = f"epsilon {card.epsilon:.3f} at delta {card.delta:g} after {count(outcome.steps)} steps"
     if card.repeatable:
@@ -233,5 +184,12 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
     if outcome.nonfinite:
         print(f"{count(outcome.nonfinite)} gradients of records were not finite and were left out")
     print(f"written to {options.out}:")
-    for line in [*lines, "plan.txt          what was said above, and the route of every use of a weight"]:
+    lines.append("plan.txt          what was said above, and the route of every use of a weight")
+    lines.append(f"{COMMITMENT}  the key of the card's commitment to the data: keep it secret")
+    for line in lines:
         print(f"  {line}")
+    if ready.replaced:
+        print(RELOAD)
+    problem = nothing_learnt(options.task, progress.rows, simple)
+    if problem:
+        print("\n" + advice(problem, ready.plan, options, ready.units, trained / total))

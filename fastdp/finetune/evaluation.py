@@ -1,32 +1,34 @@
-"""Figures of the held-out records: accuracy, NLL and calibration, or perplexity. None of them is covered by epsilon."""
+"""Figures of the held-out records, while it trains. None of them is covered by epsilon."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from ..calibration import Calibration, calibration
-from ..losses import IGNORE
+from ..calibration import Calibration
 from ..training.fused_head import FusedHead
 from .encode import Collate, Encoded, inputs_of, logits_of
-
-HEADLINE = {"classify": "accuracy", "lm": "perplexity"}
+from .figures import Simple, Written, figures_of
+from .task_losses import margins
 
 
 class Evaluation:
-    """Called with the model, in eval mode and without gradients: {metric: value}. `last`: calibration of the last call.
+    """Called with the model, in eval mode and without gradients: {figure: value}; `figures` says which of which task.
 
-    classify: accuracy, nll (nats), ece. lm: nll (nats a token, all tokens alike), perplexity = exp(nll).
-    fused: of a language model whose logits are not stored.
+    `last`: calibration of the last call. `simple`: what can be had without learning. fused: of a language model whose
+    logits are not stored. scale: what 1 in the labels of a regression is in the data.
     """
 
-    def __init__(self, data: Encoded, collate: Collate, task: str, rows: int, fused: FusedHead | None = None) -> None:
+    def __init__(self, data: Encoded, collate: Collate, task: str, rows: int, fused: FusedHead | None = None,
+                 names: Sequence[str] | None = None, scale: float = 1.0) -> None:  # fmt: skip
         self.data, self.collate, self.task, self.rows, self.fused = data, collate, task, rows, fused
+        self.names, self.scale = names, scale
+        self.called = False
         self.last: Calibration | None = None
+        self.simple: Simple | None = None
         self.order = sorted(range(len(data)), key=data.length)  # little padding
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -41,29 +43,21 @@ class Evaluation:
 
     def _of(self, model: nn.Module) -> dict[str, float]:
         device, logits = next(model.parameters()).device, logits_of(model)
-        found: list[Tensor] = []
-        labels: list[Tensor] = []
-        total, tokens = 0.0, 0
+        figures = figures_of(self.task, self.names, self.scale)
         for start in range(0, len(self.order), self.rows):
             batch = self.collate([self.data[i] for i in self.order[start : start + self.rows]])
             batch = {name: value.to(device) for name, value in batch.items()}
             if self.fused is not None and self.fused.is_of(model):
+                assert isinstance(figures, Written)
                 losses, count = self.fused.evaluated(model, inputs_of(model, batch), batch["labels"])
-                total, tokens = total + float(losses), tokens + int(count)
-                continue
-            given = logits(model, batch).float()
-            if self.task == "classify":
-                found.append(given.cpu())
-                labels.append(batch["labels"].cpu())
-                continue
-            targets = batch["labels"][:, 1:].flatten()
-            total += float(F.cross_entropy(given[:, :-1].flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum"))
-            tokens += int((targets != IGNORE).sum())
-        if self.task == "classify":
-            self.last = calibration(torch.cat(found), torch.cat(labels))
-            return {"accuracy": self.last.accuracy, "nll": self.last.nll, "ece": self.last.ece}
-        nll = total / max(tokens, 1)
-        return {"nll": nll, "perplexity": math.exp(nll) if nll < 700 else math.inf}
+                figures.add_sums(float(losses), int(count))
+            elif self.task == "preference":
+                figures.add(margins(model, batch, logits), batch)
+            else:
+                figures.add(logits(model, batch), batch)
+        found = figures.result()
+        self.called, self.last, self.simple = True, figures.last, figures.simple
+        return found
 
 
 def in_words(metrics: dict[str, Any]) -> str:

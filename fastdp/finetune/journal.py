@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..training.lines import append, content_of, line_of, whole_lines
-from .checkpoint import SaveError, in_words, new_file
+from .checkpoint import PRIVATE, SaveError, in_words, new_file
 from .job import FinetuneError
 
 try:
@@ -59,7 +59,7 @@ class Journal:
     def _open(self, plan: dict[str, Any]) -> None:
         path = self.path
         if not path.exists():
-            with new_file(path) as file:
+            with new_file(path, PRIVATE) as file:
                 file.write(line_of({"version": VERSION, "run": secrets.token_hex(16), "plan": plan}))
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND)

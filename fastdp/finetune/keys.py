@@ -29,7 +29,7 @@ from torch import nn
 from ..ops.common import bytes_of
 from ..ops.noise import native_status
 from ..training.fused import Release
-from .checkpoint import new_file
+from .checkpoint import PRIVATE, new_file
 from .job import FinetuneError
 
 CHUNK = 1 << 22  # elements hashed at once on a device
@@ -81,7 +81,7 @@ class Keys:
         """run: the journal's name, without which nobody shall take them. Raises SaveError."""
         state = {**dataclasses.asdict(self), "noise": self.noise.hex(), "other": self.other.hex()}
         state["sampling"] = f"{self.sampling:x}"
-        with new_file(path, 0o600) as file:
+        with new_file(path, PRIVATE) as file:
             file.write(json.dumps({"run": run, "keys": state, "fingerprint": fingerprint}).encode())
 
     @classmethod

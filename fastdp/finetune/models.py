@@ -18,6 +18,7 @@ from torch import nn
 from ..training.compatible import make_compatible
 from ..training.words import count, listed
 from .job import FinetuneError
+from .tasks import TASKS, generates
 
 
 def transformers() -> Any:
@@ -75,7 +76,16 @@ def _sources(name: str) -> dict[str, Any]:
     raise FinetuneError(f"{name} holds no model: there is no config.json in it, but {listed(there) or 'nothing'}")
 
 
-def _read(what: str, name: str, kind: Any, **more: Any) -> Any:
+_MEANT = {
+    "AutoModelForCausalLM": "a language model, such as GPT-2 or Llama",
+    "AutoModelForSeq2SeqLM": "an encoder and decoder, such as T5 or BART",
+    "AutoModelForImageClassification": "a model of images, such as ViT or ResNet",
+    "AutoModelForTokenClassification": "a body that can tag words, such as BERT",
+    "AutoModelForSequenceClassification": "a body that can classify texts, such as BERT",
+}
+
+
+def read(what: str, name: str, kind: Any, **more: Any) -> Any:
     """kind.from_pretrained, its errors in few words."""
     from safetensors import SafetensorError
 
@@ -88,6 +98,10 @@ def _read(what: str, name: str, kind: Any, **more: Any) -> Any:
             f"the {what} of {name} needs a package that is not installed: {first_line(problem)}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, SafetensorError) as problem:
+        if "Unrecognized configuration class" in str(problem) and kind.__name__ in _MEANT:
+            raise FinetuneError(
+                f"{name} is a {load_config(name).model_type} model, and this task needs {_MEANT[kind.__name__]}"
+            ) from None
         if Path(source["pretrained_model_name_or_path"]).exists():
             raise FinetuneError(f"the {what} in {name} cannot be read: {first_line(problem)}") from None
         offline = " (HF_HUB_OFFLINE is set: nothing is fetched)" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""
@@ -106,22 +120,30 @@ def first_line(problem: BaseException) -> str:
 
 def load_config(name: str) -> Any:
     """The model's configuration."""
-    return _read("configuration", name, transformers().AutoConfig)
+    return read("configuration", name, transformers().AutoConfig)
 
 
 def known_labels(config: Any) -> Mapping[str, int] | None:
     """{label: number} that the model was trained with, if it is a classifier."""
     numbers = getattr(config, "label2id", None) or {}
-    classifies = any("SequenceClassification" in name for name in getattr(config, "architectures", None) or ())
+    kinds = ("SequenceClassification", "TokenClassification", "ImageClassification")
+    classifies = any(kind in name for name in getattr(config, "architectures", None) or () for kind in kinds)
     return {str(name): int(number) for name, number in numbers.items()} if classifies else None
 
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer beside the model."""
-    found = _read("tokenizer", name, transformers().AutoTokenizer)
+    found = read("tokenizer", name, transformers().AutoTokenizer)
     if not len(found):
         raise FinetuneError(f"{name} has no tokenizer: its vocabulary is empty")
     return found
+
+
+_PROBLEMS = {"classify": "single_label_classification", "multi-label": "multi_label_classification",
+             "regression": "regression"}  # fmt: skip
+
+
+RELOAD = "To load the result: from_pretrained(), then fastdp.make_compatible(model); its config.json names other layers"
 
 
 def load_model(name: str, task: str, names: Sequence[str] | None, dtype: str) -> tuple[nn.Module, set[str], list[str]]:
@@ -129,25 +151,38 @@ def load_model(name: str, task: str, names: Sequence[str] | None, dtype: str) ->
 
     What mixes samples is replaced (BatchNorm), or the model refused.
     """
-    library, more = transformers(), {}
-    kind = library.AutoModelForCausalLM
-    if task == "classify":
-        kind = library.AutoModelForSequenceClassification
+    kind = getattr(transformers(), TASKS[task].auto)
+    more: dict[str, Any] = {}
+    if TASKS[task].names:
         labels = {number: label for number, label in enumerate(names or ())}
-        more = {"num_labels": len(labels), "id2label": labels, "label2id": {v: k for k, v in labels.items()},
-                "problem_type": "single_label_classification"}  # fmt: skip
+        more = {"num_labels": len(labels), "id2label": labels, "label2id": {v: k for k, v in labels.items()}}
+    if task == "regression":
+        more["num_labels"] = 1
+    if task in _PROBLEMS:
+        more["problem_type"] = _PROBLEMS[task]
+    if more:
         more["ignore_mismatched_sizes"] = True  # a head for other labels is made anew
-    model, info = _read("model", name, kind, dtype=getattr(torch, dtype), output_loading_info=True, **more)
+    if task == "images":
+        config = load_config(name)
+        arguments = getattr(config, "model_args", None) or {}
+        if "num_classes" in arguments:  # of a folder that timm wrote: it would be given twice
+            arguments.pop("num_classes")
+            for field, value in more.items():
+                if field != "ignore_mismatched_sizes":
+                    setattr(config, field, value)
+            more = {"config": config, "ignore_mismatched_sizes": True}
+    model, info = read("model", name, kind, dtype=getattr(torch, dtype), output_loading_info=True, **more)
     new = set(info.get("missing_keys", ())) | {str(key[0]) for key in info.get("mismatched_keys", ())}
     new &= {key for key, _ in model.named_parameters()}
     said = [f"New, not pre-trained: {listed(sorted(new), 4)}"] if new else []
-    if task == "lm" and new:
-        raise FinetuneError(f"{name} is no language model: it has no weights for {listed(sorted(new), 4)}")
+    if generates(task) and new:
+        what = "writes no text for a text" if task == "seq2seq" else "is no language model"
+        raise FinetuneError(f"{name} {what}: it has no weights for {listed(sorted(new), 4)}")
     report = make_compatible(model)
     if report.left:
         raise FinetuneError(f"the model mixes samples, and this could not be replaced:\n{report}")
     if report.changed:
-        said.append(f"{report}\n  (their statistics are gone: such a model needs more training)")
+        said.append(f"{report}\n  (their statistics are gone: such a model needs more training)\n{RELOAD}")
     return model, new, said
 
 
@@ -160,7 +195,7 @@ def choose_trained(model: nn.Module, new: set[str], options: Namespace) -> tuple
     if options.lora:
         if options.train_only:
             raise FinetuneError("--train-only and --lora exclude each other: --lora trains the adapters and the head")
-        model, text = _with_adapters(model, options)
+        model, text = _with_adapters(model, new, options)
         said.append(text)
     elif options.lora_alpha or options.lora_target:
         raise FinetuneError("--lora-alpha and --lora-target go with --lora RANK")
@@ -191,18 +226,28 @@ def new_parameters(model: nn.Module, new: set[str]) -> set[str]:
     return {name for name, known in plain.items() if known in new}
 
 
-def _with_adapters(model: nn.Module, options: Namespace) -> tuple[nn.Module, str]:
+def _with_adapters(model: nn.Module, new: set[str], options: Namespace) -> tuple[nn.Module, str]:
     try:
         import peft
     except ImportError:
         raise FinetuneError("--lora needs peft: pip install 'fastdp[finetune]'") from None
-    task = "SEQ_CLS" if options.task == "classify" else "CAUSAL_LM"
     alpha = options.lora_alpha or 2 * options.lora
+
+    # of peft's own kinds of models, peft trains the head; of others it must be told
+    head = None if TASKS[options.task].peft else sorted(
+        {name.rpartition(".")[0] for name in _head(model, new, options.task)}
+    )  # fmt: skip
 
     def adapted(target: Any) -> Any:
         if target == ["all-linear"]:
             target = "all-linear"
-        chosen = peft.LoraConfig(task_type=task, r=options.lora, lora_alpha=alpha, target_modules=target)
+        chosen = peft.LoraConfig(
+            task_type=TASKS[options.task].peft,
+            r=options.lora,
+            lora_alpha=alpha,
+            target_modules=target,
+            modules_to_save=head,
+        )
         with quiet():
             return peft.get_peft_model(model, chosen)
 
@@ -236,7 +281,7 @@ def _matching(model: nn.Module, patterns: Iterable[str], flag: str, new: set[str
 
 def _head(model: nn.Module, new: set[str], task: str) -> set[str]:
     """The parameters outside the pre-trained body, and those that are new."""
-    if task == "lm":
+    if generates(task):
         head = getattr(model, "get_output_embeddings", lambda: None)()
         inside = {id(p) for p in head.parameters()} if head is not None else set()
         return {name for name, p in model.named_parameters() if id(p) in inside}

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .tasks import TASKS
+
 DESCRIPTION = """\
 Fine-tune a pre-trained model with differential privacy: whoever sees the trained model learns next to nothing about
 any one record (or person, with --group-by) of DATA. The command prints what it will do, trains until the budget is
@@ -18,6 +20,8 @@ exit codes: 0 the run is done; 1 it was refused or failed, and the message says 
 130 it was interrupted (resume it with --resume).
 
 example: python -m fastdp finetune ./minilm reviews.csv --task classify --epsilon 8 --dry-run"""
+
+BETA = 0.1  # of DPO
 
 
 def number(kind: type, low: float, high: float = math.inf, open_low: bool = False) -> Callable[[str], Any]:
@@ -37,6 +41,17 @@ def number(kind: type, low: float, high: float = math.inf, open_low: bool = Fals
     return parse
 
 
+def limits(text: str) -> tuple[float, float]:
+    """LOW,HIGH -> (low, high)."""
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers, LOW,HIGH") from None
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise argparse.ArgumentTypeError(f"{text}: LOW must be below HIGH, and both finite")
+    return low, high
+
+
 def names(text: str) -> list[str]:
     """a,b,c -> ["a", "b", "c"]."""
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -51,14 +66,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL",
                         help="a folder that save_pretrained() or the hub wrote, or a hub name")
     parser.add_argument("data", metavar="DATA", type=Path,
-                        help="the records to train on: CSV, TSV, JSONL, Parquet or text")
-    parser.add_argument("--task", choices=("classify", "lm"), required=True,
-                        help="classify: predict one label per text; lm: predict the next token")
+                        help="the records to train on: CSV, TSV, JSONL, Parquet, CoNLL or text; or a folder of images")
+    parser.add_argument("--task", choices=tuple(TASKS), required=True,
+                        help="; ".join(f"{name}: {task.about}" for name, task in TASKS.items()))
     parser.add_argument("--out", type=Path, default=Path("fastdp-finetune"), metavar="DIR",
                         help="the folder for all output (default: %(default)s)")
     parser.add_argument("--resume", action="store_true",
                         help="continue the run in --out, with the same options (default: a new run)")
     parser.add_argument("--dry-run", action="store_true", help="print what a run would do, without training or writing")
+    parser.add_argument("--responsible", metavar="WHO",
+                        help="who answers for the model and the guarantee, for the card: a name and how to reach it "
+                             "(default: not stated)")
     _privacy(parser.add_argument_group("privacy"), positive)
     _training(parser.add_argument_group("training"), positive)
     _records(parser.add_argument_group("data"))
@@ -94,11 +112,13 @@ def _training(group: Any, positive: Callable[[str], Any]) -> None:
                        help="the expected number of records (persons) per step (default: the power of two next to "
                             "n/10, 16 to 2048)")
     group.add_argument("--lr", type=positive,
-                       help="the learning rate of AdamW (default: 2e-4 for classify, 5e-4 for lm; 3e-3 with --lora or "
-                            "--train-only)")
+                       help="the learning rate of AdamW (default: 5e-4 for lm and seq2seq, 1e-4 for preference, else "
+                            "2e-4; 3e-3 with --lora or --train-only)")
     group.add_argument("--new-lr", type=positive,
                        help="the learning rate of weights that are not pre-trained, such as a new head (default: 5e-3, "
                             "or --lr if larger)")
+    group.add_argument("--beta", type=positive, default=BETA,
+                       help="with --task preference: how strongly DPO holds on to the model as it was (default: 0.1)")
     group.add_argument("--weight-decay", type=number(float, 0), default=0.0, metavar="W",
                        help="the weight decay of AdamW (default: 0)")
     group.add_argument("--lora", type=number(int, 1), metavar="RANK",
@@ -117,19 +137,29 @@ def _records(group: Any) -> None:
                        help="the column of the text (default: 'text', 'sentence', ..., if only one fits)")
     group.add_argument("--pair-column", metavar="NAME", help="the column of the second text, for pairs (default: none)")
     group.add_argument("--label-column", metavar="NAME",
-                       help="the column of the label (default: 'label', 'class', ..., if only one fits)")
+                       help="the column of the label (default: 'label', 'class', ..., if only one fits); for "
+                            "multi-label also several columns of 0 and 1: A,B,C")
     group.add_argument("--labels", type=names, metavar="A,B,...",
                        help="the labels, in order (default: those found in the data, sorted)")
+    group.add_argument("--label-range", type=limits, metavar="LOW,HIGH",
+                       help="with --task regression: the range that labels can have; the model learns them from -1 to "
+                            "1 (default: learn them as they are). Write --label-range=-5,5 if LOW is negative")
+    group.add_argument("--target-column", metavar="NAME",
+                       help="with --task seq2seq: the column of the text to write (default: 'target', 'summary', ...)")
+    for name in ("prompt", "chosen", "rejected"):
+        group.add_argument(f"--{name}-column", metavar="NAME",
+                           help=f"with --task preference: the column of the {name}{' answer' * (name != 'prompt')} "
+                                f"(default: '{name}')")
     group.add_argument("--max-length", type=number(int, 2), metavar="T",
-                       help="the largest number of tokens; longer texts are cut (default: 128 for classify, 256 for "
-                            "lm)")
+                       help="the largest number of tokens; longer texts are cut (default: 256 for lm and preference, "
+                            "else 128)")
     group.add_argument("--eval", type=Path, metavar="FILE",
                        help="records to evaluate on, with the same columns (default: none)")
     group.add_argument("--eval-fraction", type=number(float, 0, 0.9), metavar="F",
                        help="the share of DATA that is held out for evaluation (default: 0.1 without --eval, else 0)")
     group.add_argument("--skip-bad-rows", type=number(int, 0), default=0, metavar="N",
                        help="leave out up to N rows that cannot be used (default: 0: refuse)")
-    group.add_argument("--format", choices=("csv", "tsv", "jsonl", "parquet", "txt"),
+    group.add_argument("--format", choices=("csv", "tsv", "jsonl", "parquet", "txt", "conll"),
                        help="the format of DATA (default: by its suffix)")
     group.add_argument("--columns", type=names, metavar="A,B,...",
                        help="the names of the columns, if a CSV or TSV file has no header")

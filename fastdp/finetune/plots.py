@@ -6,21 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from ..calibration import Calibration, reliability_diagram
-from .evaluation import HEADLINE
+from .figures import Simple
+from .tasks import headline as headline_of
 
 
 def write_plots(folder: Path, rows: dict[int, dict[str, float]], task: str, found: Calibration | None,
-                budget: float) -> list[str]:  # fmt: skip
+                budget: float, simple: Simple | None = None) -> list[str]:  # fmt: skip
     """Write training.png and, for a classifier that was evaluated, reliability.png; without matplotlib training.txt.
+
+    simple: what can be had without learning, drawn as a line.
 
     Returns the names of the files.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        (folder / "training.txt").write_text(in_text(rows, task))
+        (folder / "training.txt").write_text(in_text(rows, task, simple=simple))
         return ["training.txt"]
-    headline = HEADLINE[task]
+    headline = headline_of(task)
     panels = [("loss", "training loss (NOT private)"), ("epsilon", f"epsilon spent, of {budget:g}")]
     if any(headline in row for row in rows.values()):
         panels.append((headline, f"{headline} of held-out records"))
@@ -32,6 +35,9 @@ def write_plots(folder: Path, rows: dict[int, dict[str, float]], task: str, foun
         if name == "epsilon":
             axes.axhline(budget, color="#bb5566", ls="--", lw=1)
             axes.set_ylim(0, None)
+        if name == headline and simple is not None:
+            axes.axhline(simple.value, color="#bb5566", ls="--", lw=1, label=simple.words)
+            axes.legend(fontsize=7, frameon=False)
         axes.set(xlabel="step")
         axes.set_title(title, fontsize=10)
     figure.savefig(folder / "training.png", dpi=120)
@@ -41,7 +47,7 @@ def write_plots(folder: Path, rows: dict[int, dict[str, float]], task: str, foun
     return ["training.png", "reliability.png"]
 
 
-def in_text(rows: dict[int, dict[str, float]], task: str, lines: int = 20) -> str:
+def in_text(rows: dict[int, dict[str, float]], task: str, lines: int = 20, simple: Simple | None = None) -> str:
     """The same as a table of bars, about so many lines."""
     steps = sorted(step for step in rows if "loss" in rows[step])
     if not steps:
@@ -53,8 +59,10 @@ def in_text(rows: dict[int, dict[str, float]], task: str, lines: int = 20) -> st
         row: dict[str, Any] = rows[step]
         bar = "#" * max(0, round(40 * row["loss"] / highest)) if row["loss"] == row["loss"] else ""
         text.append(f"{step:>6} {row.get('epsilon', 0):>8.3f} {row['loss']:>8.4f} {bar}")
-    measured = [step for step in sorted(rows) if HEADLINE[task] in rows[step]]
-    text += [f"step {step}: {HEADLINE[task]} {rows[step][HEADLINE[task]]:.4g}" for step in measured]
+    name = headline_of(task)
+    text += [f"step {step}: {name} {rows[step][name]:.4g}" for step in sorted(rows) if name in rows[step]]
+    if simple is not None:
+        text.append(f"{simple.words}: {simple.value:.4g}")
     return "\n".join(text) + "\n"
 
 

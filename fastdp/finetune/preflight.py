@@ -20,8 +20,11 @@ from ..errors import AccountingError, FastDPError
 from ..training.privatize import privatize
 from ..training.words import count, duration, size
 from .batch_size import Fit
+from .card import weaknesses
 from .job import FinetuneError, Job, Plan
 from .options import default_batch, default_delta
+from .tasks import TASKS
+from .training import out_of_memory
 
 NEW_LR = 5e-3  # of a new head: it has everything to learn, the weights below it little
 CHECKED = 4  # records that verify compares with one-sample truth
@@ -43,7 +46,7 @@ def make_plan(options: Namespace, units: int) -> Plan:
                                          accountant=options.accountant)  # fmt: skip
     except AccountingError as problem:
         raise FinetuneError(f"epsilon {options.epsilon:g} cannot be reached: {problem}") from None
-    lr = options.lr or (3e-3 if options.lora or options.train_only else 2e-4 if options.task == "classify" else 5e-4)
+    lr = options.lr or (3e-3 if options.lora or options.train_only else TASKS[options.task].lr)
     return Plan(
         noise_multiplier=noise, sample_rate=rate, expected_batch_size=batch, steps=steps, lr=lr,
         new_lr=options.new_lr or max(lr, NEW_LR),
@@ -68,6 +71,11 @@ def check(job: Job) -> str:
             found = verify(job.model, job.loss, batch, params=params, samples=CHECKED)
     except FastDPError as problem:
         raise FinetuneError(f"this model cannot be trained privately as it is:\n{problem}") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as problem:
+        if out_of_memory(problem):
+            raise
+        words = (str(problem).strip() or "no message").splitlines()[0][:240]
+        raise FinetuneError(f"the model fails on the first records: {type(problem).__name__}: {words}") from problem
     line = (
         f"fastdp.verify on {found.samples} records: exact, each one's gradient is its own (relative errors: norms "
         f"{found.norm_error:.0e}, sum {found.sum_error:.0e}, influence of other records {found.coupling:.0e})"
@@ -189,6 +197,7 @@ def privacy_lines(plan: Plan, options: Namespace, units: int) -> list[str]:
         )
     if plan.accountant == "gdp":
         lines.append("gdp is an approximation, and no upper bound on epsilon: prv is")
+    lines += [f"Warning: {line}" for line in weaknesses(spent, plan.delta, units, unit)]
     if units < 100:
         lines.append(f"{units} {unit}s are very few: at this noise expect to learn little or nothing")
     return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import warnings
 from argparse import Namespace
 from collections import Counter
@@ -18,13 +17,18 @@ from ..training.fused_head import FusedHead
 from ..training.words import count, listed, many
 from . import preflight
 from .batch_size import Fit, fit
-from .encode import Collate, Encoded, encode, fused_loss_of, graphed_of, inputs_of, longest, loss_of, padding, widths
+from .encode import Collate, Encoded, encode, inputs_of, longest, padding, widths
 from .evaluation import Evaluation
+from .images import Images, collate_images, load_images, load_processor
 from .job import FinetuneError, Job, Plan
-from .models import choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
+from .models import RELOAD, choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
+from .options import BETA
 from .ranks import own_device, started
 from .records import Data, load_data
 from .replays import check as check_graphed
+from .tables import refuse_absent
+from .task_losses import fused_loss_of, graphed_of, loss_of, preference_loss_of, reference_of
+from .tasks import TASKS, one_answer
 
 _EVALUATED_AT_ONCE = 32
 
@@ -44,6 +48,9 @@ class Prepared:
     units: int
     sections: list[tuple[str, list[str]]]
     routes: str = ""  # the engine's plan, as a table
+    revision: str | None = None  # of the model on the hub
+    tolerance: float = 1e-4  # of the check
+    replaced: bool = False  # layers that mixed samples, so that the result is loaded with make_compatible
 
 
 def prepare(options: Namespace) -> Prepared:
@@ -51,18 +58,38 @@ def prepare(options: Namespace) -> Prepared:
     device = _device(options.device)
     # the first weights of a new head are no secret, and must be the same again when a killed run is taken up
     torch.manual_seed(options.seed or 0)
-    known = known_labels(load_config(options.model)) if options.task == "classify" else None
-    data = load_data(options, known)
-    tokenizer = load_tokenizer(options.model)
-    words = padding(tokenizer)
+    pictures = options.task == "images"
+    for path in filter(None, (options.data, options.eval)):
+        refuse_absent(path, folder=pictures)
+    _refuse_misplaced(options)
+    known = known_labels(load_config(options.model)) if TASKS[options.task].names else None
+    data = load_images(options, known) if pictures else load_data(options, known)
+    tokenizer = load_processor(options.model) if pictures else load_tokenizer(options.model)
+    words = "" if pictures else padding(tokenizer)
     model, new, notes = load_model(options.model, options.task, data.names, options.dtype)
     notes = notes + ([words] if words else [])
     settings: Any = model.config
-    if options.task == "classify" and getattr(settings, "pad_token_id", None) is None:
-        settings.pad_token_id = tokenizer.pad_token_id
-    most = longest(model, tokenizer, options.task, options.max_length)
-    encoded = encode(data.train, tokenizer, model, options.task, most)
-    held_out = None if data.held_out is None else encode(data.held_out, tokenizer, model, options.task, most)
+    most = 0
+    encoded: Any
+    held_out: Any = None
+    collate: Any = collate_images
+    if pictures:
+        encoded = Images(data.train, tokenizer)
+        held_out = None if data.held_out is None else Images(data.held_out, tokenizer)
+    else:
+        if one_answer(options.task) and getattr(settings, "pad_token_id", None) is None:
+            settings.pad_token_id = tokenizer.pad_token_id
+        if options.label_range:  # who loads the model must know what 1 stands for
+            settings.label_range = list(options.label_range)
+        most = longest(model, tokenizer, options.task, options.max_length)
+        encoded = encode(data.train, tokenizer, model, options.task, most)
+        held_out = None if data.held_out is None else encode(data.held_out, tokenizer, model, options.task, most)
+        start = _start(model, options.task)
+        collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else (), start)
+    model.to(device)
+    if options.task == "preference":
+        for each in filter(None, (encoded, held_out)):
+            each.reference = reference_of(model, each, collate, _EVALUATED_AT_ONCE, device)
     model, more = choose_trained(model, new, options)
     model.to(device)
     groups = data.train.groups
@@ -70,16 +97,20 @@ def prepare(options: Namespace) -> Prepared:
         encoded = encoded.by_length()
     units = len(encoded) if groups is None else len(set(groups))
     plan = preflight.make_plan(options, units)
-    collate = Collate(int(tokenizer.pad_token_id), widths(most) if options.graphed else ())
     fused = _fused(options, model, collate([encoded[0]]), device) if options.fused_loss else None
     loss = loss_of(model, options.task) if fused is None else fused_loss_of(model, fused)
-    evaluation = None if held_out is None else Evaluation(held_out, collate, options.task, _EVALUATED_AT_ONCE, fused)
+    if options.task == "preference":
+        loss = preference_loss_of(model, options.beta)
+    low, high = options.label_range or (-1.0, 1.0)
+    evaluation = None if held_out is None else Evaluation(
+        held_out, collate, options.task, _EVALUATED_AT_ONCE, fused, data.names, (high - low) / 2
+    )  # fmt: skip
     per_epoch = max(1, round(1 / plan.sample_rate))
     job = Job(
         model=model, loss=loss, data=encoded, collate=collate, plan=plan,
         folder=options.out,
         evaluate=evaluation, evaluate_every=None if evaluation is None else per_epoch,
-        fingerprint={"data (training records)": data.train.digest, "tokens": _tokens_digest(encoded)},
+        fingerprint={"data (training records)": data.train.digest, "tokens": encoded.digest()},
         group_by=groups, length=encoded.length, new=new_parameters(model, new),
         graphed=graphed_of(model, options.task, encoded, collate) if options.graphed else None,
     )  # fmt: skip
@@ -93,8 +124,38 @@ def prepare(options: Namespace) -> Prepared:
         ("privacy", preflight.privacy_lines(plan, options, units)),
     ]
     ready = Prepared(options, data, model, tokenizer, encoded, evaluation, plan, job, units, sections)
+    ready.replaced = any(RELOAD in note for note in notes)
+    ready.revision = getattr(settings, "_commit_hash", None)
+    ready.tolerance = 5e-2 if options.dtype == "bfloat16" else 1e-4  # fastdp.verify's own
     _measure(ready)
     return ready
+
+
+def _refuse_misplaced(options: Namespace) -> None:
+    """Options of another task are refused before anything is loaded."""
+    for name, task in (("label_range", "regression"), ("target_column", "seq2seq"), ("prompt_column", "preference"),
+                       ("chosen_column", "preference"), ("rejected_column", "preference")):  # fmt: skip
+        if getattr(options, name) is not None and options.task != task:
+            flag = "--" + name.replace("_", "-")
+            raise FinetuneError(f"{flag} goes with --task {task}, not with --task {options.task}")
+    instead = {("seq2seq", "label_column"): "--target-column", ("preference", "label_column"): "--chosen-column",
+               ("preference", "text_column"): "--prompt-column"}  # fmt: skip
+    for (task, name), flag in instead.items():
+        if options.task == task and getattr(options, name) is not None:
+            raise FinetuneError(f"--{name.replace('_', '-')} does not go with --task {task}: give {flag}")
+    if options.task != "preference" and options.beta != BETA:
+        raise FinetuneError(f"--beta goes with --task preference, not with --task {options.task}")
+
+
+def _start(model: nn.Module, task: str) -> int | None:
+    """The token that a target begins with. Raises FinetuneError where the model names none."""
+    if task != "seq2seq":
+        return None
+    settings: Any = model.config
+    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+        if (found := getattr(settings, name, None)) is not None:
+            return int(found)
+    raise FinetuneError("the model's config.json names no decoder_start_token_id, with which a target begins")
 
 
 def _fused(options: Namespace, model: nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> FusedHead:
@@ -150,12 +211,6 @@ def _with_persons(found: Fit, ready: Prepared) -> Fit:
     )
 
 
-def _tokens_digest(encoded: Encoded) -> str:
-    digest = hashlib.sha256(encoded.starts.numpy().tobytes())
-    digest.update(encoded.tokens.numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or (own_device() if torch.cuda.is_available() else "cpu"))
@@ -182,6 +237,8 @@ def _data_lines(options: Namespace, data: Data, train: Encoded, held_out: Encode
         lines.append(f"{many(len(held_out), 'other')} held out to evaluate on, chosen by a hash of each one's text")
         if options.group_by:
             lines[-1] = lines[-1].replace("each one's text", "the person's key")
+        if options.task == "images":
+            lines[-1] = lines[-1].replace("each one's text", "each one's file")
     elif held_out is not None:
         lines.append(f"{count(len(held_out))} records of {options.eval} to evaluate on")
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..training.words import duration
-from .checkpoint import SaveError, new_file
+from .checkpoint import PRIVATE, SaveError, new_file
 from .evaluation import in_words
 
 FIRST = ("step", "epsilon", "loss", "samples", "seconds")
@@ -95,7 +95,7 @@ class Progress:
         writer.writeheader()
         for step in sorted(self.rows):
             writer.writerow({name: f"{value:.8g}" for name, value in self.rows[step].items()})
-        with new_file(self.path) as file:
+        with new_file(self.path, PRIVATE) as file:
             file.write(text.getvalue().encode())
 
     def pause(self) -> None:
@@ -133,4 +133,5 @@ def _board(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
+    folder.mkdir(mode=0o700, exist_ok=True)
     return SummaryWriter(str(folder))

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..training.words import listed
+from .columns import Columns, choose
 from .job import FinetuneError
+from .labels import class_name, label_names, label_set, missing, number, words_of, yes
 from .tables import Bad, Table, read_table, refuse_bad
-
-_TEXTS = ("text", "sentence", "content", "review", "document", "body", "message")
-_LABELS = ("label", "labels", "class", "target", "category")
-_MOST_CLASSES = 1000
+from .tasks import TASKS
 
 
 @dataclass
 class Records:
-    """Texts (pairs of them, if `pairs`), labels as numbers (classify), keys of persons (group_by)."""
+    """Texts (pairs of them, if `pairs`), what is to be predicted, keys of persons (group_by).
+
+    labels, by task: the number of a class (classify); a number; 0 or 1 for every label (multi-label); words and the
+    numbers of their tags (tokens); a text (seq2seq); the chosen and the rejected answer (preference).
+    """
 
     texts: list[str]
     pairs: list[str] | None = None
-    labels: list[int] | None = None
+    labels: list[Any] | None = None
     groups: list[str] | None = None
+    paths: list[str] | None = None  # of images, whose hashes the texts are
     digest: str = ""  # of all that is in it, in order
 
     def __len__(self) -> int:
@@ -44,14 +45,7 @@ class Data:
     said: list[str] = field(default_factory=list)
     columns: dict[str, str] = field(default_factory=dict)  # {"text": ..., "label": ...}
     public_labels: bool = False  # given by --labels, not read off the data
-
-
-@dataclass
-class _Columns:
-    text: int
-    pair: int | None
-    label: int | None
-    group: int | None
+    files: dict[str, str] = field(default_factory=dict)  # {name: SHA-256 of the unpacked file} of what is trained on
 
 
 def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Data:
@@ -64,82 +58,41 @@ def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Dat
     table = read_table(options.data, options.format, **how)
     if not table.rows:
         refuse_bad(table, table.bad, -1)
-    columns = _choose(table, options)
+    columns = choose(table, options)
     data = Data(Records([]), None, None)
-    data.columns = {
-        what: table.columns[at]
-        for what in ("text", "pair", "label", "group")
-        if (at := getattr(columns, what)) is not None
-    }
-    rows, bad = _cells(table, columns)
-    if options.task == "classify":
-        data.names, data.public_labels = _label_names(table, rows, options.labels, known)
-    found, more = _records(rows, data.names)
+    data.columns = columns.names(table)
+    data.files = {options.data.name: table.digest}
+    rows, bad = _cells(table, columns, options)
+    refuse_bad(table, [*table.bad, *bad], options.skip_bad_rows)  # before what is left of them is judged
+    if options.labels is not None and not TASKS[options.task].names:
+        raise FinetuneError(f"--labels does not go with --task {options.task}")
+    if columns.several:  # their names are no secret: the command names them
+        data.names, data.public_labels = data.columns["label"].split(","), True
+    elif TASKS[options.task].names:
+        every = [_names(row.label, options.task) for row in rows]
+        data.names, data.public_labels = label_names(table, every, options.labels, known, options.task)
+    found, more = _records(rows, data.names, options.task)
     data.said += _said(refuse_bad(table, [*table.bad, *bad, *more], options.skip_bad_rows))
     if not len(found):
         raise FinetuneError(f"{table.path} has no row that can be used")
     fraction = options.eval_fraction if options.eval_fraction is not None else (0.0 if options.eval else 0.1)
-    data.train, data.held_out = _split(found, fraction)
+    data.train, data.held_out = split(found, fraction)
     if options.eval is not None:
         alike = options.eval.suffix == options.data.suffix
         how = how if alike else {"encoding": options.encoding}
         other = read_table(options.eval, options.format if alike else None, **how)
-        rows, bad = _cells(other, _choose(other, options, data.columns))
-        held_out, more = _records(rows, data.names)
+        rows, bad = _cells(other, choose(other, options, data.columns), options)
+        held_out, more = _records(rows, data.names, options.task)
         data.said += _said(refuse_bad(other, [*other.bad, *bad, *more], options.skip_bad_rows))
         data.held_out = held_out
     if data.held_out is not None and not len(data.held_out):
         data.held_out = None
-    _check(table, data, options)
+    check(data, options)
     return data
 
 
 def _said(text: str) -> list[str]:
     return [text] if text else []
-
-
-# ---------------------------------------------------------------------- columns
-
-
-def _choose(table: Table, options: Namespace, as_before: Mapping[str, str] | None = None) -> _Columns:
-    """Where the text, the label and the person stand; as_before: the names that training took."""
-    names = as_before or {}
-
-    def at(what: str, given: str | None) -> int | None:
-        given = names.get(what, given)
-        flag = {"text": "--text-column", "pair": "--pair-column", "label": "--label-column", "group": "--group-by"}
-        return None if given is None else table.position(given, flag[what])
-
-    group, pair = at("group", options.group_by), at("pair", options.pair_column)
-    text, label = at("text", options.text_column), at("label", options.label_column)
-    taken = {group, pair, text, label} - {None}
-    if text is None:  # a usual name first: what is left beside it may be the label
-        usual = [i for i, name in enumerate(table.columns) if name.lower() in _TEXTS and i not in taken]
-        if len(usual) == 1:
-            text = usual[0]
-            taken.add(text)
-    if options.task == "classify" and label is None:
-        label = _guess(table, _LABELS, taken, "--label-column")
-        taken.add(label)
-    if text is None:
-        text = _guess(table, _TEXTS, taken, "--text-column")
-    if options.task != "classify":
-        label = None
-    if text == label or (pair is not None and pair in (text, label)):
-        raise FinetuneError(f"the column {table.columns[text]!r} is given twice: text, pair and label differ")
-    return _Columns(text, pair, label, group)
-
-
-def _guess(table: Table, usual: Sequence[str], taken: set[Any], flag: str) -> int:
-    """The only column with a usual name, else the only one left."""
-    left = [i for i in range(len(table.columns)) if i not in taken]
-    for candidates in ([i for i in left if table.columns[i].lower() in usual], left):
-        if len(candidates) == 1:
-            table.position(table.columns[candidates[0]], flag)  # refuses a name that stands twice
-            return candidates[0]
-    names = ",".join(f"column{i + 1}" for i in range(len(table.columns))) if len(table.columns) != 2 else "text,label"
-    hint = f"\nIf the first line is a record and no header: --columns {names}" if table.kind in ("csv", "tsv") else ""
-    raise FinetuneError(f"which column of {table.path}? Give {flag}. It has: {listed(table.columns)}{hint}")
 
 
 # ---------------------------------------------------------------------- cells
@@ -150,18 +103,20 @@ class _Row:
     line: int
     text: str
     pair: str
-    label: str
+    label: Any
     group: str
 
 
-def _cells(table: Table, columns: _Columns) -> tuple[list[_Row], list[Bad]]:
+def _cells(table: Table, columns: Columns, options: Namespace) -> tuple[list[_Row], list[Bad]]:
     rows, bad = [], []
+    what = "prompt" if options.task == "preference" else "text"
     for line, cells in zip(table.lines, table.rows, strict=True):
         try:
+            text = cells[columns.text]
             rows.append(_Row(
-                line, _text(cells[columns.text], "text"),
+                line, " ".join(words_of(text, "words")) if options.task == "tokens" else _text(text, what),
                 "" if columns.pair is None else _text(cells[columns.pair], "second text"),
-                "" if columns.label is None else class_name(cells[columns.label]),
+                _label(cells, columns, options, table),
                 "" if columns.group is None else _group(cells[columns.group]),
             ))  # fmt: skip
         except ValueError as problem:
@@ -169,14 +124,58 @@ def _cells(table: Table, columns: _Columns) -> tuple[list[_Row], list[Bad]]:
     return rows, bad
 
 
-def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value)) or (
-        isinstance(value, str) and not value.strip()
-    )  # fmt: skip
+def _label(cells: Sequence[Any], columns: Columns, options: Namespace, table: Table) -> Any:
+    """What is to be predicted, as the file says it. Raises ValueError."""
+    if columns.several:
+        return tuple(table.columns[at] for at in columns.several if yes(cells[at], table.columns[at]))
+    if columns.label is None:
+        return ""
+    cell = cells[columns.label]
+    if options.task == "regression":
+        return _in_range(number(cell), options.label_range)
+    if options.task == "multi-label":
+        return label_set(cell)
+    if options.task == "tokens":
+        words, tags = words_of(cells[columns.text], "words"), words_of(cell, "tags")
+        if len(words) != len(tags):
+            raise ValueError(f"{len(words)} words, but {len(tags)} tags")
+        return words, tags
+    if options.task == "seq2seq":
+        return _text(cell, "target")
+    if columns.rejected is not None:
+        pair = _text(cell, "chosen answer"), _text(cells[columns.rejected], "rejected answer")
+        if pair[0] == pair[1]:
+            raise ValueError("the chosen and the rejected answer are the same")
+        return pair
+    return class_name(cell)
+
+
+def _in_range(value: float, limits: tuple[float, float] | None) -> float:
+    """The number, from -1 to 1 where a range is stated. Raises ValueError."""
+    if limits is None:
+        return value
+    low, high = limits
+    if not low <= value <= high:
+        raise ValueError(f"the label {value:g} is outside --label-range {low:g},{high:g}")
+    return (value - (low + high) / 2) / ((high - low) / 2)
+
+
+def _names(label: Any, task: str) -> Sequence[str]:
+    """The names of labels that a record has."""
+    return label[1] if task == "tokens" else label if task == "multi-label" else (label,)
+
+
+def _numbered(label: Any, numbers: Mapping[str, int], task: str) -> Any:
+    """The label in numbers."""
+    if task == "tokens":
+        return list(label[0]), [numbers[tag] for tag in label[1]]
+    if task == "multi-label":
+        return [float(name in label) for name in numbers]
+    return numbers[label]
 
 
 def _text(value: Any, what: str) -> str:
-    if _missing(value):
+    if missing(value):
         raise ValueError(f"no {what}")
     if not isinstance(value, str):
         raise ValueError(f"the {what} is of type {type(value).__name__}, expected a string")
@@ -186,82 +185,35 @@ def _text(value: Any, what: str) -> str:
 
 
 def _group(value: Any) -> str:
-    if _missing(value):
+    if missing(value):
         raise ValueError("nothing says whose the record is (--group-by)")
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
 
 
-def class_name(value: Any) -> str:
-    """The name of a label as any file may write it: 1, 1.0, "1" and "1.0" are one class, as are true and "true".
-
-    Raises ValueError on what is no class: nothing, NaN, a fraction, a list.
-    """
-    if _missing(value) or (isinstance(value, str) and value.strip().lower() == "nan"):
-        raise ValueError("no label")
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        if not value.is_integer():  # also an infinity
-            raise ValueError(f"the label {value:g} is a fraction: a class is a name or a whole number")
-        return str(int(value))
-    if isinstance(value, str):
-        text = value.strip()
-        if re.fullmatch(r"[+-]?\d+\.0*", text):
-            return str(int(text.split(".")[0]))
-        if re.fullmatch(r"[+-]?\d*\.\d+", text):
-            raise ValueError(f"the label {text} is a fraction: a class is a name or a whole number")
-        return {"True": "true", "False": "false"}.get(text, text)
-    if isinstance(value, int):
-        return str(value)
-    raise ValueError(f"the label is of type {type(value).__name__}, expected a name or a whole number")
-
-
-def _label_names(
-    table: Table, rows: Sequence[_Row], given: Sequence[str] | None, known: Mapping[str, int] | None
-) -> tuple[list[str], bool]:
-    """The labels in order of their numbers, and whether they are public (not read off the data)."""
-    if given is not None:
-        try:
-            named = [class_name(name) for name in given]
-        except ValueError as problem:
-            raise FinetuneError(f"--labels: {problem}") from None
-        if len(set(named)) < len(named) or len(named) < 2:
-            raise FinetuneError(f"--labels needs two or more different labels, not {','.join(given)}")
-        return named, True
-    counts = Counter(row.label for row in rows)
-    if known and set(counts) <= set(known) and sorted(known.values()) == list(range(len(known))):
-        return sorted(known, key=lambda name: known[name]), True
-    if len(counts) > min(_MOST_CLASSES, max(len(rows) // 2, 2)):
-        raise FinetuneError(
-            f"the label column of {table.path} has {len(counts)} different values in {len(rows)} rows, such as "
-            f"{listed(list(counts), 3)}: is it the right one (--label-column)?"
-        )
-    return sorted(counts, key=lambda name: (0, int(name), "") if _whole(name) else (1, 0, name)), False
-
-
-def _whole(name: str) -> bool:
-    return re.fullmatch(r"-?\d{1,18}", name) is not None
-
-
-def _records(rows: Sequence[_Row], names: Sequence[str] | None) -> tuple[Records, list[Bad]]:
-    """The rows whose label is among the names; the rest are bad."""
+def _records(rows: Sequence[_Row], names: Sequence[str] | None, task: str) -> tuple[Records, list[Bad]]:
+    """The rows whose labels are among the names; the rest are bad."""
     numbers = {name: number for number, name in enumerate(names or ())}
-    bad = [Bad(row.line, f"the label {row.label[:40]!r} is none of {listed(list(numbers), 5)}")
-           for row in rows if names and row.label not in numbers]  # fmt: skip
-    good = [row for row in rows if not names or row.label in numbers]
+    good, bad = [], []
+    for row in rows:
+        other = [name for name in _names(row.label, task) if name not in numbers] if names else []
+        if other:
+            bad.append(Bad(row.line, f"the label {other[0][:40]!r} is none of {listed(list(numbers), 5)}"))
+        else:
+            good.append(row)
+    labels = [_numbered(row.label, numbers, task) if names else row.label for row in good]
     records = Records(
         [row.text for row in good],
         [row.pair for row in good] if any(row.pair for row in good) else None,
-        [numbers[row.label] for row in good] if names else None,
+        labels if TASKS[task].labels else None,
         [row.group for row in good] if any(row.group for row in good) else None,
     )
-    return _with_digest(records), bad
+    return with_digest(records), bad
 
 
 # ---------------------------------------------------------------------- who trains
 
 
-def _split(records: Records, fraction: float) -> tuple[Records, Records | None]:
+def split(records: Records, fraction: float) -> tuple[Records, Records | None]:
     """Hold out a share by a hash of each record's text (of its person's key).
 
     So whether a record is held out depends on nothing but itself: one record more or less in the file moves no other,
@@ -283,10 +235,10 @@ def select(records: Records, which: Sequence[int]) -> Records:
         return None if values is None else [values[i] for i in which]
 
     texts = [records.texts[i] for i in which]
-    return _with_digest(Records(texts, of(records.pairs), of(records.labels), of(records.groups)))
+    return with_digest(Records(texts, of(records.pairs), of(records.labels), of(records.groups), of(records.paths)))
 
 
-def _with_digest(records: Records) -> Records:
+def with_digest(records: Records) -> Records:
     digest = hashlib.sha256()
     for values in (records.texts, records.pairs, records.labels, records.groups):
         for value in values or ():
@@ -297,14 +249,23 @@ def _with_digest(records: Records) -> Records:
     return records
 
 
-def _check(table: Table, data: Data, options: Namespace) -> None:
+def check(data: Data, options: Namespace) -> None:
+    """That there is enough to train on. Raises FinetuneError."""
     if not len(data.train):
-        raise FinetuneError(f"no record of {table.path} is left to train on: give --eval-fraction 0")
-    if data.names is not None and len(set(data.train.labels or ())) < 2:
-        only = data.names[(data.train.labels or [0])[0]]
+        raise FinetuneError(f"no record of {options.data} is left to train on: give --eval-fraction 0")
+    labels = data.train.labels or []
+    if options.task in ("classify", "images") and data.names is not None and len(set(labels)) < 2:
         raise FinetuneError(
-            f"all {len(data.train)} records to train on have the label {only!r}: there is nothing to tell apart"
+            f"all {len(data.train)} records to train on have the label {data.names[labels[0]]!r}: there is nothing to "
+            "tell apart"
         )
+    if options.task in ("regression", "multi-label") and all(label == labels[0] for label in labels):
+        what = "number" if options.task == "regression" else "labels"
+        raise FinetuneError(
+            f"all {len(data.train)} records to train on have the same {what}: there is nothing to learn"
+        )
+    if options.task == "tokens" and len({tag for _, tags in labels for tag in tags}) < 2:
+        raise FinetuneError(f"all words of the {len(data.train)} records to train on have the same tag")
     if len(data.train) < 2:
         raise FinetuneError("one record is too few: training needs two at least, and makes sense with hundreds")
     units = len(set(data.train.groups)) if data.train.groups is not None else len(data.train)

@@ -1,4 +1,4 @@
-"""Files of records: CSV, TSV, JSON lines, Parquet or text, read row by row; bad rows are told by line.
+"""Files of records: CSV, TSV, JSON lines, Parquet, CoNLL or text, read row by row; bad rows are told by line.
 
 A row is never repaired or dropped in silence: what cannot be read is a `Bad`, and the caller refuses or skips it.
 """
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from ..training.words import listed, nearest
 from .job import FinetuneError
 
-FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt")
+FORMATS = ("csv", "tsv", "jsonl", "parquet", "txt", "conll")
 _BY_SUFFIX = {
     ".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-    ".parquet": "parquet", ".pq": "parquet", ".txt": "txt",
+    ".parquet": "parquet", ".pq": "parquet", ".txt": "txt", ".conll": "conll", ".iob": "conll", ".bio": "conll",
 }  # fmt: skip
 _DELIMITERS = (",", ";", "\t", "|")
 _MARKS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
@@ -53,7 +53,7 @@ class Table:
     @property
     def place(self) -> str:
         """What `lines` counts."""
-        return "row" if self.kind == "parquet" else "line"
+        return {"parquet": "row", "images": "image"}.get(self.kind, "line")
 
     def position(self, name: str, what: str) -> int:
         """Where a column stands. Raises FinetuneError where there is none of that name, or more than one."""
@@ -115,6 +115,8 @@ def read_table(
                     table.lines.append(number)
         elif kind == "jsonl":
             _json_lines(table, text)
+        elif kind == "conll":
+            _conll(table, text)
         else:
             _delimited(table, text, delimiter, quote, columns)
     if not table.rows and not table.bad:
@@ -133,12 +135,18 @@ def kind_of(path: Path) -> str:
     return found
 
 
-def _bytes_of(path: Path) -> bytes:
+def refuse_absent(path: Path, folder: bool = False) -> None:
+    """Raises FinetuneError where there is no such file, or (folder) nothing of that name."""
     if not path.exists():
-        there = [each.name for each in path.parent.iterdir() if each.is_file()] if path.parent.is_dir() else []
-        raise FinetuneError(f"there is no file {path}{nearest(path.name, there)}")
-    if path.is_dir():
-        raise FinetuneError(f"{path} is a folder: give one file of records ({', '.join(FORMATS)})")
+        there = [each.name for each in path.parent.iterdir() if each.is_dir() == folder] if path.parent.is_dir() else []
+        raise FinetuneError(f"there is no {'folder' if folder else 'file'} {path}{nearest(path.name, there)}")
+    if path.is_dir() and not folder:
+        images = ", or --task images" if any(each.is_dir() for each in path.iterdir()) else ""
+        raise FinetuneError(f"{path} is a folder: give one file of records ({', '.join(FORMATS)}){images}")
+
+
+def _bytes_of(path: Path) -> bytes:
+    refuse_absent(path)
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
     except (OSError, EOFError) as problem:
@@ -216,6 +224,29 @@ def _parsed(text: str, how: dict[str, Any]) -> Iterator[tuple[int, list[str] | s
         csv.field_size_limit(before)
 
 
+def _conll(table: Table, text: str) -> None:
+    """A word a line, its tag in the last field; an empty line ends a record. -DOCSTART- is no word."""
+    table.columns = ["tokens", "tags"]
+    words: list[str] = []
+    tags: list[str] = []
+    begun, wrong = 0, ""
+    for number, line in enumerate([*text.split("\n"), ""], 1):
+        fields = line.split()
+        if not fields and words:
+            if wrong:
+                table.bad.append(Bad(begun, wrong))
+            else:
+                table.rows.append([words, tags])
+                table.lines.append(begun)
+            words, tags, wrong = [], [], ""
+        elif fields and fields[0] != "-DOCSTART-":
+            begun = begun if words else number
+            if len(fields) < 2:
+                wrong = wrong or f"line {number} has the word {fields[0][:40]!r} and no tag"
+            words.append(fields[0])
+            tags.append(fields[-1])
+
+
 def _json_lines(table: Table, text: str) -> None:
     rows: list[tuple[int, dict[str, Any]]] = []
     names: dict[str, None] = {}
@@ -282,9 +313,9 @@ def refuse_bad(table: Table, bad: Sequence[Bad], most: int) -> str:
     first = "\n".join(f"  {table.place} {each.line}: {each.reason}" for each in bad[:10])
     more = f"\n  and {len(bad) - 10} more" if len(bad) > 10 else ""
     total = len(table.rows) + len(table.bad)
-    said = f"{len(bad)} of {total} rows of {table.path} cannot be used"
+    said = f"{len(bad)} of {total} {'images' if table.kind == 'images' else 'rows'} of {table.path} cannot be used"
     if len(bad) > most:
-        if len(bad) == total:
+        if len(bad) == total and table.kind != "images":
             raise FinetuneError(
                 f"{said}:\n{first}{more}\nIs it the format (--format, --delimiter, --quote, --columns)?"
             )

@@ -17,6 +17,7 @@ from ..accounting import History
 from .job import FinetuneError
 from .options import add_options
 from .prepare import prepare
+from .tasks import LOWER, headline
 
 _OURS = ("out", "resume", "dry_run", "seed", "delta")
 
@@ -107,8 +108,9 @@ def _run(words: list[str], task: str, held: int | None) -> Callable[[Path], tupl
 
 
 def _score(metrics: Path, task: str) -> float:
-    """The last evaluation: accuracy, or minus the loss."""
-    name, sign = ("accuracy", 1.0) if task == "classify" else ("nll", -1.0)
+    """The last evaluation: the figure that the task is judged by, the larger the better (lm: minus the loss)."""
+    name = "nll" if task == "lm" else headline(task)
+    sign = -1.0 if name in LOWER else 1.0
     with open(metrics, newline="", encoding="utf-8") as file:
         found = [row[name] for row in csv.DictReader(file) if row.get(name)]
     if not found:

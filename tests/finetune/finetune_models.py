@@ -92,3 +92,29 @@ def command(*words):
 
 def card_of(out):
     return json.loads((Path(out) / "privacy_card.json").read_text())
+
+
+def writer(folder):
+    """A T5 of two layers."""
+    tokenizer_of(folder)
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, pad_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def seer(folder):
+    """A ViT of one layer for images of 16 x 16."""
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8,
+    )  # fmt: skip
+    transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({
+        "image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}, "do_resize": True,
+        "do_rescale": True, "do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }))  # fmt: skip
+    return folder

@@ -26,10 +26,12 @@ PLAN = dict(
 )
 
 
-def card(steps=20, lost=0, status="finished", group=None, evaluated="split", labels="data", adapters=False, **plan):
+def card(steps=20, lost=0, status="finished", group=None, evaluated="split", labels="data", adapters=False, units=None,
+         **plan):  # fmt: skip
     return make_card(
         model="m", task="classify", plan=Plan(**{**PLAN, **plan}), outcome=Outcome(status, steps, 0.0, [], lost),
         target=4.0, trained="1 of 1 parameters", group=group, evaluated=evaluated, labels=labels, adapters=adapters,
+        units=units,
     )  # fmt: skip
 
 

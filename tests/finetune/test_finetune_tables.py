@@ -10,7 +10,8 @@ import math
 import pytest
 
 from fastdp.finetune.job import FinetuneError
-from fastdp.finetune.records import class_name, load_data
+from fastdp.finetune.labels import class_name
+from fastdp.finetune.records import load_data
 from fastdp.finetune.tables import read_table
 
 from .finetune_models import options_of, reviews
