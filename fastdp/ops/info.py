@@ -12,11 +12,14 @@ import torch
 from .noise import native_status
 from .registry import OPERATORS, native_cuda, triton_module
 
+TESTED = ("2.13",)  # versions of torch with which all tests passed (.ci/run, .ci/matrix)
+
 
 def report() -> str:
     """The text of `python -m fastdp info`."""
     rows = [("fastdp", _version("fastdp")), ("python", platform.python_version())]
-    rows += [(name, _version(name)) for name in ("torch", "numpy", "opacus", "triton")]
+    rows += [("torch", f"{torch.__version__} ({tested(torch.__version__)})")]
+    rows += [(name, _version(name)) for name in ("numpy", "opacus", "triton")]
     rows += [
         ("C++ kernels (CPU)", native_status()),
         ("CUDA C++ kernels", _state(native_cuda())),
@@ -37,6 +40,20 @@ def report() -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def tested(version_of_torch: str) -> str:
+    """Whether fastdp's tests have passed with this version of torch, in words.
+
+    >>> tested("2.13.0+cpu")
+    "fastdp's tests passed with 2.13"
+    """
+    if ".".join(version_of_torch.split(".")[:2]) in TESTED:
+        return f"fastdp's tests passed with {'.'.join(version_of_torch.split('.')[:2])}"
+    return (
+        f"not tested with this fastdp, whose tests passed with {', '.join(TESTED)}: run fastdp.verify on your "
+        "model, and expect an error where names of torch's differ"
+    )
 
 
 def served() -> dict[str, dict[str, str]]:
