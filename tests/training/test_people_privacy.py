@@ -53,7 +53,7 @@ def test_a_person_removed_changes_the_sum_by_at_most_r(keys, scale, clipping, st
         without, _ = private_sum(model, x[left], [keys[record] for record in left], **options)
     moved = math.sqrt(sum(float((with_all[n] - without[n]).square().sum()) for n in with_all))
     rounding = 1e-6 * radius * len(set(keys))  # of the two sums themselves
-    assert moved <= radius * (1 + 1e-6) + rounding
+    assert moved <= radius * (1 + 5e-5) + rounding  # docs/limits.md: what rounding may add
 
 
 def test_clipping_by_record_would_break_it() -> None:
