@@ -176,6 +176,11 @@ class GradientDiagnostics:
         if getattr(self._backward.on_end, "__self__", None) is self:
             self._backward.on_end = self._inner
 
+    @property
+    def looking(self) -> bool:
+        """Whether the logical batch at hand is one that is examined."""
+        return self._looking
+
     def report(self) -> Report:
         """Return the Report of the last logical batch that was examined, over the backwards so far.
 

@@ -20,7 +20,7 @@ ORDER = (
     ("training",),
     ("analysis", "losses", "mechanisms", "ntk", "sampling", "schedule"),
     ("calibration", "diagnostics"),
-    ("audit", "commands", "compat", "finetune", "hf", "lightning"),
+    ("audit", "commands", "compat", "finetune", "hf", "lightning", "tracking"),
     ("__init__", "__main__"),
 )
 FLOOR = {name: number for number, names in enumerate(ORDER) for name in names}
