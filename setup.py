@@ -1,10 +1,10 @@
 """Builds the optional extensions fastdp._C and fastdp._CUDA; all else is in pyproject.toml.
 
 Without a compiler, or where compiling fails, fastdp installs without them and runs on plain PyTorch and Triton; a wheel
-is then one for every platform (py3-none-any). fastdp._CUDA is built where nvcc and a GPU are found: nvcc is looked for
-on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which GPUs it knows. FASTDP_CPU=1 and FASTDP_CUDA=1
-say that an extension must be built: its failure is an error then, as wheels for others need it; 0 says never.
-torch is never needed to build.
+is then one for every platform (py3-none-any). FASTDP_CPU=1 makes such a failure an error, as wheels for others need it,
+and FASTDP_CPU=0 builds no fastdp._C. fastdp._CUDA is built where nvcc and a GPU are found, or FASTDP_CUDA=1 is set
+(FASTDP_CUDA=0: never). nvcc is looked for on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which
+GPUs it knows. torch is never needed to build.
 
 An editable install (`pip install -e .`) leads to the sources by an import hook, as fastdp.kernels lies beside fastdp,
 and type checkers and editors see no import hooks. So it has a path as well, to a folder that holds nothing but fastdp.
@@ -136,7 +136,7 @@ class OptionalBuild(build_ext):
         run([nvcc, "-shared", "-cudart", "static", *objects, "-o", str(target)])
 
     def _without(self, name: str, error: Exception) -> None:
-        if wish({"fastdp._C": "FASTDP_CPU", "fastdp._CUDA": "FASTDP_CUDA"}[name]) == "1":
+        if name == "fastdp._C" and wish("FASTDP_CPU") == "1":
             raise error
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         slower = "noise is slower" if name == "fastdp._C" else "the GPU's noise is slower"
@@ -212,11 +212,7 @@ extensions = [
 ]
 if wants_cuda():
     depends = [*found("csrc/*.h", "csrc/cuda/*.cuh"), "setup.py"]
-    extensions += [
-        Extension(
-            "fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=wish("FASTDP_CUDA") != "1"
-        )
-    ]
+    extensions += [Extension("fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=True)]
 if wish("FASTDP_CPU") == "0":
     extensions = [extension for extension in extensions if extension.name != "fastdp._C"]
 os.chdir(ROOT)
