@@ -350,7 +350,7 @@ def _loader_of(
             expected_batch_size, of_loader = data.batch_size, True
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise StepError(
-            "Poisson sampling needs a dataset with a length and access by index: load this one into a list, perhaps."
+            "Poisson sampling needs a map-style dataset (a length, access by index): load an iterable one into a list."
         )
     grouping = None if group_by is None else Grouping.of(dataset, group_by)
     size = len(dataset) if grouping is None else grouping.groups

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -29,7 +29,25 @@ def private_sum(model: nn.Module, x: Tensor, keys: list[int], **options) -> tupl
     return sums, optimizer
 
 
+def drift_of_autograd(model: nn.Module, x: Tensor, keys: list[int], left: list[int]) -> float:
+    """By how much plain autograd gives those who stay other gradients in the smaller batch, at length 1.
+
+    Products of another number of rows round otherwise, and before a GroupNorm almost all of a gradient cancels:
+    docs/limits.md leaves that rounding out of the guarantee.
+    """
+    total = 0.0
+    for person in {keys[record] for record in left}:
+        found = []
+        for records in (list(range(len(keys))), left):
+            mine = [place for place, record in enumerate(records) if keys[record] == person]
+            loss = model(x[records])[mine].square().sum()
+            found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).double())
+        total += 2 * float((found[0] - found[1]).norm() / found[0].norm())  # in the gradient, and in its norm
+    return total
+
+
 @settings(max_examples=40, deadline=None)
+@example(keys=[0, 0, 1, 2], scale=0.01, clipping="local", style="flat", seed=3)
 @given(
     keys=st.lists(st.integers(0, 3), min_size=2, max_size=9),
     scale=st.floats(1e-2, 1e4),
@@ -53,7 +71,9 @@ def test_a_person_removed_changes_the_sum_by_at_most_r(keys, scale, clipping, st
         without, _ = private_sum(model, x[left], [keys[record] for record in left], **options)
     moved = math.sqrt(sum(float((with_all[n] - without[n]).square().sum()) for n in with_all))
     rounding = 1e-6 * radius * len(set(keys))  # of the two sums themselves
-    assert moved <= radius * (1 + 5e-5) + rounding  # docs/limits.md: what rounding may add
+    if style == "flat":
+        rounding += radius * drift_of_autograd(model, x, keys, left)
+    assert moved <= radius * (1 + 1e-6) + rounding
 
 
 def test_clipping_by_record_would_break_it() -> None:

@@ -127,5 +127,5 @@ def test_bad_loaders():
         def __iter__(self):
             return iter(range(5))
 
-    with pytest.raises(StepError, match="a length and access by index"):
+    with pytest.raises(StepError, match="map-style"):
         fastdp.poisson_loader(Stream(), sample_rate=0.5)
