@@ -117,14 +117,17 @@ def test_a_collator_that_joins_samples(tmp_path):
         ).train()  # fmt: skip
 
 
-def heard(caplog):
+@pytest.fixture
+def heard(caplog, monkeypatch):
+    """What transformers' logger says, once each: with CI=1 in the environment it hands its records to the root, too."""
     logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
-    return logger
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
-def test_evaluation_counts_its_own_examples(tmp_path, caplog):
-    logger = heard(caplog)
+def test_evaluation_counts_its_own_examples(tmp_path, heard):
     transformers.utils.logging.set_verbosity_info()
     try:
         trainer_of(
@@ -133,18 +136,13 @@ def test_evaluation_counts_its_own_examples(tmp_path, caplog):
         ).train()  # fmt: skip
     finally:
         transformers.utils.logging.set_verbosity_warning()
-        logger.removeHandler(caplog.handler)
-    said = [record.getMessage().strip() for record in caplog.records if "Num examples" in record.getMessage()]
+    said = [record.getMessage().strip() for record in heard.records if "Num examples" in record.getMessage()]
     assert said == ["Num examples = 12", "Num examples = 5"]
 
 
-def test_compiling_says_what_it_costs(tmp_path, caplog):
-    logger = heard(caplog)
-    try:
-        trainer_of(tmp_path, bert(num_labels=3), texts(12), torch_compile=True, torch_compile_backend="eager").train()
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert [r for r in caplog.records if "compiles anew for a new shape" in r.getMessage()]
+def test_compiling_says_what_it_costs(tmp_path, heard):
+    trainer_of(tmp_path, bert(num_labels=3), texts(12), torch_compile=True, torch_compile_backend="eager").train()
+    assert [r for r in heard.records if "compiles anew for a new shape" in r.getMessage()]
 
 
 class Coupled(transformers.Trainer):
