@@ -24,8 +24,8 @@ check: .venv/ready
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
-test: check docs  # two processes of one thread each: with more threads than cores they wait for each other
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+test: check docs  # two processes of one thread each (more threads than cores wait for each other), a file in one of them
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 benchmark: .venv/ready
 	$(BIN)/python -m benchmarks.kernels

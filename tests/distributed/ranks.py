@@ -24,6 +24,11 @@ LOOPS = (  # what loops of people import once they run
     "accelerate", "peft", "transformers.trainer", "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama", "lightning.pytorch", "fastdp.hf", "fastdp.lightning",
 )  # fmt: skip
+LATER = {  # what cases import once they run, by module
+    "tests.distributed.loops": LOOPS,
+    "tests.distributed.test_sharded": ("torch._inductor.pattern_matcher", "torch._dynamo.backends.common"),
+    "tests.distributed.tensor": ("transformers.models.llama.modeling_llama",),
+}
 __all__ = ["LOOPS", "ROOT", "begin", "free_port", "results", "start"]
 
 
@@ -38,7 +43,7 @@ def start(module: str, world: int, folder: Path, *names: str) -> list[Any]:
     """Run cases of a module, one process a rank, on one thread each."""
     command = ["-m", "tests.distributed.ranks", module]
     port = str(free_port())
-    forked.ready(world, (module, *(LOOPS if "loops" in module else ())))
+    forked.ready(world, (module, *LATER.get(module, ())))
     return [
         forked.start(*command, str(rank), str(world), port, str(folder), *names, rank=rank) for rank in range(world)
     ]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-from .. import forked
 from . import loops
-from .ranks import LOOPS, ROOT, results, start
+from .ranks import results, start
+from .started import accuracy_and_epsilon, torchrun
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo"),
@@ -55,28 +51,6 @@ def test_two_ranks(name, found):
                 assert all(log[key] == pytest.approx(value, abs=1e-3) for key, value in true.items())
 
 
-def said_by(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def run(*command: str) -> str:
-    """As people start it."""
-    environment = {**os.environ, **forked.SETTINGS}
-    return said_by(subprocess.run([sys.executable, *command], env=environment, timeout=200, capture_output=True,
-                                  text=True, cwd=ROOT))  # fmt: skip
-
-
-def torchrun(*command: str) -> str:
-    return said_by(forked.torchrun(2, *command, imports=LOOPS))
-
-
-def accuracy_and_epsilon(out: str) -> tuple[float, float]:
-    found = re.findall(r"^accuracy ([\d.]+).*epsilon ([\d.]+)", out, flags=re.M)
-    assert len(found) == 1, out  # said by one process
-    return float(found[0][0]), float(found[0][1])
-
-
 def test_accelerate():
     pytest.importorskip("sklearn")
     accuracy, epsilon = accuracy_and_epsilon(torchrun("examples/accelerate_loop.py", "--cpu", "--quick"))
@@ -109,20 +83,6 @@ def test_trainer_of_transformers_in_parts(tmp_path):
     assert {"model.safetensors", "privacy.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_lightning():
-    pytest.importorskip("sklearn")
-    out = run("examples/lightning_module.py", "--quick", "--devices", "2", "--accelerator", "cpu")
-    accuracy, epsilon = accuracy_and_epsilon(out)
-    assert accuracy > 0.6 and 2.9 < epsilon <= 3.0
-
-
-def test_lightning_in_parts():
-    pytest.importorskip("sklearn")
-    out = run("examples/lightning_module.py", "--quick", "--devices", "2", "--accelerator", "cpu", "--fsdp")
-    accuracy, epsilon = accuracy_and_epsilon(out)
-    assert accuracy > 0.6 and 2.9 < epsilon <= 3.0
-
-
 @pytest.mark.parametrize("words", [["examples/opacus_ddp.py"], ["examples/opacus_ddp.py", "--fsdp"]])
 def test_opacus_names(words):
     pytest.importorskip("sklearn")
@@ -130,18 +90,8 @@ def test_opacus_names(words):
     assert accuracy > 0.5 and 2.9 < epsilon <= 3.0
 
 
-def test_the_command_finetune(tmp_path):
-    more = ["--seed", "7", "--device", "cpu", "--accountant", "gdp", "--max-physical-batch-size", "32"]
-    said = run("examples/finetune_ddp.py", "--out", str(tmp_path / "out"), *more)
-    assert said.count("done: epsilon") == 1 and "2 share each step" in said  # said by one process
-    card = json.loads((tmp_path / "out" / "privacy_card.json").read_text())
-    assert card["epsilon"] <= 8 and (tmp_path / "out" / "model" / "model.safetensors").exists()
-    assert (tmp_path / "out" / "journal.jsonl").read_text().count('"digest"') == card["steps"]
-    assert not (tmp_path / "out.secret.key").exists()
-
-
-def test_ray():
-    pytest.importorskip("ray.train.torch")
+def test_lightning_in_parts():
     pytest.importorskip("sklearn")
-    accuracy, epsilon = accuracy_and_epsilon(run("examples/ray_ddp.py", "--quick"))
-    assert accuracy > 0.5 and 2.9 < epsilon <= 3.0
+    out = torchrun("examples/lightning_module.py", "--quick", "--devices", "2", "--accelerator", "cpu", "--fsdp")
+    accuracy, epsilon = accuracy_and_epsilon(out)
+    assert accuracy > 0.6 and 2.9 < epsilon <= 3.0

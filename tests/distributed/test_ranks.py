@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from .. import forked
 from .cases import CASES, EXACT
 from .loading import persons, records
 from .ranks import ROOT, results, start
@@ -107,7 +108,6 @@ def test_a_rank_is_killed(name, tmp_path):
 
 def test_every_step_is_in_the_ledger_whenever_ranks_are_killed():
     """tests/distributed/kills.py does it a hundred times."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.distributed.kills", "--kills", "8"]
-    out = subprocess.run(command, env=environment, timeout=200, check=True, capture_output=True, text=True).stdout
-    assert int(re.search(r"'steps': (\d+)", out)[1]) > 8
+    done = forked.torchrun(1, "-m", "tests.distributed.kills", "--kills", "8")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(re.search(r"'steps': (\d+)", done.stdout)[1]) > 8
