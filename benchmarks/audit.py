@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdp.audit import TESTS, audit
+from fastdp.training.progress import Bar
 from tests.audit import audit_right
 from tests.audit.audit_zoo import PLANTED
 
@@ -69,7 +70,9 @@ def run(path: Path, seeds: int, limit: float, part: tuple[int, int]) -> int:
     missing = [item for number, item in enumerate(steps().items()) if number % part[1] == part[0]]
     done = {(row["kind"], row["name"]) for row in read(path)}
     missing = [item for item in missing if item[0] not in done]
+    bar = Bar(len(missing))
     for number, ((kind, name), made) in enumerate(missing):
+        bar.at(number, f"{kind}, {name}")
         if time.monotonic() - begun > limit:
             return len(missing) - number
         row = measure(kind, name, made, seeds, commit.strip())
@@ -80,6 +83,7 @@ def run(path: Path, seeds: int, limit: float, part: tuple[int, int]) -> int:
                 writer.writeheader()
             writer.writerow(row)
         bugs = ", ".join(f"{test} {row[test]}" for test in TESTS if row[test] not in ("0", "-"))
+        bar.clear()
         print(f"{kind} {name}: {bugs or 'no bug found'}", flush=True)
     return 0
 

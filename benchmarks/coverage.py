@@ -36,6 +36,8 @@ from typing import Any
 
 import torch
 
+from fastdp.training.progress import Bar
+
 from .coverage_engines import ENGINES
 from .coverage_models import MODELS
 from .coverage_report import NOT_JUDGED, REPAIRED, append, commit, done, read, summary, totals
@@ -220,9 +222,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if any(case.name not in MODELS for suite, _, case in todo if suite in ("named", "transformers")):
         warm(["transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"])
     out, results = options.resume or options.out, []
+    bar = Bar(len(todo))
     for result in run_all(todo, options.jobs, options.limit):
         results.append({"commit": now, **result})
+        bar.clear()
         show(results[-1])
+        bar.at(len(results))
         if out:
             append(out, results[-1])
     print(totals(results))

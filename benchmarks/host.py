@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import fastdp
+from fastdp.training.progress import Bar
 
 from .contenders import CONTENDERS, LR, SIGMA, Contender, NotApplicable, R, Step, trained
 from .models import GPT, Workload, class_losses, token_losses
@@ -173,7 +174,11 @@ def main() -> None:
             profiled(works[name])
         return
     names = (*NAMES, *COMPILED) if options.compiled else NAMES
-    rows = [row for name in options.models for row in measured(name, works[name], options.rounds, names)]
+    rows, bar = list[Row](), Bar(len(options.models))
+    for number, name in enumerate(options.models):
+        bar.at(number, name)
+        rows += measured(name, works[name], options.rounds, names)
+    bar.at(len(options.models))
     show(rows, COLUMNS)
     about = versions()
     print(", ".join(f"{name} {value}" for name, value in about.items()))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastdp import ops
 from fastdp.ops.registry import forced
+from fastdp.training.progress import Bar
 
 from .timing import Row, append, interleaved, roofs, show, versions
 
@@ -200,13 +201,14 @@ def main() -> None:
     print(
         f"roofs: {roof[0] / 1e9:.0f} Gflop/s ({options.dtype} product), {roof[1] / 1e9:.1f} GB/s (copy, read + written)"
     )
-    rows = []
+    todo = [case for case in cases(device, dtype) if options.only in case.operator]
+    rows, bar = [], Bar(len(todo))
     with torch.no_grad():
-        for case in cases(device, dtype):
-            if options.only in case.operator:
-                rows.append(measure(case, device, dtype, roof, options.rounds) | facts)
-                if options.out:  # one by one: a run cut short keeps what it has
-                    append(options.out, rows[-1:], SAVED)
+        for number, case in enumerate(todo, 1):
+            rows.append(measure(case, device, dtype, roof, options.rounds) | facts)
+            bar.at(number, case.operator)
+            if options.out:  # one by one: a run cut short keeps what it has
+                append(options.out, rows[-1:], SAVED)
     print(NOTE)
     show(rows, COLUMNS)
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fastdp import ops
+from fastdp.training.progress import Bar
 from fastdp.uses import costs
 from fastdp.uses.costs import Shape
 from fastdp.uses.planner import Planner
@@ -178,7 +179,9 @@ def _rows(device: torch.device, dtype: torch.dtype, options: argparse.Namespace,
     begin, rows = time.perf_counter(), []
     grid = [case for case in cases(device.type) if options.family in case[0].family]
     random.Random(options.seed).shuffle(grid)  # a run cut short has seen all kinds
+    bar = Bar(len(grid))
     for number, (shape, routes) in enumerate(grid):
+        bar.at(number, shape.family)
         if time.perf_counter() - begin > options.seconds:
             print(f"stopped after {number} of {len(grid)} cases", file=sys.stderr)
             break
@@ -196,6 +199,7 @@ def _rows(device: torch.device, dtype: torch.dtype, options: argparse.Namespace,
             continue
         if options.out:
             append(options.out, [rows[-1] | facts], SAVED)
+    bar.clear()
     return rows
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastdp.training.progress import Bar
+
 from .contenders import CONTENDERS, Step, trained
 from .models import Workload
 from .timing import synchronize
@@ -83,12 +85,13 @@ class Progress:
     """A bar on a terminal; elsewhere a line for each phase."""
 
     def __init__(self, total: int = 1) -> None:
-        self.total, self.done, self.live = max(total, 1), 0, sys.stderr.isatty()
-        self.begin = time.perf_counter()
+        self.done, self.live, self.begin = 0, sys.stderr.isatty(), time.perf_counter()
+        self.bar = Bar(float(max(total, 1)))
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        print(("\r\033[K" if self.live else "") + text, file=sys.stderr, flush=True)
+        self.bar.clear()
+        print(text, file=sys.stderr, flush=True)
 
     def phase(self, share: float, text: str) -> None:
         """What begins now."""
@@ -99,11 +102,8 @@ class Progress:
 
     def at(self, share: float, text: str) -> None:
         """The present workload is so far (0 to 1); only a terminal shows it."""
-        if not self.live:
-            return
-        whole = min(1.0, (self.done + share) / self.total)
-        bar = "#" * int(30 * whole) + "." * (30 - int(30 * whole))
-        print(f"\r\033[K[{bar}] {100 * whole:3.0f}% {text}", end="", file=sys.stderr, flush=True)
+        if self.live:
+            self.bar.at(self.done + share, text)
 
     def finished(self) -> None:
         """One more workload is done."""

@@ -36,8 +36,8 @@ from benchmarks.timing import commit
 from examples.papers.images import Images, cifar10, fashion_mnist, mnist, need, subset  # noqa: F401  for the scripts
 from fastdp.accounting import ACCOUNTANTS, epsilon_of
 from fastdp.calibration import calibration
-from fastdp.commands.demo import progress
 from fastdp.sampling import current
+from fastdp.training.progress import Bar
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = commit()  # of the code that runs: hours later the checkout may be at another
@@ -223,6 +223,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
     private = hasattr(optimizer, "noise_multiplier")
     done, begun, over, all_norms = 0, -1, 0, 0
     losses: list[float] = []
+    bar = Bar(steps)
     start = time.perf_counter()
     model.train()
     while done < steps:
@@ -248,7 +249,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, loss
             if place is not None and not place.final:
                 continue
             done += 1
-            progress(done, steps, text)
+            bar.at(done, text)
             if done == steps:
                 break
         losses.append(total / max(count, 1))

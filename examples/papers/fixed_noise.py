@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fastdp
 from examples.papers import common
-from fastdp.commands.demo import progress
+from fastdp.training.progress import Bar
 
 RECORDS, FEATURES, WIDTH, R = 512, 8, 32, 0.1
 TIME, POINTS = 64.0, 16  # of training, and moments at which the loss is kept
@@ -53,7 +53,7 @@ def train(seed: int, rate: float, sigma: float, radius: float) -> Tensor:
     model, x, y = task(seed)
     steps = round(TIME / rate)
     optimizer = fastdp.DPSGD(model, lr=rate, noise_multiplier=sigma, max_grad_norm=radius, expected_batch_size=RECORDS)
-    losses = []
+    losses, bar = [], Bar(steps)
     for step in range(steps):
         loss = (model(x) - y).square().mean()
         if step % (steps // POINTS) == 0:
@@ -61,7 +61,7 @@ def train(seed: int, rate: float, sigma: float, radius: float) -> Tensor:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        progress(step + 1, steps, f"rate {rate:g}, noise {sigma:g}")
+        bar.at(step + 1, f"rate {rate:g}, noise {sigma:g}")
     optimizer.detach()
     with torch.no_grad():
         losses.append(float((model(x) - y).square().mean()))

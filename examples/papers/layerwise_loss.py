@@ -23,8 +23,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.papers import common
-from fastdp.commands.demo import progress
 from fastdp.commands.ntk_table import ZERO, Networks, Row, descend, draw
+from fastdp.training.progress import Bar
 
 RATIOS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # R over the median norm before training
 QUICK = (0.1, 1.0, 100.0)
@@ -43,6 +43,7 @@ def curve(nets: Networks, row: Row, steps: int) -> Curve:
     weights, losses = nets.weights, []
     rises, rising = (torch.zeros(len(nets.y), dtype=torch.bool) for _ in range(2))
     going = torch.ones(len(nets.y), dtype=torch.bool)
+    bar = Bar(steps)
     for step in range(steps + 1):
         found = descend(nets, row, weights, going)
         if losses:
@@ -52,7 +53,7 @@ def curve(nets: Networks, row: Row, steps: int) -> Curve:
         rising = going & (found.cosine > 1e-9)
         keep = {name: going.view(-1, *[1] * (w.dim() - 1)) for name, w in weights.items()}
         weights = {name: torch.where(keep[name], w, weights[name]) for name, w in found.weights.items()}
-        progress(step, steps, f"{row.name}")
+        bar.at(step, row.name)
         if not going.any():
             break
     return Curve(torch.stack(losses), rises)

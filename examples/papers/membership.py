@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import fastdp
 from fastdp.audit.membership import Membership, attack_model
-from fastdp.commands.demo import progress
+from fastdp.training.progress import Bar
 
 DELTA, BATCH = 1e-5, 100
 
@@ -50,7 +50,7 @@ def train(x: Tensor, y: Tensor, options: argparse.Namespace, private: bool, widt
         optimizer = fastdp.DPAdam(model, lr=options.lr, noise_multiplier=sigma, max_grad_norm=1.0)
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    done = 0
+    done, bar = 0, Bar(steps)
     for _ in range(options.epochs):
         for images, labels in loader:
             if private or len(labels):
@@ -58,7 +58,7 @@ def train(x: Tensor, y: Tensor, options: argparse.Namespace, private: bool, widt
                 optimizer.step()
                 optimizer.zero_grad()
             done += 1
-            progress(done, steps, "private" if private else "not private")
+            bar.at(done, "private" if private else "not private")
     spent = float("inf")
     if isinstance(optimizer, fastdp.DPAdam):
         spent = optimizer.epsilon(DELTA)

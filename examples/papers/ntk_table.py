@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.papers import common
 from fastdp.commands.ntk_table import COLUMNS, ROWS, Result, broken, draw, measure, table
+from fastdp.training.progress import Bar
 
 
 def picture(results: Sequence[Result], path: Path) -> None:
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         nets, results = draw(networks, seed), []
         for row in rows:
             start = time.perf_counter()
-            found = measure(nets, row, steps, row.name)
+            found = measure(nets, row, steps, Bar(steps).part(0, row.name))
             results.append(found)
             each = zip(COLUMNS, found.held, found.of, strict=True)
             shares = {f"share: {name}": n / of for name, n, of in each if of}

@@ -34,7 +34,7 @@ from fastdp.audit.minibatch import minibatch_clipping
 from fastdp.audit.noise import uncalibrated_noise
 from fastdp.audit.paper import paper_minibatch_clipping, paper_no_clipping
 from fastdp.audit.paper_noise import paper_noise_distribution, paper_uncalibrated_noise
-from fastdp.commands.demo import progress
+from fastdp.training.progress import Bar
 
 __all__ = ["CURVES", "DOC", "RUNS", "as_expected", "expected", "main", "report"]
 
@@ -113,8 +113,9 @@ def run(options: argparse.Namespace) -> list[Row]:
             and (task.name, optimizer, kind, *which, str(seed)) not in there]  # fmt: skip
     about = {**versions(), "setting": "quick" if options.quick else "full"}
     rows: list[Row] = []
+    bar = Bar(len(todo))
     for number, (seed, task, optimizer, kind, statistics, test) in enumerate(todo):
-        progress(number, len(todo), f"{task.name}, {optimizer}, {kind}: {statistics} {test}")
+        bar.at(number, f"{task.name}, {optimizer}, {kind}: {statistics} {test}")
         start = time.perf_counter()
         step = networks.implementation(task, kind, optimizer, statistics)
         given = dict(SMALL) if (statistics, test) == ("paper", "uncalibrated_noise") else {}
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> list[Row]:
             append(options.out, rows[-1:], COLUMNS)
         if options.curves and seed == 0:
             keep(options.curves, rows[-1], found)
-    progress(len(todo), len(todo), "done")
+    bar.at(len(todo), "done")
     return rows
 
 

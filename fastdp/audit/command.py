@@ -8,9 +8,11 @@ import inspect
 import sys
 import traceback
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..training.progress import Bar
 from ..training.words import listed, nearest
 from .ranks import OverRanks, begin_world
 from .runner import STATISTICS, TESTS, audit, of_statistics
@@ -38,7 +40,7 @@ def main(options: Namespace) -> int:
                 trainable.serve()
                 return 0
         try:
-            report = audit(trainable, chosen, skip=names["skip"], seed=options.seed, progress=_progress,
+            report = audit(trainable, chosen, skip=names["skip"], seed=options.seed, steps_done=_bar(),
                            statistics=options.statistics)  # fmt: skip
         finally:
             if isinstance(trainable, OverRanks):
@@ -90,10 +92,17 @@ def _tests(text: str | None, known: list[str]) -> list[str]:
     return names
 
 
-def _progress(name: str, number: int, total: int) -> None:
-    if sys.stderr.isatty():
-        end = "" if number + 1 < total else "\r" + " " * 60 + "\r"
-        print(f"\r  {number + 1}/{total} {name:<40}", end=end, file=sys.stderr, flush=True)
+def _bar() -> Callable[[float, float, str], None]:
+    """Of the training steps; gone once they are done."""
+    bar = Bar(1.0)
+
+    def told(done: float, total: float, name: str) -> None:
+        if done < total:
+            bar.at(done / total, name)
+        else:
+            bar.clear()
+
+    return told
 
 
 def load(where: str) -> Any:

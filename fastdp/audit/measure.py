@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +55,7 @@ class Probe:
         self._strong: Batch | None = None
         self._drift: Array | None = None
         self.steps = 0  # training steps of all outcomes so far, and of the paper's tests
+        self.counted: Callable[[int], None] | None = None  # is told of that number whenever it grows
         self.memo: dict[str, Any] = {}  # what several tests look at, by name
 
     @classmethod
@@ -66,9 +67,15 @@ class Probe:
 
     def outcome(self, batches: Sequence[Batch], norm: float, sigma: float = 0.0, seed: int = 1) -> Outcome:
         """Train a fresh model on the batches; the noise's seed is this one, in a range of the probe's own."""
-        self.steps += len(batches)
+        self.count(len(batches))
         model, noise = self.trainable.build(self.seed), self.noise_seed(seed)
         return check_outcome(self.trainable.run(model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=noise))
+
+    def count(self, steps: int) -> None:
+        """So many more training steps are made."""
+        self.steps += steps
+        if self.counted is not None:
+            self.counted(self.steps)
 
     def noise_seed(self, number: int) -> int:
         """Seeds of noise that audits of other seeds do not use."""

@@ -70,7 +70,7 @@ def begun(probe: Probe, warm: Sequence[Batch], norm: float, sigma: float = 0.0, 
 
 def trained(probe: Probe, model: Any, batches: Sequence[Batch], norm: float, sigma: float, seed: int) -> Array:
     """Train on, and return the parameters. The steps are counted."""
-    probe.steps += len(batches)
+    probe.count(len(batches))
     with np.errstate(all="ignore"):
         found = probe.trainable.run(
             model, batches, clipping_norm=norm, noise_multiplier=sigma, seed=probe.noise_seed(seed)

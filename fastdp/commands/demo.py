@@ -7,7 +7,6 @@ fastdp and Opacus) and writes a reliability diagram and the loss curves as PNG.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from ..analysis.verify import verify
 from ..calibration import Calibration, calibration, reliability_diagram
 from ..sampling import poisson_loader
 from ..training.optim import DPAdamW
+from ..training.progress import Bar
 
 EPSILON, DELTA, EPOCHS, BATCH, LR, R = 3.0, 1e-4, 40, 128, 5e-3, 1.0
 
@@ -50,15 +50,6 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def progress(done: int, total: int, text: str) -> None:
-    """One line that is drawn again; nothing where no one watches but the end."""
-    if not sys.stderr.isatty() and done < total:
-        return
-    filled = 28 * done // total
-    end = "\n" if done == total else ""
-    print(f"\r  [{'#' * filled}{'.' * (28 - filled)}] {done}/{total} {text}   ", end=end, file=sys.stderr, flush=True)
-
-
 def train_privately(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float], float, float]:
     """Train to EPSILON at DELTA; returns the model, losses by step, the epsilon spent and the noise multiplier."""
     model = network()
@@ -68,6 +59,7 @@ def train_privately(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float], float
     sigma = noise_multiplier_for(target_epsilon=EPSILON, delta=DELTA, sample_rate=loader.sample_rate, steps=steps)
     optimizer = DPAdamW(model, lr=LR, noise_multiplier=sigma, max_grad_norm=R, clipping="automatic")
     losses: list[float] = []
+    bar, said = Bar(steps), ""
     for _ in range(EPOCHS):
         for images, labels in loader:
             loss = F.cross_entropy(model(images), labels)
@@ -75,7 +67,9 @@ def train_privately(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float], float
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-            progress(len(losses), steps, f"private, noise {sigma:.2f}")
+            if len(losses) % loader.steps_per_epoch == 0:
+                said = f", epsilon {optimizer.epsilon(DELTA):.2f} of {EPSILON:g}"
+            bar.at(len(losses), f"private, noise {sigma:.2f}{said}")
     spent = optimizer.epsilon(DELTA)
     optimizer.detach()
     return model, losses, spent, sigma
@@ -87,6 +81,7 @@ def train_ordinarily(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     losses: list[float] = []
     per_epoch = -(-len(x) // BATCH)
+    bar = Bar(EPOCHS * per_epoch)
     for epoch in range(EPOCHS):
         for rows in torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch)).split(BATCH):
             loss = F.cross_entropy(model(x[rows]), y[rows])
@@ -94,7 +89,7 @@ def train_ordinarily(x: Tensor, y: Tensor) -> tuple[nn.Module, list[float]]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-            progress(len(losses), EPOCHS * per_epoch, "non-private")
+            bar.at(len(losses), "non-private")
     return model, losses
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import csv
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from ..ntk import NTK, Positivity, ntk, positivity
 from ..training.clipping import Clipping
-from .demo import progress
+from ..training.progress import Bar
 
 COLUMNS = ("symmetric", "positive in quadratic form", "positive in eigenvalues", "loss converges",
            "loss never rises", "zero loss, if it converges")  # fmt: skip
@@ -216,8 +217,9 @@ def looked_at(nets: Networks, row: Row, weights: dict[str, Tensor]) -> list[Posi
     return found
 
 
-def measure(nets: Networks, row: Row, steps: int, text: str = "") -> Result:
-    """Train all networks under a way of clipping, each to ZERO of its first loss; look at the matrix MOMENTS times."""
+def measure(nets: Networks, row: Row, steps: int, seen: Callable[[int], None] = lambda step: None) -> Result:
+    """Train all networks under a way of clipping, each to ZERO of its first loss; look at the matrix MOMENTS times.
+    seen: what each step's number is told to."""
     networks = len(nets.y)
     held = torch.ones(6, networks, dtype=torch.bool)
     weights, moments = nets.weights, {round(steps * (k / (MOMENTS - 1)) ** 2) for k in range(MOMENTS)}
@@ -238,8 +240,7 @@ def measure(nets: Networks, row: Row, steps: int, text: str = "") -> Result:
         going = going & (losses > ZERO * first)
         weights = {name: torch.where(going.view(-1, *[1] * (w.dim() - 1)), w, weights[name]) for name, w in new.items()}
         before, rising = losses, (cosine > 1e-9) & going
-        if text:
-            progress(step, steps, text)
+        seen(step)
         if not going.any():
             break
     held[3] = ~going | ((before.log() - late.log()).abs() < SETTLED)
@@ -273,7 +274,11 @@ def broken(results: list[Result]) -> list[str]:
 def main(networks: int, steps: int, seed: int, out: Path | None = None) -> list[Result]:
     """Measure and print; rows to a CSV file if asked for."""
     nets = draw(networks, seed)
-    results = [measure(nets, row, steps, row.name) for row in ROWS]
+    bar, results = Bar(len(ROWS) * (steps + 1)), []
+    for number, row in enumerate(ROWS):
+        seen = bar.part(number * (steps + 1), f"{row.name}, {number + 1} of {len(ROWS)}")
+        results.append(measure(nets, row, steps, seen))
+    bar.at(bar.total, "done")
     print(f"{networks} networks, {SAMPLES} samples each, {steps} steps; in brackets what the paper guarantees\n")
     print(table(results))
     for line in broken(results):

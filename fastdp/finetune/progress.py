@@ -6,11 +6,10 @@ import contextlib
 import csv
 import io
 import sys
-from collections import deque
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..training.words import duration
+from ..training.progress import Bar
 from .checkpoint import PRIVATE, SaveError, new_file
 from .evaluation import in_words
 
@@ -26,9 +25,8 @@ class Progress:
     def __init__(self, folder: Path, epsilon: float, resume: bool, stream: TextIO | None = None) -> None:
         self.path, self.epsilon = folder / "metrics.csv", epsilon
         self.stream = stream or sys.stdout
-        self.drawn = False
+        self.bar: Bar | None = None
         self.rows: dict[int, dict[str, float]] = read_metrics(self.path) if resume else {}
-        self.times: deque[float] = deque(maxlen=50)
         self.board: Any = None
         self.begin_board = True  # at the first figure: a run that is refused leaves the folder as it was
 
@@ -55,20 +53,16 @@ class Progress:
     def _step(self, values: dict[str, Any]) -> None:
         self._keep({name: values[name] for name in FIRST if name in values} | {
             name: value for name, value in values.items() if name in ("lr", "nonfinite")})  # fmt: skip
-        self.times.append(values["seconds"])
         if not self.stream.isatty():
             return
-        left = (values["steps"] - values["step"]) * sum(self.times) / len(self.times)
+        if self.bar is None:
+            self.bar = Bar(int(values["steps"]), self.stream)
         loss = f"{values['loss']:.4f}" if values.get("samples", 1) else "-"
-        text = (f"  step {values['step']}/{values['steps']}  loss {loss}  epsilon {values['epsilon']:.2f} of "
-                f"{self.epsilon:g}  {duration(left)} left")  # fmt: skip
-        print(f"\r{text:<79}", end="", file=self.stream, flush=True)
-        self.drawn = True
+        self.bar.at(int(values["step"]), f"loss {loss}  epsilon {values['epsilon']:.2f} of {self.epsilon:g}")
 
     def _clear(self) -> None:
-        if self.drawn:
-            print("\r" + " " * 79 + "\r", end="", file=self.stream)
-            self.drawn = False
+        if self.bar is not None:
+            self.bar.clear()
 
     def _keep(self, values: dict[str, Any]) -> None:
         step = int(values["step"])

@@ -17,6 +17,7 @@ from fastdp.audit import TESTS, audit
 from fastdp.audit.command import main
 from fastdp.audit.runner import PAPER
 
+from . import audit_right
 from .audit_zoo import PLANTED
 
 ROOT = Path(__file__).parent.parent.parent
@@ -139,3 +140,15 @@ def test_rates_are_measured_and_gone_on_with(tmp_path: Path, monkeypatch, capsys
     assert rows[0]["sensitivity"] == "0" and rows[1]["no_clipping"] == "1" and rows[1]["minibatch_clipping"] == "-"
     assert "| no clipping (1) | **1** | - |  | **1** |" in benchmark.detections(rows)
     assert "0 of 15 tests on 1 right steps" in benchmark.summary(rows)
+
+
+def test_steps_are_told_while_tests_run():
+    told = []
+    report = audit(
+        audit_right.RIGHT["by hand"](), ["no_clipping", "empty_batch", "accountant"],
+        steps_done=lambda *said: told.append(said),
+    )  # fmt: skip
+    done = [number for number, *_ in told]
+    assert not report.bugs and done == sorted(done) and done[0] == 0
+    assert len({number for number, _, name in told if name == "no_clipping"}) > 5  # it moves within a test, too
+    assert told[-1] == (done[-1], done[-1], "done") and {total for _, total, _ in told} == {done[-1]}
