@@ -17,6 +17,7 @@ from torch import Tensor
 
 # Rounding of the gram route is taken as random: ROUNDING * sqrt(sum M^2), M_ts the summands. Where that is
 # more than GRAM_TOLERANCE of the norm (summands cancel), it is added: rather a norm too large than too small.
+# These stand on the right of products: on the left, the interpreter of Triton 3.8 makes a constexpr of a tensor.
 ROUNDING = tl.constexpr(4 * 2.0**-24)
 GRAM_TOLERANCE = tl.constexpr(4e-6)
 # Products below 1e-38 are lost by the gram route; a norm as small as this is reported as this.
@@ -59,14 +60,14 @@ def finish_kernel(p_partial, p_out, p_bound, n, m, stride, T, D_I, D_O, enlarge,
     p_sizes = p_partial + n
     if GUARD:
         p_sizes += n
-        doubt = ROUNDING * tl.sqrt(sum_of(p_partial + n, n, BLOCK))
+        doubt = tl.sqrt(sum_of(p_partial + n, n, BLOCK)) * ROUNDING
         value = tl.where(value < 0, 0.0, value)  # keeps NaN
-        value += tl.where(doubt > GRAM_TOLERANCE * value, doubt, 0.0)
+        value += tl.where(doubt > value * GRAM_TOLERANCE, doubt, 0.0)
         value = tl.where((value > 0) & (value < UNDERFLOW), UNDERFLOW, value)
         if SIZES:  # an entry of a a^T may have lost I TINY and meets at most |g_t| |g_s|; the sum of these is T |g|^2
-            a_sq = sum_of(p_sizes + m, m, BLOCK) + (TINY * T) * D_I
-            g_sq = sum_of(p_sizes + 2 * m, m, BLOCK) + (TINY * T) * D_O
-            value += (TINY * (D_I * g_sq + D_O * a_sq)) * T
+            a_sq = sum_of(p_sizes + m, m, BLOCK) + (T * TINY) * D_I
+            g_sq = sum_of(p_sizes + 2 * m, m, BLOCK) + (T * TINY) * D_O
+            value += ((D_I * g_sq + D_O * a_sq) * TINY) * T
     if SIZES:
         bound = sum_of(p_sizes, m, BLOCK) * units
         tl.store(p_bound + i_b, bound)
