@@ -2,9 +2,11 @@
 its interpreter, which must be chosen before the first one is defined."""
 
 import gc
+import getpass
 import os
 import random
 import secrets
+import tempfile
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +49,14 @@ def imported_stays() -> Iterator[None]:
     if len(gc.get_objects()) > MANY:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests, and processes that they start, leave behind lies in pytest's folder, of which it keeps three. What
+    torch compiled stays where it is, for the next run."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("scratch"))
 
 
 def pytest_unconfigure(config: Any) -> None:
