@@ -55,6 +55,7 @@ CASES = (
     Case("global, R = 75, momentum 0.9, images from -1 to 1", "global", 75.0, 0.0007, momentum=0.9, scale=0.5,
          more=True),
     Case("global, R = 75, images from -1 to 1", "global", 75.0, 0.0007, scale=0.5, more=True),
+    Case("global, R = 75, images from -16 to 16", "global", 75.0, 0.0007, scale=8.0, more=True),
     # the rate 0.0007 adds up to 8.4 in 60 epochs, as 168 steps at 0.05 do; to 84 with momentum 0.9, as 1680 do
     Case("not private, 168 steps", "none", None, 0.05, epochs=0.84, more=True),
     Case("not private, 1680 steps", "none", None, 0.05, epochs=8.4, more=True),
