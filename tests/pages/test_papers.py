@@ -171,7 +171,9 @@ def test_a_step_of_every_case(stem, tmp_path, monkeypatch, capsys):
         mine = [row for row in rows if row["case"] == case.name]
         found, first = {row["metric"]: row["value"] for row in mine}, mine[0]
         assert first["steps"] == int(10 * (case.epochs or 0.1)) and first["mode"] == "short" and first["lr"] == case.lr
-        assert 0 <= found["accuracy"] <= 1 and found["nll"] > 0 and found["ece"] <= found["mce"]
+        assert (
+            0 <= found["accuracy"] <= 1 and found["nll"] > 0 and found["ece"] <= found["mce"] * (1 + 1e-12)
+        )  # alike in one bin
         assert ("membership_auc" in found) == setting.membership
         if not case.private:
             assert "epsilon_gdp" not in found and "sigma" not in first
