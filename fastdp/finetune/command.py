@@ -19,7 +19,7 @@ import torch
 from ..distributed.same import mark
 from ..distributed.world import World
 from ..errors import BatchReadWarning, FastDPError
-from ..training.words import count
+from ..training.words import at_most, count
 from . import preflight
 from .card import make_card
 from .checkpoint import PRIVATE, new_file
@@ -127,7 +127,7 @@ def train(ready: Prepared) -> int:
         progress.pause()
     if outcome.status == "interrupted":
         print(f"\nInterrupted after step {outcome.steps} of {ready.plan.steps}, all of it saved; epsilon "
-              f"{outcome.epsilon:.3f} spent.\n{how_to_resume()}")  # fmt: skip
+              f"{at_most(outcome.epsilon, 6)} spent.\n{how_to_resume()}")  # fmt: skip
         return 130
     _finish(ready, progress, outcome)
     return 0
@@ -173,7 +173,7 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
     lines = write_outputs(options.out, ready.model, ready.tokenizer, progress, card, options.task, found, simple)
     with new_file(options.out / "plan.txt", PRIVATE) as file:
         file.write((preflight.said(ready.sections) + "\n\n" + ready.routes + "\n").encode())
-    head = f"epsilon {card.epsilon:.3f} at delta {card.delta:g} after {count(outcome.steps)} steps"
+    head = f"epsilon {at_most(card.epsilon, 6)} at delta {at_most(card.delta, 6)} after {count(outcome.steps)} steps"
     if card.repeatable:
         head += " would be the guarantee without --seed; with it there is none"
     if outcome.status == "budget":

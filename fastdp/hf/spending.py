@@ -13,6 +13,7 @@ from transformers.trainer_utils import SaveStrategy
 from ..accounting import epsilon_of, warn_of_delta
 from ..errors import AccountingError
 from ..training.optim import PrivateOptimizer
+from ..training.words import at_most
 from . import ledger
 from .batches import Source, column
 from .options import PrivacyArguments
@@ -134,8 +135,8 @@ class Spending:
         )  # fmt: skip
         if allowed == 0 and self.state.global_step < max_steps:
             raise AccountingError(
-                f"the budget is spent: {done} steps have taken epsilon {self.epsilon():.3f} of {target} at delta "
-                f"{self.delta():.3g}. A larger target_epsilon, or new data, allows more"
+                f"the budget is spent: {done} steps have taken epsilon {at_most(self.epsilon(), 6)} of {target} at "
+                f"delta {self.delta():.3g}. A larger target_epsilon, or new data, allows more"
             )
         if self.state.global_step + allowed < max_steps:
             logger.warning(f"the budget allows {allowed} more steps of {max_steps - self.state.global_step}")
