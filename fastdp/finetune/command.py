@@ -28,7 +28,7 @@ from .hashes import COMMITMENT, commit, of_weights
 from .job import FREE, Outcome
 from .models import RELOAD
 from .outputs import write_outputs
-from .prepare import Prepared, prepare
+from .prepare import Prepared, prepare, settle
 from .progress import Progress
 from .ranks import started, together
 from .training import run
@@ -70,6 +70,7 @@ def _say(problem: object) -> None:
 def _main(options: Namespace) -> int:
     ready, problem = None, None
     try:
+        settle(options)
         if started()[0] == 0:
             check_out(options)
         ready = prepare(options)

@@ -70,7 +70,10 @@ def check(job: Job) -> str:
             warnings.simplefilter("ignore")
             found = verify(job.model, job.loss, batch, params=params, samples=CHECKED)
     except FastDPError as problem:
-        raise FinetuneError(f"this model cannot be trained privately as it is:\n{problem}") from None
+        raise FinetuneError(
+            f"this model cannot be trained privately as it is:\n{problem}\nNo option of this command changes that: "
+            "take another model, in which no record reads another, or another's padding"
+        ) from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as problem:
         if out_of_memory(problem):
             raise

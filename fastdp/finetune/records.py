@@ -66,6 +66,8 @@ def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Dat
     refuse_bad(table, [*table.bad, *bad], options.skip_bad_rows)  # before what is left of them is judged
     if options.labels is not None and not TASKS[options.task].names:
         raise FinetuneError(f"--labels does not go with --task {options.task}")
+    if columns.several and options.labels is not None:
+        raise FinetuneError("--labels does not go with several columns in --label-column, whose names are the labels")
     if columns.several:  # their names are no secret: the command names them
         data.names, data.public_labels = data.columns["label"].split(","), True
     elif TASKS[options.task].names:

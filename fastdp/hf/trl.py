@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -66,6 +67,11 @@ class _OfTRL(DPTrainer):
             ours = float(self._losses(self.model, alone).sum())
             with self.compute_loss_context_manager():
                 own = float(theirs(alone))
+            if not math.isfinite(ours) and not math.isfinite(own):
+                raise StepError(
+                    f"the loss of one sample alone is {own:g}: nothing can be learnt from it. Look for what overflows "
+                    f"in {type(self.model).__name__} (the dtype of the model, its attention with padding)"
+                )
             if not abs(ours - own) <= tolerance * (1 + abs(own)):
                 raise StepError(
                     f"of one sample alone fastdp's loss is {ours:.6g} and TRL {trl.__version__}'s {own:.6g} "

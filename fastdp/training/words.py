@@ -30,8 +30,8 @@ def at_most(bound: float, digits: int) -> str:
     """A bound in so many significant digits, rounded up, so that it is never said too small: 7.9991 -> "8"."""
     if not math.isfinite(bound):
         return str(bound)
-    with decimal.localcontext(prec=digits, rounding=decimal.ROUND_CEILING):
-        return f"{float(+decimal.Decimal(repr(float(bound)))):.{digits}g}"
+    rounded = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING).create_decimal(repr(float(bound)))
+    return f"{float(rounded):.{digits}g}"
 
 
 def many(number: int, what: str) -> str:
