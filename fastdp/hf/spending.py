@@ -37,6 +37,7 @@ class Spending:
         self._private: PrivateOptimizer | None = None  # while it trains
         self._source: Source | None = None
         self._history: ledger.History = []  # of everything this trainer and its checkpoint have spent
+        self._counted: str | None = None  # between which data sets
         self._place: dict[str, Any] = {}
         self._allowed: int | None = None  # noised steps in all before the budget is spent
         self._resumed: ledger.Spent | None = None
@@ -94,6 +95,8 @@ class Spending:
             if name in spent.options and spent.options[name] != mine:
                 raise AccountingError(f"the checkpoint's run had {name}={spent.options[name]!r}, this one has {mine!r}")
         after = ledger.read(Path(checkpoint).parent)
+        for found in filter(None, (spent, after)):
+            self._refuse_other_neighbours(found.options.get("neighbours"), f"the run of {checkpoint}")
         repeated = self.privacy.noise_seed is not None  # the very same steps will be made again
         if after is None:
             logger.warning(f"no {ledger.NAME} beside {checkpoint}: steps made after it, if any, are not counted")
@@ -110,6 +113,20 @@ class Spending:
             logger.warning(f"{after.steps - spent.steps} steps made after {checkpoint} are lost, and stay counted")
             return spent._replace(history=after.history)
         return spent
+
+    def _neighbours(self) -> str:
+        """What the account is of."""
+        if self.privacy.group_by is None:
+            return "one sample added or removed"
+        return f"all records of one value of {self.privacy.group_by!r} added or removed"
+
+    def _refuse_other_neighbours(self, before: str | None, run: str) -> None:
+        """Steps that protect records and steps that protect persons have no epsilon in common."""
+        if before is not None and before != self._neighbours():
+            raise AccountingError(
+                f"{run} is accounted for {before}, this one for {self._neighbours()}: no one epsilon holds for the "
+                "steps of both. Keep group_by as it was, or train a new model in another output_dir, and add the epsilons"
+            )
 
     def _saves_parts(self) -> bool:
         """Whether checkpoints hold parts (SHARDED_STATE_DICT), and save_model saves nothing."""
@@ -171,8 +188,7 @@ class Spending:
     def _spent(self) -> ledger.Spent:
         told = {
             "delta": self.delta(), "accountant": self.privacy.accountant,
-            "neighbours": "one sample added or removed" if self.privacy.group_by is None
-            else f"all records of one value of {self.privacy.group_by!r} added or removed",
+            "neighbours": self._neighbours(),
             "sampling": "Poisson", "sample_rate": None if self._source is None else self._source.loader.sample_rate,
             **self._options(),  # not the count of samples left out, which no guarantee covers: checkpoints get uploaded
         }  # fmt: skip

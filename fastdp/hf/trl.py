@@ -182,8 +182,11 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
             raise ArgumentError("label_smoothing_factor has no meaning for pairs: DPOConfig.label_smoothing has")
         if self.ref_model is not None:
             self.ref_model.eval()  # a constant of each pair alone
+        copied = "ref" in getattr(self.model, "peft_config", {})
         for name, parameter in self.model.named_parameters():
-            if ".ref." in name:  # the reference's adapter is never used with gradients: it would get noise alone
+            if (
+                copied and ".ref." in name
+            ):  # the reference's adapter is never used with gradients: it would get noise alone
                 parameter.requires_grad_(False)
 
     def _samples_first(self, collate: Any) -> Any:

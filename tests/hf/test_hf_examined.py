@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
-from fastdp.errors import StepError, VerificationError
+from fastdp.errors import AccountingError, StepError, VerificationError
 
 from ..hf_models import Collate, bert, private, texts, trainer_of
 
@@ -44,6 +46,27 @@ def test_persons_who_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="larger per_device_train_batch_size") as found:
         trainer_of(tmp_path, bert(num_labels=3), data, private(group_by="user"), per_device_train_batch_size=2).train()
     assert "max_physical_batch_size" not in str(found.value)
+
+
+def test_steps_for_records_and_for_persons_are_not_added_up(tmp_path):
+    """Neither in one trainer, nor from a checkpoint, nor from another run in its folder."""
+    data = [{**record, "user": number // 2} for number, record in enumerate(texts())]
+
+    def made(**privacy):
+        options = private(noise_multiplier=1.0, sample_rate=0.5, **privacy)
+        return trainer_of(tmp_path, bert(num_labels=3), data, options, save_strategy="steps", save_steps=2)
+
+    first = made()
+    first.train()
+    for persons in (made(group_by="user"), first):
+        persons.privacy.group_by = "user"
+        with pytest.raises(AccountingError, match="no one epsilon holds for the steps of both"):
+            persons.train(resume_from_checkpoint=persons is not first)
+    assert first.history == [(1.0, 0.5, 2)]
+    shutil.move(tmp_path / "checkpoint-2", tmp_path / "checkpoint-1")
+    made(group_by="user").train()  # replaces privacy.json
+    with pytest.raises(AccountingError, match="no one epsilon"):
+        made().train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_a_loss_that_is_not_finite(tmp_path):
