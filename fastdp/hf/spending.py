@@ -125,7 +125,7 @@ class Spending:
         if before is not None and before != self._neighbours():
             raise AccountingError(
                 f"{run} is accounted for {before}, this one for {self._neighbours()}: no one epsilon holds for the "
-                "steps of both. Keep group_by as it was, or train a new model in another output_dir, and add the epsilons"
+                "steps of both. Keep group_by as it was, or train a new model in another output_dir"
             )
 
     def _saves_parts(self) -> bool:
