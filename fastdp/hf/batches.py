@@ -114,7 +114,7 @@ def make_source(data: Any, collate: Any, keys: list[Any] | None, args: Any, priv
         if rate > 1:
             raise ValueError(
                 f"per_device_train_batch_size x gradient_accumulation_steps x processes = {expected} is more than "
-                f"there are samples ({samples})"
+                f"there are samples ({samples}): lower one of them, or give PrivacyArguments(sample_rate=)"
             )
     generator = torch.Generator()
     grouped: dict[str, Any] = (

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..errors import StepError
 from ..layouts.marks import mark_rows
+from . import more_arguments
 from .arguments import ArgumentError
-from .losses import rows, without_labels
+from .losses import rows, size_of, without_labels
 from .more_arguments import PACKED
 from .preferences import Texts, pair_losses, texts
 from .trainer import DPTrainer
@@ -33,6 +34,13 @@ class _OfTRL(DPTrainer):
     def __init__(self, *positional: Any, **named: Any) -> None:
         given = self._named(positional, {name: value for name, value in named.items() if name != "privacy"})
         self._check_data(given.get("train_dataset"))
+        kinds = {kind.__name__ for kind in type(given.get("args")).__mro__}
+        if other := next((kind for kind in more_arguments.READERS if kind in kinds - set(self._reads)), None):
+            raise ArgumentError(
+                f"args is a {other}, which fastdp.hf.{more_arguments.READERS[other]} reads: {type(self).__name__} "
+                f"takes a {self._reads[0]}"
+            )
+        self._check_given(given)
         super().__init__(*positional, **named)
         if self.is_fsdp_enabled:
             raise ArgumentError(
@@ -43,6 +51,9 @@ class _OfTRL(DPTrainer):
                 f"{type(self.model).__name__} would be trained with the auxiliary loss of its routers, which balances "
                 "experts over the whole batch and so couples samples: set router_aux_loss_coef=0.0"
             )
+
+    def _check_given(self, given: Mapping[str, Any]) -> None:
+        """Look at the trainer's arguments before TRL does."""
 
     def _train(self, *arguments_of: Any) -> Any:
         self._check_data(self.train_dataset)
@@ -106,6 +117,12 @@ class DPSFTTrainer(_OfTRL, trl.SFTTrainer):  # type: ignore[misc]
         return self.args.loss_type == "dft"  # type: ignore[no-any-return]
 
     def _find_loss(self, batch: Any, tolerance: float) -> None:
+        images, size = batch.get("pixel_values"), size_of(batch)
+        if isinstance(images, Tensor) and len(images) != size:
+            raise StepError(
+                f"{size} records have {len(images)} rows of pixel_values, so that none is known to be a record's own: "
+                "DPSFTTrainer takes one image in each record, of which the processor makes one row"
+            )
         super()._find_loss(batch, tolerance)
         assert self._head is not None
         if self._head.name != "next token":
@@ -188,6 +205,16 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
                 copied and ".ref." in name
             ):  # the reference's adapter is never used with gradients: it would get noise alone
                 parameter.requires_grad_(False)
+
+    def _check_given(self, given: Mapping[str, Any]) -> None:
+        model, precomputed = given.get("model"), getattr(given.get("args"), "precompute_ref_log_probs", False)
+        made = isinstance(model, nn.Module) and not getattr(getattr(model, "config", None), "_name_or_path", "")
+        adapted = given.get("peft_config") is not None or hasattr(model, "peft_config")
+        if made and given.get("ref_model") is None and not adapted and not precomputed:
+            raise ArgumentError(
+                "there is no reference: TRL would load it anew from where the model came from, and this model was made "
+                "in Python. Give ref_model=copy.deepcopy(model)"
+            )
 
     def _samples_first(self, collate: Any) -> Any:
         return PairsFirst(collate)
