@@ -14,7 +14,7 @@ from typing import Any
 
 from ..accounting import epsilon_of
 from ..training.words import at_most
-from .checkpoint import new_file
+from .checkpoint import NO_CHARACTER, new_file
 from .job import Outcome, Plan
 
 NOT_COVERED = (
@@ -290,4 +290,4 @@ def write_card(card: Card, folder: Path) -> None:
     files: Mapping[str, Any] = {"privacy_card.md": card.markdown(), "privacy_card.json": card.as_json()}
     for name, text in files.items():
         with new_file(folder / name) as file:
-            file.write(text.encode())
+            file.write(text.encode(errors=NO_CHARACTER))
