@@ -72,7 +72,16 @@ class Spending:
 
     def _group_keys(self) -> list[Any] | None:
         """The key of each record, where samples are groups of them."""
-        return None if self.privacy.group_by is None else column(self.train_dataset, self.privacy.group_by)
+        name = self.privacy.group_by
+        keys = None if name is None else column(self.train_dataset, name)
+        try:
+            set(keys or ())
+        except TypeError as problem:
+            raise ValueError(
+                f"group_by: the values of {name!r} cannot be keys of persons ({problem}): give a column of texts or of "
+                "whole numbers"
+            ) from None
+        return keys
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial spends privacy of its own, and so does the choice among them."""

@@ -79,3 +79,12 @@ def test_a_model_that_padding_changes_has_a_remedy(tmp_path, out, capsys):
     transformers.FNetModel(config).save_pretrained(tmp_path / "m")
     said = refused(capsys, tmp_path / "m", reviews(tmp_path / "d.csv"), "--task", "classify", "--out", out)
     assert "padding counts" in said and "take another model" in said
+
+
+def test_rows_of_another_task(tmp_path, out, capsys):
+    """Not "is it the format (--delimiter, --quote)?", of a file that has neither."""
+    data = tmp_path / "d.jsonl"
+    row = {"prompt": "good", "chosen": [{"role": "assistant", "content": "fine"}], "rejected": [{"content": "bad"}]}
+    data.write_text("\n".join([json.dumps(row)] * 20))
+    said = refused(capsys, language_model(tmp_path / "m"), data, "--task", "preference", "--out", out)
+    assert "of type list, expected a string" in said and "right --task?" in said and "--delimiter" not in said

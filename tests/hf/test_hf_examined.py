@@ -48,6 +48,12 @@ def test_persons_who_do_not_fit(tmp_path):
     assert "max_physical_batch_size" not in str(found.value)
 
 
+def test_keys_that_are_none(tmp_path):
+    data = [{**record, "user": [number]} for number, record in enumerate(texts())]
+    with pytest.raises(ValueError, match="'user' cannot be keys of persons .unhashable"):
+        trainer_of(tmp_path, bert(num_labels=3), data, private(group_by="user")).train()
+
+
 def test_steps_for_records_and_for_persons_are_not_added_up(tmp_path):
     """Neither in one trainer, nor from a checkpoint, nor from another run in its folder."""
     data = [{**record, "user": number // 2} for number, record in enumerate(texts())]
