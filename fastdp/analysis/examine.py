@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -322,6 +323,12 @@ class Examination:
 
 
 def _unrepeated(apart: float, changed: list[str], out_of_reach: str) -> str:
+    if not math.isfinite(apart):
+        return (
+            "the loss or the gradient of these records is not finite (inf or NaN), so there is nothing to compare "
+            "with. Find what overflows in the model (it may do so in float64 alone, at masks of the smallest number), "
+            "or verify it in the dtype that it is trained in"
+        )
     state = f" (attributes that its forward changes: {', '.join(changed[:5])})" if changed else ""
     return (
         f"two equal runs of it give gradients that are {apart:.1e} apart, so there is nothing to compare with: "

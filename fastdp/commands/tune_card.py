@@ -13,7 +13,7 @@ from typing import Any
 from ..accounting import History
 from ..errors import AccountingError, FastDPError
 from ..mechanisms.tuning import NegativeBinomialRuns, Runs, tuning_epsilon
-from ..training.words import count
+from ..training.words import at_most, count
 
 RECORD, BEST = "search.json", "best"
 
@@ -61,18 +61,18 @@ def said(card: dict[str, Any]) -> str:
     shape = "a Poisson distribution" if card["eta"] is None else (
         f"a truncated negative binomial distribution (eta {card['eta']:g})"
     )  # fmt: skip
-    one = card["epsilon_of_the_costliest_run_alone"]
+    one, delta = at_most(card["epsilon_of_the_costliest_run_alone"], 4), at_most(card["delta"], 6)
     lines = [
         f"search    {count(len(card['settings']))} settings; the number of runs is secret, from {shape} of mean "
         f"{card['expected_runs']:g}",
-        f"privacy   epsilon {card['epsilon']:.4g} at delta {card['delta']:g} for a record that is trained on: of the "
-        f"best run and its score together (the costliest run alone: {one:.4g}, by RDP)",
+        f"privacy   epsilon {at_most(card['epsilon'], 4)} at delta {delta} for a record that is trained on: of the "
+        f"best run and its score together (the costliest run alone: {one}, by RDP)",
     ]
     if card["held_out"] == "public":
         lines.append("held out  public: the records that the score is computed from are NOT protected")
     else:
         lines.append(
-            f"held out  private: epsilon {card['epsilon_of_held_out_records']:.4g} at delta {card['delta']:g} for a "
+            f"held out  private: epsilon {at_most(card['epsilon_of_held_out_records'], 4)} at delta {delta} for a "
             f"record that is held out, by noise of {card['score_noise']:g} on the sum of their scores"
         )
     return "\n".join(lines)
@@ -94,9 +94,9 @@ def page(card: dict[str, Any]) -> str:
         "- A record that is both trained on and held out: for it, both epsilons add up."
     )  # fmt: skip
     return (
-        f"# Card of a private search\n\n**({card['epsilon']:.4g}, {card['delta']:g})-differential privacy** of the "
-        "search, for one record (or person, where the training was accounted by persons) of the training data added or "
-        "removed.\n\n"
+        f"# Card of a private search\n\n**({at_most(card['epsilon'], 4)}, {at_most(card['delta'], 6)})-differential "
+        "privacy** of the search, for one record (or person, where the training was accounted by persons) of the "
+        "training data added or removed.\n\n"
         f"{result}\n\n```\n{said(card)}\n```\n\n"
         f"## Covered\n\n- What is in `{BEST}/`, the best setting and its score, all together. An epsilon that stands "
         "within is that of its run alone; this card's counts.\n\n"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..accounting import epsilon_of
-from .checkpoint import new_file
+from ..training.words import at_most
+from .checkpoint import NO_CHARACTER, new_file
 from .job import Outcome, Plan
 
 NOT_COVERED = (
@@ -40,6 +41,12 @@ NO_HASH = (
     "owner keeps, it looks like random bits. The balance of the labels, the figures of the check and those of the "
     "evaluation are functions of the data, and are left out of this card."
 )
+_NONE = "Nothing follows for what an attacker can find out. Do not give this model away as a private one."
+_COVERED = (
+    ". The guarantee covers the weights and the optimizer's moments after every step, so also those in `checkpoints/`, "
+    "but not what lies there beside them: the evaluations so far, and the number of records whose gradient was not "
+    "finite. Give away `model/` and this card, nothing else of the folder."
+)
 # Ponomareva et al., How to DP-fy ML, 2023 (arXiv 2303.00654), has three tiers, bounded by 1 and 10
 STRENGTH = (
     (1.0, "strong", "at most 1"),
@@ -59,7 +66,7 @@ def weaknesses(epsilon: float, delta: float, units: int | None, unit: str) -> li
     found = []
     if epsilon > WEAK_EPSILON:
         found.append(
-            f"epsilon {epsilon:.4g} is above {WEAK_EPSILON:g}: it allows that a {unit} is recognised with near "
+            f"epsilon {at_most(epsilon, 4)} is above {WEAK_EPSILON:g}: it allows that a {unit} is recognised with near "
             "certainty. Aim at 8 or less, at 1 for a strong guarantee"
         )
     if units and delta * units > WEAK_DELTA * (1 + 1e-9):
@@ -110,12 +117,14 @@ class Card:
 
     @property
     def guess(self) -> float:
-        """Bound on the share of right guesses about membership."""
-        return guess_of(self.epsilon, self.delta)
+        """Bound on the share of right guesses about membership; 1 where nothing is guaranteed."""
+        return guess_of(self.epsilon, self.delta) if self.guaranteed else 1.0
 
     @property
     def strength(self) -> str:
-        """The word for this epsilon."""
+        """The word for this epsilon; "none" where nothing is guaranteed."""
+        if not self.guaranteed:
+            return "none"
         return next(word for most, word, _ in STRENGTH if self.epsilon <= most).split(":")[0]
 
     @property
@@ -134,21 +143,27 @@ class Card:
 
     def markdown(self) -> str:
         """The page."""
+        pair = f"({at_most(self.epsilon, 4)}, {at_most(self.delta, 6)})"
         if self.guaranteed:
-            head = f"**({self.epsilon:.4g}, {self.delta:g})-differential privacy**: {self.neighbours}."
+            head = (
+                f"**{pair}-differential privacy**: {self.neighbours}.\n\n"
+                f"In words: someone who knows all the data but one {self.unit}, and sees the model, guesses whether "
+                f"that one was trained on rightly with a probability of at most {at_most(100 * self.guess, 6)} % (50 % "
+                "is a coin)."
+            )
         elif not self.repeatable:  # by an accountant that gives no bound
             head = (
-                f"**NO PROVEN BOUND**: about ({self.epsilon:.4g}, {self.delta:g})-differential privacy, "
-                f"{self.neighbours}, by the GDP accountant, whose approximation may say too little."
+                f"**NO PROVEN BOUND**: about {pair}-differential privacy, {self.neighbours}, by the GDP accountant, "
+                f"whose approximation may say too little. The accountant prv gives a bound for the same run.\n\n{_NONE}"
             )
         else:
             head = (
-                f"**NO GUARANTEE**: {self.noise}. Without that, the same run would be ({self.epsilon:.4g}, "
-                f"{self.delta:g})-differentially private: {self.neighbours}."
+                f"**NO GUARANTEE**: {self.noise}. Without that, the same run would be {pair}-differentially private: "
+                f"{self.neighbours}.\n\n{_NONE}"
             )
         rows = {
-            "epsilon spent": f"{self.epsilon:.6g} (budget {self.target_epsilon:g})",
-            "delta": f"{self.delta:g}",
+            "epsilon spent": f"{at_most(self.epsilon, 6)} (budget {self.target_epsilon:g})",
+            "delta": at_most(self.delta, 6),
             "accountant": self.accountant.upper() + (
                 " (an approximation by the central limit theorem, no upper bound)" if self.accountant == "gdp" else ""
             ),
@@ -177,8 +192,6 @@ class Card:
         libraries = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return (
             f"# Privacy card\n\n`{self.model}`, fine-tuned ({self.task}), {self.date}.\n\n{head}\n\n"
-            f"In words: someone who knows all the data but one {self.unit}, and sees the model, guesses whether that "
-            f"one was trained on rightly with a probability of at most {100 * self.guess:.4g} % (50 % is a coin).\n\n"
             + "".join(f"> **Warning**: {line}.\n\n" for line in self.warnings) +
             f"| | |\n| --- | --- |\n{table}\n\n{self._legend()}\n\n## Released\n\n{self.released}\n\n"
             f"{self._hashes()}\n\n## Not covered\n\n{missing}\n\n"
@@ -188,7 +201,7 @@ class Card:
     def _legend(self) -> str:
         """How strong an epsilon is."""
         here = next(place for place, (most, _, _) in enumerate(STRENGTH) if self.epsilon <= most)
-        bounds = ("73 %", "73 to 99.995 %", "more than 99.995 %")
+        bounds = ("73.2 %", "73.1 to 99.996 %", "more than 99.995 %")
         rows = "\n".join(
             f"| {span}{' (this model)' if place == here and self.guaranteed else ''} | {word} | {bounds[place]} |"
             for place, (_, word, span) in enumerate(STRENGTH)
@@ -236,6 +249,8 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
         missing.insert(1, "The set of labels was read off the data and stands in config.json: give --labels where "
                           "their names are not public.")  # fmt: skip
     secret = "drawn by ChaCha20 from a secret key of the operating system, deleted when the run ended"
+    guaranteed = plan.seed is None and plan.accountant != "gdp"
+    nothing = [] if guaranteed else ["nothing is guaranteed about this model, as said above"]
     return Card(
         model=model, task=task, epsilon=epsilon, target_epsilon=target,
         delta=plan.delta, accountant=plan.accountant, neighbours=neighbours, unit=unit,
@@ -244,16 +259,14 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
         lost_steps=outcome.lost_steps, clipping=plan.clipping, max_grad_norm=plan.max_grad_norm,
         noise=secret if plan.seed is None else f"noise and sampling were made repeatable by --seed {plan.seed}, and "
         "whoever knows it can take the noise off",
-        guaranteed=plan.seed is None and plan.accountant != "gdp", repeatable=plan.seed is not None,
+        guaranteed=guaranteed, repeatable=plan.seed is not None,
         status={"finished": "finished", "interrupted": "interrupted before its last step",
         "budget": "ended early, as steps lost in crashes took part of the budget"}[outcome.status], trained=trained,
         released=("The adapters (and the new head) in `model/`" if adapters else "The weights in `model/`")
-        + ". The guarantee covers the weights and the optimizer's moments after every step, so also those in "
-        "`checkpoints/`, but not what lies there beside them: the evaluations so far, and the number of records whose "
-        "gradient was not finite. Give away `model/` and this card, nothing else of the folder."
+        + (_COVERED if guaranteed else ". Nothing is guaranteed about them.")
         + (" Layers that mix samples were replaced: load the weights by from_pretrained(), then call "
            "fastdp.make_compatible(model)." if replaced else ""),
-        not_covered=missing, warnings=weaknesses(epsilon, plan.delta, units, unit), versions=versions(),
+        not_covered=missing, warnings=[*nothing, *weaknesses(epsilon, plan.delta, units, unit)], versions=versions(),
         date=datetime.date.today().isoformat(), **more,
     )  # fmt: skip
 
@@ -277,4 +290,4 @@ def write_card(card: Card, folder: Path) -> None:
     files: Mapping[str, Any] = {"privacy_card.md": card.markdown(), "privacy_card.json": card.as_json()}
     for name, text in files.items():
         with new_file(folder / name) as file:
-            file.write(text.encode())
+            file.write(text.encode(errors=NO_CHARACTER))

@@ -25,6 +25,7 @@ from .job import FinetuneError
 
 KEPT = 2
 PUBLIC, PRIVATE = 0o666, 0o600  # modes: what may be given away, less the umask; what epsilon does not cover
+NO_CHARACTER = "backslashreplace"  # how bytes of a path or an argument that are no UTF-8 are written
 UNFINISHED = ".unfinished"  # ending of a file that is being written
 
 

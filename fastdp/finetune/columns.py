@@ -11,7 +11,7 @@ from typing import Any
 from ..training.words import listed
 from .job import FinetuneError
 from .tables import Table
-from .tasks import TASKS
+from .tasks import TASKS, one_answer
 
 
 @dataclass
@@ -43,7 +43,7 @@ def choose(table: Table, options: Namespace, as_before: Mapping[str, str] | None
     if options.task == "preference":
         flags["text"] = "--prompt-column"
     of = {what: getattr(options, flag[2:].replace("-", "_"), None) for what, flag in flags.items()}
-    if of["pair"] is not None and not (task.names or options.task == "regression"):
+    if of["pair"] is not None and not one_answer(options.task):
         raise FinetuneError(f"--pair-column does not go with --task {options.task}")
 
     def at(what: str) -> int | None:

@@ -19,16 +19,16 @@ import torch
 from ..distributed.same import mark
 from ..distributed.world import World
 from ..errors import BatchReadWarning, FastDPError
-from ..training.words import count
+from ..training.words import at_most, count
 from . import preflight
 from .card import make_card
-from .checkpoint import PRIVATE, new_file
+from .checkpoint import NO_CHARACTER, PRIVATE, new_file
 from .folder import begin_folder, begun_at, check_out, ended_at, is_begun
 from .hashes import COMMITMENT, commit, of_weights
 from .job import FREE, Outcome
 from .models import RELOAD
 from .outputs import write_outputs
-from .prepare import Prepared, prepare
+from .prepare import Prepared, prepare, settle
 from .progress import Progress
 from .ranks import started, together
 from .training import run
@@ -37,6 +37,9 @@ from .verdict import advice, nothing_learnt
 
 def main(options: Namespace) -> int:
     """Run the command; returns the exit code. Problems that the user can solve are said in words, no traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a path's name may have bytes that no character stands for
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors=NO_CHARACTER)  # type: ignore[union-attr]
     try:
         with warnings.catch_warnings():
             return _main(options)
@@ -70,6 +73,7 @@ def _say(problem: object) -> None:
 def _main(options: Namespace) -> int:
     ready, problem = None, None
     try:
+        settle(options)
         if started()[0] == 0:
             check_out(options)
         ready = prepare(options)
@@ -127,7 +131,7 @@ def train(ready: Prepared) -> int:
         progress.pause()
     if outcome.status == "interrupted":
         print(f"\nInterrupted after step {outcome.steps} of {ready.plan.steps}, all of it saved; epsilon "
-              f"{outcome.epsilon:.3f} spent.\n{how_to_resume()}")  # fmt: skip
+              f"{at_most(outcome.epsilon, 6)} spent.\n{how_to_resume()}")  # fmt: skip
         return 130
     _finish(ready, progress, outcome)
     return 0
@@ -172,8 +176,8 @@ def _finish(ready: Prepared, progress: Progress, outcome: Outcome) -> None:
         found, simple = ready.evaluation.last, ready.evaluation.simple
     lines = write_outputs(options.out, ready.model, ready.tokenizer, progress, card, options.task, found, simple)
     with new_file(options.out / "plan.txt", PRIVATE) as file:
-        file.write((preflight.said(ready.sections) + "\n\n" + ready.routes + "\n").encode())
-    head = f"epsilon {card.epsilon:.3f} at delta {card.delta:g} after {count(outcome.steps)} steps"
+        file.write((preflight.said(ready.sections) + "\n\n" + ready.routes + "\n").encode(errors=NO_CHARACTER))
+    head = f"epsilon {at_most(card.epsilon, 6)} at delta {at_most(card.delta, 6)} after {count(outcome.steps)} steps"
     if card.repeatable:
         head += " would be the guarantee without --seed; with it there is none"
     if outcome.status == "budget":

@@ -69,6 +69,12 @@ def check_out(options: Namespace) -> None:
     """--out is new, empty, or the run that --resume goes on with, and may be written. Raises FinetuneError."""
     out: Path = options.out
     try:
+        str(out.absolute()).encode()
+    except UnicodeEncodeError:
+        raise FinetuneError(
+            f"--out {out}: its path has bytes that are no UTF-8, where tokenizers cannot be saved: give another folder"
+        ) from None
+    try:
         _check_state(options, out)
     except OSError as problem:
         raise FinetuneError(f"--out {out} cannot be used ({problem.strerror}): give another folder") from None

@@ -44,7 +44,8 @@ def load_images(options: Namespace, known: Mapping[str, int] | None = None) -> D
     found = _records(table, contents, names, options)
     fraction = options.eval_fraction if options.eval_fraction is not None else (0.0 if options.eval else 0.1)
     data.train, data.held_out = split(found, fraction)
-    digest = hashlib.sha256("".join(f"{name} {value}\n" for name, value in sorted(contents.items())).encode())
+    lines = "".join(f"{name} {value}\n" for name, value in sorted(contents.items()))
+    digest = hashlib.sha256(lines.encode(errors="surrogateescape"))
     data.files = {options.data.name: digest.hexdigest()}
     if options.eval is not None:
         other, contents, said = _read_folder(options.eval)

@@ -23,6 +23,13 @@ def missing(value: Any) -> bool:
     )  # fmt: skip
 
 
+def of_characters(text: str, what: str) -> str:
+    """The text. Raises ValueError on half a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"the {what} holds half a surrogate pair, which is no character")
+    return text
+
+
 def class_name(value: Any) -> str:
     """The name of a label as any file may write it: 1, 1.0, "1" and "1.0" are one class, as are true and "true".
 
@@ -37,7 +44,7 @@ def class_name(value: Any) -> str:
             raise ValueError(f"the label {value:g} is a fraction: a class is a name or a whole number{_REGRESSION}")
         return str(int(value))
     if isinstance(value, str):
-        text = value.strip()
+        text = of_characters(value.strip(), "label")
         if re.fullmatch(r"[+-]?\d+\.0*", text):
             return str(int(text.split(".")[0]))
         if re.fullmatch(r"[+-]?\d*\.\d+", text):
@@ -99,7 +106,7 @@ def words_of(value: Any, what: str) -> tuple[str, ...]:
     wrong = next((each for each in value if not isinstance(each, str) or not each.strip()), None)
     if wrong is not None or any(each is None for each in value):
         raise ValueError(f"one of the {what} is {wrong!r:.40}, expected a word")
-    return tuple(value)
+    return tuple(of_characters(each, "word") for each in value)
 
 
 def _listed(text: str) -> Any:

@@ -22,6 +22,7 @@ exit codes: 0 the run is done; 1 it was refused or failed, and the message says 
 example: python -m fastdp finetune ./minilm reviews.csv --task classify --epsilon 8 --dry-run"""
 
 BETA = 0.1  # of DPO
+PER_PERSON = 8  # records in a step
 
 
 def number(kind: type, low: float, high: float = math.inf, open_low: bool = False) -> Callable[[str], Any]:
@@ -98,8 +99,9 @@ def _privacy(group: Any, positive: Callable[[str], Any]) -> None:
                        help="the clipping norm of a record's gradient (default: %(default)s)")
     group.add_argument("--group-by", metavar="COLUMN",
                        help="protect persons, not records: the column that says which person a record belongs to")
-    group.add_argument("--max-records-per-group", type=number(int, 1), metavar="N", default=8,
-                       help="with --group-by: train on at most N records of a person (default: %(default)s)")
+    group.add_argument("--max-records-per-group", type=number(int, 1), metavar="N",
+                       help="with --group-by: train on at most N records of a person in a step (default: "
+                            f"{PER_PERSON})")
     group.add_argument("--seed", type=number(int, 0, 2**63 - 1),
                        help="make noise and sampling repeatable, for experiments; this voids the guarantee (default: "
                             "none)")

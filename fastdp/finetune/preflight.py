@@ -18,7 +18,7 @@ from ..accounting import delta_problem, epsilon_of, noise_multiplier_for, steps_
 from ..analysis.verify import verify
 from ..errors import AccountingError, FastDPError
 from ..training.privatize import privatize
-from ..training.words import count, duration, size
+from ..training.words import at_most, count, duration, size
 from .batch_size import Fit
 from .card import weaknesses
 from .job import FinetuneError, Job, Plan
@@ -70,7 +70,10 @@ def check(job: Job) -> str:
             warnings.simplefilter("ignore")
             found = verify(job.model, job.loss, batch, params=params, samples=CHECKED)
     except FastDPError as problem:
-        raise FinetuneError(f"this model cannot be trained privately as it is:\n{problem}") from None
+        raise FinetuneError(
+            f"this model cannot be trained privately as it is:\n{problem}\nNo option of this command changes that: "
+            "take another model, in which no record reads another, or another's padding"
+        ) from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as problem:
         if out_of_memory(problem):
             raise
@@ -185,8 +188,8 @@ def privacy_lines(plan: Plan, options: Namespace, units: int) -> list[str]:
     spent = epsilon_of([(plan.noise_multiplier, plan.sample_rate, plan.steps)], plan.delta, plan.accountant)
     whence = "1/(10 n), rounded down" if options.delta is None else "as given"
     lines = [
-        f"epsilon {spent:.3g} at delta {plan.delta:g} ({whence}), for one {unit} added or removed, by the "
-        f"{plan.accountant.upper()} accountant",
+        f"epsilon {at_most(spent, 4)} at delta {at_most(plan.delta, 6)} ({whence}), for one {unit} added or removed, "
+        f"by the {plan.accountant.upper()} accountant",
         f"noise multiplier {plan.noise_multiplier:.3f}; clipping {plan.clipping}, norm {plan.max_grad_norm:g}",
         f"Poisson sampling: {plan.expected_batch_size:g} of {count(units)} {unit}s expected in a step (rate "
         f"{plan.sample_rate:.4g}); epochs: {options.epochs:g}, steps: {count(plan.steps)}",

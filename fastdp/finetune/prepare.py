@@ -22,7 +22,7 @@ from .evaluation import Evaluation
 from .images import Images, collate_images, load_images, load_processor
 from .job import FinetuneError, Job, Plan
 from .models import RELOAD, choose_trained, known_labels, load_config, load_model, load_tokenizer, new_parameters
-from .options import BETA
+from .options import BETA, PER_PERSON
 from .ranks import own_device, started
 from .records import Data, load_data
 from .replays import check as check_graphed
@@ -61,7 +61,7 @@ def prepare(options: Namespace) -> Prepared:
     pictures = options.task == "images"
     for path in filter(None, (options.data, options.eval)):
         refuse_absent(path, folder=pictures)
-    _refuse_misplaced(options)
+    settle(options)
     known = known_labels(load_config(options.model)) if TASKS[options.task].names else None
     data = load_images(options, known) if pictures else load_data(options, known)
     tokenizer = load_processor(options.model) if pictures else load_tokenizer(options.model)
@@ -91,6 +91,8 @@ def prepare(options: Namespace) -> Prepared:
         for each in filter(None, (encoded, held_out)):
             each.reference = reference_of(model, each, collate, _EVALUATED_AT_ONCE, device)
     model, more = choose_trained(model, new, options)
+    if options.new_lr is not None and not new_parameters(model, new):
+        more.append("Note: --new-lr has no effect, as every trained weight is pre-trained")
     model.to(device)
     groups = data.train.groups
     if groups is None:  # a person's records stay together
@@ -131,8 +133,19 @@ def prepare(options: Namespace) -> Prepared:
     return ready
 
 
-def _refuse_misplaced(options: Namespace) -> None:
-    """Options of another task are refused before anything is loaded."""
+def settle(options: Namespace) -> None:
+    """Options that would have no effect are refused before anything is loaded. Raises FinetuneError."""
+    if options.max_records_per_group is not None and options.group_by is None:
+        raise FinetuneError("--max-records-per-group goes with --group-by COLUMN, which says whose a record is")
+    if options.group_by is not None and options.max_records_per_group is None:
+        options.max_records_per_group = PER_PERSON
+    if options.eval is not None and options.eval_fraction:
+        raise FinetuneError(
+            "--eval and --eval-fraction: the records held out of DATA would be neither trained on nor evaluated on. "
+            "Leave one of the two out"
+        )
+    if options.task == "lm" and options.label_column is not None:
+        raise FinetuneError("--label-column does not go with --task lm, which learns the text itself: leave it out")
     for name, task in (("label_range", "regression"), ("target_column", "seq2seq"), ("prompt_column", "preference"),
                        ("chosen_column", "preference"), ("rejected_column", "preference")):  # fmt: skip
         if getattr(options, name) is not None and options.task != task:

@@ -11,7 +11,7 @@ from typing import Any
 from ..training.words import listed
 from .columns import Columns, choose
 from .job import FinetuneError
-from .labels import class_name, label_names, label_set, missing, number, words_of, yes
+from .labels import class_name, label_names, label_set, missing, number, of_characters, words_of, yes
 from .tables import Bad, Table, read_table, refuse_bad
 from .tasks import TASKS
 
@@ -66,6 +66,8 @@ def load_data(options: Namespace, known: Mapping[str, int] | None = None) -> Dat
     refuse_bad(table, [*table.bad, *bad], options.skip_bad_rows)  # before what is left of them is judged
     if options.labels is not None and not TASKS[options.task].names:
         raise FinetuneError(f"--labels does not go with --task {options.task}")
+    if columns.several and options.labels is not None:
+        raise FinetuneError("--labels does not go with several columns in --label-column, whose names are the labels")
     if columns.several:  # their names are no secret: the command names them
         data.names, data.public_labels = data.columns["label"].split(","), True
     elif TASKS[options.task].names:
@@ -179,15 +181,15 @@ def _text(value: Any, what: str) -> str:
         raise ValueError(f"no {what}")
     if not isinstance(value, str):
         raise ValueError(f"the {what} is of type {type(value).__name__}, expected a string")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError(f"the {what} holds half a surrogate pair, which is no character")
-    return value
+    return of_characters(value, what)
 
 
 def _group(value: Any) -> str:
     if missing(value):
         raise ValueError("nothing says whose the record is (--group-by)")
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return of_characters(str(value).strip(), "person")
 
 
 def _records(rows: Sequence[_Row], names: Sequence[str] | None, task: str) -> tuple[Records, list[Bad]]:

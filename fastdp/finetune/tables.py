@@ -316,9 +316,11 @@ def refuse_bad(table: Table, bad: Sequence[Bad], most: int) -> str:
     said = f"{len(bad)} of {total} {'images' if table.kind == 'images' else 'rows'} of {table.path} cannot be used"
     if len(bad) > most:
         if len(bad) == total and table.kind != "images":
-            raise FinetuneError(
-                f"{said}:\n{first}{more}\nIs it the format (--format, --delimiter, --quote, --columns)?"
-            )
+            delimited = table.kind in ("csv", "tsv")
+            hint = "Is it the format (--format, --delimiter, --quote, --columns)?" if delimited else (
+                "Are these the columns that are meant, and is it the right --task?"
+            )  # fmt: skip
+            raise FinetuneError(f"{said}:\n{first}{more}\n{hint}")
         way = f"--skip-bad-rows {len(bad)} does" if most == 0 else f"--skip-bad-rows allows {most}"
         raise FinetuneError(f"{said}:\n{first}{more}\nCorrect them, or leave them out: {way}")
     return f"{said} and are left out:\n{first}{more}"

@@ -114,21 +114,26 @@ def make_source(data: Any, collate: Any, keys: list[Any] | None, args: Any, priv
         if rate > 1:
             raise ValueError(
                 f"per_device_train_batch_size x gradient_accumulation_steps x processes = {expected} is more than "
-                f"there are samples ({samples})"
+                f"there are samples ({samples}): lower one of them, or give PrivacyArguments(sample_rate=)"
             )
     generator = torch.Generator()
     grouped: dict[str, Any] = (
         {} if keys is None else {"group_by": keys, "max_records_per_group": privacy.max_records_per_group}
     )
-    loader = poisson_loader(
-        data, sample_rate=rate, max_physical_batch_size=args.train_batch_size, seed=privacy.noise_seed,
-        collate_fn=collate, generator=generator, num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
-        persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
-        worker_init_fn=functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-        **grouped,
-    )  # fmt: skip
+    try:
+        loader = poisson_loader(
+            data, sample_rate=rate, max_physical_batch_size=args.train_batch_size, seed=privacy.noise_seed,
+            collate_fn=collate, generator=generator, num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+            persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=functools.partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            ),
+            **grouped,
+        )  # fmt: skip
+    except ValueError as problem:  # in the words of the trainer's arguments
+        raise ValueError(str(problem).replace("max_physical_batch_size", "per_device_train_batch_size")) from None
     return Source(loader, generator, args.seed)
 
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from ..analysis.state import evaluating as evaluating
 from ..analysis.verify import VerifyReport, verify
-from ..errors import StepError
+from ..errors import StepError, VerificationError
 from .losses import rows, size_of
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # -> a scalar
+_ELSEWHERE = "set loss_reduction"
+_HERE = "let the loss be one number a sample [B], or their mean (not their sum, and no mean over the batch's tokens)"
 VERIFIED_ELEMENTS = 40_000_000  # parameters' elements that are compared, times samples: some GB in float64
 
 
@@ -97,7 +99,13 @@ def check_model(
                 break
             chosen.append(parameter)
             room -= parameter.numel()
-    return verify(model, loss, batch, params=chosen, samples=samples, tolerance=tolerance, **options)
+    try:
+        return verify(model, loss, batch, params=chosen, samples=samples, tolerance=tolerance, **options)
+    except VerificationError as problem:
+        words = str(problem)  # loss_reduction is an argument that the trainers do not have
+        if _ELSEWHERE not in words:
+            raise
+        raise VerificationError(words.replace(_ELSEWHERE, _HERE)) from None
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

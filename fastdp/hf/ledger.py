@@ -13,6 +13,7 @@ from ..accounting import History as History
 from ..accounting import epsilon_of
 from ..errors import AccountingError
 from ..training.ledger import kind_of, run_of
+from ..training.words import at_most
 
 NAME = "privacy.json"
 
@@ -33,7 +34,7 @@ def write(folder: str | Path, spent: Spent, epsilon: float | None) -> None:
     """Write it whole or not at all. epsilon None: not computed at this moment."""
     content = {
         "format": 1,
-        "epsilon": None if epsilon is None or math.isinf(epsilon) else round(epsilon, 6),
+        "epsilon": None if epsilon is None or math.isinf(epsilon) else float(at_most(epsilon, 8)),
         **spent.options,
         "steps": spent.steps,
         "history": [list(run) for run in spent.history],

@@ -162,12 +162,13 @@ def find_head(model: nn.Module, batch: Mapping[str, Any], tolerance: float, samp
             f"the batch has no labels (of {', '.join(LABELS)}; its keys are {', '.join(batch)}), so no loss of a "
             f"sample can be told. {remedy}"
         )
-    fits = dict.fromkeys(HEADS, 0)
+    fits, finite = dict.fromkeys(HEADS, 0), False
     for number in range(min(size_of(batch), samples)):
         alone = rows(batch, number, number + 1)
         own = _own_loss(model, alone, name, remedy)
         if not bool(torch.isfinite(own)):
             continue  # no labelled token in this one
+        finite = True
         inputs, labels = without_labels(model, alone)
         outputs = model(**inputs)
         for head in list(fits):
@@ -177,6 +178,11 @@ def find_head(model: nn.Module, batch: Mapping[str, Any], tolerance: float, samp
             else:
                 fits[head] += 1
     found = [head for head, times in fits.items() if times]
+    if not finite:
+        raise StepError(
+            f"{name}'s loss is not finite on any of {min(size_of(batch), samples)} samples: they have no labelled "
+            "token (labels are -100 throughout), or the model overflows. Look at labels, weights and dtype"
+        )
     if not found:
         raise StepError(
             f"{name} computes a loss that is none of those fastdp knows a sample's part of "

@@ -13,6 +13,7 @@ from transformers.trainer_utils import SaveStrategy
 from ..accounting import epsilon_of, warn_of_delta
 from ..errors import AccountingError
 from ..training.optim import PrivateOptimizer
+from ..training.words import at_most
 from . import ledger
 from .batches import Source, column
 from .options import PrivacyArguments
@@ -36,6 +37,7 @@ class Spending:
         self._private: PrivateOptimizer | None = None  # while it trains
         self._source: Source | None = None
         self._history: ledger.History = []  # of everything this trainer and its checkpoint have spent
+        self._counted: str | None = None  # between which data sets
         self._place: dict[str, Any] = {}
         self._allowed: int | None = None  # noised steps in all before the budget is spent
         self._resumed: ledger.Spent | None = None
@@ -70,7 +72,16 @@ class Spending:
 
     def _group_keys(self) -> list[Any] | None:
         """The key of each record, where samples are groups of them."""
-        return None if self.privacy.group_by is None else column(self.train_dataset, self.privacy.group_by)
+        name = self.privacy.group_by
+        keys = None if name is None else column(self.train_dataset, name)
+        try:
+            set(keys or ())
+        except TypeError as problem:
+            raise ValueError(
+                f"group_by: the values of {name!r} cannot be keys of persons ({problem}): give a column of texts or of "
+                "whole numbers"
+            ) from None
+        return keys
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial spends privacy of its own, and so does the choice among them."""
@@ -93,6 +104,8 @@ class Spending:
             if name in spent.options and spent.options[name] != mine:
                 raise AccountingError(f"the checkpoint's run had {name}={spent.options[name]!r}, this one has {mine!r}")
         after = ledger.read(Path(checkpoint).parent)
+        for found in filter(None, (spent, after)):
+            self._refuse_other_neighbours(found.options.get("neighbours"), f"the run of {checkpoint}")
         repeated = self.privacy.noise_seed is not None  # the very same steps will be made again
         if after is None:
             logger.warning(f"no {ledger.NAME} beside {checkpoint}: steps made after it, if any, are not counted")
@@ -109,6 +122,20 @@ class Spending:
             logger.warning(f"{after.steps - spent.steps} steps made after {checkpoint} are lost, and stay counted")
             return spent._replace(history=after.history)
         return spent
+
+    def _neighbours(self) -> str:
+        """What the account is of."""
+        if self.privacy.group_by is None:
+            return "one sample added or removed"
+        return f"all records of one value of {self.privacy.group_by!r} added or removed"
+
+    def _refuse_other_neighbours(self, before: str | None, run: str) -> None:
+        """Steps that protect records and steps that protect persons have no epsilon in common."""
+        if before is not None and before != self._neighbours():
+            raise AccountingError(
+                f"{run} is accounted for {before}, this one for {self._neighbours()}: no one epsilon holds for the "
+                "steps of both. Keep group_by as it was, or train a new model in another output_dir"
+            )
 
     def _saves_parts(self) -> bool:
         """Whether checkpoints hold parts (SHARDED_STATE_DICT), and save_model saves nothing."""
@@ -134,8 +161,8 @@ class Spending:
         )  # fmt: skip
         if allowed == 0 and self.state.global_step < max_steps:
             raise AccountingError(
-                f"the budget is spent: {done} steps have taken epsilon {self.epsilon():.3f} of {target} at delta "
-                f"{self.delta():.3g}. A larger target_epsilon, or new data, allows more"
+                f"the budget is spent: {done} steps have taken epsilon {at_most(self.epsilon(), 6)} of {target} at "
+                f"delta {self.delta():.3g}. A larger target_epsilon, or new data, allows more"
             )
         if self.state.global_step + allowed < max_steps:
             logger.warning(f"the budget allows {allowed} more steps of {max_steps - self.state.global_step}")
@@ -170,8 +197,7 @@ class Spending:
     def _spent(self) -> ledger.Spent:
         told = {
             "delta": self.delta(), "accountant": self.privacy.accountant,
-            "neighbours": "one sample added or removed" if self.privacy.group_by is None
-            else f"all records of one value of {self.privacy.group_by!r} added or removed",
+            "neighbours": self._neighbours(),
             "sampling": "Poisson", "sample_rate": None if self._source is None else self._source.loader.sample_rate,
             **self._options(),  # not the count of samples left out, which no guarantee covers: checkpoints get uploaded
         }  # fmt: skip

@@ -96,6 +96,8 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
         if self.train_dataset is not None:
             check_dataset(self.train_dataset)
             self.delta()
+        if self._history:
+            self._refuse_other_neighbours(self._counted, "this trainer's first training")
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
@@ -124,7 +126,7 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
         if self._source is not None:
             self._source.close()
         if self._private is not None:
-            self._history = self.history
+            self._history, self._counted = self.history, self._neighbours()
             self._private.detach()
             self._private = self._graphed = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from ..errors import StepError
 from ..layouts.marks import mark_rows
+from . import more_arguments
 from .arguments import ArgumentError
-from .losses import rows, without_labels
+from .losses import rows, size_of, without_labels
 from .more_arguments import PACKED
 from .preferences import Texts, pair_losses, texts
 from .trainer import DPTrainer
@@ -32,6 +34,13 @@ class _OfTRL(DPTrainer):
     def __init__(self, *positional: Any, **named: Any) -> None:
         given = self._named(positional, {name: value for name, value in named.items() if name != "privacy"})
         self._check_data(given.get("train_dataset"))
+        kinds = {kind.__name__ for kind in type(given.get("args")).__mro__}
+        if other := next((kind for kind in more_arguments.READERS if kind in kinds - set(self._reads)), None):
+            raise ArgumentError(
+                f"args is a {other}, which fastdp.hf.{more_arguments.READERS[other]} reads: {type(self).__name__} "
+                f"takes a {self._reads[0]}"
+            )
+        self._check_given(given)
         super().__init__(*positional, **named)
         if self.is_fsdp_enabled:
             raise ArgumentError(
@@ -42,6 +51,9 @@ class _OfTRL(DPTrainer):
                 f"{type(self.model).__name__} would be trained with the auxiliary loss of its routers, which balances "
                 "experts over the whole batch and so couples samples: set router_aux_loss_coef=0.0"
             )
+
+    def _check_given(self, given: Mapping[str, Any]) -> None:
+        """Look at the trainer's arguments before TRL does."""
 
     def _train(self, *arguments_of: Any) -> Any:
         self._check_data(self.train_dataset)
@@ -66,6 +78,11 @@ class _OfTRL(DPTrainer):
             ours = float(self._losses(self.model, alone).sum())
             with self.compute_loss_context_manager():
                 own = float(theirs(alone))
+            if not math.isfinite(ours) and not math.isfinite(own):
+                raise StepError(
+                    f"the loss of one sample alone is {own:g}: nothing can be learnt from it. Look for what overflows "
+                    f"in {type(self.model).__name__} (the dtype of the model, its attention with padding)"
+                )
             if not abs(ours - own) <= tolerance * (1 + abs(own)):
                 raise StepError(
                     f"of one sample alone fastdp's loss is {ours:.6g} and TRL {trl.__version__}'s {own:.6g} "
@@ -100,6 +117,12 @@ class DPSFTTrainer(_OfTRL, trl.SFTTrainer):  # type: ignore[misc]
         return self.args.loss_type == "dft"  # type: ignore[no-any-return]
 
     def _find_loss(self, batch: Any, tolerance: float) -> None:
+        images, size = batch.get("pixel_values"), size_of(batch)
+        if isinstance(images, Tensor) and len(images) != size:
+            raise StepError(
+                f"{size} records have {len(images)} rows of pixel_values, so that none is known to be a record's own: "
+                "DPSFTTrainer takes one image in each record, of which the processor makes one row"
+            )
         super()._find_loss(batch, tolerance)
         assert self._head is not None
         if self._head.name != "next token":
@@ -176,9 +199,22 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
             raise ArgumentError("label_smoothing_factor has no meaning for pairs: DPOConfig.label_smoothing has")
         if self.ref_model is not None:
             self.ref_model.eval()  # a constant of each pair alone
+        copied = "ref" in getattr(self.model, "peft_config", {})
         for name, parameter in self.model.named_parameters():
-            if ".ref." in name:  # the reference's adapter is never used with gradients: it would get noise alone
+            if (
+                copied and ".ref." in name
+            ):  # the reference's adapter is never used with gradients: it would get noise alone
                 parameter.requires_grad_(False)
+
+    def _check_given(self, given: Mapping[str, Any]) -> None:
+        model, precomputed = given.get("model"), getattr(given.get("args"), "precompute_ref_log_probs", False)
+        made = isinstance(model, nn.Module) and not getattr(getattr(model, "config", None), "_name_or_path", "")
+        adapted = given.get("peft_config") is not None or hasattr(model, "peft_config")
+        if made and given.get("ref_model") is None and not adapted and not precomputed:
+            raise ArgumentError(
+                "there is no reference: TRL would load it anew from where the model came from, and this model was made "
+                "in Python. Give ref_model=copy.deepcopy(model)"
+            )
 
     def _samples_first(self, collate: Any) -> Any:
         return PairsFirst(collate)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import decimal
 import difflib
+import math
 from collections.abc import Sequence
 
 
@@ -22,6 +24,14 @@ def listed(names: Sequence[str], most: int = 12) -> str:
 def count(number: float) -> str:
     """1234567 -> "1,234,567"."""
     return f"{number:,.0f}"
+
+
+def at_most(bound: float, digits: int) -> str:
+    """A bound in so many significant digits, rounded up, so that it is never said too small: 7.9991 -> "8"."""
+    if not math.isfinite(bound):
+        return str(bound)
+    rounded = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING).create_decimal(repr(float(bound)))
+    return f"{float(rounded):.{digits}g}"
 
 
 def many(number: int, what: str) -> str:

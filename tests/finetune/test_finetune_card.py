@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import types
 from pathlib import Path
 
@@ -15,11 +16,11 @@ import fastdp
 from fastdp.__main__ import parser
 from fastdp.accounting import epsilon_of
 from fastdp.finetune import preflight
-from fastdp.finetune.card import make_card, write_card
+from fastdp.finetune.card import guess_of, make_card, write_card
 from fastdp.finetune.job import Outcome, Plan
 from fastdp.finetune.options import default_batch, default_delta
 from fastdp.finetune.plots import in_text, write_plots
-from fastdp.training.words import duration, size
+from fastdp.training.words import at_most, duration, size
 
 PLAN = dict(
     noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=10, steps=20, lr=0.1, delta=1e-4, accountant="rdp"
@@ -60,6 +61,32 @@ def test_what_it_says_depends_on_the_run(tmp_path):
     write_card(card(), tmp_path)
     kept = json.loads((tmp_path / "privacy_card.json").read_text())
     assert kept["epsilon"] == card().epsilon and kept["recompute"] in (tmp_path / "privacy_card.md").read_text()
+
+
+def test_bounds_are_never_said_too_small():
+    """Rounded up: epsilon, delta, the share of right guesses, and the legend."""
+    assert [at_most(x, 4) for x in (7.9991, 3.14101, 8.0, 1e-5, 99.9961, 0.0, math.inf)] == [
+        "8", "3.142", "8", "1e-05", "100", "0", "inf",
+    ]  # fmt: skip
+    for noise in (0.7, 0.8, 0.9, 1.0, 1.1):
+        found = card(noise_multiplier=noise, delta=1.23456749e-5)
+        page = found.markdown()
+        epsilon, delta = re.search(r"\*\*\((\S+), (\S+)\)-differential privacy", page).groups()
+        row = re.search(r"epsilon spent \| (\S+)", page)[1]
+        guess = re.search(r"probability of at most (\S+) %", page)[1]
+        assert float(epsilon) >= found.epsilon and float(row) >= found.epsilon and float(delta) >= found.delta
+        assert float(guess) >= 100 * found.guess
+    for bound, epsilon in (("73.2 %", 1.0), ("99.996 %", 10.0)):
+        assert f"{bound} |" in page and float(bound[:-2]) >= 100 * guess_of(epsilon, 0.0)
+
+
+@pytest.mark.parametrize("plan", [{"seed": 1}, {"accountant": "gdp"}])
+def test_without_a_guarantee_nothing_is_promised(plan):
+    found = card(**plan)
+    page, kept = found.markdown(), json.loads(found.as_json())
+    assert "In words" not in page and "probability of at most" not in page and "The guarantee covers" not in page
+    assert "Do not give this model away as a private one" in page and "**Warning**: nothing is guaranteed" in page
+    assert kept["guess"] == 1.0 and kept["strength"] == "none" and kept["warnings"]
 
 
 def test_the_bound_on_guesses():

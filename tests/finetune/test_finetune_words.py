@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 
@@ -12,7 +13,7 @@ from fastdp.__main__ import parser
 from fastdp.finetune import command as command_module
 from fastdp.finetune import folder
 
-from .finetune_models import classifier, command, reviews
+from .finetune_models import card_of, classifier, command, language_model, reviews
 from .test_finetune_command import QUICK, refused
 
 RUN = ["finetune", "m", "d"]
@@ -84,3 +85,28 @@ def test_what_may_not_be_given_away_is_its_owners_alone(tmp_path):
     assert {"journal.jsonl", "metrics.csv", "checkpoints", "training.png", "plan.txt", "options.json"} <= set(alone)
     inside = {name: mode for name, mode in alone.items() if not name.startswith("tensorboard/")}
     assert not {name: oct(mode) for name, mode in inside.items() if mode & 0o077}
+
+
+def test_bytes_that_are_no_characters(tmp_path, capsys):
+    """In paths and arguments: the run used to end in a traceback after its last step, before its card."""
+    model, odd, out = classifier(tmp_path / "m"), tmp_path / os.fsdecode(b"d\xfc.csv"), tmp_path / "out"
+    reviews(odd)
+    words = (model, odd, "--task", "classify", "--responsible", os.fsdecode(b"J\xfcrgen"), *QUICK)
+    assert command(*words, "--out", out) == 0, capsys.readouterr().err
+    assert card_of(out)["responsible"] == os.fsdecode(b"J\xfcrgen")
+    assert "J\\udcfcrgen" in (out / "privacy_card.md").read_text() and "d\\udcfc.csv" in (out / "plan.txt").read_text()
+    assert command(*words, "--out", tmp_path / os.fsdecode(b"o\xfc")) == 1
+    assert "has bytes that are no UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "task, row, words",
+    [("classify", {"text": "good", "label": "\ud800"}, ()), ("tokens", {"tokens": ["\ud800"], "tags": ["a"]}, ()),
+     ("lm", {"text": "good", "who": "\ud800"}, ("--group-by", "who"))],
+)  # fmt: skip
+def test_half_a_character_in_a_row(tmp_path, capsys, task, row, words):
+    data = tmp_path / "d.jsonl"
+    data.write_text("\n".join([json.dumps(row)] * 20))
+    model = language_model(tmp_path / "m") if task == "lm" else classifier(tmp_path / "m")
+    assert command(model, data, "--task", task, "--out", tmp_path / "out", *words, *QUICK) == 1
+    assert "half a surrogate pair" in capsys.readouterr().err

@@ -81,6 +81,26 @@ def test_an_adapter_that_is_trained_further(tmp_path):
     assert changed == {n for n in before if ".default." in n}
 
 
+def test_only_the_copy_of_an_adapter_is_frozen(tmp_path):
+    """A part of the user's model may be called ref: it is trained."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.ref = inner
+
+        def forward(self, x):
+            return self.ref(x)
+
+    model = llama()
+    model.model.layers[0].mlp.down_proj = Layer(model.model.layers[0].mlp.down_proj)
+    trainer = dpo(tmp_path, model, pairs(), private(noise_multiplier=1.0))
+    before = weights(trainer.model)
+    assert [n for n in before if ".ref." in n]
+    trainer.train()
+    assert not [n for n, p in weights(trainer.model).items() if torch.equal(p, before[n])]
+
+
 OPTIONS = {
     "exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "ld": {"ld_alpha": 0.3},
     "weighted": {"use_weighting": True, "ld_alpha": 0.5, "loss_type": ["sft", "ipo"], "loss_weights": [0.7, 0.2]},

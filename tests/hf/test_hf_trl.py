@@ -6,9 +6,10 @@ import copy
 import dataclasses
 
 import pytest
+import torch
 
 from ..hf_models import error, weights
-from ..hf_texts import llama, private, truth
+from ..hf_texts import llama, private, tokenizer, truth
 from ..hf_trl import (
     TYPES,
     completion_losses,
@@ -27,7 +28,7 @@ from ..hf_trl import (
 )
 
 from fastdp.errors import StepError  # isort: skip
-from fastdp.hf import DPTrainer, arguments, more_arguments  # isort: skip
+from fastdp.hf import DPDPOTrainer, DPSFTTrainer, DPTrainer, arguments, more_arguments  # isort: skip
 
 assert quiet
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -202,6 +203,35 @@ def test_online_trainers_are_refused():
         type("Mine", (trl.SFTTrainer, DPTrainer), {})
     with pytest.raises(StepError, match="KTOTrainer"):
         type("Mine", (DPTrainer, trl.KTOTrainer), {})
+
+
+def test_what_a_trainer_does_not_take_is_said_before_trl_stumbles(tmp_path):
+    both = dict(processing_class=tokenizer(), privacy=private())
+    for kind, trainer, data in (("SFT", DPDPOTrainer, pairs()), ("DPO", DPSFTTrainer, plain())):
+        own = "SFT" if kind == "DPO" else "DPO"
+        with pytest.raises(arguments.ArgumentError, match=f"args is a {kind}Config, .*takes a {own}Config"):
+            trainer(model=llama(), args=config(kind, tmp_path), train_dataset=data, **both)
+    with pytest.raises(arguments.ArgumentError, match="Give ref_model=copy.deepcopy"):
+        dpo(tmp_path, llama(), pairs(), more={})
+    llama().save_pretrained(tmp_path / "model")
+    loaded = type(llama()).from_pretrained(tmp_path / "model")
+    assert dpo(tmp_path, loaded, pairs(), more={}).train().global_step == 1  # TRL loads the reference from there
+
+
+class Pictures:
+    """TRL's collator, and as many rows of pixels as are asked for."""
+
+    def __init__(self, each):
+        self.each = each
+        self.texts = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(pad_token_id=27)
+
+    def __call__(self, records):
+        return {**self.texts(records), "pixel_values": torch.zeros(self.each * len(records), 3, 4, 4)}
+
+
+def test_several_images_in_a_record_are_refused(tmp_path):
+    with pytest.raises(StepError, match="4 records have 8 rows of pixel_values"):
+        sft(tmp_path, llama(), plain(), more={"data_collator": Pictures(2)}).train()
 
 
 def test_arguments_of_other_trainers(tmp_path):
