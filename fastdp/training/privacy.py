@@ -104,7 +104,7 @@ class Privacy:
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
         self.replaced_by = ""  # another optimizer of the same model
-        self._rate_check = Rate()
+        self.rate_check = Rate()
         self._rate: float | None = None
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
@@ -208,7 +208,7 @@ class Privacy:
         current = self.hand.current()
         if current is None:
             if self.world.share[1] == 1:
-                self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
+                self.rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
             else:
                 if gradients.people is not None:
                     raise StepError(misuse.PERSONS_APART)
@@ -347,7 +347,7 @@ class Privacy:
         )
         sums = self.sums.settled(sums | found)
         if self.sample_rate is not None and not draws and not self.ledger.history:
-            self._rate_check.judge(self.sample_rate, records, self.expected_batch_size)
+            self.rate_check.judge(self.sample_rate, records, self.expected_batch_size)
         return sums
 
     def _settings(self) -> dict[str, Any]:
@@ -360,7 +360,7 @@ class Privacy:
         """The noised step was made: count it."""
         if self._rate is None and self.mechanism is None and self.noise_multiplier and "rate" not in self._warned:
             self._warned.add("rate")
-            warnings.warn(misuse.NO_RATE + self._rate_check.seen_text, SampleRateWarning, stacklevel=5)
+            warnings.warn(misuse.NO_RATE + self.rate_check.seen_text, SampleRateWarning, stacklevel=5)
         self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
         self.noise.step += 1
         self._released = True
@@ -372,7 +372,7 @@ class Privacy:
         found = self.ledger.epsilon(delta, self.accountant, sample_rate)
         rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
         warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
-        self._rate_check.compare(sample_rate)
+        self.rate_check.compare(sample_rate)
         return found
 
     def explain(self, profile: bool = False) -> str:

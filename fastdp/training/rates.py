@@ -40,6 +40,7 @@ class Rate:
     def __init__(self) -> None:
         self._looks = 0  # so far; 3: no more
         self._open: list[_Open] = []  # at the look before, if they disagree
+        self.low = False  # whether it has warned
         self._seen = (0, 0)  # samples of the first batch, and records, if no rate was given: 0 if they are not known
 
     def check(self, rate: float | None, batch: int, expected: float | None) -> None:
@@ -114,7 +115,7 @@ class Rate:
             self._warn(rate, f"the first batch has {_share(batch, records)}")
 
     def _warn(self, rate: float, seen: str, stacklevel: int = 2) -> None:
-        self._looks = 3
+        self._looks, self.low = 3, True
         warnings.warn(
             f"sample_rate={rate:g} is far below what is sampled: {seen}. epsilon grows with the rate, and what is said "
             "of it would be too small: give batch / records, or train with fastdp.poisson_loader, which tells it.",

@@ -111,3 +111,19 @@ def test_who_needs_no_rate_hears_nothing(silent):
 def test_nothing_is_sampled_by_ftrl():
     with pytest.raises(AccountingError, match="nothing is sampled"):
         DPFTRL(torch.nn.Linear(2, 2), lr=0.1, noise_multiplier=1.0).epsilon(1e-5, sample_rate=0.1)
+
+
+def test_batches_from_a_seed_are_said_as_noise_from_one():
+    records, found = TensorDataset(torch.randn(20, 3)), []
+    for options in ({"seed": 1}, {}):
+        model = torch.nn.Linear(3, 1)
+        optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, accountant="rdp")
+        for (x,) in fastdp.poisson_loader(records, sample_rate=0.5, steps=1, **options):
+            model(x).sum(1).mean().backward()
+            optimizer.step()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.epsilon(1e-3)
+        texts = [str(each.message) for each in seen]
+        found.append(sum("batches come from a loader with seed=" in text for text in texts))
+    assert found == [1, 0]
