@@ -81,8 +81,8 @@ class NegativeBinomialRuns(Runs):
         low, high = -700.0, -1e-9  # of log(gamma): the mean falls as gamma rises
         if _mean_of(self.eta, low) < self.mean:
             raise AccountingError(
-                f"eta={self.eta:g} is too near to -1 for {self.mean:g} expected runs, of which nearly all searches would "
-                "have one: give a larger eta (0), or fewer runs"
+                f"eta={self.eta:g} is too near to -1 for {self.mean:g} expected runs (nearly all searches would have "
+                "one): give a larger eta, such as 0, or fewer runs"
             )
         while high - low > 1e-13 * abs(low):
             middle = (low + high) / 2

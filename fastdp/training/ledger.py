@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..accounting import History, epsilon_of, truncation_in
@@ -59,16 +59,17 @@ class Ledger:
         self._runs: Runs = []  # of the history
         self._lost: Runs = []
         self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
+        self._beside: weakref.WeakSet[_Place] = weakref.WeakSet()  # of those that others may have trained
         self._file: File | None = None
         self.written: Runs = []  # what the file held when it was opened
         self.asked: tuple[float, float | None] | None = None  # of epsilon, at last: delta, and the sample rate
 
-    def enrol(self, parameters: Iterable[Tensor]) -> None:
-        """The steps are of these parameters."""
+    def enrol(self, parameters: Iterable[Tensor], model: nn.Module) -> None:
+        """The steps are of these parameters of a model, whose other ones are released with them."""
+        for each in model.parameters():
+            self._beside.add(_place_of(each))
         for parameter in parameters:
-            place = _TRAINED.get(parameter)
-            if place is None:
-                place = _TRAINED[parameter] = _Place()
+            place = _place_of(parameter)
             self._parameters.add(place)
             if self.history:
                 place.ledgers.setdefault(self._name, self)
@@ -154,8 +155,9 @@ class Ledger:
 
     @property
     def elsewhere(self) -> int:
-        """Steps of other optimizers on the same parameters, which the history does not hold."""
-        others = {name: other for place in self._parameters for name, other in place.ledgers.items()}
+        """Steps of other optimizers on the model's parameters, which the history does not hold."""
+        places = {*self._parameters, *self._beside}
+        others = {name: other for place in places for name, other in place.ledgers.items()}
         unsaid = _merged([run for run in self._runs if run.maker == _UNSAID])
         known, count = [*self._runs, *self._lost], 0
         for other in others.values():
@@ -224,6 +226,13 @@ class _Place:
 
 
 _TRAINED = WeakIdKeyDictionary()  # {parameter: _Place}
+
+
+def _place_of(parameter: Tensor) -> _Place:
+    place: _Place | None = _TRAINED.get(parameter)
+    if place is None:
+        place = _TRAINED[parameter] = _Place()
+    return place
 
 
 def beyond(history: History, known: History) -> History:

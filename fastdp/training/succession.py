@@ -50,9 +50,14 @@ def made(model: nn.Module, name: str, make: Callable[[], Privacy]) -> Privacy:
     else:
         with former.engine.aside():
             privacy = make()
+            try:
+                carried = _carry(former, privacy)
+                warnings.warn(_note(former, former_name, name, carried), OptimizerReplacedWarning, stacklevel=4)
+            except BaseException:  # where warnings are errors, the former goes on
+                privacy.end()
+                raise
+        privacy.stepped_on = former.stepped_on  # a second step on one batch is no sample of its own
         former.end(by=name)
-        carried = _carry(former, privacy)
-        warnings.warn(_note(former, former_name, name, carried), OptimizerReplacedWarning, stacklevel=4)
     _OWNERS[privacy.engine.model] = _Owner(weakref.ref(privacy), name)
     return privacy
 
