@@ -42,6 +42,7 @@ class Rate:
         self._open: list[_Open] = []  # at the look before, if they disagree
         self.low = False  # whether it has warned
         self._seen = (0, 0)  # samples of the first batch, and records, if no rate was given: 0 if they are not known
+        self._before: list[tuple[int, int]] = []  # the same, of optimizers whose steps this one counts
 
     def check(self, rate: float | None, batch: int, expected: float | None) -> None:
         """Look, at a backward that no Poisson loader tells of.
@@ -64,8 +65,13 @@ class Rate:
 
     def compare(self, rate: float | None) -> None:
         """Warn if a rate that `epsilon` is given is far below what the first batch showed."""
-        if rate is not None and _is_low(rate, *self._seen):
-            self._warn(rate, f"the first batch had {_share(*self._seen)}", stacklevel=5)
+        low = [] if rate is None else [seen for seen in (*self._before, self._seen) if _is_low(rate, *seen)]
+        if rate is not None and low:
+            self._warn(rate, f"the first batch had {_share(*low[0])}", stacklevel=5)
+
+    def go_on_from(self, other: Rate) -> None:
+        """The steps of the optimizer that this one takes the place of are asked for with its own."""
+        self._before, self.low = [*other._before, other._seen], self.low or other.low
 
     def judge(self, rate: float | None, batch: int, expected: float | None) -> bool:
         """Warn if the first batch has far more samples than expected; returns whether it has."""

@@ -70,6 +70,18 @@ def test_a_rate_far_below_what_the_first_batch_showed_is_warned_of():
     assert [w.filename for w in seen if "far below" in str(w.message)] == [__file__]
 
 
+def test_what_the_first_batch_showed_is_known_to_the_optimizer_that_counts_its_step():
+    optimizer = private(model := model_of())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(optimizer, model)
+        second = private(model, sample_rate=0.5)
+        third = private(model, sample_rate=0.5)
+    for each in (second, third):
+        with pytest.warns(UserWarning, match="sample_rate=0.001 is far below.*had 6 of the 60 records"):
+            each.epsilon(1e-5, sample_rate=0.001)
+
+
 def test_a_rate_that_is_known_is_not_another_one(silent):
     model = model_of()
     optimizer = private(model, sample_rate=0.2)
