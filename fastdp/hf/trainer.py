@@ -333,7 +333,7 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
         total = torch.zeros((), device=loss.device) if self._loss_sum is None else self._loss_sum
         self._loss_sum = total + loss.float() * size
         if self.privacy.log_clipped_share and isinstance(private.norms, Tensor):
-            clipped = (private.norms > self.privacy.per_sample_max_grad_norm).sum()
+            clipped = (private.norms > private.max_grad_norm).sum()  # which adaptive clipping moves
             before, seen = self._clipped or (torch.zeros_like(clipped), 0)
             self._clipped = before + clipped, seen + len(private.norms)
 
