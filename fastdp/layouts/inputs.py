@@ -201,5 +201,10 @@ class Batching:
             return self.size
         rows = batch_of((args, kwargs), self.dim, self.rows_per_sample)
         if rows % self.rows_per_sample:
-            raise BatchLayoutError(f"{rows} rows are no multiple of rows_per_sample={self.rows_per_sample}")
+            raise BatchLayoutError(
+                f"the model was given {rows} rows, which is no multiple of {self.rows_per_sample}: by augmentations= "
+                f"(or rows_per_sample=), each sample has {self.rows_per_sample} rows, one after the other. Give all of "
+                f"them (poisson_loader(augmentations={self.rows_per_sample}), or "
+                f"x.repeat_interleave({self.rows_per_sample}, 0) before the random transforms)"
+            )
         return rows // self.rows_per_sample

@@ -46,6 +46,8 @@ _SAME = {
     "loss_reduction": ("reduction",),
     "accountant": ("accounting_mode", "accountant_type"),
     "sample_rate": ("sampling_rate", "sampling_probability", "q"),
+    "rows_per_sample": ("augmentations",),
+    "augmentations": ("augmult", "augmentation_multiplicity", "views"),
 }  # fmt: skip
 # What is no option here, and what to do instead.
 _INSTEAD = {
