@@ -228,3 +228,31 @@ def environment() -> dict[str, str]:
         if (text := each.read_text("direct_url.json"))
     ]  # fmt: skip
     return found if root.as_uri() in installed else {**found, "MYPYPATH": str(root)}
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"rows_per_sample": 0}, "rows_per_sample must be at least 1"),
+        ({"rows_per_sample": 2.5}, "rows_per_sample must be a whole number"),
+        ({"rows_per_sample": None}, "rows_per_sample must be a whole number"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),  # nothing would be trained
+        ({"batch_size": "6"}, "batch_size must be a whole number"),
+        ({"batch_size": 2, "rows_per_sample": 2}, "Give only one of them"),
+    ],
+)
+def test_numbers_of_samples_and_rows_that_there_cannot_be(options, match):
+    model = torch.nn.Linear(3, 2)
+    for make in (
+        lambda: fastdp.DPSGD(model, noise_multiplier=1.0, **options),
+        lambda: fastdp.privatize(torch.optim.SGD(model.parameters()), model, noise_multiplier=1.0, **options),
+        lambda: fastdp.PerSampleGradients(model, **options),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make()
+    fastdp.DPSGD(model, noise_multiplier=1.0)  # nothing is left on the model
+
+
+def test_a_misspelt_way_to_clip_is_told_all_of_them():
+    with pytest.raises(ClippingError, match="local, global, automatic, adaptive or a callable, not 'Adaptive'"):
+        fastdp.DPSGD(torch.nn.Linear(3, 2), noise_multiplier=1.0, clipping="Adaptive")
