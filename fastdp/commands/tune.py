@@ -237,6 +237,7 @@ def _best(out: Path, runs: Runs, candidates: Sequence[Candidate], score_noise: f
     """The best of a secret number of runs. Raises TuneError where one fails; its message, which may quote records, is
     kept back."""
     noise, best = Noise(), None
+    units = set[str]()
     number = runs.draw()
     for _ in range(number):
         candidate = candidates[secrets.randbelow(len(candidates))]
@@ -248,9 +249,15 @@ def _best(out: Path, runs: Runs, candidates: Sequence[Candidate], score_noise: f
                 score, spent = candidate.run(folder)
                 score = _score(score, score_noise, noise)
                 _check_spent(candidate.history, spent)
-        except TuneError:
+                units.update([spent.unit] if isinstance(spent, PrivateOptimizer) and spent.history else [])
+                if len(units) > 1:
+                    raise TuneError(
+                        "one run has trained on records and another on persons (group_by): no one epsilon holds for "
+                        "both. Group in all settings, or in none"
+                    )
+        except (TuneError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as problem:  # noqa: BLE001
+        except BaseException as problem:  # noqa: BLE001
             last = traceback.extract_tb(problem.__traceback__)[-1]
             raise TuneError(
                 f"a run failed with {type(problem).__name__} in {last.filename}, line {last.lineno}. Its message is "

@@ -50,6 +50,13 @@ log.write_text("")
 def train(setting, folder):
     return 1.0, [(1.0, 0.1, 10)]
 """
+BASE = """
+class Ends(BaseException):
+    pass
+
+def train(setting, folder):
+    raise Ends("SECRET record")
+"""
 RETURNS = """
 def train(setting, folder):
     return 1.0, [["SECRET record"]]
@@ -64,6 +71,24 @@ def train(setting, folder):
     for place, (x,) in enumerate({loader}):
         if place == {last}:
             break
+        if len(x):
+            model(x).sum(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return 1.0, optimizer
+"""
+UNITS = """
+import fastdp, torch
+from pathlib import Path
+data = torch.utils.data.TensorDataset(torch.randn(40, 2))
+
+def train(setting, folder):
+    log = Path({log!r})
+    keys = [number // 2 for number in range(40)] if log.exists() else None
+    log.write_text("")
+    model = torch.nn.Linear(2, 1)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0)
+    for x, in fastdp.poisson_loader(data, sample_rate=0.1, steps=3, group_by=keys):
         if len(x):
             model(x).sum(1).mean().backward()
         optimizer.step()
@@ -123,6 +148,8 @@ def test_runs_share_no_random_numbers_and_no_working_directory(search, tmp_path)
     "script, match",
     [
         (IMPORT, "failed with ValueError in .*script.py, line 5"),
+        (BASE, "failed with Ends in .*script.py"),
+        (UNITS, r"Group in all settings, or in none"),
         (RETURNS, r"is not known: the function must return \(score, optimizer\)"),
     ],
 )
