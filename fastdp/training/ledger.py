@@ -158,14 +158,20 @@ class Ledger:
         """Steps of other optimizers on the model's parameters, which the history does not hold."""
         places = {*self._parameters, *self._beside}
         others = {name: other for place in places for name, other in place.ledgers.items()}
-        unsaid = _merged([run for run in self._runs if run.maker == _UNSAID])
+        begun = [(each, each._unsaid) for each in (self, *others.values())]
         known, count = [*self._runs, *self._lost], 0
         for other in others.values():
-            if other is self or (unsaid and not beyond(other.history, unsaid)):
+            # what a history has taken up without a word of who made it, it holds
+            if other is self or any(b and each is not other and not beyond(other.history, b) for each, b in begun):
                 continue
             more = _without([*other._runs, *other._lost], known)
             known, count = [*known, *more], count + _count(more)
         return count
+
+    @property
+    def _unsaid(self) -> History:
+        """The steps of the history of which nobody said who made them."""
+        return _merged([run for run in self._runs if run.maker == _UNSAID])
 
     def warn(self, stacklevel: int = 3) -> None:
         """Say what epsilon is not of."""
