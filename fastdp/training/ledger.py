@@ -93,6 +93,12 @@ class Ledger:
         if self._file is not None:
             self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
 
+    def write_begun(self) -> None:
+        """What was spent so far is written, too: no checkpoint may hold it. Raises StepError if it cannot be."""
+        if self._file is not None:
+            for run in _without([*self._runs, *self._lost], self._file.runs):
+                self._file.add(run)
+
     @property
     def in_file(self) -> bool:
         """Whether steps are written ahead."""

@@ -196,6 +196,24 @@ def test_what_cannot_be_replaced_stands_in_the_way(tmp_path):
         private(model)
 
 
+def test_a_ledger_file_gets_what_the_first_has_spent(tmp_path, silent):
+    """Where the process dies before a checkpoint, the file is all that there is."""
+    model = model_of()
+    first = private(model, noise_multiplier=2.0)
+    steps(first, model, 3)
+    with replaced("3 noised"):
+        second = private(model, ledger=tmp_path / "steps")
+    steps(second, model, 2)
+    second.detach()
+    again = private(model_of(), ledger=tmp_path / "steps")
+    spent = epsilon_of([(2.0, 0.1, 3), (1.0, 0.1, 2)], 1e-5, "rdp")
+    assert again.epsilon(1e-5) == second.epsilon(1e-5) == spent
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert again.epsilon(1e-5) == spent  # the same steps count once
+
+
 def test_units_of_privacy_do_not_mix():
     model = model_of()
     first = private(model)
