@@ -33,6 +33,7 @@ from ..accounting import History
 from ..errors import AccountingError, FastDPError
 from ..mechanisms.tuning import NegativeBinomialRuns, PoissonRuns, Runs, rdp_of
 from ..ops.noise import Noise
+from ..training.ledger import Ledger
 from ..training.optim import PrivateOptimizer
 from ..training.words import nearest
 from .tune_card import BEST, RECORD, TuneError, card_of, page, said, write
@@ -245,10 +246,11 @@ def _best(out: Path, runs: Runs, candidates: Sequence[Candidate], score_noise: f
         folder.mkdir(mode=0o700)
         try:
             _draw_anew()
+            before = Ledger.made_by_all
             with _silent():
                 score, spent = candidate.run(folder)
                 score = _score(score, score_noise, noise)
-                _check_spent(candidate.history, spent)
+                _check_spent(candidate.history, spent, Ledger.made_by_all - before)
                 units.update([spent.unit] if isinstance(spent, PrivateOptimizer) and spent.history else [])
                 if len(units) > 1:
                     raise TuneError(
@@ -301,8 +303,8 @@ def _score(found: Any, score_noise: float | None, noise: Noise) -> float:
     return float(total)
 
 
-def _check_spent(planned: History, spent: Any) -> None:
-    """spent: a history, or the private optimizer that has it."""
+def _check_spent(planned: History, spent: Any, made: int) -> None:
+    """spent: a history, or the private optimizer that has it; made: the noised steps that the run has made here."""
     if isinstance(spent, PrivateOptimizer):
         privacy = spent._accounted()
         if not privacy.noise.secure:
@@ -325,11 +327,17 @@ def _check_spent(planned: History, spent: Any) -> None:
             now > before * (1 + 1e-9) + 1e-12
             for now, before in zip(rdp_of([found]), rdp_of([planned]), strict=True)  # type: ignore[list-item]
         )
+        counted = sum(run[2] for run in found)
     except (TypeError, AccountingError):  # whose message quotes what was returned
         raise TuneError(
             "what a run has spent is not known: the function must return (score, optimizer), of steps whose sample "
             "rate is known and whose samples were not cut to a largest size, or (score, history) of such steps"
         ) from None
+    if made > counted:
+        raise TuneError(
+            "a run has made more noised steps than the optimizer or history that it returned has: another one has made "
+            "the others, on another model perhaps. Return one history of all"
+        )
     if more:
         raise TuneError(
             "a run has spent more than its setting says (noise multiplier, sample rate, steps), so the search would "

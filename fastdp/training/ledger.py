@@ -52,6 +52,8 @@ class File(Protocol):
 class Ledger:
     """Every noised step: runs of (noise multiplier, sample rate, steps)."""
 
+    made_by_all = 0  # steps of all optimizers of this process so far
+
     def __init__(self) -> None:
         self.history: History = []
         self.lost: History = []  # steps that were made, and are in no history that was loaded since
@@ -213,6 +215,7 @@ class Ledger:
         else:
             self._runs.append(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
         self._made += 1
+        Ledger.made_by_all += 1
 
     def epsilon(self, delta: float, accountant: str = "prv", sample_rate: float | None = None) -> float:
         """epsilon at delta of all steps so far; 0 before the first, inf after a step without noise.

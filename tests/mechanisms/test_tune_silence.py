@@ -50,6 +50,22 @@ log.write_text("")
 def train(setting, folder):
     return 1.0, [(1.0, 0.1, 10)]
 """
+TWO = """
+import fastdp, torch
+
+def steps(count):
+    model = torch.nn.Linear(2, 1)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=2)
+    for _ in range(count):
+        model(torch.randn(2, 2)).sum(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+def train(setting, folder):
+    steps(1)
+    return 1.0, steps(9)
+"""
 BASE = """
 class Ends(BaseException):
     pass
@@ -148,6 +164,7 @@ def test_runs_share_no_random_numbers_and_no_working_directory(search, tmp_path)
     "script, match",
     [
         (IMPORT, "failed with ValueError in .*script.py, line 5"),
+        (TWO, "more noised steps than the optimizer or history"),  # the first on a model that is gone
         (BASE, "failed with Ends in .*script.py"),
         (UNITS, r"Group in all settings, or in none"),
         (RETURNS, r"is not known: the function must return \(score, optimizer\)"),
