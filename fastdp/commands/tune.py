@@ -209,9 +209,10 @@ def _search(options: Namespace, runs: Runs, candidates: Sequence[Candidate], car
     try:
         best = _best(out, runs, candidates, options.score_noise)
         if best is not None:
-            for path in (*best.folder.rglob("*"), best.folder):
-                os.utime(path, follow_symlinks=False)  # when it was made would tell how many came after it
-            shutil.move(str(best.folder), str(out / BEST))
+            # when it was made would tell how many came after it: of a file that is moved, the system knows that
+            shutil.copytree(best.folder, out / BEST, symlinks=True)
+            for path in (*(out / BEST).rglob("*"), out / BEST):
+                os.utime(path, follow_symlinks=False)
         status = "done"
     except KeyboardInterrupt:
         status = "interrupted"

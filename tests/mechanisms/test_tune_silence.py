@@ -37,6 +37,9 @@ def train(setting, folder):
         print(float(torch.rand(())), random.random(), numpy.random.random(), file=file)
     torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
     (folder / "model").write_text("")
+    with open({log!r} + "2", "a") as file:
+        print(os.stat(folder / "model").st_ino, os.stat(folder).st_ino, file=file)
+    os.utime(folder / "model", (0, 0))
     os.chdir(folder)
     return 1.0, [(1.0, 0.1, 10)]
 """
@@ -158,6 +161,9 @@ def test_runs_share_no_random_numbers_and_no_working_directory(search, tmp_path)
     assert all(len(set(of_all)) == 3 for of_all in zip(*drawn, strict=True))  # the seeds of one are not the next's
     assert {path.name for path in out.iterdir()} == {"best", "search.json", "search_card.md"}
     assert [path.name for path in (out / "best").iterdir()] == ["model"]
+    made = set(map(int, (tmp_path / "log2").read_text().splitlines()[0].split()))  # by the first run, which is the best
+    for path in (out / "best", out / "best" / "model"):  # made anew at the end: no time of its own run is on them
+        assert path.stat().st_ino not in made and path.stat().st_mtime > 1e9
 
 
 @pytest.mark.parametrize(
