@@ -103,7 +103,7 @@ def _meant(owner: str, name: str, known: Collection[str]) -> str:
     if of_torch:
         return f"it is an option of {' and '.join(of_torch)} only"
     found = nearest(name, sorted(known)).removeprefix("; ")
-    return found or f"help(fastdp.{owner}) lists what there is"
+    return found or f"help({owner}) lists what there is"
 
 
 def _of_torch(name: str) -> list[str]:

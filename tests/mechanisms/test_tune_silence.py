@@ -187,7 +187,7 @@ def test_an_error_of_a_run_quotes_nothing(search, tmp_path, capfd, script, match
     "options, loader, last, match",
     [
         ("", POISSON.format(more=", seed=3"), 9, "drawn its batches by seed="),
-        (", sample_rate=0.001, expected_batch_size=20", ORDINARY, 9, "in doubt"),
+        (", sample_rate=0.001, expected_batch_size=1", ORDINARY, 9, "in doubt"),
         ("", POISSON.format(more=""), 2, "in doubt"),  # ended with a batch in hand
         ("", POISSON.format(more=""), 9, ""),
     ],

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fastdp
 from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError, SampleRateWarning
-from fastdp.mechanisms import DPFTRL
+from fastdp.mechanisms import DPFTRL, ftrl_loader
 from fastdp.training import rates
 
 from ..runs import backward, data, model_of, steps
@@ -127,10 +127,15 @@ def test_nothing_is_sampled_by_ftrl():
 
 def test_batches_from_a_seed_are_said_as_noise_from_one():
     records, found = TensorDataset(torch.randn(20, 3)), []
-    for options in ({"seed": 1}, {}):
+    known = {"lr": 0.1, "noise_multiplier": 1.0}
+    for kind, loader in (
+        (fastdp.DPSGD, fastdp.poisson_loader(records, sample_rate=0.5, steps=1, seed=1)),
+        (fastdp.DPSGD, fastdp.poisson_loader(records, sample_rate=0.5, steps=1)),
+        (DPFTRL, ftrl_loader(records, batch_size=10)),  # whose order need not be secret
+    ):
         model = torch.nn.Linear(3, 1)
-        optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, accountant="rdp")
-        for (x,) in fastdp.poisson_loader(records, sample_rate=0.5, steps=1, **options):
+        optimizer = kind(model, **known)
+        for (x,) in loader:
             model(x).sum(1).mean().backward()
             optimizer.step()
         with warnings.catch_warnings(record=True) as seen:
@@ -138,4 +143,4 @@ def test_batches_from_a_seed_are_said_as_noise_from_one():
             optimizer.epsilon(1e-3)
         texts = [str(each.message) for each in seen]
         found.append(sum("batches come from a loader with seed=" in text for text in texts))
-    assert found == [1, 0]
+    assert found == [1, 0, 0]
