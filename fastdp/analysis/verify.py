@@ -16,6 +16,7 @@ from ..engine import following
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError, VerificationError
 from ..layouts.groups import numbers_of
 from ..training.loader import PoissonLoader
+from ..training.options import named
 from ..training.verified import forget_verified, note_verified
 from .collating import collated
 from .examine import Examination
@@ -37,6 +38,7 @@ class MixingFound(VerificationError, SampleMixingError):
     """The engine refused the program during verification, because it combines samples."""
 
 
+@named
 def verify(
     model: nn.Module,
     loss_fn: Loss,
@@ -160,7 +162,7 @@ def _looks(work: Examination, model: nn.Module) -> VerifyReport:
         report.not_looked_at.append(f"dropout on: {second.unjudged}")
         warnings.warn(
             f"fastdp.verify: exact with dropout off; with dropout on it could not be judged: {second.unjudged}",
-            stacklevel=3,
+            stacklevel=4,
         )
         return report
     report.join(second.report)

@@ -9,11 +9,14 @@ that spends more than was planned ends it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib.util
 import io
 import json
 import math
 import os
+import random
 import secrets
 import shutil
 import sys
@@ -23,12 +26,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..accounting import History
 from ..errors import AccountingError, FastDPError
 from ..mechanisms.tuning import NegativeBinomialRuns, PoissonRuns, Runs, rdp_of
 from ..ops.noise import Noise
+from ..training.ledger import Ledger
 from ..training.optim import PrivateOptimizer
 from ..training.words import nearest
 from .tune_card import BEST, RECORD, TuneError, card_of, page, said, write
@@ -144,11 +149,14 @@ def _settings_of(path: Path) -> list[dict[str, Any]]:
 
 def _of_function(where: str, settings: list[dict[str, Any]]) -> list[Candidate]:
     place, _, name = where.rpartition(":")
-    path = Path(place)
+    path = Path(place).absolute()  # a run may change the working directory
     if not place or path.suffix != ".py" or not path.is_file():
         raise TuneError(f"{where!r} is neither finetune nor FILE.py:NAME of a file that is there")
-    sys.path.insert(0, str(path.parent.absolute()))
-    module = _imported(path)
+    sys.path.insert(0, str(path.parent))
+    try:
+        module = _imported(path)
+    except Exception as problem:
+        raise TuneError(f"{place} cannot be imported: {type(problem).__name__}: {problem}") from problem
     if not callable(getattr(module, name, None)):
         raise TuneError(f"{place} has no function {name!r}{nearest(name, list(vars(module)))}")
     return [Candidate(each, _history_of(each), _calling(path, name, each)) for each in settings]
@@ -159,10 +167,7 @@ def _imported(path: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as problem:
-        raise TuneError(f"{path} cannot be imported: {type(problem).__name__}: {problem}") from problem
+    spec.loader.exec_module(module)
     return module
 
 
@@ -196,7 +201,7 @@ def _history_of(setting: dict[str, Any]) -> History:
 
 
 def _search(options: Namespace, runs: Runs, candidates: Sequence[Candidate], card: dict[str, Any]) -> int:
-    out: Path = options.out
+    out: Path = options.out.absolute()  # a run may change the working directory
     (out / RUNS).mkdir(parents=True, mode=0o700)
     write(out, {**card, "status": "begun"})
     status = "failed"
@@ -204,9 +209,10 @@ def _search(options: Namespace, runs: Runs, candidates: Sequence[Candidate], car
     try:
         best = _best(out, runs, candidates, options.score_noise)
         if best is not None:
-            for path in (*best.folder.rglob("*"), best.folder):
-                os.utime(path, follow_symlinks=False)  # when it was made would tell how many came after it
-            shutil.move(str(best.folder), str(out / BEST))
+            # when it was made would tell how many came after it: of a file that is moved, the system knows that
+            shutil.copytree(best.folder, out / BEST, symlinks=True)
+            for path in (*(out / BEST).rglob("*"), out / BEST):
+                os.utime(path, follow_symlinks=False)
         status = "done"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -224,7 +230,8 @@ def _search(options: Namespace, runs: Runs, candidates: Sequence[Candidate], car
         print("\ndone: no run was drawn, which happens with --distribution poisson. The budget is spent.")
         return 0
     print(f"\ndone: the best setting is {json.dumps(best.setting)}, with the score {best.score:.6g}")
-    print(f"written to {out}: {BEST}/, search_card.md and {RECORD}. Give away nothing else, not even how long it took.")
+    print(f"written to {options.out}: {BEST}/, search_card.md and {RECORD}.")
+    print("Give away nothing else, not even how long it took.")
     return 0
 
 
@@ -232,19 +239,28 @@ def _best(out: Path, runs: Runs, candidates: Sequence[Candidate], score_noise: f
     """The best of a secret number of runs. Raises TuneError where one fails; its message, which may quote records, is
     kept back."""
     noise, best = Noise(), None
+    units = set[str]()
     number = runs.draw()
     for _ in range(number):
         candidate = candidates[secrets.randbelow(len(candidates))]
         folder = out / RUNS / secrets.token_hex(8)
         folder.mkdir(mode=0o700)
         try:
+            _draw_anew()
+            before = Ledger.made_by_all
             with _silent():
                 score, spent = candidate.run(folder)
                 score = _score(score, score_noise, noise)
-                _check_spent(candidate.history, spent)
-        except TuneError:
+                _check_spent(candidate.history, spent, Ledger.made_by_all - before)
+                units.update([spent.unit] if isinstance(spent, PrivateOptimizer) and spent.history else [])
+                if len(units) > 1:
+                    raise TuneError(
+                        "one run has trained on records and another on persons (group_by): no one epsilon holds for "
+                        "both. Group in all settings, or in none"
+                    )
+        except (TuneError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as problem:  # noqa: BLE001
+        except BaseException as problem:  # noqa: BLE001
             last = traceback.extract_tb(problem.__traceback__)[-1]
             raise TuneError(
                 f"a run failed with {type(problem).__name__} in {last.filename}, line {last.lineno}. Its message is "
@@ -257,6 +273,13 @@ def _best(out: Path, runs: Runs, candidates: Sequence[Candidate], score_noise: f
         else:
             shutil.rmtree(folder)
     return best
+
+
+def _draw_anew() -> None:
+    """Let no run draw its numbers from where another has left the generators."""
+    torch.seed()
+    random.seed()
+    np.random.seed()
 
 
 def _score(found: Any, score_noise: float | None, noise: Noise) -> float:
@@ -281,12 +304,19 @@ def _score(found: Any, score_noise: float | None, noise: Noise) -> float:
     return float(total)
 
 
-def _check_spent(planned: History, spent: Any) -> None:
-    """spent: a history, or the private optimizer that has it."""
+def _check_spent(planned: History, spent: Any, made: int) -> None:
+    """spent: a history, or the private optimizer that has it; made: the noised steps that the run has made here."""
     if isinstance(spent, PrivateOptimizer):
         privacy = spent._accounted()
         if not privacy.noise.secure:
             raise TuneError("a run has drawn its noise by seed=: whoever knows it can take the noise off. Leave it out")
+        if privacy.hand.seeded:
+            raise TuneError("a run has drawn its batches by seed=: whoever knows it knows who is in them. Leave it out")
+        if privacy.rate_check.low or any(privacy.missed.counts):
+            raise TuneError(
+                "what a run has spent is in doubt: its sample_rate= is far below what its batches show, or batches of "
+                "its loader had no step. Make a run by itself on public records: optimizer.epsilon() warns of it"
+            )
         if privacy.mechanism is not None:
             raise TuneError(f"{type(spent).__name__} accounts in its own way, which a search does not cover: use DPSGD")
         if privacy.ledger.elsewhere:
@@ -298,8 +328,17 @@ def _check_spent(planned: History, spent: Any) -> None:
             now > before * (1 + 1e-9) + 1e-12
             for now, before in zip(rdp_of([found]), rdp_of([planned]), strict=True)  # type: ignore[list-item]
         )
-    except (TypeError, AccountingError) as problem:
-        raise TuneError(f"what a run has spent is not known: {problem}. Return (score, optimizer)") from None
+        counted = sum(run[2] for run in found)
+    except (TypeError, AccountingError):  # whose message quotes what was returned
+        raise TuneError(
+            "what a run has spent is not known: the function must return (score, optimizer), of steps whose sample "
+            "rate is known and whose samples were not cut to a largest size, or (score, history) of such steps"
+        ) from None
+    if made > counted:
+        raise TuneError(
+            "a run has made more noised steps than the optimizer or history that it returned has: another one has made "
+            "the others, on another model perhaps. Return one history of all"
+        )
     if more:
         raise TuneError(
             "a run has spent more than its setting says (noise multiplier, sample rate, steps), so the search would "
@@ -309,9 +348,8 @@ def _check_spent(planned: History, spent: Any) -> None:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Nothing that a run prints is shown, not by its subprocesses either."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Nothing that a run prints is shown, not by its subprocesses either, nor once it is over."""
+    _flush()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     kept = [os.dup(1), os.dup(2)]
     try:
@@ -320,7 +358,19 @@ def _silent() -> Iterator[None]:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
+        _flush()  # into nothing: what waits in a buffer would be shown later, once for each run
         for number, old in enumerate(kept, 1):
             os.dup2(old, number)
             os.close(old)
         os.close(nowhere)
+
+
+def _flush() -> None:
+    """Write what waits to be written to the terminal: of Python's files, whoever holds them, and of the C library's."""
+    kinds = (io.TextIOWrapper, io.BufferedWriter)  # the first writes into the second
+    files = [each for each in gc.get_objects() if type(each) in kinds]
+    for file in (*(each for kind in kinds for each in files if type(each) is kind), sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or no file of the system's
+            if file.fileno() in (1, 2):
+                file.flush()
+    ctypes.CDLL(None).fflush(None)

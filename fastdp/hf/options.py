@@ -22,6 +22,7 @@ class PrivacyArguments:
         delta: the delta of the guarantee, below 1 / n for n records (or groups). The default is 1 / (2 n).
         per_sample_max_grad_norm: the clipping norm of each sample's gradient.
         clipping: "local", "global", "automatic", "adaptive", or a function from norms [B] to factors [B].
+        target_quantile, quantile_rate, count_noise: of adaptive clipping, as in `fastdp.privatize`.
         style: "flat" or "layerwise".
         accountant: "prv", "rdp" or "gdp".
         sample_rate: the probability that a record is in a batch. The default is per_device_train_batch_size x
@@ -55,6 +56,16 @@ class PrivacyArguments:
     )
     clipping: str = field(
         default="local", metadata={"help": "local, global, automatic or adaptive (in Python, also a function)."}
+    )
+    target_quantile: float | None = field(
+        default=None, metadata={"help": "Of adaptive clipping: the share of samples that is not clipped (0.5)."}
+    )
+    quantile_rate: float | None = field(
+        default=None, metadata={"help": "Of adaptive clipping: how fast the clipping norm moves (0.2)."}
+    )
+    count_noise: float | None = field(
+        default=None,
+        metadata={"help": "Of adaptive clipping: the deviation of the noise on the count (a twentieth of the batch)."},
     )
     style: str = field(default="flat", metadata={"help": "flat or layerwise."})
     accountant: str = field(default="prv", metadata={"help": "prv, rdp or gdp."})
@@ -135,6 +146,9 @@ class PrivacyArguments:
         return {
             "max_grad_norm": self.per_sample_max_grad_norm,
             "clipping": self.clipping,
+            "target_quantile": self.target_quantile,
+            "quantile_rate": self.quantile_rate,
+            "count_noise": self.count_noise,
             "style": self.style,
             "accountant": self.accountant,
             "memory_budget": self.memory_budget,

@@ -12,6 +12,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..accounting import epsilon_of, warn_of_delta
 from ..errors import AccountingError
+from ..training import adaptive
 from ..training.optim import PrivateOptimizer
 from ..training.words import at_most
 from . import ledger
@@ -99,10 +100,12 @@ class Spending:
                 "is not known: it was saved by another trainer, with save_only_model=True, or with other settings of "
                 "fsdp and its state_dict_type"
             )
-        for name in ("max_grad_norm", "clipping", "style", "noise_seed"):
-            mine = self._options()[name]
-            if name in spent.options and spent.options[name] != mine:
-                raise AccountingError(f"the checkpoint's run had {name}={spent.options[name]!r}, this one has {mine!r}")
+        options = self._options()
+        for name in (*options, *adaptive.OPTIONS):
+            mine = options.get(name)
+            theirs = spent.options.get(name, None if name in adaptive.OPTIONS else mine)
+            if theirs != mine:
+                raise AccountingError(f"the checkpoint's run had {name}={theirs!r}, this one has {mine!r}")
         after = ledger.read(Path(checkpoint).parent)
         for found in filter(None, (spent, after)):
             self._refuse_other_neighbours(found.options.get("neighbours"), f"the run of {checkpoint}")
@@ -192,6 +195,7 @@ class Spending:
             "clipping": clipping if isinstance(clipping, str) else getattr(clipping, "__name__", "function"),
             "style": named["style"],
             "noise_seed": named["seed"],
+            **{name: named[name] for name in adaptive.OPTIONS if named[name] is not None},
         }
 
     def _spent(self) -> ledger.Spent:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..accounting import noise_multiplier_for
+from ..accounting import History, noise_multiplier_for
 from ..distributed.world import world_of
 from ..errors import AccountingError, ParameterError, StepError
 from ..training.optim import PrivateOptimizer
@@ -65,6 +65,7 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
             check_dataset(given["train_dataset"])
         self._begin_account(privacy)
         self._graphed: GraphedShapes | None = None
+        self._taken_over: History = []  # what an optimizer has spent in whose place this one's came
         self._training = False
         self._trained: Any = None  # the model, or its compiled form
         self._learning = False  # inside the loss of a training step, or of a check of it
@@ -208,6 +209,7 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
                 sample_rate=self._source.loader.sample_rate, accountant=self.privacy.accountant,
             )  # fmt: skip
         self._private = privatize(plain, self._trained, noise_multiplier=noise, **self.privacy.engine_options())
+        self._taken_over = self._private._privacy.ledger.spent
         if self.privacy.graphed and self.args.torch_compile:
             raise StepError("graphed=True and torch_compile=True are two ways to the same end: leave one of them out")
         if self.args.torch_compile:
@@ -232,10 +234,11 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
                 raise AccountingError(
                     f"the checkpoint's run had noise_multiplier={private.noise_multiplier}, this one has {chosen}"
                 )
-            run.ledger.begin(self._resumed.history)
+            run.ledger.begin([*self._taken_over, *self._resumed.history])
             source.loader.load_state_dict(self._resumed.loader)
         else:
-            run.ledger.begin(self._history)  # of an earlier training of the same model
+            run.ledger.begin([*self._taken_over, *self._history])  # of an earlier training of the same model
+        run.ledger.warn(stacklevel=2)  # of steps of a trainer or optimizer that is detached by now
         self._place = source.loader.state_dict()
         self._plan(max_steps)
         self._accounting = [time.monotonic(), 0.0]
@@ -335,7 +338,7 @@ class DPTrainer(Combining, InParts, Examination, FusedEvaluation):
         total = torch.zeros((), device=loss.device) if self._loss_sum is None else self._loss_sum
         self._loss_sum = total + loss.float() * size
         if self.privacy.log_clipped_share and isinstance(private.norms, Tensor):
-            clipped = (private.norms > self.privacy.per_sample_max_grad_norm).sum()
+            clipped = (private.norms > private.max_grad_norm).sum()  # which adaptive clipping moves
             before, seen = self._clipped or (torch.zeros_like(clipped), 0)
             self._clipped = before + clipped, seen + len(private.norms)
 

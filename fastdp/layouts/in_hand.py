@@ -28,6 +28,7 @@ class PhysicalBatch(NamedTuple):
     share: tuple[int, int] = (0, 1)  # which part of the logical batch it is of, and of how many: those of processes
     place: tuple[str, int, int] = ("", 0, 0)  # what the loader draws by, and of the logical batch its pass and step
     whole: int = 0  # records of the logical batch, of all processes
+    seeded: bool = False  # sampled by a seed: whoever knows it knows which records are in the batch
     fixed: int = 0  # the steps of a pass, if every pass has the same batches; 0: they are Poisson samples
 
 

@@ -188,6 +188,16 @@ class Batching:
     """Where the samples lie in the model's inputs: see the arguments of `fastdp.PerSampleGradients`."""
 
     def __init__(self, batch_first: bool = True, batch_size: int | None = None, rows_per_sample: int = 1) -> None:
+        for name, value in (("batch_size", batch_size), ("rows_per_sample", rows_per_sample)):
+            if isinstance(value, bool) or not (value is None and name == "batch_size" or isinstance(value, int)):
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if batch_size is not None and rows_per_sample != 1:
+            raise ValueError(
+                f"batch_size={batch_size} and rows_per_sample={rows_per_sample}: the rows of each sample follow from "
+                "batch_size, whatever the other says. Give only one of them"
+            )
         self.dim, self.size, self.rows_per_sample = (0 if batch_first else 1), batch_size, rows_per_sample
 
     @property
@@ -201,5 +211,10 @@ class Batching:
             return self.size
         rows = batch_of((args, kwargs), self.dim, self.rows_per_sample)
         if rows % self.rows_per_sample:
-            raise BatchLayoutError(f"{rows} rows are no multiple of rows_per_sample={self.rows_per_sample}")
+            raise BatchLayoutError(
+                f"the model was given {rows} rows, which is no multiple of {self.rows_per_sample}: by augmentations= "
+                f"(or rows_per_sample=), each sample has {self.rows_per_sample} rows, one after the other. Give all of "
+                f"them (poisson_loader(augmentations={self.rows_per_sample}), or "
+                f"x.repeat_interleave({self.rows_per_sample}, 0) before the random transforms)"
+            )
         return rows // self.rows_per_sample

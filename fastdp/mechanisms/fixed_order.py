@@ -15,6 +15,7 @@ from ..distributed.same import mark
 from ..errors import AccountingError, StepError
 from ..training.collating import CollateWithEmpty, options_of
 from ..training.loader import PoissonLoader
+from ..training.options import parameters_of, refuse_unknown
 from ..training.sampler import PoissonSampler
 
 
@@ -96,8 +97,10 @@ def ftrl_loader(
 
     Raises:
         ValueError: if a size is out of range, or the order is not one.
+        TypeError: if an option is unknown; the error names the nearest, or what to do instead.
         StepError: if the data cannot be read by index, or the DataLoader shuffles.
     """
+    refuse_unknown("ftrl_loader", loader_options, parameters_of(DataLoader) | parameters_of(ftrl_loader))
     dataset = data
     if isinstance(data, DataLoader):
         dataset = data.dataset

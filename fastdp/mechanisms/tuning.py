@@ -79,6 +79,11 @@ class NegativeBinomialRuns(Runs):
         if isinstance(self.eta, bool) or not isinstance(self.eta, int | float) or not -1 < self.eta <= 100:
             raise AccountingError(f"eta must lie above -1, and be 100 at most, not {self.eta!r}")
         low, high = -700.0, -1e-9  # of log(gamma): the mean falls as gamma rises
+        if _mean_of(self.eta, low) < self.mean:
+            raise AccountingError(
+                f"eta={self.eta:g} is too near to -1 for {self.mean:g} expected runs (nearly all searches would have "
+                "one): give a larger eta, such as 0, or fewer runs"
+            )
         while high - low > 1e-13 * abs(low):
             middle = (low + high) / 2
             low, high = (middle, high) if _mean_of(self.eta, middle) > self.mean else (low, middle)
@@ -87,8 +92,16 @@ class NegativeBinomialRuns(Runs):
 
     def probabilities(self) -> Iterator[tuple[int, float]]:
         spread = -math.log(self.gamma)
-        ratio = 1 / spread if self.eta == 0 else self.eta / math.expm1(self.eta * spread)
-        chance, count = (1 - self.gamma) * ratio, 1
+        if self.eta == 0:
+            log_ratio = -math.log(spread)
+        else:  # of eta / (gamma^-eta - 1), which may be too small for a number
+            log_ratio = math.log(self.eta / -math.expm1(-self.eta * spread)) - self.eta * spread
+        log_chance, count = math.log1p(-self.gamma) + log_ratio, 1
+        while log_chance < -650:
+            yield count, 0.0
+            log_chance += math.log1p(-self.gamma) + math.log((count + self.eta) / (count + 1))
+            count += 1
+        chance = math.exp(log_chance)
         while True:
             yield count, chance
             chance *= (1 - self.gamma) * (count + self.eta) / (count + 1)

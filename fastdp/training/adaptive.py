@@ -137,22 +137,21 @@ class AdaptivePrivacy(Privacy):
         add(self._pending, {COUNT: count.sum().view(1)})
 
     def ready(self) -> bool:
-        if self.hand.current() is None and self.expected_batch_size is None:
+        current, expected = self.hand.current(), self.expected_batch_size
+        if expected is None and current is None:
             raise StepError(
                 "adaptive clipping takes shares of the expected batch size, as the number of samples in a batch is "
                 "private: give expected_batch_size=, or train with fastdp.poisson_loader, which tells it"
             )
+        expected = current.expected_batch_size if current is not None and expected is None else expected
+        assert expected is not None
+        self.quantile.of_gradients(self.noise_multiplier, expected)  # before anything is taken: no batch is lost
         return super().ready()
 
     def release(self) -> Release:
         """The clipped sums, with the noise that is theirs; and the next clipping norm, of the noisy count."""
         expected = self._expected
         assert expected is not None  # checked in ready()
-        try:
-            self.quantile.of_gradients(self.noise_multiplier, expected)
-        except ClippingError:
-            self.discard()
-            raise
         found = self._sums.get(COUNT)
         self._count = self._count.new_zeros(1) if found is None else found.clone()
         release = super().release()

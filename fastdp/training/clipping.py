@@ -62,7 +62,8 @@ class Clipping:
             )
         if not callable(clipping) and clipping not in KINDS:
             what = "; style= says what is clipped together" if clipping in _STYLES else ""
-            raise ClippingError(f"clipping must be one of {', '.join(KINDS)} or a callable, not {clipping!r}{what}")
+            kinds = ", ".join([*KINDS, "adaptive"])
+            raise ClippingError(f"clipping must be one of {kinds} or a callable, not {clipping!r}{what}")
         if not gamma >= 0:
             raise ClippingError(f"gamma must be 0 or larger, not {gamma}")
         self.clipping, self.style, self.gamma = clipping, style, gamma

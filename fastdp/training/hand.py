@@ -15,6 +15,7 @@ class Hand:
     def __init__(self) -> None:
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._born = in_hand.now()
+        self.seeded = False  # batches of it were drawn by a seed
         self.stands_in = False  # what the model is given now is no batch
 
     @contextlib.contextmanager
@@ -51,4 +52,5 @@ class Hand:
         found = self.batch()
         if found is not None:
             self._loader = found.loader
+            self.seeded |= found.seeded
         return found

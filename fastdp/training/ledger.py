@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..accounting import History, epsilon_of, truncation_in
@@ -52,6 +52,8 @@ class File(Protocol):
 class Ledger:
     """Every noised step: runs of (noise multiplier, sample rate, steps)."""
 
+    made_by_all = 0  # steps of all optimizers of this process so far
+
     def __init__(self) -> None:
         self.history: History = []
         self.lost: History = []  # steps that were made, and are in no history that was loaded since
@@ -59,16 +61,17 @@ class Ledger:
         self._runs: Runs = []  # of the history
         self._lost: Runs = []
         self._parameters: weakref.WeakSet[_Place] = weakref.WeakSet()
+        self._beside: weakref.WeakSet[_Place] = weakref.WeakSet()  # of those that others may have trained
         self._file: File | None = None
         self.written: Runs = []  # what the file held when it was opened
         self.asked: tuple[float, float | None] | None = None  # of epsilon, at last: delta, and the sample rate
 
-    def enrol(self, parameters: Iterable[Tensor]) -> None:
-        """The steps are of these parameters."""
+    def enrol(self, parameters: Iterable[Tensor], model: nn.Module) -> None:
+        """The steps are of these parameters of a model, whose other ones are released with them."""
+        for each in model.parameters():
+            self._beside.add(_place_of(each))
         for parameter in parameters:
-            place = _TRAINED.get(parameter)
-            if place is None:
-                place = _TRAINED[parameter] = _Place()
+            place = _place_of(parameter)
             self._parameters.add(place)
             if self.history:
                 place.ledgers.setdefault(self._name, self)
@@ -91,6 +94,12 @@ class Ledger:
         """A step is about to be made. Raises StepError if it cannot be written: then it must not be."""
         if self._file is not None:
             self._file.add(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
+
+    def write_begun(self) -> None:
+        """What was spent so far is written, too: no checkpoint may hold it. Raises StepError if it cannot be."""
+        if self._file is not None:
+            for run in _without([*self._runs, *self._lost], self._file.runs):
+                self._file.add(run)
 
     @property
     def in_file(self) -> bool:
@@ -154,16 +163,23 @@ class Ledger:
 
     @property
     def elsewhere(self) -> int:
-        """Steps of other optimizers on the same parameters, which the history does not hold."""
-        others = {name: other for place in self._parameters for name, other in place.ledgers.items()}
-        unsaid = _merged([run for run in self._runs if run.maker == _UNSAID])
+        """Steps of other optimizers on the model's parameters, which the history does not hold."""
+        places = {*self._parameters, *self._beside}
+        others = {name: other for place in places for name, other in place.ledgers.items()}
+        begun = [(each, each._unsaid) for each in (self, *others.values())]
         known, count = [*self._runs, *self._lost], 0
         for other in others.values():
-            if other is self or (unsaid and not beyond(other.history, unsaid)):
+            # what a history has taken up without a word of who made it, it holds
+            if other is self or any(b and each is not other and not beyond(other.history, b) for each, b in begun):
                 continue
             more = _without([*other._runs, *other._lost], known)
             known, count = [*known, *more], count + _count(more)
         return count
+
+    @property
+    def _unsaid(self) -> History:
+        """The steps of the history of which nobody said who made them."""
+        return _merged([run for run in self._runs if run.maker == _UNSAID])
 
     def warn(self, stacklevel: int = 3) -> None:
         """Say what epsilon is not of."""
@@ -199,6 +215,7 @@ class Ledger:
         else:
             self._runs.append(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
         self._made += 1
+        Ledger.made_by_all += 1
 
     def epsilon(self, delta: float, accountant: str = "prv", sample_rate: float | None = None) -> float:
         """epsilon at delta of all steps so far; 0 before the first, inf after a step without noise.
@@ -224,6 +241,13 @@ class _Place:
 
 
 _TRAINED = WeakIdKeyDictionary()  # {parameter: _Place}
+
+
+def _place_of(parameter: Tensor) -> _Place:
+    place: _Place | None = _TRAINED.get(parameter)
+    if place is None:
+        place = _TRAINED[parameter] = _Place()
+    return place
 
 
 def beyond(history: History, known: History) -> History:

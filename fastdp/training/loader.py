@@ -170,7 +170,7 @@ class PoissonLoader:
             note = PhysicalBatch(
                 id(self), logical, physical, size, final, self.sampler.sample_rate, self.expected_batch_size, people,
                 truncation=chance, share=self.sampler.share, place=(draws, place, step - final),
-                whole=whole, fixed=self.sampler.fixed,
+                whole=whole, seeded=self.sampler.seeded, fixed=self.sampler.fixed,
             )  # fmt: skip
             yield batch, functools.partial(self._begin, mine, note, (place, step))
             logical, physical = (next(_LOGICAL), 0) if final else (logical, physical + 1)

@@ -50,7 +50,7 @@ class Missed:
         self._evaluates = False  # whether it trains with the model in the mode of evaluation
         self._loaders: weakref.WeakSet[Trainers] = weakref.WeakSet()
         self._before = 0  # chosen among, as a state that was loaded says
-        self._told = (0,) * 5
+        self._told: tuple[int, ...] = (0,) * 5
 
     @property
     def training(self) -> bool:
@@ -87,6 +87,11 @@ class Missed:
             for known in self._loaders:
                 known.gone.append(self)
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Of each kind, what was missed."""
+        return (self.skipped, self.chosen, len(self.left), len(self.cut), self.passes)
+
     def take(self, known: tuple[Taken, int]) -> None:
         """A step was made on a batch that was taken out of its loader before."""
         taken = known[0]
@@ -101,7 +106,7 @@ class Missed:
 
     def warn(self, again: bool = True, stacklevel: int = 3) -> None:
         """Say what was missed; not again: unless it was said before (what was cut is said by the next step)."""
-        count = (self.skipped, self.chosen, len(self.left), len(self.cut), self.passes)
+        count = self.counts
         if any(count) if again else any(now > was for now, was in zip(count, self._told, strict=True)):
             texts = (misuse.PASSED_OVER, misuse.CHOSEN, misuse.LEFT, misuse.CUT, misuse.UNUSED)
             found = " ".join(text.format(n=n) for n, text in zip(count, texts, strict=True) if n)

@@ -46,6 +46,8 @@ _SAME = {
     "loss_reduction": ("reduction",),
     "accountant": ("accounting_mode", "accountant_type"),
     "sample_rate": ("sampling_rate", "sampling_probability", "q"),
+    "rows_per_sample": ("augmentations",),
+    "augmentations": ("augmult", "augmentation_multiplicity", "views"),
 }  # fmt: skip
 # What is no option here, and what to do instead.
 _INSTEAD = {
@@ -101,7 +103,7 @@ def _meant(owner: str, name: str, known: Collection[str]) -> str:
     if of_torch:
         return f"it is an option of {' and '.join(of_torch)} only"
     found = nearest(name, sorted(known)).removeprefix("; ")
-    return found or f"help(fastdp.{owner}) lists what there is"
+    return found or f"help({owner}) lists what there is"
 
 
 def _of_torch(name: str) -> list[str]:

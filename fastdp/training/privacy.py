@@ -99,12 +99,12 @@ class Privacy:
         self._dropped: Tensor | int = 0  # samples, of all processes at the steps so far
         self._fresh: Tensor | int = 0  # the same, of this process since the last step
         self._records, self._sums_of = 0, -1  # of this process since the last step; the logical batch of the sums
-        self._backward_of = self._step_of = (-1, -1)  # (logical, physical) of the last backward and step
+        self._backward_of = self.stepped_on = (-1, -1)  # (logical, physical) of the last backward and step
         self._backwards = self._first = 0  # so far, and the number of the first that is pending
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
         self.replaced_by = ""  # another optimizer of the same model
-        self._rate_check = Rate()
+        self.rate_check = Rate()
         self._rate: float | None = None
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
@@ -141,7 +141,7 @@ class Privacy:
     def listen(self) -> None:
         """Hear of what happens in the engine, which was attached."""
         self.engine.watch(self.replica.begins, self.replica.refused, self.replica.broken)
-        self.ledger.enrol(self.engine.named_parameters().values())
+        self.ledger.enrol(self.engine.named_parameters().values(), self.engine.model)
         self.engine.whose.batch_in_hand = self.hand.of_forward
         self._members = Members(self._clipping_now, self.hand)
         if self.replica.shards is None:  # else sums wait for those of other processes
@@ -208,7 +208,7 @@ class Privacy:
         current = self.hand.current()
         if current is None:
             if self.world.share[1] == 1:
-                self._rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
+                self.rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
             else:
                 if gradients.people is not None:
                     raise StepError(misuse.PERSONS_APART)
@@ -225,7 +225,7 @@ class Privacy:
         stands_in = self.hand.stands_in
         records, people = (0, current.people) if stands_in else (gradients.records, gradients.people)
         misuse.check_whole(current, records, people)
-        if number in (self._backward_of, self._step_of):
+        if number in (self._backward_of, self.stepped_on):
             raise StepError(misuse.AGAIN)
         self._backward_of = number
         loader.train(current, self.missed)
@@ -244,7 +244,7 @@ class Privacy:
     def _regroup(self, named: dict[str, Tensor]) -> None:
         """Other parameters are trained than before."""
         self.clipping = self.clipping.changed(named)
-        self.ledger.enrol(named.values())
+        self.ledger.enrol(named.values(), self.engine.model)
 
     def pending(self) -> range:
         """Numbers of the backwards that no step has taken."""
@@ -273,7 +273,7 @@ class Privacy:
         if current is not None:
             misuse.check_skipped(current)
             misuse.check_share(current, *self.world.share)
-            rate, expected = self._of_loader(current, self._step_of, rate, expected)
+            rate, expected = self._of_loader(current, self.stepped_on, rate, expected)
             if current.size == 0 and self.unit.grouped is None:  # of a process whose first batches have no record
                 self.unit.grouped = current.people is not None
         empty = current is not None and current.size == 0
@@ -292,7 +292,7 @@ class Privacy:
         self._truncation = 0.0 if current is None else current.truncation
         self._place = ("", 0, 0) if current is None else current.place
         if current is not None:
-            self._step_of = (current.logical, current.physical)
+            self.stepped_on = (current.logical, current.physical)
             loader.train(current, self.missed, stepped=True)
         while self._taken:
             self.missed.take(self._taken.pop())
@@ -347,7 +347,7 @@ class Privacy:
         )
         sums = self.sums.settled(sums | found)
         if self.sample_rate is not None and not draws and not self.ledger.history:
-            self._rate_check.judge(self.sample_rate, records, self.expected_batch_size)
+            self.rate_check.judge(self.sample_rate, records, self.expected_batch_size)
         return sums
 
     def _settings(self) -> dict[str, Any]:
@@ -360,7 +360,7 @@ class Privacy:
         """The noised step was made: count it."""
         if self._rate is None and self.mechanism is None and self.noise_multiplier and "rate" not in self._warned:
             self._warned.add("rate")
-            warnings.warn(misuse.NO_RATE + self._rate_check.seen_text, SampleRateWarning, stacklevel=5)
+            warnings.warn(misuse.NO_RATE + self.rate_check.seen_text, SampleRateWarning, stacklevel=5)
         self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
         self.noise.step += 1
         self._released = True
@@ -372,7 +372,7 @@ class Privacy:
         found = self.ledger.epsilon(delta, self.accountant, sample_rate)
         rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
         warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
-        self._rate_check.compare(sample_rate)
+        self.rate_check.compare(sample_rate)
         return found
 
     def explain(self, profile: bool = False) -> str:

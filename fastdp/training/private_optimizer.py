@@ -202,6 +202,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "The epsilon holds for a run without seed=.",
                 stacklevel=2,
             )
+        elif privacy.hand.seeded:
+            warnings.warn(
+                "the batches come from a loader with seed=, which is for experiments: whoever knows it knows which "
+                "records are in them. The epsilon holds for a run without seed=.",
+                stacklevel=2,
+            )
         warn_unverified(privacy.engine.model)
         privacy.missed.asked = True
         privacy.missed.warn()

@@ -40,7 +40,9 @@ class Rate:
     def __init__(self) -> None:
         self._looks = 0  # so far; 3: no more
         self._open: list[_Open] = []  # at the look before, if they disagree
+        self.low = False  # whether it has warned
         self._seen = (0, 0)  # samples of the first batch, and records, if no rate was given: 0 if they are not known
+        self._before: list[tuple[int, int]] = []  # the same, of optimizers whose steps this one counts
 
     def check(self, rate: float | None, batch: int, expected: float | None) -> None:
         """Look, at a backward that no Poisson loader tells of.
@@ -63,8 +65,13 @@ class Rate:
 
     def compare(self, rate: float | None) -> None:
         """Warn if a rate that `epsilon` is given is far below what the first batch showed."""
-        if rate is not None and _is_low(rate, *self._seen):
-            self._warn(rate, f"the first batch had {_share(*self._seen)}", stacklevel=5)
+        low = [] if rate is None else [seen for seen in (*self._before, self._seen) if _is_low(rate, *seen)]
+        if rate is not None and low:
+            self._warn(rate, f"the first batch had {_share(*low[0])}", stacklevel=5)
+
+    def go_on_from(self, other: Rate) -> None:
+        """The steps of the optimizer that this one takes the place of are asked for with its own."""
+        self._before, self.low = [*other._before, other._seen], self.low or other.low
 
     def judge(self, rate: float | None, batch: int, expected: float | None) -> bool:
         """Warn if the first batch has far more samples than expected; returns whether it has."""
@@ -114,7 +121,7 @@ class Rate:
             self._warn(rate, f"the first batch has {_share(batch, records)}")
 
     def _warn(self, rate: float, seen: str, stacklevel: int = 2) -> None:
-        self._looks = 3
+        self._looks, self.low = 3, True
         warnings.warn(
             f"sample_rate={rate:g} is far below what is sampled: {seen}. epsilon grows with the rate, and what is said "
             "of it would be too small: give batch / records, or train with fastdp.poisson_loader, which tells it.",

@@ -53,6 +53,11 @@ class PoissonSampler(Sampler[list[int]]):
         return self.steps
 
     @property
+    def seeded(self) -> bool:
+        """Whether batches that should be secret are drawn by a seed. (A fixed order need not be secret.)"""
+        return self.seed is not None and not self.fixed
+
+    @property
     def settings(self) -> str:
         """A mark of what the draws depend on beside the key."""
         grouping = self.grouping

@@ -50,9 +50,14 @@ def made(model: nn.Module, name: str, make: Callable[[], Privacy]) -> Privacy:
     else:
         with former.engine.aside():
             privacy = make()
+            try:
+                carried = _carry(former, privacy)
+                warnings.warn(_note(former, former_name, name, carried), OptimizerReplacedWarning, stacklevel=4)
+            except BaseException:  # where warnings are errors, the former goes on
+                privacy.end()
+                raise
+        privacy.stepped_on = former.stepped_on  # a second step on one batch is no sample of its own
         former.end(by=name)
-        carried = _carry(former, privacy)
-        warnings.warn(_note(former, former_name, name, carried), OptimizerReplacedWarning, stacklevel=4)
     _OWNERS[privacy.engine.model] = _Owner(weakref.ref(privacy), name)
     return privacy
 
@@ -76,7 +81,9 @@ def _carry(former: Privacy, privacy: Privacy) -> bool:
     privacy.ledger.asked = former.ledger.asked
     _, of_ledger = privacy.ledger.read(former.ledger.history, former.ledger.lost, former.ledger.makers)
     of_ledger()
+    privacy.ledger.write_begun()
     privacy.missed.read(former.missed.state_dict())()
+    privacy.rate_check.go_on_from(former.rate_check)
     privacy.unit.grouped = former.unit.grouped
     privacy.set_dropped(former.nonfinite_samples)
     return True

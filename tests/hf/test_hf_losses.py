@@ -220,6 +220,20 @@ def test_a_share_that_is_not_private_is_called_so(tmp_path):
     assert [entry["clipped_share_not_private"] for entry in logs] == [1.0, 1.0]
 
 
+def test_the_share_clipped_is_of_the_norm_that_adaptive_clipping_has_come_to(tmp_path):
+    """At first no sample is clipped, so that the norm falls by exp(-0.5 * 100) at once."""
+    privacy = private(
+        log_clipped_share=True, per_sample_max_grad_norm=1e9, clipping="adaptive", quantile_rate=100.0,
+        noise_multiplier=0.0, sample_rate=1.0,
+    )  # fmt: skip
+    trainer = trainer_of(
+        tmp_path, gpt2(), texts(12, "next"), privacy, logging_strategy="steps", logging_steps=1, max_steps=2
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["clipped_share_not_private"] for entry in logs] == [0.0, 1.0]
+
+
 def test_a_loss_that_calls_the_trainers(tmp_path):
     """The head is found for it, too."""
 

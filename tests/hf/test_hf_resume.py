@@ -230,3 +230,25 @@ def test_a_signal_to_checkpoint(tmp_path):
     again.train(resume_from_checkpoint=True)
     counted = sum(n for _, _, n in again.history)
     assert again.state.global_step == 10 and 10 <= counted <= 11
+
+
+def test_adaptive_clipping_goes_on_with_its_norm_and_its_settings(tmp_path):
+    options = {"clipping": "adaptive", "noise_multiplier": 1.0, "target_quantile": 0.3, "count_noise": 2.0}
+
+    def of(trainer):
+        return trainer.optimizer.optimizer._privacy
+
+    def norm(trainer):
+        return of(trainer).clipping.max_grad_norm
+
+    first = run(tmp_path, gpt2(), private(**options), max_steps=2)
+    first.train()
+    assert norm(first) != 1.0
+    for wrong in ({"target_quantile": None}, {"count_noise": 3.0}, {"quantile_rate": 0.1}):
+        with pytest.raises(AccountingError, match=f"the checkpoint's run had {next(iter(wrong))}="):
+            run(tmp_path, gpt2(), private(**{**options, **wrong}), max_steps=3).train(resume_from_checkpoint=True)
+    again = run(tmp_path, gpt2(), private(**options), max_steps=3)
+    again.train(resume_from_checkpoint=True)
+    assert again.history == [(1.0, 0.2, 3)]
+    assert norm(again) / norm(first) == pytest.approx(1, abs=0.3)  # one step's way, from where it was
+    assert of(again).quantile.state() == {"target": 0.3, "rate": 0.2, "count_noise": 2.0}

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+import fastdp
 from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError, ParameterError, StepError, VerificationError
 
@@ -25,6 +26,27 @@ from ..hf_models import (
     truth_of_step,
     weights,
 )
+
+
+def test_what_others_have_spent_on_the_model_is_counted_or_said(tmp_path):
+    """An optimizer in whose place the trainer's comes, and a trainer that is detached by now."""
+    model, records = gpt2(), texts(12, "next")
+    before = fastdp.DPSGD(model, lr=0.1, noise_multiplier=2.0, expected_batch_size=4, sample_rate=0.1)
+    words = Collate()(records[:4])["input_ids"]
+    for _ in range(3):
+        model(input_ids=words).logits.square().mean((1, 2)).mean().backward()
+        before.step()
+        before.zero_grad()
+    first = trainer_of(tmp_path, model, records, private(noise_multiplier=1.0, sample_rate=0.5), max_steps=2)
+    with pytest.warns(fastdp.errors.OptimizerReplacedWarning, match="3 noised"):
+        first.train()
+    assert first.history == [(2.0, 0.1, 3), (1.0, 0.5, 2)]
+    assert first.epsilon() == epsilon_of(first.history, first.delta(), "gdp")
+    first.train()
+    assert first.history == [(2.0, 0.1, 3), (1.0, 0.5, 4)]
+    second = trainer_of(tmp_path, model, records, private(noise_multiplier=1.0, sample_rate=0.5), max_steps=1)
+    with pytest.warns(UserWarning, match=r"^7 noised step\(s\) were made on this model's parameters by another"):
+        second.train()
 
 
 def with_lora(model):

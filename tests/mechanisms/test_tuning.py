@@ -47,6 +47,15 @@ def test_the_distributions_are_those_of_the_paper(runs):
         assert chance == pytest.approx(said, rel=1e-9)
 
 
+def test_where_one_run_is_too_improbable_for_a_number():
+    runs = NegativeBinomialRuns(2e5, 100)
+    assert runs.gamma**100 == 0.0
+    counts, found = chances(runs).T
+    assert found.sum() == pytest.approx(1, abs=1e-6) and counts @ found == pytest.approx(2e5, rel=1e-6)
+    assert 1e5 < runs.draw() < 4e5  # by chance it is not in 1e-10 of all cases
+    assert math.isfinite(tuning_epsilon([HISTORY], 1e-5, runs))
+
+
 def test_draws_follow_the_distribution_and_no_seed():
     for runs in (NegativeBinomialRuns(5, 0), NegativeBinomialRuns(5, 1), PoissonRuns(5)):
         times = 4000
@@ -195,6 +204,9 @@ def test_what_makes_no_sense_is_refused():
     for eta in (-1, math.nan, None, 101):
         with pytest.raises(AccountingError, match="eta must lie above -1"):
             NegativeBinomialRuns(10, eta)
+    for mean, eta in ((5, -0.999999), (1e6, -0.99)):  # which no gamma reaches that is a number
+        with pytest.raises(AccountingError, match="too near to -1"):
+            NegativeBinomialRuns(mean, eta)
     for delta in (0, 1, None, math.nan):
         with pytest.raises(AccountingError, match="delta must lie"):
             tuning_epsilon([HISTORY], delta, runs)

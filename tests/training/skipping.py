@@ -37,4 +37,5 @@ def silent():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
+        warnings.filterwarnings("ignore", "the batches come from a loader with seed=")
         yield

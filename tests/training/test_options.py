@@ -19,7 +19,7 @@ import torch
 
 import fastdp
 from fastdp.errors import AccountingError, ClippingError, ParameterError, StepError
-from fastdp.mechanisms import DPFTRL
+from fastdp.mechanisms import DPFTRL, ftrl_loader
 from fastdp.training.adaptive import OPTIONS, AdaptivePrivacy
 from fastdp.training.privacy import Privacy
 
@@ -83,7 +83,7 @@ def test_the_other_options_are_those_of_torch(kind):
         ("momentum", r"an option of torch.optim.SGD and torch.optim.RMSprop only"),
         ("max_physical_batch_size", "poisson_loader"),
         ("data_loader", "PrivacyEngine"),
-        ("xyzzy", r"help\(fastdp.DPAdamW\)"),
+        ("xyzzy", r"help\(DPAdamW\)"),
     ],
 )
 def test_a_wrong_name_is_refused_with_what_was_meant(wrong, said):
@@ -109,6 +109,10 @@ def test_a_loader_says_so_too():
     records = torch.utils.data.TensorDataset(torch.zeros(10, 2))
     with pytest.raises(TypeError, match="poisson_loader got an argument .*'expected_batchsize': did you mean 'exp"):
         fastdp.poisson_loader(records, expected_batchsize=4)
+    with pytest.raises(TypeError, match="ftrl_loader got an argument .*'batchsize': did you mean 'batch_size'"):
+        ftrl_loader(records, batchsize=4)
+    with pytest.raises(TypeError, match=r"'seed': help\(ftrl_loader\) lists"):
+        ftrl_loader(records, batch_size=4, seed=1)
     with pytest.raises(TypeError, match="'num_worker': did you mean 'num_workers'"):
         fastdp.poisson_loader(records, sample_rate=0.1, num_worker=1)
     with pytest.raises(TypeError, match="'lot_size': it is called expected_batch_size here"):
@@ -228,3 +232,31 @@ def environment() -> dict[str, str]:
         if (text := each.read_text("direct_url.json"))
     ]  # fmt: skip
     return found if root.as_uri() in installed else {**found, "MYPYPATH": str(root)}
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"rows_per_sample": 0}, "rows_per_sample must be at least 1"),
+        ({"rows_per_sample": 2.5}, "rows_per_sample must be a whole number"),
+        ({"rows_per_sample": None}, "rows_per_sample must be a whole number"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),  # nothing would be trained
+        ({"batch_size": "6"}, "batch_size must be a whole number"),
+        ({"batch_size": 2, "rows_per_sample": 2}, "Give only one of them"),
+    ],
+)
+def test_numbers_of_samples_and_rows_that_there_cannot_be(options, match):
+    model = torch.nn.Linear(3, 2)
+    for make in (
+        lambda: fastdp.DPSGD(model, noise_multiplier=1.0, **options),
+        lambda: fastdp.privatize(torch.optim.SGD(model.parameters()), model, noise_multiplier=1.0, **options),
+        lambda: fastdp.PerSampleGradients(model, **options),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make()
+    fastdp.DPSGD(model, noise_multiplier=1.0)  # nothing is left on the model
+
+
+def test_a_misspelt_way_to_clip_is_told_all_of_them():
+    with pytest.raises(ClippingError, match="local, global, automatic, adaptive or a callable, not 'Adaptive'"):
+        fastdp.DPSGD(torch.nn.Linear(3, 2), noise_multiplier=1.0, clipping="Adaptive")

@@ -127,6 +127,7 @@ def test_the_next_epoch_says_that_the_one_before_was_left():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
+        warnings.filterwarnings("ignore", "the batches come from a loader with seed=")
         for _ in zip(range(2), loader, strict=False):
             train(model, optimizer, _[1])
     for i, batch in enumerate(loader):
@@ -267,6 +268,7 @@ def two(pattern, passes=1):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
+        warnings.filterwarnings("ignore", "the batches come from a loader with seed=")
         every.epsilon(1e-2)
     return optimizer
 

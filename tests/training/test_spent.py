@@ -6,6 +6,7 @@ import copy
 import warnings
 
 import pytest
+import torch
 
 import fastdp
 from fastdp.accounting import epsilon_of
@@ -214,11 +215,29 @@ def test_parameters_that_are_added_bring_their_steps():
     model[0].requires_grad_(False)
     new = optimizer_of(model, params=model[2].parameters())
     steps(new, model, 1)
-    assert new._privacy.ledger.elsewhere == 0
+    with pytest.warns(UserWarning, match="^4 noised"):  # the model is released as a whole
+        new.epsilon(1e-5)
     model[0].requires_grad_(True)
     new.add_param_group({"params": list(model[0].parameters())})
     with pytest.warns(UserWarning, match="^4 noised"):
         new.epsilon(1e-5)
+
+
+def test_a_head_on_a_trained_body_that_is_frozen_says_what_the_body_has_spent():
+    body = model_of()
+    first = optimizer_of(body)
+    steps(first, body, 5)
+    first.detach()
+    body.requires_grad_(False)
+    model = torch.nn.Sequential(body, torch.nn.Linear(2, 2))
+    head = optimizer_of(model)
+    steps(head, model, 1)
+    with pytest.warns(UserWarning, match=r"^5 noised step\(s\) were made on this model's parameters"):
+        head.epsilon(1e-5)
+    with warnings.catch_warnings():  # the body's history has nothing of the head's
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", fastdp.errors.NotVerifiedWarning)
+        first.epsilon(1e-5)
 
 
 def test_a_state_of_an_older_version_counts_as_before(silent):

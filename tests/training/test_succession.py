@@ -120,6 +120,48 @@ def test_where_the_second_cannot_be_made_the_first_goes_on():
     steps(first, model, 1)
 
 
+def test_where_the_warning_is_an_error_the_first_goes_on():
+    model = model_of()
+    first = private(model)
+    steps(first, model, 2)
+    backward(model, data())  # waits for its step
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OptimizerReplacedWarning)
+        with pytest.raises(OptimizerReplacedWarning):
+            private(model)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(OptimizerReplacedWarning):
+            fastdp.privatize(plain, model, noise_multiplier=1.0)
+    assert type(plain) is torch.optim.SGD
+    first.step()
+    assert first.history == [(1.0, 0.1, 3)]
+    with replaced("3 noised"):
+        second = private(model)
+    steps(second, model, 1)
+    assert second.history == [(1.0, 0.1, 4)]
+
+
+def test_the_second_makes_no_step_on_the_batch_that_the_first_has_stepped_on():
+    """Both would count as samples of their own, and are one."""
+    model = model_of()
+    records = torch.utils.data.TensorDataset(data(12))
+    options = dict(sample_rate=None, expected_batch_size=None)
+    optimizer = private(model, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OptimizerReplacedWarning)
+        for place, (x,) in enumerate(fastdp.poisson_loader(records, sample_rate=0.9, steps=3)):
+            backward(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+            if place == 1:
+                optimizer = private(model, **options)
+                with pytest.raises(StepError, match="its samples would contribute twice"):
+                    backward(model, x)
+                with pytest.raises(StepError):
+                    optimizer.step()
+    assert optimizer.history == [(1.0, 0.9, 3)]
+
+
 def test_a_backward_of_the_first_is_no_gradient_of_the_second():
     model = model_of()
     private(model)
@@ -152,6 +194,24 @@ def test_what_cannot_be_replaced_stands_in_the_way(tmp_path):
     private(model[0])
     with pytest.raises(ParameterError, match="already has a fastdp engine"):  # a part is another model
         private(model)
+
+
+def test_a_ledger_file_gets_what_the_first_has_spent(tmp_path, silent):
+    """Where the process dies before a checkpoint, the file is all that there is."""
+    model = model_of()
+    first = private(model, noise_multiplier=2.0)
+    steps(first, model, 3)
+    with replaced("3 noised"):
+        second = private(model, ledger=tmp_path / "steps")
+    steps(second, model, 2)
+    second.detach()
+    again = private(model_of(), ledger=tmp_path / "steps")
+    spent = epsilon_of([(2.0, 0.1, 3), (1.0, 0.1, 2)], 1e-5, "rdp")
+    assert again.epsilon(1e-5) == second.epsilon(1e-5) == spent
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert again.epsilon(1e-5) == spent  # the same steps count once
 
 
 def test_units_of_privacy_do_not_mix():

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fastdp
 from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError, SampleRateWarning
-from fastdp.mechanisms import DPFTRL
+from fastdp.mechanisms import DPFTRL, ftrl_loader
 from fastdp.training import rates
 
 from ..runs import backward, data, model_of, steps
@@ -70,6 +70,18 @@ def test_a_rate_far_below_what_the_first_batch_showed_is_warned_of():
     assert [w.filename for w in seen if "far below" in str(w.message)] == [__file__]
 
 
+def test_what_the_first_batch_showed_is_known_to_the_optimizer_that_counts_its_step():
+    optimizer = private(model := model_of())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(optimizer, model)
+        second = private(model, sample_rate=0.5)
+        third = private(model, sample_rate=0.5)
+    for each in (second, third):
+        with pytest.warns(UserWarning, match="sample_rate=0.001 is far below.*had 6 of the 60 records"):
+            each.epsilon(1e-5, sample_rate=0.001)
+
+
 def test_a_rate_that_is_known_is_not_another_one(silent):
     model = model_of()
     optimizer = private(model, sample_rate=0.2)
@@ -111,3 +123,24 @@ def test_who_needs_no_rate_hears_nothing(silent):
 def test_nothing_is_sampled_by_ftrl():
     with pytest.raises(AccountingError, match="nothing is sampled"):
         DPFTRL(torch.nn.Linear(2, 2), lr=0.1, noise_multiplier=1.0).epsilon(1e-5, sample_rate=0.1)
+
+
+def test_batches_from_a_seed_are_said_as_noise_from_one():
+    records, found = TensorDataset(torch.randn(20, 3)), []
+    known = {"lr": 0.1, "noise_multiplier": 1.0}
+    for kind, loader in (
+        (fastdp.DPSGD, fastdp.poisson_loader(records, sample_rate=0.5, steps=1, seed=1)),
+        (fastdp.DPSGD, fastdp.poisson_loader(records, sample_rate=0.5, steps=1)),
+        (DPFTRL, ftrl_loader(records, batch_size=10)),  # whose order need not be secret
+    ):
+        model = torch.nn.Linear(3, 1)
+        optimizer = kind(model, **known)
+        for (x,) in loader:
+            model(x).sum(1).mean().backward()
+            optimizer.step()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.epsilon(1e-3)
+        texts = [str(each.message) for each in seen]
+        found.append(sum("batches come from a loader with seed=" in text for text in texts))
+    assert found == [1, 0, 0]
