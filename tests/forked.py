@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent
-# by a server, before it is asked for anything: torch's optimizers import torch._dynamo, and epsilon() imports opacus
-IMPORTED = ("numpy", "torch", "torch.distributed", "torch._dynamo", "opacus", "fastdp")
+IMPORTED = ("numpy", "torch", "torch.distributed", "opacus", "fastdp")  # by a server, before it is asked for anything
 HEARD = 1 << 20  # bytes of a request
 NUMBER = struct.Struct("<q")
 SETTINGS = {"OMP_NUM_THREADS": "1", "FASTDP_CALIBRATE": "0", "PYTHONPATH": str(ROOT)}

@@ -15,6 +15,17 @@ from . import forked
 
 pytestmark = pytest.mark.skipif(not forked.is_used(), reason="processes begin by themselves here")
 
+
+@pytest.fixture(scope="module", autouse=True)
+def servers():
+    """Of these tests alone: those of others may have imported what says something at its end, as Triton does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forked, "_servers", {})
+        yield
+        for server in forked._servers.values():
+            server.close()
+
+
 PROGRAM = """
 import atexit, json, os, random, signal, sys, threading
 import numpy, torch

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fastdp.__main__ import parsed
 from fastdp.errors import FastDPError
 from fastdp.finetune import command
 from fastdp.finetune.job import FinetuneError
@@ -70,7 +71,8 @@ def finetune_refused(rank: int, world: int) -> None:
         patch.setattr(command, "prepare", prepare)
         patch.setenv("RANK", str(rank))
         patch.setenv("WORLD_SIZE", str(world))  # which Lightning, in the cases before, has deleted
-        options = Namespace(out=shared_folder(world) / "out", resume=False, dry_run=False, device="cpu")
+        words = ["finetune", "gpt2", "none.csv", "--task", "lm", "--epsilon", "1", "--device", "cpu"]
+        options = parsed([*words, "--out", str(shared_folder(world) / "out")])
         assert command.main(options) == 1
     assert ("rank 1 refused" in said.getvalue() and "the data is not here" in said.getvalue()) == (rank == 0)
 

@@ -24,12 +24,13 @@ LOOPS = (  # what loops of people import once they run
     "accelerate", "peft", "transformers.trainer", "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama", "lightning.pytorch", "fastdp.hf", "fastdp.lightning",
 )  # fmt: skip
+OPTIMIZERS = ("torch._dynamo",)  # what torch's import once one is made
 LATER = {  # what cases import once they run, by module
     "tests.distributed.loops": LOOPS,
     "tests.distributed.test_sharded": ("torch._inductor.pattern_matcher", "torch._dynamo.backends.common"),
     "tests.distributed.tensor": ("transformers.models.llama.modeling_llama",),
 }
-__all__ = ["LOOPS", "ROOT", "begin", "free_port", "results", "start"]
+__all__ = ["LOOPS", "OPTIMIZERS", "ROOT", "begin", "free_port", "results", "start"]
 
 
 def begin(rank: int, world: int, port: int) -> None:
@@ -43,7 +44,7 @@ def start(module: str, world: int, folder: Path, *names: str) -> list[Any]:
     """Run cases of a module, one process a rank, on one thread each."""
     command = ["-m", "tests.distributed.ranks", module]
     port = str(free_port())
-    forked.ready(world, (module, *LATER.get(module, ())))
+    forked.ready(world, (module, *OPTIMIZERS, *LATER.get(module, ())))
     return [
         forked.start(*command, str(rank), str(world), port, str(folder), *names, rank=rank) for rank in range(world)
     ]

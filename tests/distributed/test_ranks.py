@@ -16,7 +16,7 @@ import torch
 from .. import forked
 from .cases import CASES, EXACT
 from .loading import persons, records
-from .ranks import ROOT, results, start
+from .ranks import OPTIMIZERS, ROOT, results, start
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs gloo")
 THREE = ["unequal, layerwise, noise", "same_noise", "one_refuses", "records", "persons"]
@@ -108,6 +108,6 @@ def test_a_rank_is_killed(name, tmp_path):
 
 def test_every_step_is_in_the_ledger_whenever_ranks_are_killed():
     """tests/distributed/kills.py does it a hundred times."""
-    done = forked.torchrun(1, "-m", "tests.distributed.kills", "--kills", "8")
+    done = forked.torchrun(1, "-m", "tests.distributed.kills", "--kills", "8", imports=OPTIMIZERS)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(re.search(r"'steps': (\d+)", done.stdout)[1]) > 8
