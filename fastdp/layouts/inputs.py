@@ -153,7 +153,7 @@ def batch_of(values: Any, dim: int, rows_per_sample: int = 1) -> int:
     packed, tensors = packed_sequences(values), nested_tensors(values)
     for tensor in tensors:
         refuse_ragged(tensor, "the model's argument")
-    said = samples_said(tensors)
+    said = samples_said(tensors) if tensors or not packed else None  # packed sequences tell themselves
     if said is not None:
         return said * rows_per_sample
     sizes = [tensor.size(dim) for tensor in tensors if tensor.dim() > dim and mark_of(tensor) is None]

@@ -268,3 +268,12 @@ def test_verify_takes_the_rows_of_packed_inputs(marked: bool) -> None:
     assert fastdp.verify(Patches(), lambda m, b: m(**b).square().sum(1).mean(), batch).ok
     with pytest.raises(fastdp.errors.VerificationError):
         fastdp.verify(Patches(), lambda m, b: (m(**b) - m(**b).detach().mean(0)).square().sum(1).mean(), batch)
+
+
+def test_packed_sequences_are_as_many_as_they_are_whatever_was_marked_before() -> None:
+    before = fastdp.mark_rows(torch.randn(8, D), torch.arange(8) % 4, samples=4)  # of another batch, and kept
+    model = nn.LSTM(D, 3, batch_first=True)
+    gradients = fastdp.PerSampleGradients(model, loss_reduction="sum")
+    packed = nn.utils.rnn.pack_sequence([torch.randn(n, D) for n in (2, 5, 3)], enforce_sorted=False)
+    model(packed)[0].data.square().sum().backward()
+    assert gradients.norms.shape == (3,) and len(before) == 8
