@@ -276,4 +276,4 @@ def test_packed_sequences_are_as_many_as_they_are_whatever_was_marked_before() -
     gradients = fastdp.PerSampleGradients(model, loss_reduction="sum")
     packed = nn.utils.rnn.pack_sequence([torch.randn(n, D) for n in (2, 5, 3)], enforce_sorted=False)
     model(packed)[0].data.square().sum().backward()
-    assert gradients.norms.shape == (3,) and len(before) == 8
+    assert gradients.norms().shape == (3,) and len(before) == 8
