@@ -145,10 +145,11 @@ def test_rates_are_measured_and_gone_on_with(tmp_path: Path, monkeypatch, capsys
 def test_steps_are_told_while_tests_run():
     told = []
     report = audit(
-        audit_right.RIGHT["by hand"](), ["no_clipping", "empty_batch", "accountant"],
+        audit_right.RIGHT["expected batch size"](), ["no_clipping", "sensitivity", "empty_batch"],
         steps_done=lambda *said: told.append(said),
     )  # fmt: skip
     done = [number for number, *_ in told]
     assert not report.bugs and done == sorted(done) and done[0] == 0
     assert len({number for number, _, name in told if name == "no_clipping"}) > 5  # it moves within a test, too
+    assert sum(number == 44 + 199 for number in done) > 20  # a test that takes more than is usual waits at its end
     assert told[-1] == (done[-1], done[-1], "done") and {total for _, total, _ in told} == {done[-1]}
