@@ -79,8 +79,7 @@ class Tracker:
         found = report.values()
         values: dict[str, Any] = {name: found[name] for name in _SHOWN}
         values["noise_multiplier"] = self._optimizer.noise_multiplier
-        privacy = self._optimizer._attached()
-        noise = privacy._gradient_noise() * privacy.clipping.sensitivity * math.sqrt(self._size)
+        noise = self._optimizer._attached().noise_std * math.sqrt(self._size)
         values["noise_over_signal"] = noise / report.clipped_norm if report.clipped_norm > 0 else math.inf
         if self._delta is not None:
             values["epsilon"] = self._optimizer.epsilon(self._delta)

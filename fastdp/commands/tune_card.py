@@ -47,10 +47,12 @@ def card_of(
 
 
 def write(out: Path, card: dict[str, Any]) -> None:
-    """search.json, on the disk when this returns."""
+    """search.json, on the disk when this returns. JSON has no infinite score (of runs that all diverged): null."""
+    if not math.isfinite(card.get("score") or 0.0):
+        card = {**card, "score": None}
     unfinished = out / (RECORD + ".new")
     with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(json.dumps(card, indent=2) + "\n")
+        file.write(json.dumps(card, indent=2, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(out / RECORD)

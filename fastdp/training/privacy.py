@@ -104,7 +104,7 @@ class Privacy:
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
         self.replaced_by = ""  # another optimizer of the same model
-        self.rate_check = Rate()
+        self.rate_check, self.noise_std = Rate(), 0.0  # the latter on an element of the last step's sum, before R moves
         self._rate: float | None = None
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
@@ -322,8 +322,8 @@ class Privacy:
         if self.world.size > 1:
             sums = self._summed(sums)
         self._dropped, self._fresh, self._records = self._dropped + self._fresh, 0, 0
-        std, scale = self._gradient_noise() * self.clipping.sensitivity, 1 / divisor
-        release = self.sums.release(sums, places, self.noise, std, scale)
+        self.noise_std = self._gradient_noise() * self.clipping.sensitivity
+        release = self.sums.release(sums, places, self.noise, self.noise_std, 1 / divisor)
         if self.witness is not None:
             self.witness(release)
         return release

@@ -70,6 +70,28 @@ def test_a_function_gets_what_the_diagnostics_say() -> None:
     assert rows[-1][0]["privacy/epsilon"] == pytest.approx(optimizer.epsilon(1e-5))
 
 
+def test_noise_is_that_of_the_step_where_the_clipping_norm_moves() -> None:
+    rows: list[dict[str, Any]] = []
+    model = nn.Linear(3, 1)
+    optimizer = fastdp.DPSGD(
+        model, lr=0.0, noise_multiplier=1.5, max_grad_norm=0.5, clipping="adaptive", quantile_rate=2.0, count_noise=4.0,
+        expected_batch_size=8, sample_rate=0.1,
+    )  # fmt: skip
+    tracker = Tracker(optimizer, lambda values, step: rows.append(dict(values)), prefix="", every=1)
+    for _ in range(3):
+        before = optimizer.max_grad_norm
+        model(torch.ones(8, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.noise_multiplier = optimizer.noise_multiplier * 2  # as a schedule does, for the next step
+        optimizer.zero_grad()
+        assert optimizer.max_grad_norm != before
+        tracker.step()
+        both = optimizer.noise_multiplier / 2
+        gradients = (both**-2 - 8.0**-2) ** -0.5 if both < 8 else math.nan
+        assert rows[-1]["noise_over_signal"] * rows[-1]["clipped_norm"] == pytest.approx(gradients * before * 2)
+    tracker.close()
+
+
 def test_tensorboard() -> None:
     board = Board()
     train(board, every=4, prefix="")

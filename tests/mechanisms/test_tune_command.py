@@ -182,6 +182,18 @@ def test_a_score_of_nan_is_the_worst(search, monkeypatch):
     assert json.loads((out / "search.json").read_text())["score"] == -1.0
 
 
+def test_where_every_run_diverged_the_file_is_still_json(search, monkeypatch):
+    monkeypatch.setattr(NegativeBinomialRuns, "draw", lambda self: 3)
+    code, out = search("nan", [{"lr": 1, **SPENT}])
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    card = json.loads((out / "search.json").read_text(), parse_constant=refuse)
+    assert code == 0 and card["score"] is None and card["setting"]["lr"] == 1
+    assert "with the score -inf" in (out / "search_card.md").read_text()
+
+
 def test_an_optimizer_tells_what_it_spent_and_whether_its_noise_is_secret(search, capsys):
     assert search("optimizer", [SPENT])[0] == 0
     assert search("optimizer", [{**SPENT, "key": 3}])[0] == 1
