@@ -72,7 +72,7 @@ def options_of(description: str, stem: str, setting: Setting, arguments: Sequenc
     made.add_argument("--cases", nargs="+", metavar="CASE",
                       help=f"of: {'; '.join(case.name for case in setting.cases)}. Default: those of the paper's main "
                       f"figures; with --full all")  # fmt: skip
-    made.add_argument("--epochs", type=float, help=f"default: {setting.epochs:g}, the paper's; with --quick "
+    made.add_argument("--epochs", type=float, help=f"default: {setting.epochs:g}, which cost its epsilon; with --quick "
                       f"{setting.quick_epochs:g}. The noise is the paper's: fewer cost less epsilon")  # fmt: skip
     made.add_argument("--same-epsilon", action="store_true", help="with fewer --epochs: as little noise as makes them "
                       f"cost the paper's epsilon, {setting.epsilon:g} by GDP")  # fmt: skip
@@ -145,8 +145,14 @@ class Training:
 
     @property
     def over(self) -> bool:
-        """Whether a run of as many steps is done, and its rows are written."""
-        return self.kept.done and self.state["steps"] >= self.steps
+        """Whether this run is done, and its rows of these test images are written."""
+        tested = self.state.get("tested", len(self.data.x_test))
+        return self.kept.done and self.state["steps"] == self.steps and tested == len(self.data.x_test)
+
+    @property
+    def beyond(self) -> bool:
+        """Whether what is kept has gone further than was asked for."""
+        return int(self.state["steps"]) > self.steps
 
     def run(self, tell: Callable[[Found], object]) -> None:
         """Train to the end. tell: called with what was found then, and after each `every` passes (0: none)."""
@@ -183,8 +189,9 @@ class Training:
     def _so_far(self, until: common.Run, tell: Callable[[Found], object]) -> None:
         done = until.steps == self.steps
         state = resume.state_of(self.model, self.optimizer, steps=until.steps, seconds=until.seconds,
-                                counts=until.counts, losses=until.losses)  # fmt: skip
+                                counts=until.counts, losses=until.losses, tested=len(self.data.x_test))  # fmt: skip
         if done or (self.every and len(until.losses) % self.every == 0):
+            self.kept.keep(state)  # before its rows: where this ends between the two, they are written of the same run
             tell(self._found(until, done))
         if done:
             self.kept.finish(state)
@@ -255,6 +262,10 @@ def main(setting: Setting, options: Any) -> list[common.Row]:
             training = Training(case, setting, data, seed, case.epochs or epochs, options)
             if training.over:
                 print(f"{case.name}, seed {seed}: done before", flush=True)
+                continue
+            if training.beyond:
+                print(f"{case.name}, seed {seed}: --checkpoints has it after {training.state['steps']:,} steps, and "
+                      f"these are {training.steps:,}: another folder begins anew", flush=True)  # fmt: skip
                 continue
             try:
                 training.run(tell)

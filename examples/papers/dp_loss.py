@@ -3,11 +3,11 @@
     python examples/papers/dp_loss.py --data DIR [--quick] [--tasks mnist fashion cifar10 ...] [--losses ...]
         [--seeds N] [--epochs N] [--checkpoints DIR] [--device cuda] [--minutes M] [--full] [--looks] [--plots DIR]
 
-After Shamsabadi and Papernot, Losing less: a loss for differentially private deep learning (2023): networks of Tables 1
-to 4, settings of Tables 5 and 6, momentum 0.9, delta 1e-5, local clipping with R = 0.1. The paper does not state how
-images are scaled (here: less their mean over their deviation, public constants), nor whether epochs are counted from 0
-or 1 (here: from 0). Each run writes its accuracy by epoch and epsilon; --looks writes the norms, cosines, singular
-values and errors by class of the paper's other figures, too.
+After Shamsabadi and Papernot, Losing less: a loss for differentially private deep learning (2023): networks of Tables
+1 to 4, settings of Tables 5 and 6, momentum 0.9, local clipping with R = 0.1. The paper does not state delta (here:
+1e-5), how images are scaled (here: less their mean over their deviation, public constants), nor whether epochs are
+counted from 0 or 1 (here: from 0). Each run writes its accuracy by epoch and epsilon; --looks writes the norms,
+cosines, singular values and errors by class of the paper's other figures, too.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@
 # (KEPT/rows), each written when its run ends. python examples/papers/report.py writes docs/papers.md from the rows in
 # benchmarks/data, where these belong.
 #
+# The ViT grid is not among them: it keeps its features and rows by itself (vit_grid.py --resume).
+#
 # Settings: DEVICE (cuda where there is one), PYTHON (python3), ONLY (names of experiments, with commas between) and
 # ARCHIVE (a file .tar.gz: KEPT is taken from it where there is no such folder, and packed into it at the end, to travel
 # from one lent machine to the next).
@@ -44,10 +46,34 @@ experiments=(
   "housing|housing|--full"
   "snli|snli|--full"
   "errors-loss|dp_loss|--tasks mnist fashion cifar10 --full"
+  "scatter-loss|dp_loss|--tasks scatter-mnist scatter-fashion scatter-cifar10 --seeds 5" # needs kymatio
 )
+for value in 0 2 4 6 8 10; do # the loss paper's Table 7
+  experiments+=("threshold-$value-loss|dp_loss|--tasks fashion --losses dploss --seeds 5 --threshold $value")
+done
+for value in 1 11 51 101 151 200; do
+  experiments+=("beta-$value-loss|dp_loss|--tasks fashion --losses dploss --seeds 5 --beta $value")
+done
 
-begun=$SECONDS failed=0
-left() { echo $((minutes * 60 - SECONDS + begun)); }
+begun=$SECONDS failed=0 child=
+if ! allowed=$(awk -v m="$minutes" 'BEGIN { if (m !~ /^[0-9]*\.?[0-9]+$/ || m <= 0) exit 1; printf "%d", 60 * m }'); then
+  echo "MINUTES must be a positive number, not $minutes" >&2
+  exit 2
+fi
+left() { echo $((allowed - SECONDS + begun)); }
+stop() { # ended from outside: so is the experiment, which goes on from its last checkpoint
+  [[ -n $child ]] && kill -TERM "$child" 2>/dev/null && wait "$child"
+  exit 143
+}
+trap stop TERM INT HUP
+if [[ $plan == no ]]; then
+  mkdir -p "$kept"
+  exec 9>"$kept/.lock" # the experiments hold it, too, should this script be killed
+  if command -v flock >/dev/null && ! flock -n 9; then
+    echo "another call works on $kept: wait for its end" >&2
+    exit 2
+  fi
+fi
 
 for line in "${experiments[@]}"; do
   IFS='|' read -r name script options <<<"$line"
@@ -68,8 +94,10 @@ for line in "${experiments[@]}"; do
   mkdir -p "$kept/rows" "$kept/checkpoints"
   echo "== $name ($seconds s left): ${words[*]}"
   # a run that looks at the clock too seldom is ended: it goes on from its last checkpoint
-  timeout --signal=TERM "$((seconds + 30))" "${words[@]}"
-  code=$?
+  timeout --signal=TERM "$((seconds + 30))" "${words[@]}" &
+  child=$!
+  wait "$child"
+  code=$? child=
   if ((code == 124)); then
     echo "$name was ended by the clock: it goes on from its last checkpoint"
   elif ((code != 0)); then
@@ -78,6 +106,6 @@ for line in "${experiments[@]}"; do
   fi
 done
 if [[ $plan == no && -n $archive ]]; then
-  tar -czf "$archive.new" -C "$kept" . && mv "$archive.new" "$archive" || failed=1
+  tar -czf "$archive.new" -C "$kept" --exclude=./.lock . && mv "$archive.new" "$archive" || failed=1
 fi
 exit $failed

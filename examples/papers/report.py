@@ -24,6 +24,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.report import between
+from examples.papers import dp_loss_report
 from examples.papers.common import COLUMNS, MODES, ROOT
 
 DATA, FIGURES, PAGE = ROOT / "benchmarks/data", Path(__file__).with_name("paper_figures.csv"), ROOT / "docs/papers.md"
@@ -203,13 +204,28 @@ def calibrations(asked: Sequence[Row], rows: Sequence[Row]) -> str:
     return table(("experiment", "case", "ECE: paper", "ours", "MCE: paper", "ours"), lines)
 
 
+def membership(asked: Sequence[Row], rows: Sequence[Row]) -> str:
+    """The attack on each class (the convergence paper's Figure 5) by the cases of CIFAR-10 that it shows."""
+    name = "CIFAR-10 CNN"
+    cases = [row["case"] for row in asked if row["experiment"] == name and row["metric"] == "membership_auc"]
+    found = [
+        row["metric"] for row in rows if row["experiment"] == name and row["metric"].startswith("membership_auc, c")
+    ]
+    lines = []
+    for metric in ("membership_auc", "membership_auc, with the loss", *dict.fromkeys(found)):
+        lines.append([metric.rpartition(", ")[2], *(told(metric, ours(rows, name, case, metric)) for case in cases)])
+    lines[0][0] = "all classes"
+    return table(("AUC", *cases), lines)
+
+
 def page(text: str, asked: Sequence[Row], rows: Sequence[Row]) -> str:
     """docs/papers.md of today. Raises ValueError where it lacks a table's place."""
     trained = [row for row in rows if row["experiment"] != "accounting"]
     figured = [row for row in asked if row["experiment"] != "accounting"]
     for name, body in (("accounting", accounting(asked, rows)), ("status", status(figured, trained)),
                        ("calibration", calibrations(figured, trained)),
-                       ("experiments", experiments(figured, trained))):  # fmt: skip
+                       ("experiments", experiments(figured, trained)), ("membership", membership(figured, trained)),
+                       *dp_loss_report.blocks(DATA, table).items()):  # fmt: skip
         text = between(text, name, body)
     return text
 

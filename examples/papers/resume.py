@@ -85,9 +85,13 @@ class Checkpoint:
 
     def save(self, state: State) -> None:
         """Keep plain values and tensors, all or nothing. Raises Stopped once the time is over."""
-        self._write({**state, "done": False})
+        self.keep(state)
         if self.over():
             raise Stopped
+
+    def keep(self, state: State) -> None:
+        """Like save, whatever the time."""
+        self._write({**state, "done": False})
 
     def finish(self, state: State) -> None:
         """The run is over, and its rows are written: keep what other scripts may look at."""

@@ -239,6 +239,29 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     assert other == [] and len(list((tmp_path / "kept").glob("*.pt"))) == 2  # another setting is another run
 
 
+def test_rows_that_were_cut_off_are_of_the_same_run(tmp_path, monkeypatch, capsys):
+    """Killed with its rows half written, a run writes them of the weights that it had; nothing is trained again."""
+    more = ["--cases", "local, R = 1", "--checkpoints", str(tmp_path / "kept"), "--epochs", "1"]
+    written = common.write
+
+    def killed(*arguments: object) -> None:
+        written(*arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(common, "write", killed)
+        ran("mnist_cnn", tmp_path, monkeypatch, *more)
+    again = {row["metric"]: row["value"] for row in ran("mnist_cnn", tmp_path, monkeypatch, *more)}
+    with open(tmp_path / "papers_mnist_cnn.csv", newline="") as file:
+        losses = [row["value"] for row in csv.DictReader(file) if row["metric"] == "nll"]
+    assert len(losses) == 2 and losses[0] == losses[1] and float(losses[0]) == pytest.approx(again["nll"], rel=1e-5)
+    fewer = ran("mnist_cnn", tmp_path, monkeypatch, *more, "--test-records", "5")
+    assert fewer and ran("mnist_cnn", tmp_path, monkeypatch, *more, "--test-records", "5") == []
+    capsys.readouterr()
+    assert ran("mnist_cnn", tmp_path, monkeypatch, *more[:-1], "0.5") == []
+    assert "--checkpoints has it after 10 steps, and these are 5: another folder begins anew" in capsys.readouterr().out
+
+
 def test_same_epsilon_and_rows_on_the_way(tmp_path, monkeypatch):
     """Fewer steps with less noise cost the paper's epsilon; rows on the way are "short" and cost less."""
     rows = ran("mnist_cnn", tmp_path, monkeypatch, "--same-epsilon", "--every", "1", "--epochs", "1.1", "--cases",

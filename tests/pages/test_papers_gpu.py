@@ -6,7 +6,10 @@ import importlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,51 @@ def test_a_failure_stops_nothing_and_the_archive_carries_on(tmp_path):
 
 
 def test_when_the_time_is_over_nothing_begins(tmp_path):
-    done = called(str(tmp_path), str(tmp_path / "kept"), "0", PYTHON="false", DEVICE="cpu")
+    done = called(str(tmp_path), str(tmp_path / "kept"), "0.2", PYTHON="false", DEVICE="cpu")
     assert done.returncode == 0 and "the time is over before mnist-loss" in done.stdout
     assert called("DATA").returncode == 2
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nine", ""])
+def test_minutes_that_are_none(tmp_path, minutes):
+    done = called(str(tmp_path), str(tmp_path / "kept"), minutes or " ", DEVICE="cpu")
+    assert done.returncode == 2 and "MINUTES must be a positive number" in done.stderr
+
+
+SLOW = """#!/usr/bin/env bash
+echo begun >> {log}
+trap 'echo ended >> {log}; exit 143' TERM
+while :; do sleep 0.1; done
+"""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begun + 60
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_experiment_works_on_beside_the_next_call(tmp_path, how):
+    """Two at the same checkpoints write their rows twice."""
+    log, stub = tmp_path / "log", tmp_path / "stub"
+    stub.write_text(SLOW.format(log=log))
+    stub.chmod(0o755)
+    words = ["bash", str(SCRIPT), str(tmp_path / "data"), str(tmp_path / "kept"), "9"]
+    given = {"PYTHON": str(stub), "DEVICE": "cpu", "ONLY": "wine"}
+    first = subprocess.Popen(words, env={**os.environ, **given}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: log.exists() and log.read_text() == "begun\n")
+        first.send_signal(how)
+        first.wait(timeout=60)
+        if how == signal.SIGTERM:
+            assert log.read_text() == "begun\nended\n"
+        else:  # what it began goes on, so nothing else begins
+            done = called(*words[2:], **given)
+            assert done.returncode == 2 and "another call works on" in done.stderr
+            assert log.read_text() == "begun\n"
+    finally:
+        subprocess.run(["pkill", "-TERM", "-f", str(stub)], check=False)
+        until(lambda: log.read_text().count("begun") == log.read_text().count("ended"))
