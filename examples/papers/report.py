@@ -208,11 +208,10 @@ def membership(asked: Sequence[Row], rows: Sequence[Row]) -> str:
     """The attack on each class (the convergence paper's Figure 5) by the cases of CIFAR-10 that it shows."""
     name = "CIFAR-10 CNN"
     cases = [row["case"] for row in asked if row["experiment"] == name and row["metric"] == "membership_auc"]
-    found = [
-        row["metric"] for row in rows if row["experiment"] == name and row["metric"].startswith("membership_auc, c")
-    ]
+    named = [row["metric"] for row in rows if row["experiment"] == name]
+    classes = [metric for metric in named if metric.startswith("membership_auc, class")]
     lines = []
-    for metric in ("membership_auc", "membership_auc, with the loss", *dict.fromkeys(found)):
+    for metric in ("membership_auc", "membership_auc, with the loss", *dict.fromkeys(classes)):
         lines.append([metric.rpartition(", ")[2], *(told(metric, ours(rows, name, case, metric)) for case in cases)])
     lines[0][0] = "all classes"
     return table(("AUC", *cases), lines)
