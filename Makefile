@@ -22,7 +22,7 @@ check: .venv/ready
 	$(BIN)/mypy
 
 docs: .venv/ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: check docs  # two processes of one thread each (more threads than cores wait for each other), a file in one of them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile

@@ -106,6 +106,8 @@ def _writes_to(writer: Any) -> Write:
 def _to_tensorboard(writer: Any, values: Mapping[str, Any], step: int) -> None:
     for name, value in values.items():
         if isinstance(value, NormHistogram):
+            if not int(value.counts.sum()):
+                continue  # no norm is finite and above 0, and a SummaryWriter takes no empty histogram
             middles = (value.edges[:-1] * value.edges[1:]).clamp(min=0).sqrt()
             writer.add_histogram(name, torch.repeat_interleave(middles, value.counts), step)
         else:

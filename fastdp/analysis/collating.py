@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..layouts.inputs import nested_tensors
 from ..layouts.marks import mark_of
-from .generators import RandomNumbers, generators_of
+from ..training.collate_mixing import FAILS, copied, kept_by, refuse_mixing
+from ..training.collating import CollateWithEmpty
+from ..training.generators import RandomNumbers, generators_of
 from .records import Records, mapped, moved, records_of, rows_of, size_of
-
-FAILS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Collates:
     device: torch.device
 
     def __call__(self, places: Sequence[int]) -> Any:
-        return moved(self.collate([_copied(self.items[place]) for place in places]), self.device)
+        return moved(self.collate([copied(self.items[place]) for place in places]), self.device)
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,13 @@ class Trims:
 
 def collated(items: list[Any], collate: Callable[[list[Any]], Any], numbers: list[int] | None, grouped: bool,
              device: torch.device) -> tuple[Records, str]:  # fmt: skip
-    """The records in one batch, which know how to make others; and in words why collate_fn is run no more, if so."""
+    """The records in one batch, which know how to make others; and in words why collate_fn is run no more, if so.
+
+    Raises SampleMixingError if collate makes the rows of some records out of others.
+    """
+    collate = collate.collate if isinstance(collate, CollateWithEmpty) else collate
     makes = Collates(items, collate, device)
-    generators = generators_of(nn.Module(), collate) + _kept_by(collate)
+    generators = generators_of(nn.Module(), collate) + kept_by(collate)
     before = RandomNumbers(set(), generators)
     try:
         whole = makes(range(len(items)))
@@ -67,6 +70,8 @@ def collated(items: list[Any], collate: Callable[[list[Any]], Any], numbers: lis
         if len(items) < 2 or size_of(whole) != len(items):
             return pool, ""  # a record of the data set makes several
         if drew or not _equal(makes(range(len(items))), whole):
+            before.put_back()
+            refuse_mixing(collate, items)
             return pool, "draws random numbers"
         try:
             sizes = [size_of(makes([0])), size_of(makes([0, 1]))]
@@ -132,30 +137,6 @@ def _lengths(leaf: Tensor) -> Tensor | None:
     if bool(within.any()) or int(lengths[~steady].min()) > leaf.size(1) - 2:
         return whole
     return lengths.clamp(min=1)
-
-
-def _kept_by(collate: Any) -> list[Any]:
-    """Generators that a callable object has as attributes."""
-    keeper = nn.Module()
-    keeper.__dict__.update({f"kept {name}": value for name, value in getattr(collate, "__dict__", {}).items()})
-    return generators_of(keeper, None)
-
-
-def _copied(item: Any) -> Any:
-    """A record that a collate_fn may write into: some take fields out of it."""
-    if isinstance(item, Tensor):
-        return item.detach().clone().requires_grad_(item.requires_grad) if item.is_leaf else item.clone()
-    if isinstance(item, np.ndarray):
-        return item.copy()
-    if type(item) in (list, tuple):
-        return type(item)(_copied(each) for each in item)
-    if isinstance(item, dict) and type(item) is dict:
-        return {key: _copied(value) for key, value in item.items()}
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*[_copied(each) for each in item])
-    if hasattr(item, "items") and hasattr(item, "copy"):
-        return item.copy()
-    return item
 
 
 def _equal(one: Any, other: Any) -> bool:

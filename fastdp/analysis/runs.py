@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..engine.per_sample import PerSampleGradients
 from ..errors import BatchReadWarning, VerificationError
 from ..layouts.reads import Reads
+from ..training.generators import RandomNumbers, devices_of, generators_of
 from .draws import SampleDraws
-from .generators import RandomNumbers, devices_of, generators_of
 from .noise import disturb, last_bits, nodes_of
 from .records import Records
 from .state import Attributes, Buffers

@@ -5,6 +5,7 @@ The check also finds gradients of a sample that depend on other samples, which n
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from ..engine import following
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError, StepError, UncapturedUseError, VerificationError
 from ..layouts.groups import numbers_of
+from ..training.generators import devices_of
 from ..training.loader import PoissonLoader
 from ..training.options import named
 from ..training.verified import forget_verified, note_verified
 from .collating import collated
 from .examine import Examination
-from .generators import devices_of
 from .padding import judge_padding
 from .records import Records, alike, drawn_of, fetched, records_of
 from .report import VerifyReport
@@ -103,7 +104,15 @@ def verify(
         "batch_first": batch_first, "batch_size": batch_size, "rows_per_sample": rows_per_sample,
         "memory_budget": memory_budget,
     }  # fmt: skip
-    pool, total, once = _pool(model, batch, group_by, collate_fn, samples, seed, options)
+    try:
+        pool, total, once = _pool(model, batch, group_by, collate_fn, samples, seed, options)
+    except SampleMixingError as error:  # of collate_fn
+        forget_verified(model)
+        if raise_on_failure:
+            raise
+        report = VerifyReport(samples, math.inf, math.inf, math.inf, tolerance or 0.0)
+        report.problem = str(error)
+        return report
     if pool.samples < 2:
         raise ValueError("verify needs a batch of at least two samples")
     judged = tolerance is None
@@ -124,8 +133,7 @@ def verify(
         judge_padding(work, report, once)
     except _REFUSED as error:
         refusal = error
-        infinite = float("inf")
-        report = VerifyReport(min(samples, pool.samples), infinite, infinite, infinite, tolerance)
+        report = VerifyReport(min(samples, pool.samples), math.inf, math.inf, math.inf, tolerance)
         report.problem = f"the engine refuses this program ({type(error).__name__}): {error}"
     finally:
         standing.put_back()

@@ -15,6 +15,7 @@ from ..layouts.batch import Whose
 from ..layouts.doubts import settle
 from ..layouts.inputs import Batching
 from ..ops.common import exactly, sum_type
+from ..uses.foreign import see_foreign
 from ..uses.planner import Planner
 from . import following
 from .attachable import check_unattached
@@ -83,6 +84,7 @@ class PerSampleGradients:
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
         self.model, self.planner = model, Planner(memory_budget)
         check_unattached(model)
+        see_foreign()
         self._tracked = Tracked(model, params, shards)
         self._backward = Backward(self._tracked, self.planner, loss_reduction == "mean", on_backward)
         self._forward = Forward(model, self._backward, Batching(batch_first, batch_size, rows_per_sample))

@@ -250,7 +250,8 @@ def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: fl
                           "their names are not public.")  # fmt: skip
     secret = "drawn by ChaCha20 from a secret key of the operating system, deleted when the run ended"
     guaranteed = plan.seed is None and plan.accountant != "gdp"
-    nothing = [] if guaranteed else ["nothing is guaranteed about this model, as said above"]
+    why = "--seed makes its noise repeatable" if plan.seed is not None else "GDP's epsilon is too small by some"
+    nothing = [] if guaranteed else [f"nothing is guaranteed about this model: {why}"]
     return Card(
         model=model, task=task, epsilon=epsilon, target_epsilon=target,
         delta=plan.delta, accountant=plan.accountant, neighbours=neighbours, unit=unit,

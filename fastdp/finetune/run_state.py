@@ -24,7 +24,7 @@ from .keys import Keys, environment, weights_digest
 from .ranks import Told, about, tell_keys
 from .replays import Replays
 
-SHOWN = 20  # at so many points of the run epsilon is computed to be shown
+SHOWN = 4  # bits of a number of steps whose epsilon is computed to be shown: 8 of them from a number to its double
 
 
 class Standing:
@@ -292,8 +292,9 @@ class Standing:
         return int(self.optimizer.nonfinite_samples)
 
     def _epsilon(self, exact: bool = False) -> float:
-        """Of all steps in the journal; to be shown, of some more, as PRV accounting takes a tenth of a second."""
-        count, every = self.journal.count, -(-self.plan.steps // SHOWN)
+        """Of all steps in the journal; in a bar, of up to an eighth more, as accounting takes a tenth of a second."""
+        count = self.journal.count
+        every = 2 ** max(0, count.bit_length() - SHOWN)
         return self._of(count if exact or count > self.plan.steps else min(-(-count // every) * every, self.plan.steps))
 
     def _of(self, count: int) -> float:

@@ -11,9 +11,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..accounting import History
+from ..training.words import nearest
 from .job import FinetuneError
 from .options import add_options
 from .prepare import prepare
@@ -55,9 +56,20 @@ def _flags(setting: dict[str, Any]) -> list[str]:
     return words
 
 
+class _Parser(argparse.ArgumentParser):
+    """Of settings and of what stands after --: an error is the search's own."""
+
+    def error(self, message: str) -> NoReturn:
+        raise FinetuneError(f"{message} (python -m fastdp finetune --help explains its options)")
+
+
 def _parsed(words: list[str]) -> Namespace:
-    parser = argparse.ArgumentParser(prog="python -m fastdp tune finetune ... --")
+    parser = _Parser(add_help=False)
     add_options(parser)
+    known = list(parser._option_string_actions)
+    for name in (word.split("=")[0] for word in words if word.startswith("--")):
+        if not any(option.startswith(name) for option in known):
+            parser.error(f"finetune has no option {name}{nearest(name, known)}")
     return parser.parse_args(words)
 
 

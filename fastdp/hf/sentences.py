@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import StepError
 from .arguments import ArgumentError
+from .options import PrivacyArguments
 from .trainer import DPTrainer
 
 try:  # versions that embed several columns by one forward, whose rows a sample has at several places
@@ -67,8 +68,8 @@ class DPSentenceTransformerTrainer(DPTrainer, SentenceTransformerTrainer):  # ty
     _looked_at = ("SentenceTransformerTrainer", "BaseTrainer")
     loss: Any
 
-    def __init__(self, *positional: Any, **named: Any) -> None:
-        given = self._named(positional, {name: value for name, value in named.items() if name != "privacy"})
+    def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
+        given = self._named(positional, named)
         if isinstance(given.get("train_dataset"), dict) or isinstance(given.get("loss"), dict):
             raise StepError(
                 "several training datasets or losses: a step would take its batch from one of them, which has no "
@@ -78,7 +79,7 @@ class DPSentenceTransformerTrainer(DPTrainer, SentenceTransformerTrainer):  # ty
             raise StepError("model_init makes a new model for each training: give model=")
         if given.get("loss") is None:
             raise StepError(f"the default loss, CoSENTLoss, couples samples: {COUPLING['CoSENTLoss']}. {_INSTEAD}")
-        super().__init__(*positional, **named)
+        super().__init__(*positional, privacy=privacy, **named)
         if self.is_fsdp_enabled:
             raise ArgumentError(f"fsdp has not been tried with {type(self).__name__}, only with DPTrainer")
         if self.privacy.fused_loss or self.args.label_smoothing_factor:

@@ -18,6 +18,7 @@ from . import more_arguments
 from .arguments import ArgumentError
 from .losses import rows, size_of, without_labels
 from .more_arguments import PACKED
+from .options import PrivacyArguments
 from .preferences import Texts, pair_losses, texts
 from .trainer import DPTrainer
 
@@ -31,8 +32,8 @@ class _OfTRL(DPTrainer):
     _metrics: dict[str, Any]
     _own_loss: Callable[..., Any]
 
-    def __init__(self, *positional: Any, **named: Any) -> None:
-        given = self._named(positional, {name: value for name, value in named.items() if name != "privacy"})
+    def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
+        given = self._named(positional, named)
         self._check_data(given.get("train_dataset"))
         kinds = {kind.__name__ for kind in type(given.get("args")).__mro__}
         if other := next((kind for kind in more_arguments.READERS if kind in kinds - set(self._reads)), None):
@@ -41,7 +42,7 @@ class _OfTRL(DPTrainer):
                 f"takes a {self._reads[0]}"
             )
         self._check_given(given)
-        super().__init__(*positional, **named)
+        super().__init__(*positional, privacy=privacy, **named)
         if self.is_fsdp_enabled:
             raise ArgumentError(
                 f"fsdp has not been tried with {type(self).__name__}: leave it out (DPTrainer takes it)"
@@ -108,8 +109,8 @@ class DPSFTTrainer(_OfTRL, trl.SFTTrainer):  # type: ignore[misc]
     _reads = ("SFTConfig",)
     _looked_at = ("SFTTrainer",)
 
-    def __init__(self, *positional: Any, **named: Any) -> None:
-        super().__init__(*positional, **named)
+    def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
+        super().__init__(*positional, privacy=privacy, **named)
         if self._is_dft() and (self.privacy.fused_loss or self.args.label_smoothing_factor):
             raise ArgumentError("loss_type='dft' has neither fused_loss=True nor label_smoothing_factor: leave it out")
 
@@ -191,8 +192,8 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
     ref_model: Any
     precompute_ref_logps: bool
 
-    def __init__(self, *positional: Any, **named: Any) -> None:
-        super().__init__(*positional, **named)
+    def __init__(self, *positional: Any, privacy: PrivacyArguments | None = None, **named: Any) -> None:
+        super().__init__(*positional, privacy=privacy, **named)
         if self.privacy.fused_loss:
             raise ArgumentError("fused_loss=True is for DPTrainer and DPSFTTrainer: leave it out")
         if self.args.label_smoothing_factor:
@@ -201,9 +202,8 @@ class DPDPOTrainer(_OfTRL, trl.DPOTrainer):  # type: ignore[misc]
             self.ref_model.eval()  # a constant of each pair alone
         copied = "ref" in getattr(self.model, "peft_config", {})
         for name, parameter in self.model.named_parameters():
-            if (
-                copied and ".ref." in name
-            ):  # the reference's adapter is never used with gradients: it would get noise alone
+            # the reference's adapter is never used with gradients: it would get noise alone
+            if copied and ".ref." in name:
                 parameter.requires_grad_(False)
 
     def _check_given(self, given: Mapping[str, Any]) -> None:

@@ -172,7 +172,7 @@ def is_forced() -> bool:
 @functools.cache
 def native() -> ModuleType | str:
     """The compiled CPU module, or why it is absent."""
-    return _module("fastdp._C", "run `python setup.py build_ext --inplace`, or reinstall with a C++ compiler")
+    return _module("fastdp._C", "reinstall with a C++ compiler (in a checkout: `python setup.py build_ext --inplace`)")
 
 
 @functools.cache

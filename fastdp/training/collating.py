@@ -12,15 +12,24 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..errors import StepError
+from .collate_mixing import refuse_mixing
 
 
 class CollateWithEmpty:
-    """Collate, and for an empty batch the same structure with no rows."""
+    """Collate, and for an empty batch the same structure with no rows.
+
+    Raises SampleMixingError if the function makes rows of some samples out of others, which is tried at the calls 1, 2,
+    4, 8, ... of each process.
+    """
 
     def __init__(self, collate: Any, dataset: Any) -> None:
-        self.collate, self.dataset = collate, dataset
+        self.collate, self.dataset, self.calls = collate, dataset, 0
 
     def __call__(self, items: list[Any]) -> Any:
+        if len(items) > 1:
+            self.calls += 1
+            if self.calls & (self.calls - 1) == 0:
+                refuse_mixing(self.collate, items)
         return self.collate(items) if items else _no_rows(self.collate([self.dataset[0]]))
 
 

@@ -130,7 +130,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ privacy
 
     @property
-    def norms(self) -> Tensor | dict[str, Tensor]:
+    def norms(self) -> Any:  # a Tensor, or dict[str, Tensor]: the clipping style, which no type checker knows, says
         """Per-sample gradient norms of the last backward, in float32: [B] if flat, else {group: [B]}.
 
         Raises StepError before the first backward.

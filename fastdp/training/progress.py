@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import TextIO
 
 from .words import duration
 
-WIDTH = 24  # of the bar, in characters
+WIDTH, LEAST = 24, 4  # of the bar, in characters; where there is no room for the least, there is none
 EVERY = 0.1  # seconds between two drawings
 SURE = 1.0  # seconds after which the time left is worth saying
 
@@ -39,14 +40,19 @@ class Bar:
         if not ends and (not live or now - self.last < EVERY):
             return
         self.last = now
-        filled = int(WIDTH * min(1.0, done / self.total)) if self.total else WIDTH
         share = f"{done:g}/{self.total:g}" if isinstance(self.total, int) else f"{100 * done / self.total:.0f} %"
-        parts = [f"  [{'#' * filled}{'.' * (WIDTH - filled)}] {share}", text, "" if ends else self._left(now, done)]
-        line = "  ".join(filter(None, parts))
+        words, room = [share, text, "" if ends else self._left(now, done)], math.inf
         if live:
-            columns = shutil.get_terminal_size().columns
-            line = line[: max(columns - 1, 20)]
-        self._draw(line)
+            room = max(shutil.get_terminal_size().columns - 1, 20)
+            if len("  ".join(filter(None, words))) > room - 2:  # the time left says more than the losses
+                words = [share, words[2]]
+        line = "  ".join(filter(None, words))
+        width = int(min(WIDTH, room - len(line) - 5))
+        if width >= LEAST:
+            filled = int(width * min(1.0, done / self.total)) if self.total else width
+            line = f"[{'#' * filled}{'.' * (width - filled)}] {line}"
+        line = f"  {line}"
+        self._draw(line if room == math.inf else line[: int(room)])
         if ends:
             print(file=self.stream, flush=True)
             self.drawn = 0

@@ -99,6 +99,25 @@ def test_tensorboard() -> None:
     assert len(board.histograms["norms", 1]) == 8
 
 
+@pytest.mark.parametrize("scale", [0.0, math.nan])
+def test_a_step_without_a_norm_to_show_goes_on(scale: float) -> None:
+    """A SummaryWriter raises for a histogram of nothing."""
+
+    class Strict(Board):
+        def add_histogram(self, name: str, values: Tensor, step: int) -> None:
+            assert len(values)
+            super().add_histogram(name, values, step)
+
+    model, board = nn.Linear(3, 1), Strict()
+    optimizer = fastdp.DPSGD(model, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4, sample_rate=0.1)
+    tracker = Tracker(optimizer, board, delta=1e-5)
+    (model(torch.randn(4, 3)) * scale).sum(1).mean().backward()
+    optimizer.step()
+    tracker.step()
+    assert not board.histograms and ("privacy/epsilon", 1) in board.scalars
+    tracker.close()
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_wandb(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = types.SimpleNamespace(Histogram=lambda np_histogram: ("histogram", *np_histogram))

@@ -114,3 +114,35 @@ def test_offloaded_parameters() -> None:
     engine = fastdp.PerSampleGradients(plain)
     square(plain, torch.ones(B, 8)).mean().backward()
     torch.testing.assert_close(engine.norms().double(), exact, rtol=TOLERANCE, atol=0)
+
+
+def adapters() -> dict[str, Any]:
+    """Of PEFT, on a linear layer "a" of 8 to 8."""
+    peft = pytest.importorskip("peft")
+    on: dict[str, Any] = {"target_modules": ["a"]}
+    return {
+        "loha": peft.LoHaConfig(r=2, **on), "lokr": peft.LoKrConfig(r=2, **on),
+        "dora": peft.LoraConfig(r=2, use_dora=True, **on), "oft": peft.OFTConfig(oft_block_size=4, r=0, **on),
+        "boft": peft.BOFTConfig(boft_block_size=4, **on), "vera": peft.VeraConfig(r=2, **on),
+        "ia3": peft.IA3Config(feedforward_modules=[], **on), "hra": peft.HRAConfig(r=2, **on),
+        "fourier": peft.FourierFTConfig(n_frequency=5, **on),
+        "loha, convolution": peft.LoHaConfig(r=2, use_effective_conv2d=True, target_modules=["c"]),
+    }  # fmt: skip
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.a, self.b = nn.Conv2d(1, 2, 3, padding=1), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, 1, 2, 2]
+        return self.b(self.a(self.c(x).flatten(1).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr", "dora", "oft", "boft", "vera", "ia3", "hra", "fourier",
+                                  "loha, convolution"])  # fmt: skip
+def test_adapters_of_peft(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = shake(peft.get_peft_model(Adapted(), adapters()[kind]))
+    assert compare(model, torch.randn(5, 1, 2, 2), lambda m, x: m(x).square().sum(1)).worst < TOLERANCE

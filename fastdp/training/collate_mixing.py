@@ -1,0 +1,140 @@
+"""Finds a collate_fn that makes the rows of some samples out of others, as mix-up and statistics of the batch do.
+
+What such a function returns is made before fastdp sees a tensor of it, so that no row can be followed through it. It is
+tried instead: with one sample in the place of another and the same random numbers, the rows of the others must stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import SampleMixingError
+from ..layouts.inputs import nested_tensors
+from .generators import RandomNumbers, generators_of
+
+Collate = Callable[[list[Any]], Any]
+FAILS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
+TRIES = 2  # samples that are put in the place of another: all must change rows of the rest
+Rows = list[list[bytes]]  # of each tensor with a row for every sample
+
+
+def refuse_mixing(collate: Collate, items: Sequence[Any]) -> None:
+    """Raises SampleMixingError if the rows that collate makes of some of the items depend on others.
+
+    Random numbers are put back and items are copied, so that the batch that is trained on is the same. Nothing is
+    raised where nothing can be said: collate fails on other items, draws from a generator out of reach or more random
+    numbers for some items than for others, or makes no tensor with a row for every item.
+    """
+    if len(items) < 2 or collate is torch.utils.data.default_collate:
+        return
+    trial = _Trial(collate, items)
+    try:
+        found = trial.others_move(len(items) - 1) or trial.others_move(0)
+    except FAILS:
+        return
+    finally:
+        trial.before.put_back()
+    if found:
+        name = getattr(collate, "__qualname__", type(collate).__qualname__)
+        raise SampleMixingError(
+            f"collate_fn ({name}) makes the rows of a sample out of other samples, as mix-up within the batch and "
+            "statistics of the batch do: with one sample replaced and the same random numbers, rows of others changed. "
+            "One sample then moves the gradients of several, and no epsilon holds. Mix with public records, or "
+            "constants, in the dataset (docs/recipes.md, Mix-up)"
+        )
+
+
+class _Trial:
+    """The rows that a collate_fn makes of items, and of others in the place of one."""
+
+    def __init__(self, collate: Collate, items: Sequence[Any]) -> None:
+        self.collate, self.items = collate, list(items)
+        self.generators = generators_of(nn.Module(), collate) + kept_by(collate)
+        self.before = RandomNumbers(set(), self.generators)
+        self.whole: tuple[Rows, RandomNumbers] | None = None
+
+    def others_move(self, place: int) -> bool:
+        """Whether rows of several items change if another is in the place of one."""
+        if self.whole is None:
+            self.whole = self._made(self.items)
+            if self._made(self.items)[0] != self.whole[0]:
+                self.whole = [], self.whole[1]
+        rows, after = self.whole
+        drew = not after.torchs_equal(self.before) or bool(after.others_moved(self.before))
+        others = [item for item in self.items[:place] + self.items[place + 1 :]
+                  if not drew or _shape(item) == _shape(self.items[place])]  # fmt: skip
+        moved = 0
+        for other in others[:TRIES] if rows else ():
+            made, then = self._made([*self.items[:place], other, *self.items[place + 1 :]])
+            if len(made) != len(rows) or not then.torchs_equal(after) or then.others_moved(after):
+                return False
+            gone = max(_gone(one, two) for one, two in zip(rows, made, strict=True))
+            if gone == 1:
+                return False  # its own row alone
+            moved += gone > 1
+        return moved > 0
+
+    def _made(self, items: Sequence[Any]) -> tuple[Rows, RandomNumbers]:
+        self.before.put_back()
+        batch = self.collate([copied(item) for item in items])
+        return _rows(batch, len(items)), RandomNumbers(set(), self.generators)
+
+
+def _rows(batch: Any, size: int) -> Rows:
+    """The rows of all tensors in the batch that have one for every item."""
+    found = []
+    for leaf in nested_tensors(batch):
+        if not leaf.is_nested and leaf.layout == torch.strided and leaf.dim() and leaf.size(0) == size:
+            leaf = leaf.detach().cpu().contiguous()
+            leaf = leaf.view(torch.int16) if leaf.dtype == torch.bfloat16 else leaf
+            found.append([row.tobytes() for row in leaf.numpy().reshape(size, -1)])
+    return found
+
+
+def _gone(one: list[bytes], other: list[bytes]) -> int:
+    """How many rows of the one are not in the other: in any order, as some collate_fn sort. 0 if they are of another
+    length, as of a longer padding."""
+    if len(one[0]) != len(other[0]):
+        return 0
+    return (Counter(one) - Counter(other)).total()
+
+
+def _shape(item: Any) -> Any:
+    """What a collate_fn may sort items by."""
+    if isinstance(item, Tensor | np.ndarray):
+        return tuple(item.shape)
+    if hasattr(item, "items") and hasattr(item, "keys"):
+        return {key: _shape(value) for key, value in item.items()}
+    if isinstance(item, tuple | list):
+        return len(item) if item and isinstance(item[0], int | float) else [_shape(each) for each in item]
+    return None
+
+
+def kept_by(collate: Any) -> list[Any]:
+    """Generators that a callable object has as attributes."""
+    keeper = nn.Module()
+    keeper.__dict__.update({f"kept {name}": value for name, value in getattr(collate, "__dict__", {}).items()})
+    return generators_of(keeper, None)
+
+
+def copied(item: Any) -> Any:
+    """A record that a collate_fn may write into: some take fields out of it."""
+    if isinstance(item, Tensor):
+        return item.detach().clone().requires_grad_(item.requires_grad) if item.is_leaf else item.clone()
+    if isinstance(item, np.ndarray):
+        return item.copy()
+    if type(item) in (list, tuple):
+        return type(item)(copied(each) for each in item)
+    if isinstance(item, dict) and type(item) is dict:
+        return {key: copied(value) for key, value in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*[copied(each) for each in item])
+    if hasattr(item, "items") and hasattr(item, "copy"):
+        return item.copy()
+    return item
