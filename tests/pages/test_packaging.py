@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -13,10 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def build(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """A wheel by setup.py, which leaves nothing in the tree."""
-    words = ["egg_info", "--egg-base", str(folder), "build", "--build-base", str(folder / "build"), "bdist_wheel",
-             "--bdist-dir", str(folder / "wheel"), "--dist-dir", str(folder / "dist")]  # fmt: skip
+def build(folder: Path, *, kind: str = "wheel", **settings: str) -> subprocess.CompletedProcess[str]:
+    """A wheel, or the sources, by setup.py, which leaves nothing in the tree."""
+    words = ["egg_info", "--egg-base", str(folder)]
+    if kind == "wheel":
+        words += ["build", "--build-base", str(folder / "build"), "bdist_wheel", "--bdist-dir", str(folder / "wheel")]
+    else:
+        words += ["sdist"]
+    words += ["--dist-dir", str(folder / "dist")]
     (folder / "pybind11.py").write_text("def get_include():\n    return ''\n")
     environment = {**os.environ, "PYTHONPATH": str(folder), "CC": "/missing/compiler", "CXX": "/missing/compiler"}
     command = [sys.executable, "setup.py", "-q", *words]
@@ -50,3 +55,17 @@ def test_a_wheel_that_must_hold_compiled_code_fails_without_a_compiler(tmp_path:
 def test_a_setting_that_is_none(tmp_path: Path) -> None:
     done = build(tmp_path, FASTDP_CPU="yes")
     assert done.returncode != 0 and "FASTDP_CPU must be 0 or 1, not 'yes'" in done.stderr
+
+
+def test_the_sources_hold_what_any_machine_compiles(tmp_path: Path) -> None:
+    """Those for GPUs, too, though the machine that packs them has no nvcc."""
+    pytest.importorskip("setuptools", "77")
+    done = build(tmp_path, kind="sdist")
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert any(name.endswith(".cu") for name in sources) and sources <= names
+    assert {"LICENSE", "README.md", "kernels/linear.py", "fastdp/py.typed"} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith(("tests/", "build/"))]
