@@ -174,8 +174,9 @@ class _Trial:
         self._free = free_memory(self.device)
         self.room = int(SHARE.get(self.device.type, 0.5) * self._free) - self.state
         self._before = _held(self.device)
+        clipping = "local" if plan.clipping == "adaptive" else plan.clipping  # as much memory and time
         self.optimizer = DPAdamW(
-            job.model, lr=0.0, noise_multiplier=0.0, max_grad_norm=plan.max_grad_norm, clipping=plan.clipping,
+            job.model, lr=0.0, noise_multiplier=0.0, max_grad_norm=plan.max_grad_norm, clipping=clipping,
             style=plan.style, expected_batch_size=plan.expected_batch_size,
         )  # fmt: skip
         return self

@@ -176,7 +176,12 @@ class Card:
                 f", and {self.lost_steps} lost in crashes: they are not in the weights, but in epsilon"
                 if self.lost_steps else ""
             ),
-            "clipping": f"{self.clipping}, to norm {self.max_grad_norm:g} over all trained weights of a {self.unit}",
+            "clipping": (
+                f"adaptive, from norm {self.max_grad_norm:g} on to the median norm, over all trained weights of a "
+                f"{self.unit}; the noisy count that it follows is part of the noise multiplier"
+                if self.clipping == "adaptive" else
+                f"{self.clipping}, to norm {self.max_grad_norm:g} over all trained weights of a {self.unit}"
+            ),
             "trained": self.trained,
             "check before the first step": (
                 "not recorded" if self.verified is None else

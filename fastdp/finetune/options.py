@@ -92,11 +92,12 @@ def _privacy(group: Any, positive: Callable[[str], Any]) -> None:
                             "one digit)")
     group.add_argument("--accountant", choices=("prv", "rdp", "gdp"), default="prv",
                        help="prv: tightest; rdp: an upper bound; gdp: an approximation (default: %(default)s)")
-    group.add_argument("--clipping", choices=("automatic", "local", "global"), default="local",
+    group.add_argument("--clipping", choices=("automatic", "local", "global", "adaptive"), default="local",
                        help="local: min(1, R/n); global: 1[n <= R]; automatic: R/(n + 0.01), with which correctly "
-                            "classified records count as much as others (default: %(default)s)")
+                            "classified records count as much as others; adaptive: local, with an R that follows the "
+                            "median of the norms, privately (default: %(default)s)")
     group.add_argument("--max-grad-norm", type=positive, default=1.0, metavar="R",
-                       help="the clipping norm of a record's gradient (default: %(default)s)")
+                       help="the clipping norm of a record's gradient; of adaptive the first (default: %(default)s)")
     group.add_argument("--group-by", metavar="COLUMN",
                        help="protect persons, not records: the column that says which person a record belongs to")
     group.add_argument("--max-records-per-group", type=number(int, 1), metavar="N",

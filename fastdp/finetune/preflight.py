@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..accounting import delta_problem, epsilon_of, noise_multiplier_for, steps_per_epoch
 from ..analysis.verify import verify
-from ..errors import AccountingError, FastDPError
+from ..errors import AccountingError, ClippingError, FastDPError
+from ..training.adaptive import Quantile
 from ..training.privatize import privatize
 from ..training.words import at_most, count, duration, size
 from .batch_size import Fit
@@ -46,6 +47,15 @@ def make_plan(options: Namespace, units: int) -> Plan:
                                          accountant=options.accountant)  # fmt: skip
     except AccountingError as problem:
         raise FinetuneError(f"epsilon {options.epsilon:g} cannot be reached: {problem}") from None
+    if options.clipping == "adaptive":
+        try:
+            Quantile().of_gradients(noise, batch)
+        except ClippingError:
+            raise FinetuneError(
+                f"--clipping adaptive counts with noise of {batch / 20:g}, a twentieth of the batch: too little beside "
+                f"a noise multiplier of {noise:.3g}: give --batch-size {math.ceil(20 * noise)} or more, a larger "
+                "--epsilon, or another --clipping"
+            ) from None
     lr = options.lr or (3e-3 if options.lora or options.train_only else TASKS[options.task].lr)
     return Plan(
         noise_multiplier=noise, sample_rate=rate, expected_batch_size=batch, steps=steps, lr=lr,

@@ -61,6 +61,17 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, words, at_step, capsys):
     assert card_of(out)["history"] == card["history"]
 
 
+def test_adaptive_clipping(tmp_path, words, capsys):
+    """The norm follows the median; the budget is the same, as the count is part of the noise multiplier."""
+    words = [*words, "--clipping", "adaptive", "--max-physical-batch-size", 4]
+    assert command(*words, "--batch-size", 2) == 1
+    assert "--clipping adaptive counts with noise of 0.1" in capsys.readouterr().err
+    assert command(*words, "--batch-size", 12) == 0
+    card, page = card_of(tmp_path / "out"), (tmp_path / "out" / "privacy_card.md").read_text()
+    assert card["clipping"] == "adaptive" and card["epsilon"] <= 8
+    assert "adaptive, from norm 1 on to the median norm" in page
+
+
 def test_what_changed_is_named(tmp_path, words, at_step, capsys):
     begun(words, at_step, capsys)
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}

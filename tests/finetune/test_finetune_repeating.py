@@ -32,6 +32,17 @@ def test_repeated_steps_are_said_to_be(tmp_path):
     assert len(journalled(tmp_path / "run")) == STEPS
 
 
+@pytest.mark.parametrize("step", [2, 7])
+def test_an_adaptive_clipping_norm_goes_on_where_it_was(tmp_path, step):
+    """The norm of each step comes of a noisy count, which a repeated step draws again."""
+    options = {"clipping": "adaptive", "noise_multiplier": 0.5}
+    crash(tmp_path / "run", step, **options)
+    found, outcome, notes = resumed(tmp_path / "run", **options)
+    assert outcome.status == "finished" and outcome.lost_steps == 0 and "lost" not in notes
+    assert torch.equal(found, whole(tmp_path / "whole", **options))
+    assert not torch.equal(found, whole(tmp_path / "local", noise_multiplier=0.5))
+
+
 def test_without_the_keys_lost_steps_count(tmp_path):
     budget = {"seed": None, "target_epsilon": target()}
     crash(tmp_path / "run", 7, **budget)
