@@ -249,8 +249,8 @@ def poisson_loader(
         max_physical_batch_size: the largest number of records in a physical batch. Logical batches are cut into
             physical batches, and the optimizer accumulates until the last one.
         max_batch_size: the largest number of samples in a logical batch: of a larger Poisson sample, as many are kept
-            at random. What that costs is counted in epsilon. `fastdp.sampling.max_batch_size_for` finds a size that
-            costs little. Leave it out unless the step needs a largest size, as one by `optimizer.graphed` does.
+            at random, which is counted in epsilon. `fastdp.sampling.max_batch_size_for` finds a size that costs little.
+            Leave it out unless the step needs a largest size, as one by `optimizer.graphed` does.
         steps: the number of logical batches in a pass. By default, it is ceil(1 / sample_rate), so that a pass samples
             each record once in expectation.
         seed: a whole number that makes sampling reproducible, for experiments only: sampling must be secret. By
@@ -266,7 +266,8 @@ def poisson_loader(
         process_group: the process group of the training, and
         mesh: instead, its device mesh, of one dimension. By default, all processes of torch.distributed. The loader
             must be made on all of them, with equal arguments, and of the same data in the same order.
-        loader_options: options of torch's DataLoader, if data is a dataset.
+        loader_options: options of torch's DataLoader, if data is a dataset. Its collate_fn is tried with other records
+            at the batches 1, 2, 4, ..., and SampleMixingError is raised if it makes rows of several.
 
     Returns:
         A PoissonLoader.
