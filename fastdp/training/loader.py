@@ -248,7 +248,7 @@ def poisson_loader(
         expected_batch_size: sample_rate * len(dataset). It defaults to the batch_size of a DataLoader.
         max_physical_batch_size: the largest number of records in a physical batch. Logical batches are cut into
             physical batches, and the optimizer accumulates until the last one.
-        max_batch_size: the largest number of samples in a logical batch: of a larger sample, so many are kept at random,
+        max_batch_size: the largest number of samples in a logical batch: of larger ones so many are kept at random,
             which costs epsilon (`fastdp.sampling.max_batch_size_for`). For steps of a fixed size (`optimizer.graphed`).
         steps: the number of logical batches in a pass. By default, it is ceil(1 / sample_rate), so that a pass samples
             each record once in expectation.
