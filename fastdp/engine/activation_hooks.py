@@ -29,7 +29,8 @@ _SETTING = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
 _MODES = frozenset(
     (__name__, "fastdp.engine.following", "fastdp.engine.capture", "fastdp.engine.hook_watch", "torch.overrides")
 )
-_TORCHS_OWN = frozenset(("torch.utils.hooks", "torch.nn.modules.module"))  # what they hook is followed by module
+# What the first two hook is followed by module; checkpoints of torch 2.9 only ask whether there is a node.
+_TORCHS_OWN = frozenset(("torch.utils.hooks", "torch.nn.modules.module", "torch.utils.checkpoint"))
 
 UNGUARDED = (
     "the forward took nodes of the graph (grad_fn), which may have hooks that change gradients, and fastdp did not see "

@@ -210,6 +210,7 @@ def test_a_second_optimizer_and_a_copy() -> None:
         assert_exact(engine, model, copy.deepcopy(plain), batch())
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 refuses the backward after saved_tensors was read")
 def test_nothing_is_held_after_backward() -> None:
     import gc
     import weakref

@@ -69,6 +69,7 @@ def test_other_operators_of_fastdp_run_as_they_are() -> None:
     assert torch.equal(compiled.run([numbers(1, 3, 4)])[0][0], function(numbers(1, 3, 4))[0])
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="Inductor of torch 2.9 draws other numbers, which is refused")
 def test_dropout_draws_what_python_draws() -> None:
     """New numbers at every replay; and what is drawn behind is the same."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 import warnings
 from collections.abc import Callable
@@ -314,8 +315,12 @@ def test_a_loss_can_be_looked_at() -> None:
     assert type(loss.detach() + 1) is Tensor and type(loss.detach().clone()) is Tensor
     (loss / 1).backward()  # as Accelerate does without accumulation
     optimizer.step()
-    with pytest.raises(GraphError, match="one backward"):
-        torch.autograd.backward([step.loss(*data()), step.loss(*data())])
+    if "has_torch_function" in inspect.getsource(torch.autograd.backward):
+        with pytest.raises(GraphError, match="one backward"):
+            torch.autograd.backward([step.loss(*data()), step.loss(*data())])
+    else:  # of torch 2.9: it shows itself to nobody, and is two backwards
+        with pytest.warns(UserWarning, match="several backwards before a step"):
+            torch.autograd.backward([step.loss(*data()), step.loss(*data())])
     with pytest.raises(GraphError, match="scaled, or added up with others"):
         step.loss(*data()).backward(torch.tensor(2.0))
     with pytest.raises(GraphError, match="create_graph"):

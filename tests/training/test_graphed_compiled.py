@@ -88,6 +88,7 @@ def test_convolutions_of_several_sizes_and_a_frozen_layer() -> None:
     assert step.replayed == 4 and step.compiled
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 compiles no step under autocast; Python's is made")
 def test_16_bits() -> None:
     (one, first), (two, second) = pair(base="DPSGD", noise_multiplier=0.0)
     with torch.autocast("cpu", torch.bfloat16):
