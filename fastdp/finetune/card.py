@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import html
 import json
 import math
 import platform
@@ -190,7 +191,7 @@ class Card:
             ),
             "run": self.status,
             "begun, finished": f"{self.begun or 'not recorded'}, {self.finished or self.date}",
-            "responsible": " ".join((self.responsible or "not stated (--responsible)").split()).replace("|", "\\|"),
+            "responsible": _plain(self.responsible or "not stated (--responsible)"),
         }  # fmt: skip
         table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
         missing = "\n".join(f"- {line}" for line in self.not_covered)
@@ -229,6 +230,11 @@ class Card:
             out.append(f"| commitment to the training data (HMAC-SHA256, secret key) | `{self.data_commitment}` |")
             out += ["", NO_HASH]
         return "\n".join(out)
+
+
+def _plain(text: str) -> str:
+    """A line in a cell of a table: no mark-up."""
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
 
 
 def make_card(*, model: str, task: str, plan: Plan, outcome: Outcome, target: float, trained: str, group: str | None,
