@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SampleMixingError
-from ..layouts.inputs import nested_tensors
 from .generators import RandomNumbers, generators_of
 
 Collate = Callable[[list[Any]], Any]
 FAILS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
 TRIES = 2  # samples that are put in the place of another: all must change rows of the rest
-Rows = list[list[bytes]]  # of each tensor with a row for every sample
+Path = tuple[Any, ...]  # where something lies within a batch: keys and places
+Rows = dict[Path, list[bytes]]  # of each tensor, and each list of tensors, with a row for every sample
 
 
 def refuse_mixing(collate: Collate, items: Sequence[Any]) -> None:
@@ -63,8 +63,10 @@ class _Trial:
         """Whether rows of several items change if another is in the place of one."""
         if self.whole is None:
             self.whole = self._made(self.items)
-            if self._made(self.items)[0] != self.whole[0]:
-                self.whole = [], self.whole[1]
+            again, fewer = self._made(self.items)[0], self._made(self.items[:-1])[0]
+            # a tensor that is as long as there are items, whatever their number: not of channels, or of time
+            own = {path: rows for path, rows in self.whole[0].items() if path in fewer}
+            self.whole = own if all(again.get(path) == rows for path, rows in own.items()) else {}, self.whole[1]
         rows, after = self.whole
         drew = not after.torchs_equal(self.before) or bool(after.others_moved(self.before))
         others = [item for item in self.items[:place] + self.items[place + 1 :]
@@ -72,9 +74,9 @@ class _Trial:
         moved = 0
         for other in others[:TRIES] if rows else ():
             made, then = self._made([*self.items[:place], other, *self.items[place + 1 :]])
-            if len(made) != len(rows) or not then.torchs_equal(after) or then.others_moved(after):
+            if not rows.keys() <= made.keys() or not then.torchs_equal(after) or then.others_moved(after):
                 return False
-            gone = max(_gone(one, two) for one, two in zip(rows, made, strict=True))
+            gone = max(_gone(one, made[path]) for path, one in rows.items())
             if gone == 1:
                 return False  # its own row alone
             moved += gone > 1
@@ -83,24 +85,47 @@ class _Trial:
     def _made(self, items: Sequence[Any]) -> tuple[Rows, RandomNumbers]:
         self.before.put_back()
         batch = self.collate([copied(item) for item in items])
-        return _rows(batch, len(items)), RandomNumbers(set(), self.generators)
+        found: Rows = {}
+        _add_rows(found, batch, len(items), ())
+        return found, RandomNumbers(set(), self.generators)
 
 
-def _rows(batch: Any, size: int) -> Rows:
-    """The rows of all tensors in the batch that have one for every item."""
-    found = []
-    for leaf in nested_tensors(batch):
-        if not leaf.is_nested and leaf.layout == torch.strided and leaf.dim() and leaf.size(0) == size:
-            leaf = leaf.detach().cpu().contiguous()
-            leaf = leaf.view(torch.int16) if leaf.dtype == torch.bfloat16 else leaf
-            found.append([row.tobytes() for row in leaf.numpy().reshape(size, -1)])
-    return found
+def _add_rows(found: Rows, value: Any, size: int, path: Path) -> None:
+    """The rows of all tensors, arrays and lists of tensors in the value that have one for every item."""
+    if isinstance(value, Tensor | np.ndarray):
+        array = _plain(value) if isinstance(value, Tensor) else value
+        if array is not None and array.ndim and array.shape[0] == size and not array.dtype.hasobject:
+            found[path] = [row.tobytes() for row in np.ascontiguousarray(array).reshape(size, -1)]
+    elif isinstance(value, nn.utils.rnn.PackedSequence):
+        return
+    elif isinstance(value, tuple | list):
+        if len(value) == size:
+            arrays = [_plain(each) if isinstance(each, Tensor) else each for each in value]
+            rows = [repr(each.shape).encode() + each.tobytes() for each in arrays if isinstance(each, np.ndarray)]
+            if len(rows) == size:
+                found[path] = rows
+        for place, each in enumerate(value):
+            _add_rows(found, each, size, (*path, place))
+    elif hasattr(value, "keys") and hasattr(value, "items"):
+        for key, each in value.items():
+            _add_rows(found, each, size, (*path, key))
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            _add_rows(found, getattr(value, name), size, (*path, name))
+
+
+def _plain(leaf: Tensor) -> np.ndarray[Any, Any] | None:
+    """As an array of the same bits; None of one that has none (nested, sparse)."""
+    if leaf.is_nested or leaf.layout != torch.strided:
+        return None
+    leaf = leaf.detach().cpu().contiguous()
+    return leaf.view(torch.int16).numpy() if leaf.dtype == torch.bfloat16 else leaf.numpy()
 
 
 def _gone(one: list[bytes], other: list[bytes]) -> int:
     """How many rows of the one are not in the other: in any order, as some collate_fn sort. 0 if they are of another
     length, as of a longer padding."""
-    if len(one[0]) != len(other[0]):
+    if sorted({len(row) for row in one}) != sorted({len(row) for row in other}):
         return 0
     return (Counter(one) - Counter(other)).total()
 

@@ -109,7 +109,9 @@ def test_the_card_of_a_run_fits_and_its_hashes_are_right(finished):
     page = (out / "privacy_card.md").read_text()
     assert found["released_files"]["model.safetensors"] in page and weights in page and found["data_commitment"] in page
     assert (
-        r"A. Person &lt;a@b.c&gt; \| team" in page and "exact within 0.0001" in page and "1, to 10 (this model)" not in page
+        r"A. Person &lt;a@b.c&gt; \| team" in page
+        and "exact within 0.0001" in page
+        and "1, to 10 (this model)" not in page
     )
 
 

@@ -76,7 +76,18 @@ def standardized(batch: list[Item]) -> Any:
     return (x - x.mean(0)) / x.std(0), y
 
 
-MIXES = [flipped, rolled, permuted, by_numpy, by_its_own_generator(), chained, standardized]
+def arrays(batch: list[Item]) -> Any:
+    x = np.stack([x.numpy() for x, _ in batch])
+    return {"x": x * 0.9 + 0.1 * x[::-1], "y": np.array([int(y) for _, y in batch])}
+
+
+def mosaic(batch: list[Item]) -> Any:
+    """A list of images, as detectors take them."""
+    images = [x.reshape(1, 2, 3) for x, _ in batch]
+    return [torch.cat([a[:, :1], b[:, 1:]], 1) for a, b in zip(images, images[1:] + images[:1], strict=True)]
+
+
+MIXES = [arrays, mosaic, flipped, rolled, permuted, by_numpy, by_its_own_generator(), chained, standardized]
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.__name__)
@@ -164,6 +175,24 @@ def shrinking(batch: list[list[int]]) -> Any:
     return torch.tensor([text.pop() for text in batch])
 
 
+def time_first(batch: list[list[int]]) -> Any:
+    """As many times as there are texts, in some batches."""
+    return F.pad(padded(batch), (0, 12))[:, :12].T.contiguous()
+
+
+def images(batch: list[list[int]]) -> Any:
+    return [torch.tensor(text[:2])[:, None].repeat(1, 3).T for text in batch]  # 3 channels
+
+
+def graphs(batch: list[list[int]]) -> Any:
+    """Edges [2, E] of all graphs, each a chain."""
+    starts, at = [], 0
+    for text in batch:
+        starts.append(torch.arange(at, at + len(text) - 1))
+        at += len(text)
+    return torch.tensor(sum(batch, [])), torch.stack([torch.cat(starts), torch.cat(starts) + 1])
+
+
 def flat(batch: list[list[int]]) -> Any:
     return torch.tensor(sum(batch, []))
 
@@ -175,7 +204,7 @@ def fails_on_equal_texts(batch: list[list[int]]) -> Any:
 
 
 APART = [padded, sorted_by_length, masked, sorted_and_masked, words_masked, words_of_one_masked, places, Counting(),
-         shrinking, flat, fails_on_equal_texts]  # fmt: skip
+         shrinking, flat, time_first, images, graphs, fails_on_equal_texts]  # fmt: skip
 
 
 @pytest.mark.parametrize("collate", APART, ids=lambda c: getattr(c, "__name__", "counting"))
