@@ -149,4 +149,8 @@ def split(model: Words, mesh: Any, how: str = "") -> Words:
             output_layouts=Shard(-1) if "loss" in how else Replicate(),
             use_local_output="loss" not in how,
         )
-    return parallelize_module(model, mesh, plan)
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    model = parallelize_module(model, mesh, plan)
+    for name, parameter in model.named_parameters():  # that of torch 2.9 makes frozen weights trainable
+        parameter.requires_grad_(trained[name])
+    return model
