@@ -53,10 +53,11 @@ class Trims:
 
 
 def collated(items: list[Any], collate: Callable[[list[Any]], Any], numbers: list[int] | None, grouped: bool,
-             device: torch.device) -> tuple[Records, str]:  # fmt: skip
+             device: torch.device, rows: int = 1) -> tuple[Records, str]:  # fmt: skip
     """The records in one batch, which know how to make others; and in words why collate_fn is run no more, if so.
 
-    Raises SampleMixingError if collate makes the rows of some records out of others.
+    rows: so many records in turn are of one sample. Raises SampleMixingError if collate makes the rows of some samples
+    out of others.
     """
     collate = collate.collate if isinstance(collate, CollateWithEmpty) else collate
     makes = Collates(items, collate, device)
@@ -71,7 +72,8 @@ def collated(items: list[Any], collate: Callable[[list[Any]], Any], numbers: lis
             return pool, ""  # a record of the data set makes several
         if drew or not _equal(makes(range(len(items))), whole):
             before.put_back()
-            refuse_mixing(collate, items)
+            if not grouped:
+                refuse_mixing(collate, items, rows)
             return pool, "draws random numbers"
         try:
             sizes = [size_of(makes([0])), size_of(makes([0, 1]))]

@@ -185,10 +185,11 @@ def _pool(model: nn.Module, batch: Any, group_by: Any, collate_fn: Callable[[lis
         if batch.sampler.grouping is not None and group_by is None:
             raise ValueError("the poisson_loader groups records: give verify their keys as well, group_by=")
         batch = batch.loader
-    found = fetched(batch, collate_fn, samples * int(options.get("rows_per_sample", 1)), numbers, seed)
+    rows = int(options.get("rows_per_sample", 1))
+    found = fetched(batch, collate_fn, samples * rows, numbers, seed)
     if found is not None:
         device = next(iter(devices_of(model)), torch.device("cpu"))
-        pool, why = collated(found.items, found.collate, found.numbers, group_by is not None, device)
+        pool, why = collated(found.items, found.collate, found.numbers, group_by is not None, device, rows)
         return pool, found.total, why
     pool = records_of(batch, numbers, group_by is not None)
     return pool, len(pool.numbers), ""

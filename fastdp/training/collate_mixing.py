@@ -24,18 +24,20 @@ Path = tuple[Any, ...]  # where something lies within a batch: keys and places
 Rows = dict[Path, list[bytes]]  # of each tensor, and each list of tensors, with a row for every sample
 
 
-def refuse_mixing(collate: Collate, items: Sequence[Any]) -> None:
+def refuse_mixing(collate: Collate, items: Sequence[Any], views: int = 1) -> None:
     """Raises SampleMixingError if the rows that collate makes of some of the items depend on others.
+
+    views: so many items in turn are of one sample, and may be mixed with each other.
 
     Random numbers are put back and items are copied, so that the batch that is trained on is the same. Nothing is
     raised where nothing can be said: collate fails on other items, draws from a generator out of reach or more random
     numbers for some items than for others, or makes no tensor with a row for every item.
     """
-    if len(items) < 2 or collate is torch.utils.data.default_collate:
+    if len(items) < 2 * views or collate is torch.utils.data.default_collate:
         return
-    trial = _Trial(collate, items)
+    trial = _Trial(collate, items, views)
     try:
-        found = trial.others_move(len(items) - 1) or trial.others_move(0)
+        found = trial.others_move(len(items) - views) or trial.others_move(0)
     except FAILS:
         return
     finally:
@@ -51,35 +53,38 @@ def refuse_mixing(collate: Collate, items: Sequence[Any]) -> None:
 
 
 class _Trial:
-    """The rows that a collate_fn makes of items, and of others in the place of one."""
+    """The rows that a collate_fn makes of items, and of others in the place of a sample's."""
 
-    def __init__(self, collate: Collate, items: Sequence[Any]) -> None:
-        self.collate, self.items = collate, list(items)
+    def __init__(self, collate: Collate, items: Sequence[Any], views: int) -> None:
+        self.collate, self.items, self.views = collate, list(items), views
         self.generators = generators_of(nn.Module(), collate) + kept_by(collate)
         self.before = RandomNumbers(set(), self.generators)
         self.whole: tuple[Rows, RandomNumbers] | None = None
 
     def others_move(self, place: int) -> bool:
-        """Whether rows of several items change if another is in the place of one."""
+        """Whether rows of other samples change if another sample is in the place of one."""
+        views, end = self.views, place + self.views
         if self.whole is None:
             self.whole = self._made(self.items)
-            again, fewer = self._made(self.items)[0], self._made(self.items[:-1])[0]
+            again, fewer = self._made(self.items)[0], self._made(self.items[:-views])[0]
             # a tensor that is as long as there are items, whatever their number: not of channels, or of time
             own = {path: rows for path, rows in self.whole[0].items() if path in fewer}
             self.whole = own if all(again.get(path) == rows for path, rows in own.items()) else {}, self.whole[1]
         rows, after = self.whole
         drew = not after.torchs_equal(self.before) or bool(after.others_moved(self.before))
-        others = [item for item in self.items[:place] + self.items[place + 1 :]
-                  if not drew or _shape(item) == _shape(self.items[place])]  # fmt: skip
+        mine = self.items[place:end]
+        starts = [start for start in range(0, len(self.items), views) if start != place]
+        others = [other for start in starts if (other := self.items[start : start + views])
+                  and (not drew or _shape(other) == _shape(mine))]  # fmt: skip
         moved = 0
         for other in others[:TRIES] if rows else ():
-            made, then = self._made([*self.items[:place], other, *self.items[place + 1 :]])
+            made, then = self._made([*self.items[:place], *other, *self.items[end:]])
             if not rows.keys() <= made.keys() or not then.torchs_equal(after) or then.others_moved(after):
                 return False
             gone = max(_gone(one, made[path]) for path, one in rows.items())
-            if gone == 1:
-                return False  # its own row alone
-            moved += gone > 1
+            if 0 < gone <= views:
+                return False  # its own rows alone
+            moved += gone > views
         return moved > 0
 
     def _made(self, items: Sequence[Any]) -> tuple[Rows, RandomNumbers]:

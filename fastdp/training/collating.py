@@ -19,17 +19,18 @@ class CollateWithEmpty:
     """Collate, and for an empty batch the same structure with no rows.
 
     Raises SampleMixingError if the function makes rows of some samples out of others, which is tried at the calls 1, 2,
-    4, 8, ... of each process.
+    4, 8, ... of each process. views: so many items in turn are of one sample; None: it is not known whose they are (the
+    records of a person may be mixed), and nothing is tried.
     """
 
-    def __init__(self, collate: Any, dataset: Any) -> None:
-        self.collate, self.dataset, self.calls = collate, dataset, 0
+    def __init__(self, collate: Any, dataset: Any, views: int | None = 1) -> None:
+        self.collate, self.dataset, self.views, self.calls = collate, dataset, views, 0
 
     def __call__(self, items: list[Any]) -> Any:
-        if len(items) > 1:
+        if self.views is not None and len(items) > self.views:
             self.calls += 1
             if self.calls & (self.calls - 1) == 0:
-                refuse_mixing(self.collate, items)
+                refuse_mixing(self.collate, items, self.views)
         return self.collate(items) if items else _no_rows(self.collate([self.dataset[0]]))
 
 

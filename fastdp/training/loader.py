@@ -394,7 +394,6 @@ def _loader_of(
     sampler = PoissonSampler(size, sample_rate, steps, max_physical_batch_size, seed, grouping, max_batch_size)
     sampler.views = views
     collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
-    loader: DataLoader[Any] = DataLoader(
-        dataset, batch_sampler=sampler, collate_fn=CollateWithEmpty(collate, dataset), **options
-    )
+    together = CollateWithEmpty(collate, dataset, views if grouping is None else None)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=together, **options)
     return PoissonLoader(loader, sampler, expected_batch_size)

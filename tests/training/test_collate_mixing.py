@@ -121,6 +121,31 @@ def test_a_loader_refuses_it_and_verify_finds_it(workers: int) -> None:
         assert not report.ok and "collate_fn" in report.problem
 
 
+@pytest.mark.parametrize("K", [2, 3])
+def test_views_of_a_sample_may_be_mixed_and_samples_may_not(K: int) -> None:
+    items = [records()[i // K] for i in range(6 * K)]
+    items = [(x + i, y) for i, (x, y) in enumerate(items)]  # views that differ
+
+    def within(batch: list[Item]) -> Any:
+        x, t = one_hot(batch)
+        return x.view(-1, K, 6).roll(1, 1).flatten(0, 1) * 0.3 + x * 0.7, t
+
+    refuse_mixing(within, items, views=K)
+    with pytest.raises(SampleMixingError):
+        refuse_mixing(flipped, items, views=K)
+
+
+def test_with_persons_nothing_is_tried() -> None:
+    """Whose the records are is not known there, and those of one person may be mixed."""
+    data, people = records(), [i // 4 for i in range(40)]
+    given: dict[str, Any] = {"expected_batch_size": 8, "collate_fn": standardized, "seed": 1}
+    assert len([*fastdp.poisson_loader(data, group_by=people, **given)])
+    with pytest.raises(SampleMixingError):
+        next(iter(fastdp.poisson_loader(data, **given)))
+    with pytest.raises(SampleMixingError):
+        next(iter(fastdp.poisson_loader(data, augmentations=2, **given)))
+
+
 # ---------------------------------------------------------------------- what is not mixing
 
 
