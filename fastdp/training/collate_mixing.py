@@ -19,7 +19,8 @@ from .generators import RandomNumbers, generators_of
 
 Collate = Callable[[list[Any]], Any]
 FAILS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
-TRIES = 2  # samples that are put in the place of another: all must change rows of the rest
+FEW = 8  # samples of a batch that are tried
+TRIES = 2  # of them are put in the place of another, and all must change rows of the rest; all, where numbers are drawn
 Path = tuple[Any, ...]  # where something lies within a batch: keys and places
 Rows = dict[Path, list[bytes]]  # of each tensor, and each list of tensors, with a row for every sample
 
@@ -35,9 +36,9 @@ def refuse_mixing(collate: Collate, items: Sequence[Any], views: int = 1) -> Non
     """
     if len(items) < 2 * views or collate is torch.utils.data.default_collate:
         return
-    trial = _Trial(collate, items, views)
+    trial = _Trial(collate, items[: FEW * views], views)
     try:
-        found = trial.others_move(len(items) - views) or trial.others_move(0)
+        found = trial.others_move(len(trial.items) - views) or trial.others_move(0)
     except FAILS:
         return
     finally:
@@ -74,10 +75,12 @@ class _Trial:
         drew = not after.torchs_equal(self.before) or bool(after.others_moved(self.before))
         mine = self.items[place:end]
         starts = [start for start in range(0, len(self.items), views) if start != place]
-        others = [other for start in starts if (other := self.items[start : start + views])
-                  and (not drew or _shape(other) == _shape(mine))]  # fmt: skip
+        others = [self.items[start : start + views] for start in starts]
+        if drew and any(_shape(other) != _shape(mine) for other in others):
+            return False  # sorted by length, rows would be drawn for by other places
         moved = 0
-        for other in others[:TRIES] if rows else ():
+        # a function may sort samples, and draw by their places: the next in its order leaves them where they are
+        for other in others[: None if drew else TRIES] if rows else ():
             made, then = self._made([*self.items[:place], *other, *self.items[end:]])
             if not rows.keys() <= made.keys() or not then.torchs_equal(after) or then.others_moved(after):
                 return False
