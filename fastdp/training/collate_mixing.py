@@ -53,6 +53,19 @@ def refuse_mixing(collate: Collate, items: Sequence[Any], views: int = 1) -> Non
         )
 
 
+class Trials:
+    """`refuse_mixing` at the calls 1, 2, 4, 8, ... of a process: a function may mix in some batches only."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def before(self, collate: Collate, items: Sequence[Any], views: int = 1) -> None:
+        """Call this before each batch of at least two samples is made of the items."""
+        self.calls += len(items) > views
+        if len(items) > views and self.calls & (self.calls - 1) == 0:
+            refuse_mixing(collate, items, views)
+
+
 class _Trial:
     """The rows that a collate_fn makes of items, and of others in the place of a sample's."""
 
@@ -67,7 +80,7 @@ class _Trial:
         views, end = self.views, place + self.views
         if self.whole is None:
             self.whole = self._made(self.items)
-            again, fewer = self._made(self.items)[0], self._made(self.items[:-views])[0]
+            again, fewer = self._made(self.items)[0], self._of_fewer()
             # a tensor that is as long as there are items, whatever their number: not of channels, or of time
             own = {path: rows for path, rows in self.whole[0].items() if path in fewer}
             self.whole = own if all(again.get(path) == rows for path, rows in own.items()) else {}, self.whole[1]
@@ -89,6 +102,15 @@ class _Trial:
                 return False  # its own rows alone
             moved += gone > views
         return moved > 0
+
+    def _of_fewer(self) -> Rows:
+        """Rows of fewer samples: one less, or two, as some functions pair samples and take an even number."""
+        for less in range(self.views, min(2 * self.views, len(self.items) - self.views) + 1, self.views):
+            try:
+                return self._made(self.items[:-less])[0]
+            except FAILS:
+                continue
+        return {}
 
     def _made(self, items: Sequence[Any]) -> tuple[Rows, RandomNumbers]:
         self.before.put_back()

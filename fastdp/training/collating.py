@@ -12,25 +12,23 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..errors import StepError
-from .collate_mixing import refuse_mixing
+from .collate_mixing import Trials
 
 
 class CollateWithEmpty:
     """Collate, and for an empty batch the same structure with no rows.
 
-    Raises SampleMixingError if the function makes rows of some samples out of others, which is tried at the calls 1, 2,
-    4, 8, ... of each process. views: so many items in turn are of one sample; None: it is not known whose they are (the
-    records of a person may be mixed), and nothing is tried.
+    Raises SampleMixingError if a trial shows that the function makes rows of some samples out of others. views: so many
+    items in turn are of one sample; None: it is not known whose they are (the records of a person may be mixed), and
+    nothing is tried.
     """
 
     def __init__(self, collate: Any, dataset: Any, views: int | None = 1) -> None:
-        self.collate, self.dataset, self.views, self.calls = collate, dataset, views, 0
+        self.collate, self.dataset, self.views, self.trials = collate, dataset, views, Trials()
 
     def __call__(self, items: list[Any]) -> Any:
-        if self.views is not None and len(items) > self.views:
-            self.calls += 1
-            if self.calls & (self.calls - 1) == 0:
-                refuse_mixing(self.collate, items, self.views)
+        if self.views is not None:
+            self.trials.before(self.collate, items, self.views)
         return self.collate(items) if items else _no_rows(self.collate([self.dataset[0]]))
 
 

@@ -41,6 +41,7 @@ class Privacy:
     _of_loader = staticmethod(of_loader)
     mechanism: Any = None  # of `fastdp.mechanisms`, with a state of its own: "name", `state()`, `read(state)`
     quantile: Any = None  # that the clipping norm follows: `adaptive.Quantile`
+    noise_std = 0.0  # on an element of the last step's sum: R may have moved since
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Privacy:
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
         self.replaced_by = ""  # another optimizer of the same model
-        self.rate_check, self.noise_std = Rate(), 0.0  # the latter on an element of the last step's sum, before R moves
+        self.rate_check = Rate()
         self._rate: float | None = None
         self._expected: float | None = None
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
@@ -305,10 +306,8 @@ class Privacy:
         self.unit.forget()
 
     def release(self) -> Release:
-        """The clipped sums of every tracked parameter, and the noise that must be added to them, once.
-
-        The noise has the standard deviation noise_multiplier * sensitivity, for the logical batch.
-        """
+        """The clipped sums of every tracked parameter, and the noise that must be added to them, once: its standard
+        deviation is noise_multiplier * sensitivity, for the logical batch."""
         doubts, self._doubts = self._doubts, []
         try:
             settle(doubts)

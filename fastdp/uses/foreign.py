@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from .register import register_rule
+from .register import is_registered, register_rule
 
 FUNCTIONS = {"peft.tuners.loha.layer": ("HadaWeight", "HadaWeightCP")}  # of LoHa
 _seen: set[str] = set()
 
 
 def see_foreign() -> None:
-    """Register those of the modules that have been imported; autograd computes their per-sample gradients."""
-    for module, names in FUNCTIONS.items():
-        if module in sys.modules and module not in _seen:
-            found = [function for name in names if (function := getattr(sys.modules[module], name, None)) is not None]
-            if found:
-                register_rule(*found)(None)
-            _seen.add(module)
+    """Register those of the modules that have been imported; autograd computes their per-sample gradients. What a user
+    has registered, or unregistered since, stays so."""
+    for module in FUNCTIONS.keys() & sys.modules.keys() - _seen:
+        _seen.add(module)
+        found = [getattr(sys.modules[module], name, None) for name in FUNCTIONS[module]]
+        for function in found:
+            if function is not None and not is_registered(function):
+                register_rule(function)(None)

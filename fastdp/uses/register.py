@@ -96,6 +96,12 @@ def unregister_rule(*functions: Any) -> None:
             del function.apply
 
 
+def is_registered(function: Any) -> bool:
+    """Whether a user's rule, or None in its place, is registered for the function."""
+    function = _owner(function)
+    return function in _APPLIES or function in _OURS
+
+
 # --------------------------------------------------------------------------- what is seen of a function
 
 

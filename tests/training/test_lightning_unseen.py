@@ -41,7 +41,7 @@ def test_accumulation_that_begins_later_in_epochs_of_one_batch(tmp_path, callbac
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_batch_that_is_none_is_not_passed_over(tmp_path, manual, monkeypatch):
     """All batches have as many records: by their number they could be taken for each other."""
-    monkeypatch.setattr("fastdp.training.collating.refuse_mixing", lambda *_: None)  # it calls collate_fn, too
+    monkeypatch.setattr("fastdp.training.collate_mixing.refuse_mixing", lambda *_: None)  # it calls collate_fn, too
     calls = []
 
     def collate(samples):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
-from ...training.collate_mixing import refuse_mixing
+from ...training.collate_mixing import Trials
 from ...training.collating import options_of
 from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
@@ -64,13 +64,12 @@ class CollateFnWithEmpty:
         self.sample_empty_shapes = sample_empty_shapes
         self.dtypes = dtypes
         self.first_batch: Any = None
-        self.calls = 0
+        self.trials = Trials()
 
     def __call__(self, batch: list[Any]) -> Any:
         if batch:
-            self.calls += len(batch) > 1
-            if self.wrapped_collator_fn and len(batch) > 1 and self.calls & (self.calls - 1) == 0:
-                refuse_mixing(self.wrapped_collator_fn, batch)  # at the calls 1, 2, 4, ..., as in fastdp's loader
+            if self.wrapped_collator_fn:
+                self.trials.before(self.wrapped_collator_fn, batch)
             output = self.wrapped_collator_fn(batch) if self.wrapped_collator_fn else batch
             if self.first_batch is None:
                 self.first_batch = copy.deepcopy(output)
