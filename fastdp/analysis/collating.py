@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..layouts.inputs import nested_tensors
 from ..layouts.marks import mark_of
-from ..training.collate_mixing import FAILS, copied, kept_by, refuse_mixing
-from ..training.collating import CollateWithEmpty
-from ..training.generators import RandomNumbers, generators_of
+from ..training.collate_mixing import FAILS, refuse_mixing
+from ..training.generators import RandomNumbers, generators_of, kept_by
+from ..training.given import copied
 from .records import Records, mapped, moved, records_of, rows_of, size_of
 
 
@@ -59,7 +59,6 @@ def collated(items: list[Any], collate: Callable[[list[Any]], Any], numbers: lis
     rows: so many records in turn are of one sample. Raises SampleMixingError if collate makes the rows of some samples
     out of others.
     """
-    collate = collate.collate if isinstance(collate, CollateWithEmpty) else collate
     makes = Collates(items, collate, device)
     generators = generators_of(nn.Module(), collate) + kept_by(collate)
     before = RandomNumbers(set(), generators)

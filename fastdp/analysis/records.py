@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -13,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from ..layouts.inputs import may_be_packed, nested_tensors
 from ..layouts.marks import mark_of, mark_rows, samples_said
-from .rounding import doubled
+from ..training.collating import CollateWithEmpty
+from ..training.given import fetches_batches
 
 FETCHED = 4  # times as many samples as are looked at are taken out of a data set, to draw different ones
 
@@ -113,6 +116,7 @@ def fetched(
     if not isinstance(source, Dataset) and collate is None:
         return None
     collate = collate or default_collate
+    collate = collate.collate if isinstance(collate, CollateWithEmpty) else collate
     if isinstance(source, IterableDataset) or not hasattr(source, "__getitem__"):
         first = list(islice(iter(source), FETCHED * samples))
         return Fetched(first, collate, None if numbers is None else numbers[: len(first)], len(first))
@@ -126,11 +130,24 @@ def fetched(
         lengths = [_length(item) for item in source]
         drawn = list(dict.fromkeys([lengths.index(max(lengths)), lengths.index(min(lengths)), *drawn]))
     drawn = drawn[: FETCHED * samples]
-    if numbers is None:
-        return Fetched([source[record] for record in drawn], collate, None, total)
-    place = {number: new for new, number in enumerate(drawn)}
-    kept = [record for record, number in enumerate(whose) if number in place]
-    return Fetched([source[record] for record in kept], collate, [place[whose[record]] for record in kept], total)
+    kept, place = drawn, {number: new for new, number in enumerate(drawn)}
+    if numbers is not None:
+        kept = [record for record, number in enumerate(whose) if number in place]
+        numbers = [place[whose[record]] for record in kept]
+    if fetches_batches(source):
+        return Fetched(kept, Asks(source, collate), numbers, total)
+    return Fetched([source[record] for record in kept], collate, numbers, total)
+
+
+@dataclass(frozen=True)
+class Asks:
+    """Makes batches of records by their numbers, as the data set fetches many at once."""
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+
+    def __call__(self, records: list[int]) -> Any:
+        return self.collate(self.dataset.__getitems__(records))
 
 
 def _length(item: Any) -> int:
@@ -242,8 +259,13 @@ def _taken(tensor: Tensor, index: Tensor, size: int) -> Tensor:
     return tensor
 
 
+def doubled(batch: Any) -> Any:
+    """The batch with its float32 tensors as float64."""
+    return mapped(batch, lambda leaf: leaf.double() if leaf.dtype == torch.float32 else leaf)
+
+
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with this done to each of its tensors."""
+    """The batch with this done to each of its tensors: of the same kind, as a loss may ask for attributes of it."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -251,7 +273,15 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(mapped(item, function) for item in value)
     if hasattr(value, "items"):
-        return {key: mapped(item, function) for key, item in value.items()}
+        other = copy.copy(value) if isinstance(value, MutableMapping) else dict(value.items())
+        for key, item in value.items():
+            other[key] = mapped(item, function)
+        return other
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        other = copy.copy(value)  # type: ignore[arg-type]
+        for field in dataclasses.fields(value):
+            object.__setattr__(other, field.name, mapped(getattr(value, field.name), function))
+        return other
     return value
 
 
@@ -272,4 +302,7 @@ def _named(value: Any, name: str) -> list[tuple[str, Tensor]]:
         return [found for place, item in enumerate(value) for found in _named(item, f"{name}[{place}]")]
     if hasattr(value, "items"):
         return [found for key, item in value.items() for found in _named(item, f"{name}[{key!r}]")]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value)]
+        return [found for field in fields for found in _named(getattr(value, field), f"{name}.{field}")]
     return []

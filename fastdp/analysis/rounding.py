@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -76,19 +76,6 @@ def in_double(model: nn.Module) -> Iterator[None]:
         for tensor, data in kept:
             tensor.grad = None
             tensor.data = data
-
-
-def doubled(batch: Any) -> Any:
-    """The batch with its float32 tensors as float64."""
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.dtype == torch.float32 else batch
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*[doubled(item) for item in batch])
-    if isinstance(batch, tuple | list):
-        return type(batch)(doubled(item) for item in batch)
-    if hasattr(batch, "items"):
-        return {key: doubled(item) for key, item in batch.items()}
-    return batch
 
 
 def between(single: dict[str, Tensor], double: dict[str, Tensor]) -> float:

@@ -7,7 +7,7 @@ tried instead: with one sample in the place of another and the same random numbe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SampleMixingError
-from .generators import RandomNumbers, generators_of
+from .generators import RandomNumbers, generators_of, kept_by
+from .given import Given
 
 Collate = Callable[[list[Any]], Any]
 FAILS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
@@ -25,20 +26,24 @@ Path = tuple[Any, ...]  # where something lies within a batch: keys and places
 Rows = dict[Path, list[bytes]]  # of each tensor, and each list of tensors, with a row for every sample
 
 
-def refuse_mixing(collate: Collate, items: Sequence[Any], views: int = 1) -> None:
+def refuse_mixing(collate: Collate, items: Any, views: int = 1, dataset: Any = None) -> None:
     """Raises SampleMixingError if the rows that collate makes of some of the items depend on others.
 
-    views: so many items in turn are of one sample, and may be mixed with each other.
+    items: a list of records, or what the dataset's __getitems__ gives for many at once. views: so many items in turn
+    are of one sample, and may be mixed with each other.
 
     Random numbers are put back and items are copied, so that the batch that is trained on is the same. Nothing is
     raised where nothing can be said: collate fails on other items, draws from a generator out of reach or more random
     numbers for some items than for others, or makes no tensor with a row for every item.
     """
-    if len(items) < 2 * views or collate is torch.utils.data.default_collate:
+    if collate is torch.utils.data.default_collate:
         return
-    trial = _Trial(collate, items[: FEW * views], views)
+    records = Given(items, dataset)
+    if len(records) < 2 * views:
+        return
+    trial = _Trial(collate, records, views)
     try:
-        found = trial.others_move(len(trial.items) - views) or trial.others_move(0)
+        found = trial.others_move(trial.count - views) or trial.others_move(0)
     except FAILS:
         return
     finally:
@@ -59,42 +64,44 @@ class Trials:
     def __init__(self) -> None:
         self.calls = 0
 
-    def before(self, collate: Collate, items: Sequence[Any], views: int = 1) -> None:
-        """Call this before each batch of at least two samples is made of the items."""
-        self.calls += len(items) > views
-        if len(items) > views and self.calls & (self.calls - 1) == 0:
-            refuse_mixing(collate, items, views)
+    def before(self, collate: Collate, items: Any, views: int = 1, dataset: Any = None) -> None:
+        """Call this before each batch is made of the items: those of at least two samples count."""
+        if len(items if isinstance(items, list) else Given(items)) <= views:
+            return
+        self.calls += 1
+        if self.calls & (self.calls - 1) == 0:
+            refuse_mixing(collate, items, views, dataset)
 
 
 class _Trial:
-    """The rows that a collate_fn makes of items, and of others in the place of a sample's."""
+    """The rows that a collate_fn makes of the first records, and of others in the place of a sample's."""
 
-    def __init__(self, collate: Collate, items: Sequence[Any], views: int) -> None:
-        self.collate, self.items, self.views = collate, list(items), views
+    def __init__(self, collate: Collate, records: Given, views: int) -> None:
+        self.collate, self.records, self.views = collate, records, views
+        self.count = min(FEW, len(records) // views) * views
         self.generators = generators_of(nn.Module(), collate) + kept_by(collate)
         self.before = RandomNumbers(set(), self.generators)
         self.whole: tuple[Rows, RandomNumbers] | None = None
 
     def others_move(self, place: int) -> bool:
         """Whether rows of other samples change if another sample is in the place of one."""
-        views, end = self.views, place + self.views
+        views, every = self.views, list(range(self.count))
         if self.whole is None:
-            self.whole = self._made(self.items)
-            again, fewer = self._made(self.items)[0], self._of_fewer()
+            self.whole = self._made(every)
+            again, fewer = self._made(every)[0], self._of_fewer()
             # a tensor that is as long as there are items, whatever their number: not of channels, or of time
             own = {path: rows for path, rows in self.whole[0].items() if path in fewer}
             self.whole = own if all(again.get(path) == rows for path, rows in own.items()) else {}, self.whole[1]
         rows, after = self.whole
         drew = not after.torchs_equal(self.before) or bool(after.others_moved(self.before))
-        mine = self.items[place:end]
-        starts = [start for start in range(0, len(self.items), views) if start != place]
-        others = [self.items[start : start + views] for start in starts]
-        if drew and any(_shape(other) != _shape(mine) for other in others):
+        end = place + views
+        others = [every[start : start + views] for start in every[::views] if start != place]
+        if drew and any(self.records.shapes(other) != self.records.shapes(every[place:end]) for other in others):
             return False  # sorted by length, rows would be drawn for by other places
         moved = 0
         # a function may sort samples, and draw by their places: the next in its order leaves them where they are
         for other in others[: None if drew else TRIES] if rows else ():
-            made, then = self._made([*self.items[:place], *other, *self.items[end:]])
+            made, then = self._made([*every[:place], *other, *every[end:]])
             if not rows.keys() <= made.keys() or not then.torchs_equal(after) or then.others_moved(after):
                 return False
             gone = max(_gone(one, made[path]) for path, one in rows.items())
@@ -105,18 +112,18 @@ class _Trial:
 
     def _of_fewer(self) -> Rows:
         """Rows of fewer samples: one less, or two, as some functions pair samples and take an even number."""
-        for less in range(self.views, min(2 * self.views, len(self.items) - self.views) + 1, self.views):
+        for less in range(self.views, min(2 * self.views, self.count - self.views) + 1, self.views):
             try:
-                return self._made(self.items[:-less])[0]
+                return self._made(list(range(self.count - less)))[0]
             except FAILS:
                 continue
         return {}
 
-    def _made(self, items: Sequence[Any]) -> tuple[Rows, RandomNumbers]:
+    def _made(self, places: list[int]) -> tuple[Rows, RandomNumbers]:
         self.before.put_back()
-        batch = self.collate([copied(item) for item in items])
+        batch = self.collate(self.records.copied(places))
         found: Rows = {}
-        _add_rows(found, batch, len(items), ())
+        _add_rows(found, batch, len(places), ())
         return found, RandomNumbers(set(), self.generators)
 
 
@@ -158,38 +165,3 @@ def _gone(one: list[bytes], other: list[bytes]) -> int:
     if sorted({len(row) for row in one}) != sorted({len(row) for row in other}):
         return 0
     return (Counter(one) - Counter(other)).total()
-
-
-def _shape(item: Any) -> Any:
-    """What a collate_fn may sort items by."""
-    if isinstance(item, Tensor | np.ndarray):
-        return tuple(item.shape)
-    if hasattr(item, "items") and hasattr(item, "keys"):
-        return {key: _shape(value) for key, value in item.items()}
-    if isinstance(item, tuple | list):
-        return len(item) if item and isinstance(item[0], int | float) else [_shape(each) for each in item]
-    return None
-
-
-def kept_by(collate: Any) -> list[Any]:
-    """Generators that a callable object has as attributes."""
-    keeper = nn.Module()
-    keeper.__dict__.update({f"kept {name}": value for name, value in getattr(collate, "__dict__", {}).items()})
-    return generators_of(keeper, None)
-
-
-def copied(item: Any) -> Any:
-    """A record that a collate_fn may write into: some take fields out of it."""
-    if isinstance(item, Tensor):
-        return item.detach().clone().requires_grad_(item.requires_grad) if item.is_leaf else item.clone()
-    if isinstance(item, np.ndarray):
-        return item.copy()
-    if type(item) in (list, tuple):
-        return type(item)(copied(each) for each in item)
-    if isinstance(item, dict) and type(item) is dict:
-        return {key: copied(value) for key, value in item.items()}
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*[copied(each) for each in item])
-    if hasattr(item, "items") and hasattr(item, "copy"):
-        return item.copy()
-    return item

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import StepError
 from .collate_mixing import Trials
+from .given import nothing
 
 
 class CollateWithEmpty:
@@ -26,10 +27,10 @@ class CollateWithEmpty:
     def __init__(self, collate: Any, dataset: Any, views: int | None = 1) -> None:
         self.collate, self.dataset, self.views, self.trials = collate, dataset, views, Trials()
 
-    def __call__(self, items: list[Any]) -> Any:
+    def __call__(self, items: Any) -> Any:
         if self.views is not None:
-            self.trials.before(self.collate, items, self.views)
-        return self.collate(items) if items else _no_rows(self.collate([self.dataset[0]]))
+            self.trials.before(self.collate, items, self.views, self.dataset)
+        return _no_rows(self.collate([self.dataset[0]])) if nothing(items) else self.collate(items)
 
 
 def _no_rows(batch: Any) -> Any:

@@ -120,3 +120,10 @@ def _same(one: Any, other: Any) -> bool:
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Where the model's parameters and buffers are."""
     return {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"}
+
+
+def kept_by(holder: Any) -> list[Any]:
+    """Generators that an object has as attributes."""
+    keeper = nn.Module()
+    keeper.__dict__.update({f"kept {name}": value for name, value in getattr(holder, "__dict__", {}).items()})
+    return generators_of(keeper, None)

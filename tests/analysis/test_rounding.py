@@ -10,6 +10,7 @@ from torch import nn
 
 import fastdp
 from fastdp.analysis import rounding
+from fastdp.analysis.records import doubled
 from fastdp.engine.gradients import Gradients
 from fastdp.errors import VerificationError
 
@@ -114,5 +115,5 @@ def test_what_can_be_doubled():
     assert not rounding.may_be_doubled(model_of().double()) and not rounding.may_be_doubled(nn.Tanh())
     assert not rounding.may_be_doubled(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()))
     given = {"x": torch.ones(2), "ids": [torch.ones(2, dtype=torch.long)], "name": "a"}
-    found = rounding.doubled(given)
+    found = doubled(given)
     assert found["x"].dtype == torch.float64 and found["ids"][0].dtype == torch.long and found["name"] == "a"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,3 +181,35 @@ def test_a_refusal_of_the_engine_is_a_finding():
     assert "refuses" in report.problem and "batch_norm" in report.problem
     with pytest.raises(fastdp.errors.SampleMixingError):  # which it is as well
         fastdp.verify(model_of(nn.BatchNorm1d(8)), cross_entropy, records(8))
+
+
+@dataclass(frozen=True)
+class Columns:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class ByName(dict):
+    """As tokenizers' batches are: fields as attributes, too."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("batch_of", [Columns, lambda x, y: ByName(x=x, y=y)], ids=["dataclass", "mapping"])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_loss_is_given_batches_of_the_programs_own_kind(noise, batch_of):
+    def loss_of(model, batch):
+        return F.cross_entropy(model(batch.x), batch.y)
+
+    def collate(items):  # with random numbers, batches are rows of the first
+        x, y = default_collate(items)
+        return batch_of(x + noise * torch.randn_like(x), y)
+
+    x, y = records(20)
+    for given, options in ((batch_of(x, y), {}), (TensorDataset(x, y), {"collate_fn": collate})):
+        assert fastdp.verify(model_of(), loss_of, given, **options).ok
+        with pytest.raises(VerificationError, match="others|another"):
+            fastdp.verify(model_of(Mixes(lambda *_: True)), loss_of, given, **options)
+    assert re.search(
+        r"other values of batch(\.y|\['y'\]) would", str(fastdp.verify(model_of(), loss_of, batch_of(x, y * 0)))
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 import fastdp
+from fastdp.compat.opacus.data_loader import DPDataLoader
 from fastdp.errors import SampleMixingError
 from fastdp.training.collate_mixing import refuse_mixing
 
@@ -154,6 +156,76 @@ def test_with_persons_nothing_is_tried() -> None:
         next(iter(fastdp.poisson_loader(data, **given)))
     with pytest.raises(SampleMixingError):
         next(iter(fastdp.poisson_loader(data, augmentations=2, **given)))
+
+
+class Together(Dataset[Any]):
+    """Gives a batch for many records at once, as data sets of columns do."""
+
+    def __init__(self, form: str) -> None:
+        self.x, self.y = records().tensors
+        self.makes = FORMS[form]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.makes(self.x[place], self.y[place])
+
+    def __getitems__(self, places: list[int]) -> Any:
+        return self.makes(self.x[places], self.y[places])
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dict": lambda x, y: {"x": x, "names": [str(i) for i in y.flatten().tolist()], "length": 3},
+    "tuple": lambda x, y: (x, y),
+    "list": lambda x, y: [x.numpy(), y.numpy(), x[..., 0].numpy()],
+    "tensor": lambda x, y: x,
+    "dataclass": lambda x, y: Columns(x, y),
+}
+
+
+@dataclass
+class Columns:
+    x: Tensor
+    y: Tensor
+
+
+def inputs_of(batch: Any) -> Tensor:
+    x = batch["x"] if isinstance(batch, dict) else getattr(batch, "x", batch)
+    return torch.as_tensor(x[0] if isinstance(x, tuple | list) else x)
+
+
+def as_it_is(batch: Any) -> Any:
+    if isinstance(batch, list):  # written into, with a sign by the first column
+        batch[0] *= np.sign(batch[2])[:, None]
+        return [torch.from_numpy(column) for column in batch]
+    return batch
+
+
+def in_a_ring(batch: Any) -> Tensor:
+    x = inputs_of(batch)
+    return (x + x.roll(1, 0)) / 2
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_data_sets_that_give_batches(form: str, part: bool) -> None:
+    data: Any = Subset(Together(form), range(5, 35)) if part else Together(form)
+    loss = lambda m, b: m(inputs_of(b).float()).square().sum(1).mean()
+    options: dict[str, Any] = {"sample_rate": 0.3, "steps": 5, "seed": 1}
+    apart = fastdp.poisson_loader(data, collate_fn=as_it_is, **options)
+    every = {tuple(row) for row in inputs_of(as_it_is(Together(form).__getitems__([*range(40)]))).tolist()}
+    drawn = [{tuple(row) for row in inputs_of(batch).tolist()} for batch in apart]
+    assert len(drawn) == 5 and all(rows and rows <= every for rows in drawn)  # what is trained on was not tried with
+    assert fastdp.verify(nn.Linear(6, K), loss, apart).ok
+    with pytest.raises(SampleMixingError, match="in_a_ring"):
+        next(iter(fastdp.poisson_loader(data, collate_fn=in_a_ring, **options)))
+    with pytest.raises(SampleMixingError, match="in_a_ring"):
+        next(iter(DPDataLoader(data, sample_rate=0.3, collate_fn=in_a_ring)))
+    ordinary = DataLoader(data, batch_size=8, collate_fn=in_a_ring)
+    assert not fastdp.verify(nn.Linear(6, K), lambda m, x: m(x).square().sum(1).mean(), ordinary,
+                             raise_on_failure=False).ok  # fmt: skip
+    assert len([*fastdp.poisson_loader(data, collate_fn=as_it_is, group_by=[0, 1] * (len(data) // 2), **options)]) == 5
 
 
 # ---------------------------------------------------------------------- what is not mixing

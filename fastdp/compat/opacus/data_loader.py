@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from ...training.collate_mixing import Trials
 from ...training.collating import options_of
+from ...training.given import nothing
 from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
 logger = logging.getLogger("opacus.data_loader")  # the name that users know
@@ -65,11 +66,12 @@ class CollateFnWithEmpty:
         self.dtypes = dtypes
         self.first_batch: Any = None
         self.trials = Trials()
+        self.dataset: Any = None  # of the loader that this is of
 
-    def __call__(self, batch: list[Any]) -> Any:
-        if batch:
+    def __call__(self, batch: Any) -> Any:
+        if not nothing(batch):
             if self.wrapped_collator_fn:
-                self.trials.before(self.wrapped_collator_fn, batch)
+                self.trials.before(self.wrapped_collator_fn, batch, dataset=self.dataset)
             output = self.wrapped_collator_fn(batch) if self.wrapped_collator_fn else batch
             if self.first_batch is None:
                 self.first_batch = copy.deepcopy(output)
@@ -163,19 +165,15 @@ class DPDataLoader(DataLoader[Any]):
         if drop_last:
             logger.warning("Ignoring drop_last as it is not compatible with DPDataLoader.")
         first = _fields(data[0])
-        super().__init__(
-            dataset=dataset,
-            batch_sampler=sampler,
-            collate_fn=wrap_collate_with_empty(
-                collate_fn=default_collate if collate_fn is None else collate_fn,
-                batch_first=batch_first,
-                rand_on_empty=rand_on_empty,
-                sample_empty_shapes=[(0, *shape_safe(x)) for x in first],
-                dtypes=[dtype_safe(x) for x in first],
-            ),
-            generator=generator,
-            **kwargs,
+        collate = wrap_collate_with_empty(
+            collate_fn=default_collate if collate_fn is None else collate_fn,
+            batch_first=batch_first,
+            rand_on_empty=rand_on_empty,
+            sample_empty_shapes=[(0, *shape_safe(x)) for x in first],
+            dtypes=[dtype_safe(x) for x in first],
         )
+        collate.dataset = dataset
+        super().__init__(dataset=dataset, batch_sampler=sampler, collate_fn=collate, generator=generator, **kwargs)
 
     @classmethod
     def from_data_loader(
