@@ -39,7 +39,7 @@ from fastdp.mechanisms import DPFTRL, ftrl_loader, tree_noise_multiplier
 
 DELTA, HELD_OUT, CLIPPING_NORM = 1e-5, 5000, 1.0
 SAMPLED, ORDERED, TREE = "DP-SGD, sampled", "DP-SGD, one order", "DP-FTRL, one order"
-RATES = {SAMPLED: (0.25, 0.5, 1.0, 2.0, 4.0), ORDERED: (0.05, 0.1, 0.2, 0.5, 1.0), TREE: (0.01, 0.03, 0.1, 0.2, 0.5)}
+RATES = {SAMPLED: (0.5, 1.0, 2.0, 4.0, 8.0), ORDERED: (0.05, 0.1, 0.2, 0.5, 1.0), TREE: (0.01, 0.03, 0.1, 0.2, 0.5)}
 MOMENTUM = 0.9  # of DP-FTRL, as in its paper
 
 

@@ -49,7 +49,7 @@ def fetches_batches(dataset: Any) -> bool:
     getter = _getter(dataset)
     if getter is None:
         return False
-    before = RandomNumbers(set(), kept_by(dataset))
+    before = RandomNumbers(set(), kept_by(getattr(getter, "__self__", None)))
     several, one = getter([0, 0, 0]), getter([0])
     before.put_back()
     return not (isinstance(several, list) and isinstance(one, list) and (len(several), len(one)) == (3, 1))
