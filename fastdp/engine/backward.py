@@ -20,14 +20,16 @@ from ..layouts.batch import Whose
 from ..layouts.doubts import Inbox
 from ..layouts.layout import Layout
 from ..ops.common import exactly
+from ..uses.captured import Captured, Context
 from ..uses.planner import Planner
 from ..uses.use import Use
 from .activation_hooks import UNGUARDED
 from .early import ByGroup, Early
 from .explain import Plan
-from .gradients import Gradients, check_unwritten
+from .gradients import Gradients, check_unwritten, written_to
 from .hook_watch import Owner
 from .others import Others
+from .repeats import Kept, Like, gives, kept_use, like
 from .replay import Replays, Rerun
 from .taken import Known
 from .taken import of as batch_taken
@@ -64,6 +66,8 @@ class _Expected:
         self.problem, self.reached = problem, False
 
 
+# whether the backward that runs is not of chosen tensors alone (`inputs=`, torch.autograd.grad)
+_asks_for_all: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # type: ignore[attr-defined]
 _BEGUN = [0]  # backwards so far, of all engines, those that are gone too
 
 
@@ -103,6 +107,7 @@ class Backward:
         self._early_plans: dict[int, Plan] = {}
         self.last_use_of: dict[int, str] = {}  # where parameters were last used by way of derived tensors
         self._tape: Tape | None = None
+        self._before: Like | None = None  # what the last backward was, if one like it needs only its data
         self._doubts = Inbox()
         self._lock = threading.Lock()  # backwards may begin in the threads of several devices
         self._open_forwards = 0  # that no backward has gone through yet
@@ -208,6 +213,10 @@ class Backward:
                     self.gradients, self._ended_once = None, False  # of the backward before, if this one is refused
                     self.planner.begin()
                     tape.early = self._early()
+                    if self.profile or self.planner.memory_budget is not None or tape.early is not None:
+                        tape.calls = None
+                    elif self._before is not None and self._before.holds:
+                        tape.like = self._before
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
                     self._tape = tape
         if isinstance(problem, FastDPError):
@@ -221,10 +230,10 @@ class Backward:
         self._recording = path
         known, task = self._tape, torch._C._current_graph_task_id()
         if known is not None and known.checked is forward_pass and known.task == task and not torch.is_grad_enabled():
-            self._unasked = not torch._C._will_engine_execute_node(forward_pass.token_node)
+            self._unasked = not _asks_for_all()
             return not self._unasked
         tape = self._begin()
-        self._unasked = not torch._C._will_engine_execute_node(forward_pass.token_node)
+        self._unasked = not _asks_for_all()
         problem: FastDPError | None = None
         if torch.is_grad_enabled():
             problem = StepError(
@@ -290,14 +299,60 @@ class Backward:
         assert self._tape is not None
         if self.planner.memory_budget is not None and self.planner.exceeds(self.planner.adds(*use.data())):
             use = self.replays.drop_data(use, self._recording, self.uses_of)
-        self._tape.uses.append(use)
-        self._tape.versions.append(use.versions())
-        self._tape.streams.note(use)
+        tape = self._tape
+        if tape.like is not None:
+            if (kept := kept_use(use)) is not None and tape.like.expects(len(tape.kept), kept):
+                self._keep(tape, kept)
+                return
+            self._record_kept(tape)
+        if tape.calls is not None:
+            tape.calls.append((use, 1))
+        tape.uses.append(use)
+        tape.versions.append(use.versions())
+        tape.streams.note(use, use.operand.device)
         if self._tape.early is None:
             if self.planner.memory_budget is not None or not use.is_small:
                 self.planner.hold(use.data())
         else:  # which drops data before the end
             self._tape.early.recorded(self._tape, use)
+
+    def arrived(self, call: Captured, ctx: Context, rows: tuple[Tensor, ...]) -> None:
+        """The backward of a call whose uses are known by these rows."""
+        tape = self._tape
+        if tape is None or self.rerun.collect is not None:
+            call.record_rows(ctx, rows)
+            return
+        if tape.like is not None:
+            kept = Kept(call, ctx, None, rows)
+            if tape.like.expects(len(tape.kept), kept):
+                self._keep(tape, kept)
+                return
+            self._record_kept(tape)
+        self._record_call(tape, call, ctx, rows)
+
+    def _keep(self, tape: Tape, kept: Kept) -> None:
+        tape.kept.append(kept)
+        tape.streams.note(kept, kept.rows[0].device)
+
+    def _record_call(self, tape: Tape, call: Captured, ctx: Context, rows: tuple[Tensor, ...]) -> None:
+        first, calls = len(tape.uses), tape.calls
+        count = 0 if calls is None else len(calls)
+        call.record_rows(ctx, rows)
+        if calls is not None:
+            calls[count:] = [(call, len(tape.uses) - first)]
+            tape.calls = calls if gives(tape.uses[first:], rows) else None
+
+    def _record_kept(self, tape: Tape) -> None:
+        """What was kept is recorded use by use, as this backward is another than the one before."""
+        kept, tape.kept, tape.like = tape.kept, [], None
+        for each in kept:
+            if each.versions() != each.version:
+                raise written_to(each.name)
+            if each.use is not None:
+                self.record(each.use)
+            else:
+                assert each.call is not None and each.ctx is not None
+                self._record_call(tape, each.call, each.ctx, each.rows)
 
     def _early(self) -> Early | None:
         """What takes groups of parameters within this backward, if that can be."""
@@ -339,18 +394,34 @@ class Backward:
         if tape.batch is not None:
             self.ended()
         self.uncaptured.check(self.last_use_of)
+        if tape.like is not None and not (
+            tape.people is None
+            and tape.like.same(tape.kept, tape.batch)
+            and tape.like.leaves() <= self.tracked.current()
+        ):
+            self._tape = tape
+            try:
+                self._record_kept(tape)
+            finally:
+                self._tape = None
         held = [(use, version) for use, version in zip(tape.uses, tape.versions, strict=True) if use is not None]
         uses = [use for use, _ in held]
-        self.uncaptured.check_owned(uses)
-        check_unwritten(uses, [version for _, version in held])
+        if tape.like is None:
+            self.uncaptured.check_owned(uses)
+        check_unwritten([*uses, *tape.kept], [*[version for _, version in held], *[each.version for each in tape.kept]])
         tape.streams.join()
         if tape.batch is None:
             return  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.mean else 1.0
-        device = uses[0].operand.device if uses else self.tracked.tensors()[0].device
         self.whose.use(tape.people)
         with torch.no_grad(), exactly():
-            gradients = Gradients(uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
+            gradients: Gradients
+            if tape.like is not None:
+                gradients = tape.like.gradients(tape.kept, scale)
+            else:
+                device = uses[0].operand.device if uses else self.tracked.tensors()[0].device
+                gradients = Gradients(uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
+                self._before = like(tape, gradients)
             gradients.doubts = doubts
             if tape.early is not None:
                 gradients.taken = tape.early.taken

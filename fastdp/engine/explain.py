@@ -7,6 +7,7 @@ and a clipped sum.
 
 from __future__ import annotations
 
+import copy
 import html
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..uses.costs import Segments, Shape, constants, seconds
 from ..uses.held import Held
 from ..uses.links import leaves_of
+from ..uses.timing import Clock
 from .gradients import Gradients
 
 
@@ -90,6 +92,12 @@ class Plan:
             (u.operand, u.name, u.shape or u.segments(), u.route, held.hold(u.data()), u.batch, u.short, u.shared)
             for u in gradients.uses
         ]
+
+    def again(self, clocks: list[Clock | None]) -> Plan:
+        """Of a backward that did the same, with these clocks of its uses."""
+        plan = copy.copy(self)
+        plan._clocks = clocks
+        return plan
 
     def rows(self, named: Mapping[str, Tensor]) -> list[PlanRow]:
         """A row a use."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Gradients:
         # first what single samples used, as uses by the batch; then all, by their parameters
         uses = list(uses)
         if not _are_apart(uses):
-            uses = _joined(_padded([_settled(use) for use in _joined(uses)]))
+            uses = _joined(_padded([settled(use) for use in _joined(uses)]))
         for use in uses:
             use.plan(planner)
             if profile or use.operand.device.type == "cpu":
@@ -70,7 +70,7 @@ class Gradients:
         self.watched = True  # others than clipping may ask for norms and sums
         self.taken: dict[int, Any] = {}  # the `engine.early.Taken` of groups of parameters, which have no uses here
         self._bundles: dict[tuple[int, ...], list[Bundle | Abreast]] = {}
-        self._arranged = arranged
+        self.arranged = arranged
 
     @property
     def uses(self) -> list[Use]:
@@ -90,7 +90,7 @@ class Gradients:
     def arrangement(self, parameters: Sequence[Tensor]) -> Arrangement:
         """How these parameters' gradients are taken."""
         key = tuple(map(id, parameters))
-        if (known := self._arranged.get(key)) is not None:
+        if (known := self.arranged.get(key)) is not None:
             return known
         single = [(p, places[0]) for p in parameters if len(places := self._of.get(id(p), [])) == 1]
         bundles = arrangement([(p, self.use(place)) for p, place in single])
@@ -102,7 +102,7 @@ class Gradients:
             sorted({place for p in apart for place in self._of[id(p)]}),
             [p for p in parameters if p.dtype == torch.float64],
         )
-        return self._arranged.setdefault(key, found)
+        return self.arranged.setdefault(key, found)
 
     def bundles(self, parameters: Sequence[Tensor]) -> list[Bundle | Abreast]:
         """The small gradients of these parameters, taken together."""
@@ -206,15 +206,29 @@ def places_of(uses: Sequence[Use]) -> dict[int, list[int]]:
     return found
 
 
-def check_unwritten(uses: Iterable[Use], versions: Iterable[int]) -> None:
+class Named(Protocol):
+    """Something that holds tensors, of a call."""
+
+    @property
+    def name(self) -> str: ...
+
+    def versions(self) -> int: ...
+
+
+def check_unwritten(uses: Iterable[Named], versions: Iterable[int]) -> None:
     """Raises StepError where what a use holds is not what it held at these versions."""
     for use, version in zip(uses, versions, strict=True):
         if use.versions() != version:
-            raise StepError(
-                f"{use.name}(): its input or the gradient of its output was written to in place (by a hook that "
-                "changes its argument, or as a buffer for the next batch) before norms and sums were taken: they would "
-                "be of other numbers. Take them first, or write into a copy."
-            )
+            raise written_to(use.name)
+
+
+def written_to(name: str) -> StepError:
+    """What to say of data that was written to."""
+    return StepError(
+        f"{name}(): its input or the gradient of its output was written to in place (by a hook that "
+        "changes its argument, or as a buffer for the next batch) before norms and sums were taken: they would "
+        "be of other numbers. Take them first, or write into a copy."
+    )
 
 
 def _are_apart(uses: Sequence[Use]) -> bool:
@@ -224,7 +238,7 @@ def _are_apart(uses: Sequence[Use]) -> bool:
     return not any(isinstance(use, Regrouped | Routed) or link_of(use.operand) is not None for use in uses)
 
 
-def _settled(use: Use) -> Use:
+def settled(use: Use) -> Use:
     """A use of a whole parameter seen through a view, written as a use of the parameter itself."""
     operand, link = use.operand, link_of(use.operand)
     if link is None or not link.isometric or len(link.leaves) != 1:

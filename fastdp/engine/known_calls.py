@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..layouts import held, moments, notes
 from ..layouts.answers import Answers
@@ -21,7 +22,7 @@ from ..layouts.calls import Call
 from ..layouts.kinds import REACHING_GRAPH, RESHAPING, TELLING_SIZES, function_name
 from ..layouts.layout import Layout, tag
 from ..ops.registry import native
-from ..uses.captured import Applied, Captured, CaptureFunction, Context
+from ..uses.captured import Applied, Captured, CaptureFunction, Context, apply_natively
 from ..uses.experts import PRODUCTS
 from ..uses.links import link_of, span_of
 from ..uses.rules import USE_RULES
@@ -58,6 +59,7 @@ class KnownCapture(NamedTuple):
     data: tuple[int, ...]
     learned: list[bool]  # which operands are parameters
     uses: list[tuple[int, tuple[int, int]]]  # of parameters, by id: the first and the last element
+    function: Callable[..., Any] | None  # the torch function, if autograd's own node for it will do
 
 
 def captured_by(call: Call, applied: Sequence[Applied]) -> KnownCapture | None:
@@ -72,7 +74,8 @@ def captured_by(call: Call, applied: Sequence[Applied]) -> KnownCapture | None:
     operands, count = ctx.operands, len(ctx.operands)
     learned = [t for t, own in zip(operands, ctx.learned, strict=True) if own]
     uses = [(id(t), span_of(t, t)) for t in learned]
-    return KnownCapture(applied[0].call, tuple(places[:count]), tuple(places[count:]), ctx.learned, uses)
+    function = call.func if applied[0].call.native and list(ctx.wanted) == [True] else None
+    return KnownCapture(applied[0].call, tuple(places[:count]), tuple(places[count:]), ctx.learned, uses, function)
 
 
 def _place(call: Call, tensor: Tensor | None) -> int | None:
@@ -85,14 +88,23 @@ def _place(call: Call, tensor: Tensor | None) -> int | None:
 
 def repeat(known: KnownCapture, forward_pass: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a captured call, of these arguments; it gets its layout in C++."""
-    call, operands, data, learned, uses = known
+    call, operands, data, learned, uses, function = known
     given: Any = (*args, *kwargs.values(), None)
     ctx = Context.repeated(forward_pass, [given[place] for place in operands], learned)
     if forward_pass.count:
         uses_of = forward_pass.backward.uses_of
         for parameter, span in uses:
             uses_of.setdefault(parameter, []).append(span)
-    return _APPLY(forward_pass.token, call, ctx, *[given[place] for place in data])
+    if function is None or forward_ad._current_level >= 0:
+        return _APPLY(forward_pass.token, call, ctx, *[given[place] for place in data])
+    detached = list(given)
+    for place, value in zip(operands, ctx.values, strict=True):
+        if place >= 0:
+            detached[place] = value
+    x = detached[data[0]] = call.as_computed(given[data[0]])
+    count = len(args)
+    named = dict(zip(kwargs, detached[count:], strict=False))
+    return apply_natively(call, ctx, x, function, detached[:count], named)
 
 
 def known_calls(

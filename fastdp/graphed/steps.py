@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from ..engine.explain import Plan
 from ..engine.gradients import Arranged, Gradients, places_of
 from ..engine.per_sample import PerSampleGradients
+from ..engine.repeats import Lasting, Repeated, Template
 from ..errors import FastDPError, GraphError
 from ..ops.common import exactly
 from ..ops.registry import watched
@@ -23,7 +24,7 @@ from .program import Program, recording_of
 from .random_states import States, random_states, set_random_states
 from .recorder import Recorder, Watch
 from .rounding import differing
-from .templates import Lasting, Replayed, Template, store, templates_of
+from .templates import store, templates_of
 from .ways import Example, Way, way_of
 
 LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]
@@ -243,7 +244,7 @@ class StepProgram:
     def gradients(self, data: Sequence[Tensor], samples: int, lasting: Lasting | None = None) -> Gradients:
         """The gradients of the first samples, from what a replay gave."""
         scale = float(self.batch.size) if self.mean else 1.0
-        return Replayed(self.templates, data, samples, self.batch.size, scale, self._of, self._arranged, lasting)
+        return Repeated(self.templates, data, samples, self.batch.size, scale, self._of, self._arranged, lasting)
 
     def none(self) -> Gradients:
         """The gradients of no sample."""

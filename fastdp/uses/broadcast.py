@@ -82,7 +82,7 @@ def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> U
 class _Elementwise(Captured):
     """x (op) w or w (op) x, of data x and an operand w, with op one of add, sub, mul, div."""
 
-    repeatable = by_shapes = True
+    repeatable = by_shapes = native = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, x: Tensor, alpha: Any, second: bool,
                  ndim: int) -> None:  # fmt: skip

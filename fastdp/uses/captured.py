@@ -82,6 +82,7 @@ class Captured:
     repeatable = False  # whether compiled code may repeat the call, as long as it holds no tensors
     reads_values = False  # whether `record_uses` reads those of the operands
     with_made: Callable[..., Any] | None = None  # for compiled code: the function, as (result, *the two of `made`)
+    native = False  # whether torch's own node for the call, with parameters detached, gives the input gradient
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout) -> None:
         self.name, self.path, self.layout = name, forward_pass.path, layout
@@ -101,6 +102,22 @@ class Captured:
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         """Record the uses."""
         raise NotImplementedError
+
+    def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """The data of the uses that `record_rows` makes of them, each by sample. None: the call has no such form."""
+        return None
+
+    def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
+        """Record the uses of these rows."""
+        raise NotImplementedError
+
+    def as_computed(self, x: Tensor) -> Tensor:
+        """The data of a native call in the type that torch computes it in."""
+        return x
+
+    def run_native(self, ctx: Context, x: Tensor, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a native call, by autograd's own node. args: with the operands detached."""
+        return function(*args, **kwargs)
 
     def forward(self, ctx: Context, *data: Tensor) -> Any:
         """Run, keeping a graph for the input gradients. Fast rules override this and `input_grads`."""
@@ -199,6 +216,45 @@ class CaptureFunction(torch.autograd.Function):
         return (None, None, None, *inputs)
 
 
+class OutputGradient:
+    """The pre-hook on the node that autograd made for a native call: it takes the output gradient to `record_uses`.
+
+    Until then it holds what the uses need of the data, as autograd holds it for gradients of parameters. The node's own
+    hooks come after those of its result (`Tensor.register_hook`), and see writes in place to the result and its views.
+    """
+
+    __slots__ = ("call", "ctx", "shape", "saved", "versions")
+
+    def __init__(self, call: Captured, ctx: Context, x: Tensor, shape: torch.Size) -> None:
+        self.call, self.ctx, self.shape = call, ctx, shape
+        self.saved = (*call.saved(ctx, x), *ctx.made)
+        self.versions = [t._version for t in self.saved]
+        ctx.made = ()
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        call, ctx = self.call, self.ctx
+        asked = ctx.forward_pass.begin_record(call.path)
+        ctx.check_kept(call)
+        if any(t._version != version for t, version in zip(self.saved, self.versions, strict=True)):
+            raise StepError(
+                f"{call.name}() in module '{call.path}': its input was written to between the forward and the "
+                "backward (by an operation in place after it, or as a buffer for the next batch), so the gradients "
+                "would be of other numbers. Write into a clone()."
+            )
+        if not (asked and ctx.forward_pass.batch):
+            return
+        grad, saved, self.saved, self.versions = grads[0], self.saved, (), []
+        if grad is None:
+            return
+        with exactly():
+            grads = (grad if grad.shape == self.shape else grad.reshape(self.shape),)
+            rows = call.rows(ctx, saved, grads)
+            if rows is None:
+                call.record_uses(ctx, saved, grads)
+            else:
+                ctx.forward_pass.arrived(call, ctx, rows)
+
+
 class Applied(NamedTuple):
     """One application of a captured call."""
 
@@ -212,6 +268,17 @@ def applied(call: Captured, ctx: Context, *data: Tensor) -> Any:
     """The result of a captured call."""
     out = CaptureFunction.apply(ctx.forward_pass.token_for(data), call, ctx, *data)  # type: ignore[no-untyped-call]
     ctx.forward_pass.note_applied(Applied(call, ctx, data, out))
+    return out
+
+
+def apply_natively(
+    call: Captured, ctx: Context, x: Tensor, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Tensor:
+    """The result of a native call of data that require a gradient. args, kwargs: with the operands detached."""
+    out: Tensor = call.run_native(ctx, x, function, args, kwargs)
+    hook = OutputGradient(call, ctx, x, out.shape)
+    node = (out._base if out._is_view() else out).grad_fn  # type: ignore[union-attr]
+    node.register_prehook(hook)  # type: ignore[union-attr]
     return out
 
 

@@ -119,7 +119,7 @@ def shape_of(x: Tensor, g: Tensor, geometry: Geometry) -> Shape:
 
 
 class _Conv(Captured):
-    repeatable = by_shapes = fresh = True
+    repeatable = by_shapes = fresh = native = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, geometry: Geometry) -> None:
         super().__init__(forward_pass, name, layout)
@@ -133,9 +133,12 @@ class _Conv(Captured):
             list(geo.output_padding), geo.groups,
         )  # fmt: skip
 
+    def as_computed(self, x: Tensor) -> Tensor:
+        cast = autocast_dtype(x)
+        return x if cast is None else x.to(cast)
+
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
-        cast = autocast_dtype(data[0])
-        return (data[0] if cast is None else data[0].to(cast),)
+        return (self.as_computed(data[0]),)
 
     def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if not ctx.wanted[0]:
@@ -149,21 +152,25 @@ class _Conv(Captured):
         ]  # fmt: skip
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        g = by_sample(grads[0], self.layout)
+        self.record_rows(ctx, self.rows(ctx, saved, grads))
+
+    def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, g = (by_sample(t, self.layout) for t in (saved[0], grads[0]))
+        sums = (sum_over(g, [d for d in range(1, g.dim()) if d != 2]),) if ctx.learned[1] else ()
+        return (*conv_ops.laid_out(x, g, self.geometry), *sums) if ctx.learned[0] else sums
+
+    def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
         (weight, bias), forward_pass = ctx.operands, ctx.forward_pass
         if ctx.learned[0]:
-            x = by_sample(saved[0], self.layout)
+            x, g = rows[:2]
             use: Use = forward_pass.regrouped(Conv(weight, x, g, self.geometry, self.name))
             assert use.shape is not None
             planner = forward_pass.planner
             if planner.materialises(use.shape, planner.adds(x, g), x.device, is_short(x)):
                 use = Stored(weight, use.per_sample(0, use.batch), self.name, use.shape)
-            elif isinstance(use, Conv):
-                use.x, use.g = conv_ops.laid_out(use.x, use.g, self.geometry)
             forward_pass.record(use)
         if ctx.learned[1]:
-            over = [d for d in range(1, g.dim()) if d != 2]
-            forward_pass.record(Stored(bias, sum_over(g, over), self.name))
+            forward_pass.record(Stored(bias, rows[-1], self.name))
 
 
 _DIMENSIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}

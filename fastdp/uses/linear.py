@@ -183,8 +183,12 @@ def as_autocast(ctx: Context, x: Tensor) -> Tensor:
 class _Product(Captured):
     """Data times an operand matrix, plus a bias; either may be an operand, a constant or (bias) absent."""
 
-    repeatable = by_shapes = fresh = True
+    repeatable = by_shapes = fresh = native = True
     flipped = False  # whether the operand is stored [I,O]
+
+    def as_computed(self, x: Tensor) -> Tensor:
+        cast = autocast_dtype(x)
+        return x if cast is None else x.to(cast)
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         if not ctx.learned[0]:
@@ -196,14 +200,22 @@ class _Product(Captured):
         if in_any_order(self.layout, grads[0]):
             self._back_of_rows(ctx, saved, grads[0])
             return
-        (weight, bias), forward_pass = ctx.operands, ctx.forward_pass
+        self.record_rows(ctx, self.rows(ctx, saved, grads))
+
+    def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         g = steps_by_sample(grads[0], self.layout)
+        rows = (row_sums(g),) if ctx.learned[1] else ()
+        if not ctx.learned[0]:
+            return rows
+        a = steps_by_sample(saved[0], self.layout)
+        return (g, a, *rows) if self.flipped else (a, g, *rows)
+
+    def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
+        (weight, bias), forward_pass = ctx.operands, ctx.forward_pass
         if ctx.learned[0]:
-            a = steps_by_sample(saved[0], self.layout)
-            a, o = (g, a) if self.flipped else (a, g)
-            forward_pass.record(use_of_product(forward_pass, weight, a, o, self.name))
+            forward_pass.record(use_of_product(forward_pass, weight, rows[0], rows[1], self.name))
         if ctx.learned[1]:
-            forward_pass.record(Stored(bias, row_sums(g), self.name))
+            forward_pass.record(Stored(bias, rows[-1], self.name))
 
     def _back_of_rows(self, ctx: Context, saved: tuple[Tensor, ...], g: Tensor) -> None:
         """Rows of many samples in any order: no padding to the longest sample."""
@@ -301,7 +313,7 @@ def capture_linear(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...], 
 class _Left(Captured):
     """W @ x with W [O,I], x [..., I, T]: the gradient is sum_t g_t x_t^T."""
 
-    repeatable = by_shapes = True
+    repeatable = by_shapes = native = True
 
     def run(self, ctx: Context, *data: Tensor) -> Any:
         return torch.matmul(ctx.values[0], data[0])

@@ -117,7 +117,12 @@ class _Native(Captured):
 
 
 class _LayerNorm(_Native):
-    with_made = staticmethod(_layer_norm)
+    with_made, native = staticmethod(_layer_norm), True
+
+    def run_native(self, ctx: Context, x: Tensor, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        out, *statistics = _layer_norm(x, self.along, *ctx.values, self.eps)
+        ctx.made = tuple(t.detach() for t in statistics)  # (which hold their node, that holds what keeps them)
+        return out
 
     def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         if not ctx.wanted[0]:
@@ -125,14 +130,23 @@ class _LayerNorm(_Native):
         return [_LAYER_BACKWARD(grads[0], saved[0], self.along, *saved[1:], *ctx.values, [True, False, False])[0]]
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        self.record_rows(ctx, self.rows(ctx, saved, grads))
+
+    def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if len(self.along) == 1 and lies_in_order(self.layout) and saved[0].dim() > 1:
             x, g = (steps_by_sample(t, self.layout) for t in (saved[0], grads[0]))  # [B, T, d]
-            self._record(ctx, ops.norm_affine_per_sample(x, g, *(t.reshape(x.shape[:2]) for t in saved[1:])))
-            return
-        lead = saved[0].dim() - len(self.along)
-        x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
-        mean, rstd = (by_sample(t.flatten(lead), self.layout).flatten(1) for t in saved[1:])  # [B, T]
-        self._record(ctx, ops.norm_affine_per_sample(x, g, mean, rstd))
+            mean, rstd = (t.reshape(x.shape[:2]) for t in saved[1:])
+        else:
+            lead = saved[0].dim() - len(self.along)
+            x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
+            mean, rstd = (by_sample(t.flatten(lead), self.layout).flatten(1) for t in saved[1:])  # [B, T]
+        found = zip(ops.norm_affine_per_sample(x, g, mean, rstd), ctx.operands, ctx.learned, strict=True)
+        return tuple(rows.view(rows.size(0), *operand.shape) for rows, operand, learned in found if learned)
+
+    def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
+        learned = [operand for operand, learned in zip(ctx.operands, ctx.learned, strict=True) if learned]
+        for operand, grads in zip(learned, rows, strict=True):
+            ctx.forward_pass.record(use_by_sample(operand, grads, self.name))
 
 
 class _GroupNorm(_Native):

@@ -50,9 +50,8 @@ class Streams:
     def __init__(self) -> None:
         self._seen: dict[tuple[torch.device, Any], tuple[Any, list[Holding]]] = {}
 
-    def note(self, use: Use) -> None:
+    def note(self, use: Holding, device: torch.device) -> None:
         """A use is recorded on the stream that is current on its device."""
-        device = use.operand.device
         number = _number(device)
         if number is None:
             return
@@ -86,6 +85,6 @@ class Streams:
 
 def _number(device: torch.device) -> Any:
     """What tells the current stream from others, cheaply where torch has that; None where there are no streams."""
-    if device.type == "cuda" and _CUDA is not None:
-        return _CUDA(device.index or 0)
-    return current(device)
+    if device.type == "cpu":
+        return None
+    return _CUDA(device.index or 0) if device.type == "cuda" and _CUDA is not None else current(device)
