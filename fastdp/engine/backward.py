@@ -309,7 +309,7 @@ class Backward:
             tape.calls.append((use, 1))
         tape.uses.append(use)
         tape.versions.append(use.versions())
-        tape.streams.note(use, use.operand.device)
+        tape.streams.note(use)
         if self._tape.early is None:
             if self.planner.memory_budget is not None or not use.is_small:
                 self.planner.hold(use.data())
@@ -332,7 +332,7 @@ class Backward:
 
     def _keep(self, tape: Tape, kept: Kept) -> None:
         tape.kept.append(kept)
-        tape.streams.note(kept, kept.rows[0].device)
+        tape.streams.note(kept)
 
     def _record_call(self, tape: Tape, call: Captured, ctx: Context, rows: tuple[Tensor, ...]) -> None:
         first, calls = len(tape.uses), tape.calls

@@ -95,7 +95,7 @@ def repeat(known: KnownCapture, forward_pass: Any, args: tuple[Any, ...], kwargs
         uses_of = forward_pass.backward.uses_of
         for parameter, span in uses:
             uses_of.setdefault(parameter, []).append(span)
-    if function is None or forward_ad._current_level >= 0:
+    if function is None or forward_ad._current_level >= 0 or forward_pass.planner.memory_budget is not None:
         return _APPLY(forward_pass.token, call, ctx, *[given[place] for place in data])
     detached = list(given)
     for place, value in zip(operands, ctx.values, strict=True):

@@ -26,7 +26,7 @@ from ..uses.timing import Clock
 from ..uses.use import Positioned, Stored, Use
 from .bundle import Abreast, Bundle
 from .explain import Plan
-from .gradients import Arranged, Gradients, places_of, settled
+from .gradients import Arranged, Gradients, places_of, settled, written_to
 from .tape import Tape
 
 DATA: dict[type[Use], tuple[str, ...]] = {
@@ -74,6 +74,14 @@ class Repeated(Gradients):
         self.clocks: list[Clock | None] = [None] * len(templates)  # of the uses
         self._timed = timed
         self._take(samples, scale, templates[0].use.operand.device, None, arranged)
+        self._versions = [versions([tensor]) for tensor in self._data]
+
+    def check_unwritten(self) -> None:
+        for template in self._templates:
+            for number in template.places.values():
+                tensor = self._data[number]
+                if tensor is not _GONE and versions([tensor]) != self._versions[number]:
+                    raise written_to(template.use.name)
 
     @property
     def uses(self) -> list[Use]:
@@ -161,6 +169,10 @@ class Kept:
         assert found is not None
         return found.name
 
+    @property
+    def device(self) -> torch.device:
+        return self.rows[0].device
+
     def versions(self) -> int:
         return versions(self.rows)
 
@@ -238,7 +250,7 @@ class Like:
 def like(tape: Tape, gradients: Gradients) -> Like | None:
     """What the backward was that gave these. None if the next one must be recorded use by use: uses were joined, or are
     of kinds whose data is not known, or do not hold what their calls gave."""
-    if tape.calls is None or gradients.people is not None or len(gradients.uses) != len(tape.uses):
+    if not tape.calls or gradients.people is not None or len(gradients.uses) != len(tape.uses):
         return None
     for use, recorded in zip(gradients.uses, tape.uses, strict=True):
         if use is not recorded or type(use) not in DATA or isinstance(use, Matmul) and use.filled is not None:

@@ -237,9 +237,9 @@ class OutputGradient:
         ctx.check_kept(call)
         if any(t._version != version for t, version in zip(self.saved, self.versions, strict=True)):
             raise StepError(
-                f"{call.name}() in module '{call.path}': its input was written to between the forward and the "
-                "backward (by an operation in place after it, or as a buffer for the next batch), so the gradients "
-                "would be of other numbers. Write into a clone()."
+                f"{call.name}() in module '{call.path}': its input was modified by an inplace operation between the "
+                "forward and the backward (one behind it, or as a buffer for the next batch), so the gradients would "
+                "be of other numbers. Write into a clone()."
             )
         if not (asked and ctx.forward_pass.batch):
             return

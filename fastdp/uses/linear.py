@@ -188,7 +188,7 @@ class _Product(Captured):
 
     def as_computed(self, x: Tensor) -> Tensor:
         cast = autocast_dtype(x)
-        return x if cast is None else x.to(cast)
+        return _in_rows(x if cast is None else x.to(cast))
 
     def saved(self, ctx: Context, *data: Tensor) -> tuple[Tensor, ...]:
         if not ctx.learned[0]:

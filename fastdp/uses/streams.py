@@ -41,7 +41,14 @@ def keep(inputs: Iterable[Tensor]) -> None:
 class Holding(Protocol):
     """Something that holds tensors."""
 
-    def holds(self) -> tuple[Tensor, ...]: ...
+    def holds(self) -> Sequence[Tensor]: ...
+
+
+class Noted(Holding, Protocol):
+    """What a call recorded."""
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class Streams:
@@ -50,8 +57,9 @@ class Streams:
     def __init__(self) -> None:
         self._seen: dict[tuple[torch.device, Any], tuple[Any, list[Holding]]] = {}
 
-    def note(self, use: Holding, device: torch.device) -> None:
+    def note(self, use: Noted) -> None:
         """A use is recorded on the stream that is current on its device."""
+        device = use.device
         number = _number(device)
         if number is None:
             return
