@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import SampleMixingError, StepError
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.nests import tensors_in
-from ..uses.captured import OutputGradient
+from ..uses.captured import Native
 from .hook_scales import NOT_LINEAR
 from .hook_watch import Owner, Watch
 
@@ -266,7 +266,7 @@ def _guard(register: Any, owner: Owner, batch: int) -> None:
     hooks = handle.hooks_dict_ref()
     handle.remove()
     for number, hook in list(hooks.items()):
-        if not isinstance(hook, NodeHook | OutputGradient) and getattr(hook, "__module__", "") != "torch.utils.hooks":
+        if not isinstance(hook, NodeHook | Native) and getattr(hook, "__module__", "") != "torch.utils.hooks":
             hooks[number] = NodeHook(hook, owner, batch, "")
 
 

@@ -22,7 +22,7 @@ from ..layouts.calls import Call
 from ..layouts.kinds import REACHING_GRAPH, RESHAPING, TELLING_SIZES, function_name
 from ..layouts.layout import Layout, tag
 from ..ops.registry import native
-from ..uses.captured import Applied, Captured, CaptureFunction, Context, apply_natively
+from ..uses.captured import Applied, Captured, CaptureFunction, Context, Native
 from ..uses.experts import PRODUCTS
 from ..uses.links import link_of, span_of
 from ..uses.rules import USE_RULES
@@ -51,6 +51,14 @@ def note_kind(func: Any, kind: str) -> None:
     _codes[func] = code + _INDEXING * (func is torch.Tensor.__getitem__)
 
 
+class NativeCall(NamedTuple):
+    """How a native call is made."""
+
+    function: Callable[..., Any]  # torch's
+    as_it_is: bool  # whether the data has the form in which it is computed
+    saves: bool  # whether uses need the data
+
+
 class KnownCapture(NamedTuple):
     """A captured call, and which arguments it takes."""
 
@@ -59,7 +67,7 @@ class KnownCapture(NamedTuple):
     data: tuple[int, ...]
     learned: list[bool]  # which operands are parameters
     uses: list[tuple[int, tuple[int, int]]]  # of parameters, by id: the first and the last element
-    function: Callable[..., Any] | None  # the torch function, if autograd's own node for it will do
+    native: NativeCall | None  # if autograd's own node for the call will do
 
 
 def captured_by(call: Call, applied: Sequence[Applied]) -> KnownCapture | None:
@@ -74,8 +82,11 @@ def captured_by(call: Call, applied: Sequence[Applied]) -> KnownCapture | None:
     operands, count = ctx.operands, len(ctx.operands)
     learned = [t for t, own in zip(operands, ctx.learned, strict=True) if own]
     uses = [(id(t), span_of(t, t)) for t in learned]
-    function = call.func if applied[0].call.native and list(ctx.wanted) == [True] else None
-    return KnownCapture(applied[0].call, tuple(places[:count]), tuple(places[count:]), ctx.learned, uses, function)
+    made, native = applied[0].call, None
+    if made.native and list(ctx.wanted) == [True]:
+        x = data[0].detach()
+        native = NativeCall(call.func, made.as_computed(x) is x, bool(made.saved(ctx, x)))
+    return KnownCapture(made, tuple(places[:count]), tuple(places[count:]), ctx.learned, uses, native)
 
 
 def _place(call: Call, tensor: Tensor | None) -> int | None:
@@ -88,23 +99,29 @@ def _place(call: Call, tensor: Tensor | None) -> int | None:
 
 def repeat(known: KnownCapture, forward_pass: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a captured call, of these arguments; it gets its layout in C++."""
-    call, operands, data, learned, uses, function = known
-    given: Any = (*args, *kwargs.values(), None)
-    ctx = Context.repeated(forward_pass, [given[place] for place in operands], learned)
+    call, operands, data, learned, uses, native = known
+    given: list[Any] = [*args, *kwargs.values(), None]
     if forward_pass.count:
         uses_of = forward_pass.backward.uses_of
         for parameter, span in uses:
             uses_of.setdefault(parameter, []).append(span)
-    if function is None or forward_ad._current_level >= 0 or forward_pass.planner.memory_budget is not None:
+    own = [given[place] for place in operands]
+    if native is None or forward_ad._current_level >= 0 or forward_pass.planner.memory_budget is not None:
+        ctx = Context.repeated(forward_pass, own, learned)
         return _APPLY(forward_pass.token, call, ctx, *[given[place] for place in data])
-    detached = list(given)
-    for place, value in zip(operands, ctx.values, strict=True):
-        if place >= 0:
-            detached[place] = value
-    x = detached[data[0]] = call.as_computed(given[data[0]])
-    count = len(args)
-    named = dict(zip(kwargs, detached[count:], strict=False))
-    return apply_natively(call, ctx, x, function, detached[:count], named)
+    x = given[data[0]]
+    if not native.as_it_is:
+        x = given[data[0]] = call.as_computed(x)
+    values = [None if t is None else t.detach() for t in own]
+    made = Native(forward_pass, call, own, values, learned)
+    out = call.run_native(made, x)
+    if out is None:
+        for place, value in zip(operands, values, strict=True):
+            given[place] = value
+        count = len(args)
+        out = native.function(*given[:count], **dict(zip(kwargs, given[count:], strict=False)))
+    made.wait_for(out, x if native.saves else None)
+    return out
 
 
 def known_calls(

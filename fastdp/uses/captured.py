@@ -115,9 +115,9 @@ class Captured:
         """The data of a native call in the type that torch computes it in."""
         return x
 
-    def run_native(self, ctx: Context, x: Tensor, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a native call, by autograd's own node. args: with the operands detached."""
-        return function(*args, **kwargs)
+    def run_native(self, ctx: Context, x: Tensor) -> Tensor | None:
+        """The result of a native call, by autograd's own node; None where the torch function itself gives it."""
+        return None
 
     def forward(self, ctx: Context, *data: Tensor) -> Any:
         """Run, keeping a graph for the input gradients. Fast rules override this and `input_grads`."""
@@ -216,43 +216,55 @@ class CaptureFunction(torch.autograd.Function):
         return (None, None, None, *inputs)
 
 
-class OutputGradient:
-    """The pre-hook on the node that autograd made for a native call: it takes the output gradient to `record_uses`.
+class Native(Context):
+    """A native call from its forward to its backward: a pre-hook on the node that autograd made for it, which takes the
+    output gradient to the uses.
 
-    Until then it holds what the uses need of the data, as autograd holds it for gradients of parameters. The node's own
-    hooks come after those of its result (`Tensor.register_hook`), and see writes in place to the result and its views.
+    Until then it holds what they need of the data, as autograd holds it for gradients of parameters. A node's pre-hooks
+    come after the hooks of its result (`Tensor.register_hook`), and after writes in place to the result and its views.
     """
 
-    __slots__ = ("call", "ctx", "shape", "saved", "versions")
+    _weight: tuple[Tensor, int] | None = None  # whose numbers the node reads
 
-    def __init__(self, call: Captured, ctx: Context, x: Tensor, shape: torch.Size) -> None:
-        self.call, self.ctx, self.shape = call, ctx, shape
-        self.saved = (*call.saved(ctx, x), *ctx.made)
-        self.versions = [t._version for t in self.saved]
-        ctx.made = ()
+    def __init__(
+        self, forward_pass: ForwardPass, call: Captured, operands: Sequence[Tensor | None],
+        values: Sequence[Tensor | None], learned: Sequence[bool],
+    ) -> None:  # fmt: skip
+        self.forward_pass, self.call, self.operands, self.values, self.learned = (
+            forward_pass, call, operands, values, learned,
+        )  # fmt: skip
+
+    def wait_for(self, out: Tensor, x: Tensor | None) -> None:
+        """Wait for the gradient of this result, with what the uses need of the data."""
+        self.shape = out.shape
+        self.saved: tuple[Tensor, ...] = self.made if x is None else (x, *self.made)
+        self.version = 0 if x is None else x._version
+        node = (out._base if out._is_view() else out).grad_fn  # type: ignore[union-attr]
+        node.register_prehook(self)  # type: ignore[union-attr]
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        call, ctx = self.call, self.ctx
-        asked = ctx.forward_pass.begin_record(call.path)
-        ctx.check_kept(call)
-        if any(t._version != version for t, version in zip(self.saved, self.versions, strict=True)):
+        call, forward_pass, saved, grad = self.call, self.forward_pass, self.saved, grads[0]
+        asked = forward_pass.begin_record(call.path)
+        if self._kept:
+            self.check_kept(call)
+        if saved and saved[0]._version != self.version:
             raise StepError(
                 f"{call.name}() in module '{call.path}': its input was modified by an inplace operation between the "
                 "forward and the backward (one behind it, or as a buffer for the next batch), so the gradients would "
                 "be of other numbers. Write into a clone()."
             )
-        if not (asked and ctx.forward_pass.batch):
+        if not (asked and forward_pass.batch):
             return
-        grad, saved, self.saved, self.versions = grads[0], self.saved, (), []
+        self.saved, self.made = (), ()
         if grad is None:
             return
         with exactly():
-            grads = (grad if grad.shape == self.shape else grad.reshape(self.shape),)
-            rows = call.rows(ctx, saved, grads)
+            whole = (grad if grad.shape == self.shape else grad.reshape(self.shape),)
+            rows = call.rows(self, saved, whole)
             if rows is None:
-                call.record_uses(ctx, saved, grads)
+                call.record_uses(self, saved, whole)
             else:
-                ctx.forward_pass.arrived(call, ctx, rows)
+                forward_pass.arrived(call, self, rows)
 
 
 class Applied(NamedTuple):
@@ -268,17 +280,6 @@ def applied(call: Captured, ctx: Context, *data: Tensor) -> Any:
     """The result of a captured call."""
     out = CaptureFunction.apply(ctx.forward_pass.token_for(data), call, ctx, *data)  # type: ignore[no-untyped-call]
     ctx.forward_pass.note_applied(Applied(call, ctx, data, out))
-    return out
-
-
-def apply_natively(
-    call: Captured, ctx: Context, x: Tensor, function: Callable[..., Any], args: Any, kwargs: Any
-) -> Tensor:
-    """The result of a native call of data that require a gradient. args, kwargs: with the operands detached."""
-    out: Tensor = call.run_native(ctx, x, function, args, kwargs)
-    hook = OutputGradient(call, ctx, x, out.shape)
-    node = (out._base if out._is_view() else out).grad_fn  # type: ignore[union-attr]
-    node.register_prehook(hook)  # type: ignore[union-attr]
     return out
 
 

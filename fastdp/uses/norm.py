@@ -119,9 +119,11 @@ class _Native(Captured):
 class _LayerNorm(_Native):
     with_made, native = staticmethod(_layer_norm), True
 
-    def run_native(self, ctx: Context, x: Tensor, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        out, *statistics = _layer_norm(x, self.along, *ctx.values, self.eps)
-        ctx.made = tuple(t.detach() for t in statistics)  # (which hold their node, that holds what keeps them)
+    def run_native(self, ctx: Context, x: Tensor) -> Tensor:
+        weight, bias = ctx.values
+        out: Tensor
+        out, mean, rstd = torch.native_layer_norm(x, self.along, weight, bias, self.eps)
+        ctx.made = mean.detach(), rstd.detach()  # (not with their node, which holds the context)
         return out
 
     def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
