@@ -7,6 +7,7 @@
 // A call that combines data with parameters is known by more (`known_calls.KnownCapture`): what its rule in Python
 // found out from the shapes, types and layouts of the arguments, in this module's forward.
 #include "known_calls.h"
+#include "native_call.h"
 #include "signature.h"
 
 #include <vector>
@@ -205,11 +206,19 @@ class KnownCalls {
         if (checked(PyObject_CallNoArgs(words->grad_enabled)).get() != Py_True) throw Missed{};
         const Ref capture = looked_up(captures_.ptr(), capture_of(function, code, args, kwargs));
         if (!capture) throw Missed{};
-        Ref out = checked(
-            PyObject_CallFunctionObjArgs(words->repeat, capture.get(), forward_pass, args, kwargs, nullptr));
+        PyObject *native = PyTuple_GET_ITEM(capture.get(), 5);
+        Ref out = native != Py_None && takes_hooks(forward_pass)
+                      ? native_call(NativeCall(capture.get(), native), forward_pass, args, kwargs)
+                      : checked(PyObject_CallFunctionObjArgs(words->repeat, capture.get(), forward_pass, args, kwargs,
+                                                             nullptr));
         const Ref layout = attribute(PyTuple_GET_ITEM(capture.get(), 0), words->layout_of_data);
         tag(out.get(), layout.get(), attribute(words->moments, words->current).get());
         return out.release();
+    }
+
+    // Whether calls may go by autograd's own nodes: no tangents run through them, and nothing runs them again.
+    static bool takes_hooks(PyObject *forward_pass) {
+        return is(forward_pass, words->by_nodes) && number(attribute(words->forward_ad, words->current_level).get()) < 0;
     }
 
     static bool is_telling(PyObject *function) {
@@ -282,26 +291,48 @@ class KnownCalls {
     const std::int64_t batch_;
 };
 
-// call(forward_pass, function, args, kwargs) without pybind11 in between.
-PyObject *call_known(PyObject *capsule, PyObject *const *args, Py_ssize_t count) {
-    if (count != 4 || !PyTuple_Check(args[2]) || !PyDict_Check(args[3])) {
-        PyErr_SetString(PyExc_TypeError, "call(forward_pass, function, args, kwargs)");
+// `__torch_function__` of a mode: known calls are made at once, unless data has left torch, or Dynamo's are seen.
+PyObject *torch_function(PyObject *mode, PyObject *const *args, Py_ssize_t count) {
+    try {
+        if (count < 2) throw Missed{};
+        const Ref notes = notes_of(mode);
+        PyObject *forward_pass = entry(notes.get(), words->forward_pass), *capsule = entry(notes.get(), words->known_calls);
+        if (forward_pass == nullptr || capsule == nullptr) throw Missed{};
+        if (attribute(forward_pass, words->lowers).get() != Py_None) throw Missed{};
+        if (attribute(forward_pass, words->watcher).get() != Py_None) throw Missed{};
+        if (is(attribute(forward_pass, words->exposed).get(), words->anything)) throw Missed{};
+        const bool named = count > 3 && args[3] != Py_None;
+        const Ref given = count > 2 ? Ref::of(args[2]) : checked(PyTuple_New(0));
+        const Ref kwargs = named ? Ref::of(args[3]) : checked(PyDict_New());
+        if (!PyTuple_Check(given.get()) || !PyDict_Check(kwargs.get())) throw Missed{};
+        auto *known = static_cast<KnownCalls *>(PyCapsule_GetPointer(capsule, nullptr));
+        if (known == nullptr) throw Raised{};
+        PyObject *out = known->call(forward_pass, args[0], given.get(), kwargs.get());
+        if (out != words->missed) return out;
+        Py_DECREF(out);
+    } catch (const Missed &) {
+    } catch (const Raised &) {
         return nullptr;
     }
-    auto *known = static_cast<KnownCalls *>(PyCapsule_GetPointer(capsule, nullptr));
-    return known == nullptr ? nullptr : known->call(args[0], args[1], args[2], args[3]);
+    const Ref others(PyObject_GetAttr((PyObject *)Py_TYPE(mode), words->torch_function));
+    if (!others) return nullptr;
+    std::vector<PyObject *> all{mode};
+    all.insert(all.end(), args, args + count);
+    return PyObject_Vectorcall(others.get(), all.data(), all.size(), nullptr);
 }
 
-PyMethodDef known_call = {"call", (PyCFunction)(void (*)())call_known, METH_FASTCALL, nullptr};
+PyMethodDef function_of_mode = {"__torch_function__", (PyCFunction)(void (*)())torch_function, METH_FASTCALL, nullptr};
 
-py::object caller_of(const py::object &self) {
+// Let these calls be made where the mode sees them.
+void serve(const py::object &self, const py::object &mode) {
     PyObject *capsule = PyCapsule_New(self.cast<KnownCalls *>(), nullptr, [](PyObject *gone) {
         Py_DECREF((PyObject *)PyCapsule_GetContext(gone));
     });
     if (capsule == nullptr) throw py::error_already_set();
     PyCapsule_SetContext(capsule, Py_NewRef(self.ptr()));
-    const py::object held = py::reinterpret_steal<py::object>(capsule);
-    return py::reinterpret_steal<py::object>(PyCFunction_New(&known_call, held.ptr()));
+    mode.attr("_known_calls") = py::reinterpret_steal<py::object>(capsule);
+    mode.attr("__torch_function__") =
+        py::reinterpret_steal<py::object>(PyCFunction_New(&function_of_mode, mode.ptr()));
 }
 
 }  // namespace
@@ -310,7 +341,7 @@ void bind_known_calls(py::module_ &module) {
     module.def("set_vocabulary", &set_vocabulary, "what `KnownCalls` is written with; see known_calls.cpp");
     py::class_<KnownCalls>(module, "KnownCalls", "the known calls of a pass; see fastdp/engine/known_calls.py")
         .def(py::init<py::dict, py::dict, std::int64_t, py::dict, py::list, py::object>())
-        .def("caller", &caller_of, "call(forward_pass, function, args, kwargs) -> what the call gives, or MISSED")
+        .def("serve", &serve, "let the calls be made where a mode sees them, before its __torch_function__")
         .def("signature", [](KnownCalls &self, py::handle function, const py::tuple &args, const py::dict &kwargs) {
             return py::reinterpret_steal<py::object>(self.signature(function.ptr(), args.ptr(), kwargs.ptr()));
         });

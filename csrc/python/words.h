@@ -12,7 +12,7 @@ struct Words {
     PyObject *tag, *drop_gone, *under_functorch, *grad_enabled;
     PyObject *LAYOUT, *MOMENT, *TAGGED_AT, *RELAID, *INPUT, *PRESUMED, *TOKEN, *HELD, *MADE, *LINK, *UNTRACKED, *PARTS,
         *GATHERED, *NUMBER, *NUMBER_OF;
-    PyObject *any_autocast, *autocast, *saving_hooks, *repeat;
+    PyObject *any_autocast, *autocast, *saving_hooks, *repeat, *native, *forward_ad;
     Py_ssize_t batch, dim, outer, inner, owner, mixed, order, is_row_index, alone, piece;
     PyObject *is_nested = interned("is_nested"), *requires_grad = interned("requires_grad"), *shape = interned("shape"),
              *dtype = interned("dtype"), *is_leaf = interned("is_leaf"), *base = interned("_base"),
@@ -22,7 +22,16 @@ struct Words {
              *token = interned("token"), *out = interned("out"), *start = interned("start"), *stop = interned("stop"),
              *step = interned("step"), *all_storages = interned("storages"), *prune = interned("prune"),
              *turn = interned("turn"), *device = interned("device"), *layout_of_data = interned("layout"),
-             *numel = interned("numel"), *is_contiguous = interned("is_contiguous");
+             *numel = interned("numel"), *is_contiguous = interned("is_contiguous"), *count = interned("count"), *backward = interned("backward"),
+             *uses_of = interned("uses_of"), *made = interned("made"), *saved = interned("saved"),
+             *saved_version = interned("version"), *grad_fn = interned("grad_fn"),
+             *register_prehook = interned("register_prehook"), *detach = interned("detach"),
+             *as_computed = interned("as_computed"), *run_native = interned("run_native"),
+             *forward_pass = interned("forward_pass"), *call = interned("call"), *operands = interned("operands"),
+             *values = interned("values"), *learned = interned("learned"), *by_nodes = interned("by_nodes"),
+             *current_level = interned("_current_level"), *lowers = interned("lowers"),
+             *watcher = interned("watcher"), *exposed = interned("exposed"), *anything = interned("anything"),
+             *known_calls = interned("_known_calls"), *torch_function = interned("__torch_function__"), *zero = PyLong_FromLong(0);
 };
 extern Words *words;
 

@@ -75,7 +75,9 @@ class Pass(PassRecord):
         self.mode = _CaptureMode(self)
         self._applied: list[Applied] | None = None  # captured calls, within a rule
         self.known_calls = self.memo.calls_of(batch, tracked, self.stack, engine.sizes.asked) if batch > 1 else None
-        self.known_call = self.known_calls.caller() if self.known_calls is not None else None
+        self.by_nodes = engine.planner.memory_budget is None  # captured calls may be autograd's own nodes
+        if self.known_calls is not None:
+            self.known_calls.serve(self.mode)
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.watcher: Watcher | None = None
         self.exposed, self.reads = Exposed(batch, engine.model), engine.reads
@@ -385,6 +387,8 @@ class Pass(PassRecord):
 
 
 class _CaptureMode(TorchFunctionMode):
+    """Sees the calls of a pass. Known ones it makes in C++ (`KnownCalls.serve`): this is for the others."""
+
     def __init__(self, forward_pass: Pass) -> None:
         super().__init__()
         self.forward_pass = forward_pass
@@ -392,11 +396,7 @@ class _CaptureMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, active = kwargs or {}, self.forward_pass
         if active.lowers is not None and (out := active.lowers(active, func, args, kwargs)) is not NotImplemented:
-            return out  # known calls are made at once, unless data has left torch, or Dynamo's are seen
-        if active.known_call is not None and active.watcher is None and not active.exposed.anything:
-            out = active.known_call(active, func, args, kwargs)
-            if out is not MISSED:
-                return out
+            return out
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly
             look_beneath(active, func, args, kwargs)
             return func(*args, **kwargs)

@@ -57,6 +57,7 @@ class NativeCall(NamedTuple):
     function: Callable[..., Any]  # torch's
     as_it_is: bool  # whether the data has the form in which it is computed
     saves: bool  # whether uses need the data
+    own: bool  # whether the captured call makes it itself (`run_native`)
 
 
 class KnownCapture(NamedTuple):
@@ -85,7 +86,8 @@ def captured_by(call: Call, applied: Sequence[Applied]) -> KnownCapture | None:
     made, native = applied[0].call, None
     if made.native and list(ctx.wanted) == [True]:
         x = data[0].detach()
-        native = NativeCall(call.func, made.as_computed(x) is x, bool(made.saved(ctx, x)))
+        own = type(made).run_native is not Captured.run_native
+        native = NativeCall(call.func, made.as_computed(x) is x, bool(made.saved(ctx, x)), own)
     return KnownCapture(made, tuple(places[:count]), tuple(places[count:]), ctx.learned, uses, native)
 
 
@@ -99,29 +101,14 @@ def _place(call: Call, tensor: Tensor | None) -> int | None:
 
 def repeat(known: KnownCapture, forward_pass: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a captured call, of these arguments; it gets its layout in C++."""
-    call, operands, data, learned, uses, native = known
-    given: list[Any] = [*args, *kwargs.values(), None]
+    call, operands, data, learned, uses, _ = known
+    given: Any = (*args, *kwargs.values(), None)
+    ctx = Context.repeated(forward_pass, [given[place] for place in operands], learned)
     if forward_pass.count:
         uses_of = forward_pass.backward.uses_of
         for parameter, span in uses:
             uses_of.setdefault(parameter, []).append(span)
-    own = [given[place] for place in operands]
-    if native is None or forward_ad._current_level >= 0 or forward_pass.planner.memory_budget is not None:
-        ctx = Context.repeated(forward_pass, own, learned)
-        return _APPLY(forward_pass.token, call, ctx, *[given[place] for place in data])
-    x = given[data[0]]
-    if not native.as_it_is:
-        x = given[data[0]] = call.as_computed(x)
-    values = [None if t is None else t.detach() for t in own]
-    made = Native(forward_pass, call, own, values, learned)
-    out = call.run_native(made, x)
-    if out is None:
-        for place, value in zip(operands, values, strict=True):
-            given[place] = value
-        count = len(args)
-        out = native.function(*given[:count], **dict(zip(kwargs, given[count:], strict=False)))
-    made.wait_for(out, x if native.saves else None)
-    return out
+    return _APPLY(forward_pass.token, call, ctx, *[given[place] for place in data])
 
 
 def known_calls(
@@ -162,5 +149,6 @@ def _vocabulary() -> dict[str, Any]:
         "MISSED": MISSED, "under_functorch": torch._C._functorch.peek_interpreter_stack,
         "grad_enabled": torch.is_grad_enabled, "any_autocast": torch._C._is_any_autocast_enabled,
         "autocast": _autocast, "saving_hooks": torch._C._autograd._top_saved_tensors_default_hooks, "repeat": repeat,
+        "Native": Native, "forward_ad": forward_ad,
         **{name: getattr(notes, name) for name in names},
     }  # fmt: skip

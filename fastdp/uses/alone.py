@@ -41,6 +41,7 @@ class OneSample:
             forward_pass.begin_record,
         )
         self.names_of, self.note_applied = forward_pass.names_of, forward_pass.note_applied
+        self.arrived = forward_pass.arrived
 
     @property
     def compiling(self) -> bool:

@@ -217,30 +217,17 @@ class CaptureFunction(torch.autograd.Function):
 
 
 class Native(Context):
-    """A native call from its forward to its backward: a pre-hook on the node that autograd made for it, which takes the
-    output gradient to the uses.
+    """A native call (`csrc/python/native_call.cpp` makes it) from its forward to its backward: a pre-hook on the node
+    that autograd made for it, which takes the output gradient to the uses.
 
     Until then it holds what they need of the data, as autograd holds it for gradients of parameters. A node's pre-hooks
     come after the hooks of its result (`Tensor.register_hook`), and after writes in place to the result and its views.
     """
 
-    _weight: tuple[Tensor, int] | None = None  # whose numbers the node reads
-
-    def __init__(
-        self, forward_pass: ForwardPass, call: Captured, operands: Sequence[Tensor | None],
-        values: Sequence[Tensor | None], learned: Sequence[bool],
-    ) -> None:  # fmt: skip
-        self.forward_pass, self.call, self.operands, self.values, self.learned = (
-            forward_pass, call, operands, values, learned,
-        )  # fmt: skip
-
-    def wait_for(self, out: Tensor, x: Tensor | None) -> None:
-        """Wait for the gradient of this result, with what the uses need of the data."""
-        self.shape = out.shape
-        self.saved: tuple[Tensor, ...] = self.made if x is None else (x, *self.made)
-        self.version = 0 if x is None else x._version
-        node = (out._base if out._is_view() else out).grad_fn  # type: ignore[union-attr]
-        node.register_prehook(self)  # type: ignore[union-attr]
+    call: Captured
+    shape: torch.Size  # of the result
+    saved: tuple[Tensor, ...]  # of the data, if uses need it, and what was made beside the result
+    version: int  # of the data
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         call, forward_pass, saved, grad = self.call, self.forward_pass, self.saved, grads[0]
