@@ -375,12 +375,15 @@ class Backward:
             return
         self._ended_once = False
         try:
-            self._finish()
+            with self.tracked.steady():
+                gradients = self._finish()
+            if gradients is not None:
+                self._hand_over(gradients)
         except FastDPError as error:
             self.refused(error)
             raise
 
-    def _finish(self) -> None:
+    def _finish(self) -> Gradients | None:
         tape, self._tape = self._tape, None
         self.replays, self.uses_of, self._counted = Replays(self.rerun), {}, False
         self._open_forwards = max(0, self._open_forwards - 1)
@@ -390,7 +393,7 @@ class Backward:
         if tape is not None and tape.problem is not None:
             raise tape.problem
         if tape is None or tape.failed:
-            return
+            return None
         if tape.batch is not None:
             self.ended()
         self.uncaptured.check(self.last_use_of)
@@ -411,13 +414,13 @@ class Backward:
         check_unwritten([*uses, *tape.kept], [*[version for _, version in held], *[each.version for each in tape.kept]])
         tape.streams.join()
         if tape.batch is None:
-            return  # a backward that met no tracked parameter
+            return None  # a backward that met no tracked parameter
         scale = float(tape.batch) if self.mean else 1.0
         self.whose.use(tape.people)
         with torch.no_grad(), exactly():
             gradients: Gradients
             if tape.like is not None:
-                gradients = tape.like.gradients(tape.kept, scale)
+                gradients = tape.like.gradients(tape.kept, scale, watched=self.on_end is None)
             else:
                 device = uses[0].operand.device if uses else self.tracked.tensors()[0].device
                 gradients = Gradients(uses, tape.batch, scale, device, self.planner, self.profile, tape.people)
@@ -429,7 +432,7 @@ class Backward:
             del uses, held, tape  # nobody else holds the data of a backward
             if self.on_end is not None:
                 self.others.end()
-        self._hand_over(gradients)
+        return gradients
 
     def _hand_over(self, gradients: Gradients) -> None:
         with torch.no_grad(), exactly():

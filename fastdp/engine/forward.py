@@ -27,6 +27,7 @@ from .checkpointing import watch_region
 from .compile_stance import PLAINLY, Switches
 from .engine import ENGINES, Engine
 from .followed import Evaluation
+from .garbage import COLLECTOR
 from .module_hooks import ModuleHook, numbered
 from .replay import Block
 from .tape import joined_error
@@ -90,7 +91,8 @@ class Forward(Engine):
             self._enter_inner(here.active, path, module, args, kwargs)
         elif torch.is_grad_enabled() and not (path and _is_constant(module, args, kwargs)):
             try:
-                here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
+                with self.backward.tracked.steady():
+                    here.entered[-1] = here.active = self._begin_pass(path, args, kwargs)
             except FastDPError as error:
                 self.backward.refused(error)
                 raise
@@ -156,6 +158,7 @@ class Forward(Engine):
         tag_packed((args, kwargs), self.batch)
         streams.keep(nested_tensors((args, kwargs)))
         active.mode.__enter__()
+        COLLECTOR.begin()
         PLAINLY.begin()
         if (block := self._running(path)) is not None:
             block.inner.__enter__()
@@ -244,6 +247,7 @@ class Forward(Engine):
         if (block := self._running(path)) is not None:
             block.inner.__exit__(None, None, None)
         PLAINLY.end()
+        COLLECTOR.end()
         started.mode.__exit__(None, None, None)
         self.running.active = None
         self._turn.give()
@@ -291,6 +295,7 @@ class Forward(Engine):
         while self.running.active.mode in torch.overrides._get_current_function_mode_stack():
             torch.overrides._pop_mode()
         PLAINLY.end()
+        COLLECTOR.end()
         self._turn.give()
         self.running.active = None
         self.running.entered.clear()

@@ -167,6 +167,10 @@ class PerSampleGradients:
         """The shape of a tracked parameter in all the model, of which this process may use a part."""
         return tuple(self._tracked.part(parameter).shape)
 
+    def steady(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the model's parameters stay what they are, and are looked at once."""
+        return self._tracked.steady()
+
     def present(self) -> set[int]:
         """The ids of all parameters that are currently in the model, tracked or not."""
         return self._tracked.current()

@@ -74,6 +74,10 @@ class Repeated(Gradients):
         self.clocks: list[Clock | None] = [None] * len(templates)  # of the uses
         self._timed = timed
         self._take(samples, scale, templates[0].use.operand.device, None, arranged)
+        self._versions: list[int] = []  # of the data, if they are watched over
+
+    def watch(self) -> None:
+        """Let `check_unwritten` tell whether the data were written to since."""
         self._versions = [versions([tensor]) for tensor in self._data]
 
     def check_unwritten(self) -> None:
@@ -234,8 +238,8 @@ class Like:
         """Ids of the parameters that are used."""
         return self._of.keys()
 
-    def gradients(self, kept: Sequence[Kept], scale: float) -> Repeated:
-        """Those of a backward that gave these rows."""
+    def gradients(self, kept: Sequence[Kept], scale: float, watched: bool) -> Repeated:
+        """Those of a backward that gave these rows. watched: whether they may be asked for later."""
         rows = [row for each in kept for row in each.rows]
         found = Repeated(
             self._templates, rows, self._batch, self._batch, scale, self._of, self._arranged, timed=self._timed
@@ -243,6 +247,8 @@ class Like:
         for each, place in zip(kept, self._places, strict=False):
             if each.use is not None:
                 found.take(place, each.use)
+        if watched:
+            found.watch()
         found.plan = self._plan.again(found.clocks)
         return found
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -95,6 +96,7 @@ class Tracked:
         self._named: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
         self._known: set[tuple[int, str]] = set()  # (module, name) of every parameter, shared and frozen ones too
+        self._looked: bool | None = None  # whether they were looked at while they are steady; None: they are not
         self.holds = True  # between calls: False where a framework is about to free the parameters
         self.choose(params)
 
@@ -196,8 +198,21 @@ class Tracked:
 
     # ------------------------------------------------------------------ which they are
 
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """Within it the model's parameters stay what they are: none of the user's code runs. They are looked at once."""
+        around, self._looked = self._looked, False if self._looked is None else self._looked
+        try:
+            yield
+        finally:
+            self._looked = around
+
     def _look(self) -> None:
         """Find names and offsets, unless the parameters are as they were."""
+        if self._looked and self._seen is not None:
+            return
+        if self._looked is False:
+            self._looked = True
         if self._seen is not None and self._shards is None and not isinstance(module := native(), str):
             if module.same_parameters(self._slots, *self._seen, nn.Parameter):
                 return

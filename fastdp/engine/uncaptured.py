@@ -36,7 +36,10 @@ class Uncaptured:
     def check(self, last_use_of: Mapping[int, str]) -> None:
         """Raises UncapturedUseError where autograd has given a parameter a gradient. last_use_of: for the message."""
         missed = []
-        for name, parameter in self.tracked.named().items():
+        named = self.tracked.named()
+        if not self.tracked.is_sharded and all(p.grad is None for p in named.values() if p.is_leaf):
+            return
+        for name, parameter in named.items():
             holders = self.tracked.holders_of(parameter)
             found = [holder for holder in holders if self._has_new(holder)]
             for holder in found:

@@ -71,11 +71,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._stepped = privacy.ready()
         if not self._stepped:
             return loss
-        check_parameters(self._params(), privacy.engine)
         base = base_of(self)
         kind = fused.kind_of(base)
         with torch.no_grad():
-            release = privacy.release()
+            with privacy.engine.steady():
+                check_parameters(self._params(), privacy.engine)
+                release = privacy.release()
             try:
                 if kind is not None and updated(kind, self, release):
                     return loss
