@@ -20,7 +20,7 @@ from ..layouts.batch import Whose
 from ..layouts.doubts import Inbox
 from ..layouts.layout import Layout
 from ..ops.common import exactly
-from ..uses.captured import Captured, Context
+from ..uses.captured import Captured, Given
 from ..uses.planner import Planner
 from ..uses.use import Use
 from .activation_hooks import UNGUARDED
@@ -29,7 +29,7 @@ from .explain import Plan
 from .gradients import Gradients, check_unwritten, written_to
 from .hook_watch import Owner
 from .others import Others
-from .repeats import Kept, Like, gives, kept_use, like
+from .repeats import Arrived, Kept, Like, gives, kept_use, like
 from .replay import Replays, Rerun
 from .taken import Known
 from .taken import of as batch_taken
@@ -306,7 +306,7 @@ class Backward:
                 return
             self._record_kept(tape)
         if tape.calls is not None:
-            tape.calls.append((use, 1))
+            tape.calls.append(Arrived(use, 1, None))
         tape.uses.append(use)
         tape.versions.append(use.versions())
         tape.streams.note(use)
@@ -316,30 +316,30 @@ class Backward:
         else:  # which drops data before the end
             self._tape.early.recorded(self._tape, use)
 
-    def arrived(self, call: Captured, ctx: Context, rows: tuple[Tensor, ...]) -> None:
-        """The backward of a call whose uses are known by these rows."""
+    def arrived(self, call: Captured, given: Given) -> None:
+        """The backward of a call whose uses are known by rows of these data."""
         tape = self._tape
         if tape is None or self.rerun.collect is not None:
-            call.record_rows(ctx, rows)
+            call.record_rows(given[0], call.rows(*given))
             return
         if tape.like is not None:
-            kept = Kept(call, ctx, None, rows)
-            if tape.like.expects(len(tape.kept), kept):
+            kept = tape.like.kept(len(tape.kept), call, given)
+            if kept is not None:
                 self._keep(tape, kept)
                 return
             self._record_kept(tape)
-        self._record_call(tape, call, ctx, rows)
+        self._record_call(tape, call, given, call.rows(*given))
 
     def _keep(self, tape: Tape, kept: Kept) -> None:
         tape.kept.append(kept)
         tape.streams.note(kept)
 
-    def _record_call(self, tape: Tape, call: Captured, ctx: Context, rows: tuple[Tensor, ...]) -> None:
+    def _record_call(self, tape: Tape, call: Captured, given: Given, rows: tuple[Tensor, ...]) -> None:
         first, calls = len(tape.uses), tape.calls
         count = 0 if calls is None else len(calls)
-        call.record_rows(ctx, rows)
+        call.record_rows(given[0], rows)
         if calls is not None:
-            calls[count:] = [(call, len(tape.uses) - first)]
+            calls[count:] = [Arrived(call, len(tape.uses) - first, call.together(*given))]
             tape.calls = calls if gives(tape.uses[first:], rows) else None
 
     def _record_kept(self, tape: Tape) -> None:
@@ -351,8 +351,8 @@ class Backward:
             if each.use is not None:
                 self.record(each.use)
             else:
-                assert each.call is not None and each.ctx is not None
-                self._record_call(tape, each.call, each.ctx, each.rows)
+                assert each.call is not None and each.given is not None
+                self._record_call(tape, each.call, each.given, each.own_rows())
 
     def _early(self) -> Early | None:
         """What takes groups of parameters within this backward, if that can be."""

@@ -33,7 +33,7 @@ from ..layouts.propagate import format_of, propagate
 from ..layouts.totals import by_size
 from ..uses.alone import one_sample_of
 from ..uses.attention import COMPOSITES
-from ..uses.captured import Applied, Captured, Context
+from ..uses.captured import Applied, Captured, Given
 from ..uses.derived import mark_derived
 from ..uses.experts import PRODUCTS, gathered_of
 from ..uses.formats import capture_in_format
@@ -116,8 +116,8 @@ class Pass(PassRecord):
     def record(self, use: Use) -> None:
         self.backward.record(self.regrouped(use))
 
-    def arrived(self, call: Captured, ctx: Context, rows: tuple[Tensor, ...]) -> None:
-        self.backward.arrived(call, ctx, rows)
+    def arrived(self, call: Captured, given: Given) -> None:
+        self.backward.arrived(call, given)
 
     def is_tracked(self, tensor: Tensor) -> bool:
         return id(tensor) in self.tracked

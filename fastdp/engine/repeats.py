@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops import registry
-from ..uses.captured import Captured, Context
+from ..uses.captured import Captured, Given
 from ..uses.conv import Conv
 from ..uses.embedding import Lookup
 from ..uses.held import versions
@@ -156,16 +156,41 @@ def _by_address(use: Positioned) -> bool:
     return use.product() is not None if isinstance(use, Conv) else isinstance(use, Matmul) and by_address(use.a, use.g)
 
 
+class Arrived(NamedTuple):
+    """What gave uses: a call that is known by its rows, or the use of another call.
+
+    together: what calls whose rows are computed together have in common (`Captured.together`).
+    """
+
+    what: Captured | Use
+    uses: int
+    together: Any
+
+
 class Kept:
-    """What a call gave within a backward that is like the one before: the rows of its uses, in order."""
+    """What a call gave within a backward that is like the one before: the rows of its uses, or what these are made of
+    at its end."""
 
-    __slots__ = ("call", "ctx", "use", "rows", "version")
+    __slots__ = ("call", "given", "use", "rows", "version")
 
-    def __init__(self, call: Captured | None, ctx: Context | None, use: Use | None, rows: Sequence[Tensor]) -> None:
-        self.call, self.ctx, self.use, self.rows, self.version = call, ctx, use, rows, versions(rows)
+    def __init__(
+        self, call: Captured | None, given: Given | None, use: Use | None, rows: Sequence[Tensor] | None
+    ) -> None:
+        self.call, self.given, self.use, self.rows = call, given, use, rows
+        self.version = self.versions()
 
     def holds(self) -> Sequence[Tensor]:
-        return self.rows
+        if self.rows is not None:
+            return self.rows
+        assert self.given is not None
+        return (*self.given[1], *self.given[2])
+
+    def own_rows(self) -> Any:
+        """Its rows, computed alone if they wait for others."""
+        if self.rows is not None:
+            return self.rows
+        assert self.call is not None and self.given is not None
+        return self.call.rows(*self.given)
 
     @property
     def name(self) -> str:
@@ -175,10 +200,10 @@ class Kept:
 
     @property
     def device(self) -> torch.device:
-        return self.rows[0].device
+        return self.holds()[0].device
 
     def versions(self) -> int:
-        return versions(self.rows)
+        return versions(self.holds())
 
 
 def kept_use(use: Use) -> Kept | None:
@@ -201,13 +226,19 @@ def _data(use: Use) -> list[Tensor]:
 class Like:
     """What a backward was, for one that is like it.
 
-    calls: what arrived, in order, and how many uses it gave: a call that is known by its rows, or the use of another.
+    calls: what arrived, in order.
     """
 
-    def __init__(self, calls: Sequence[tuple[Captured | Use, int]], gradients: Gradients) -> None:
-        self._calls = [call if isinstance(call, Captured) else None for call, _ in calls]
-        self._kinds = [None if isinstance(call, Captured) else _kind(call) for call, _ in calls]
-        self._places = list(itertools.accumulate((count for _, count in calls), initial=0))  # of the uses of each
+    def __init__(self, calls: Sequence[Arrived], gradients: Gradients) -> None:
+        self._calls = [call if isinstance(call, Captured) else None for call, _, _ in calls]
+        self._kinds = [None if isinstance(call, Captured) else _kind(call) for call, _, _ in calls]
+        self._places = list(itertools.accumulate((count for _, count, _ in calls), initial=0))  # of the uses of each
+        groups: dict[Any, list[int]] = {}
+        for place, (_, _, kind) in enumerate(calls):
+            if kind is not None:
+                groups.setdefault(kind, []).append(place)
+        self._together = [places for places in groups.values() if len(places) > 1]  # whose rows are computed at the end
+        self._late = {place for places in self._together for place in places}
         self._batch, self._changes = gradients.batch, registry.changes()
         self._templates: list[Template] = []
         count = 0
@@ -224,11 +255,17 @@ class Like:
         """Whether routes are what they were."""
         return self._changes == registry.changes()
 
+    def kept(self, place: int, call: Captured, given: Given) -> Kept | None:
+        """What this call gives, if it is what arrived at that place."""
+        if place == len(self._calls) or self._calls[place] is not call:
+            return None
+        return Kept(call, given, None, None if place in self._late else call.rows(*given))
+
     def expects(self, place: int, kept: Kept) -> bool:
-        """Whether this is what arrived at that place."""
-        if place == len(self._calls) or self._calls[place] is not kept.call:
+        """Whether this use is what arrived at that place."""
+        if place == len(self._calls) or self._calls[place] is not None or kept.use is None:
             return False
-        return kept.use is None or self._kinds[place] == _kind(kept.use)
+        return bool(self._kinds[place] == _kind(kept.use))
 
     def same(self, kept: Sequence[Kept], batch: int | None) -> bool:
         """Whether all has arrived."""
@@ -240,7 +277,12 @@ class Like:
 
     def gradients(self, kept: Sequence[Kept], scale: float, watched: bool) -> Repeated:
         """Those of a backward that gave these rows. watched: whether they may be asked for later."""
-        rows = [row for each in kept for row in each.rows]
+        for places in self._together:
+            some = [kept[place] for place in places]
+            assert some[0].call is not None
+            for each, own in zip(some, some[0].call.rows_together([e.given for e in some if e.given]), strict=True):
+                each.rows = own
+        rows = [row for each in kept for row in each.rows or ()]
         found = Repeated(
             self._templates, rows, self._batch, self._batch, scale, self._of, self._arranged, timed=self._timed
         )

@@ -9,7 +9,6 @@ from ..errors import BatchLayoutError, FastDPError, SampleMixingError
 from ..layouts.groups import People
 from ..layouts.layout import Layout
 from ..layouts.moments import Moment
-from ..uses.captured import Captured
 from ..uses.streams import Streams
 from ..uses.use import Use
 
@@ -69,7 +68,7 @@ class Tape:
     def __init__(self, number: int) -> None:
         self.number, self.uses = number, list[Use | None]()
         self.versions: list[int] = []  # of the uses, when they were recorded
-        self.calls: list[tuple[Captured | Use, int]] | None = []  # what gave how many uses; None if not all is known
+        self.calls: list[Any] | None = []  # `engine.repeats.Arrived`: what gave the uses; None if not all is known
         self.like: Any = None  # the `engine.repeats.Like` that it is like, so far
         self.kept: list[Any] = []  # the `engine.repeats.Kept` that arrived, as long as it is like that
         self.thread: int | None = None  # in which the forwards ran

@@ -77,7 +77,7 @@ class StepTable:
         old, new = [self.params, *self.states], [params, *states]
         if len(old) != len(new) or any(len(a) != len(b) for a, b in zip(old, new, strict=True)):
             return False
-        same = all(a is b for mine, others in zip(old, new, strict=True) for a, b in zip(mine, others, strict=True))
+        same = all(all(map(operator.is_, mine, others)) for mine, others in zip(old, new, strict=True))
         if not same or self.offsets != offsets:
             return False
         if not isinstance(module := native(), str):

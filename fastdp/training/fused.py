@@ -8,6 +8,7 @@ not contiguous, a subclass with a step of its own) takes the two-pass way: noise
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,14 +88,17 @@ def kind_of(base: type) -> str | None:
 class GroupTable(StepTable):
     """A table of a group that one launch takes. Adam's numbers of steps lie side by side, to be counted by one call."""
 
-    _counts: Tensor | None = None
-    _counters: list[Tensor] = []
-    _version = -1  # of the counts, once this table has added to them
+    def __init__(self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> None:
+        super().__init__(params, states, offsets)
+        self._ids = frozenset(map(id, params))
+        self._counts: Tensor | None = None
+        self._counters: list[Tensor] = []
+        self._version = -1  # of the counts, once this table has added to them
 
     def is_of_one_age(self, kind: str, state: dict[Tensor, Any], sums: dict[int, Tensor]) -> bool:
         """Whether all parameters have a sum, and were last updated together, by this table. (If it fits, so do its
         states: they are all there, or none is.)"""
-        if not all(id(p) in sums for p in self.params):
+        if not self._ids <= sums.keys():
             return False
         if kind == "sgd":
             return True
@@ -107,9 +111,7 @@ class GroupTable(StepTable):
 
     def count(self, state: dict[Tensor, Any]) -> None:
         """Add a step to each parameter's number of them."""
-        if self._counts is None or not all(
-            state[p]["step"] is c for p, c in zip(self.params, self._counters, strict=True)
-        ):
+        if self._counts is None or not all(map(operator.is_, [state[p]["step"] for p in self.params], self._counters)):
             self._counts = torch.tensor([float(state[p]["step"]) for p in self.params], dtype=torch.float32)
             self._counters = [self._counts[place] for place in range(len(self.params))]
             for p, counter in zip(self.params, self._counters, strict=True):

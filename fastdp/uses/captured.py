@@ -70,6 +70,10 @@ class Context:
             )
 
 
+FEW = 1 << 14  # numbers of a call that are not worth an operation of their own
+Given = tuple[Context, tuple[Tensor, ...], tuple[Tensor, ...]]  # what a backward gives a native call
+
+
 class Captured:
     """A captured call. Rules subclass it: `run` is the forward, `record_uses` the backward.
 
@@ -82,6 +86,7 @@ class Captured:
     repeatable = False  # whether compiled code may repeat the call, as long as it holds no tensors
     reads_values = False  # whether `record_uses` reads those of the operands
     with_made: Callable[..., Any] | None = None  # for compiled code: the function, as (result, *the two of `made`)
+    by_rows = False  # whether its uses are known by rows of data (`rows`)
     native = False  # whether torch's own node for the call, with parameters detached, gives the input gradient
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout) -> None:
@@ -103,13 +108,21 @@ class Captured:
         """Record the uses."""
         raise NotImplementedError
 
-    def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """The data of the uses that `record_rows` makes of them, each by sample. None: the call has no such form."""
-        return None
+    def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The data of the uses that `record_rows` makes of them, each by sample."""
+        raise NotImplementedError
 
     def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
         """Record the uses of these rows."""
         raise NotImplementedError
+
+    def rows_together(self, given: Sequence[Given]) -> list[tuple[Tensor, ...]]:
+        """`rows` of several calls that are alike, as they may differ in the parameters only."""
+        raise NotImplementedError
+
+    def together(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Any:
+        """What calls must have in common for `rows_together`; None: each call is worth an operation of its own."""
+        return None
 
     def as_computed(self, x: Tensor) -> Tensor:
         """The data of a native call in the type that torch computes it in."""
@@ -247,11 +260,10 @@ class Native(Context):
             return
         with exactly():
             whole = (grad if grad.shape == self.shape else grad.reshape(self.shape),)
-            rows = call.rows(self, saved, whole)
-            if rows is None:
-                call.record_uses(self, saved, whole)
+            if call.by_rows:
+                forward_pass.arrived(call, (self, saved, whole))
             else:
-                forward_pass.arrived(call, self, rows)
+                call.record_uses(self, saved, whole)
 
 
 class Applied(NamedTuple):

@@ -47,8 +47,8 @@ class ForwardPass(Protocol):
     def record(self, use: Use) -> None:
         """Keep a use until the end of backward."""
 
-    def arrived(self, call: Any, ctx: Any, rows: tuple[Tensor, ...]) -> None:
-        """Keep the uses of a call that are known by the rows of their data (`captured.Captured.rows`)."""
+    def arrived(self, call: Any, given: Any) -> None:
+        """Keep the uses of a call that are known by rows of data (`captured.Captured.rows`)."""
 
     def guess_layout(self, tensor: Tensor) -> Layout | None:
         """Layout of data of unseen origin."""

@@ -16,7 +16,7 @@ from ..layouts.groups import Groups
 from ..layouts.layout import Layout
 from ..ops.bounds import of_products
 from ..ops.routed import padded
-from .captured import Captured, Context, capture
+from .captured import FEW, Captured, Context, Given, capture
 from .costs import Shape
 from .forward_pass import ForwardPass
 from .planner import Planner
@@ -183,7 +183,7 @@ def as_autocast(ctx: Context, x: Tensor) -> Tensor:
 class _Product(Captured):
     """Data times an operand matrix, plus a bias; either may be an operand, a constant or (bias) absent."""
 
-    repeatable = by_shapes = fresh = native = True
+    repeatable = by_shapes = fresh = native = by_rows = True
     flipped = False  # whether the operand is stored [I,O]
 
     def as_computed(self, x: Tensor) -> Tensor:
@@ -203,12 +203,26 @@ class _Product(Captured):
         self.record_rows(ctx, self.rows(ctx, saved, grads))
 
     def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        g = steps_by_sample(grads[0], self.layout)
-        rows = (row_sums(g),) if ctx.learned[1] else ()
+        sums = (row_sums(steps_by_sample(grads[0], self.layout)),) if ctx.learned[1] else ()
+        return (*self._sides(ctx, saved, grads), *sums)
+
+    def together(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Any:
+        g = grads[0]
+        if not ctx.learned[1] or g.numel() > FEW:  # (it is the bias whose rows are computed)
+            return None
+        return type(self), tuple(ctx.learned), self.layout, g.shape, g.dtype, g.device
+
+    def rows_together(self, given: Sequence[Given]) -> list[tuple[Tensor, ...]]:
+        g = torch.cat([steps_by_sample(grads[0], self.layout) for _, _, grads in given])
+        sums = row_sums(g).unflatten(0, (len(given), -1)).unbind(0)
+        return [(*self._sides(*each), row) for each, row in zip(given, sums, strict=True)]
+
+    def _sides(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The weight's rows."""
         if not ctx.learned[0]:
-            return rows
-        a = steps_by_sample(saved[0], self.layout)
-        return (g, a, *rows) if self.flipped else (a, g, *rows)
+            return ()
+        a, g = (steps_by_sample(t, self.layout) for t in (saved[0], grads[0]))
+        return (g, a) if self.flipped else (a, g)
 
     def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
         (weight, bias), forward_pass = ctx.operands, ctx.forward_pass

@@ -17,7 +17,7 @@ from ..layouts.layout import Layout
 from ..layouts.propagate import layouts_of
 from ..ops.common import accumulate
 from .broadcast import use_by_sample, uses_of_broadcast
-from .captured import Captured, Context, capture
+from .captured import FEW, Captured, Context, Given, capture
 from .forward_pass import ForwardPass
 from .linear import lies_in_order, steps_by_sample
 from .rules import attributed, by_sample, sample_layout, use_rule
@@ -117,7 +117,8 @@ class _Native(Captured):
 
 
 class _LayerNorm(_Native):
-    with_made, native = staticmethod(_layer_norm), True
+    with_made = staticmethod(_layer_norm)
+    native = by_rows = True
 
     def run_native(self, ctx: Context, x: Tensor) -> Tensor:
         weight, bias = ctx.values
@@ -135,15 +136,34 @@ class _LayerNorm(_Native):
         self.record_rows(ctx, self.rows(ctx, saved, grads))
 
     def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._rows_of(ctx, ops.norm_affine_per_sample(*self._by_sample(saved, grads)))
+
+    def _by_sample(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """x [B, T, d], g [B, T, d], mean [B, T] and rstd [B, T]."""
         if len(self.along) == 1 and lies_in_order(self.layout) and saved[0].dim() > 1:
-            x, g = (steps_by_sample(t, self.layout) for t in (saved[0], grads[0]))  # [B, T, d]
-            mean, rstd = (t.reshape(x.shape[:2]) for t in saved[1:])
-        else:
-            lead = saved[0].dim() - len(self.along)
-            x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))  # [B, T, d]
-            mean, rstd = (by_sample(t.flatten(lead), self.layout).flatten(1) for t in saved[1:])  # [B, T]
-        found = zip(ops.norm_affine_per_sample(x, g, mean, rstd), ctx.operands, ctx.learned, strict=True)
-        return tuple(rows.view(rows.size(0), *operand.shape) for rows, operand, learned in found if learned)
+            x, g = (steps_by_sample(t, self.layout) for t in (saved[0], grads[0]))
+            return x, g, *(t.reshape(x.shape[:2]) for t in saved[1:])
+        lead = saved[0].dim() - len(self.along)
+        x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))
+        return x, g, *(by_sample(t.flatten(lead), self.layout).flatten(1) for t in saved[1:])
+
+    @staticmethod
+    def _rows_of(ctx: Context, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Per-sample gradients [B, d] of those that are learned, in their shapes."""
+        rows = zip(found, ctx.operands, ctx.learned, strict=True)
+        return tuple(each.view(each.size(0), *operand.shape) for each, operand, learned in rows if learned)
+
+    def together(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Any:
+        x = saved[0]
+        if x.numel() > FEW:
+            return None
+        return _LayerNorm, tuple(ctx.learned), self.layout, tuple(self.along), x.shape, x.dtype, x.device
+
+    def rows_together(self, given: Sequence[Given]) -> list[tuple[Tensor, ...]]:
+        each = [self._by_sample(saved, grads) for _, saved, grads in given]
+        found = ops.norm_affine_per_sample(*map(torch.cat, zip(*each, strict=True)))
+        rows = zip(*(t.unflatten(0, (len(given), -1)).unbind(0) for t in found), strict=True)
+        return [self._rows_of(ctx, own) for (ctx, _, _), own in zip(given, rows, strict=True)]
 
     def record_rows(self, ctx: Context, rows: tuple[Tensor, ...]) -> None:
         learned = [operand for operand, learned in zip(ctx.operands, ctx.learned, strict=True) if learned]
