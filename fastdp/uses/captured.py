@@ -156,17 +156,23 @@ class Captured:
 
     def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
         """Gradients of the data, if any are wanted."""
-        if ctx.inner is None:
+        if not any(ctx.wanted):
             return []
+        if ctx.inner is None:
+            raise StepError(
+                f"{self.name}() in module '{self.path}': a second backward through a graph that was freed. Call the "
+                "backward before with retain_graph=True."
+            )
         inputs, edges = ctx.inner
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()  # for another backward (of chosen tensors)
         pairs = [(edge, g) for edge, g in zip(edges, grads, strict=True) if edge is not None]
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(
-            torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], kept, allow_unused=True)
             if pairs
             else [None] * len(wanted)
         )
-        ctx.inner = None
+        ctx.inner = ctx.inner if kept else None
         return [next(found) if t.requires_grad else None for t in inputs]
 
 
