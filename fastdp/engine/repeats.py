@@ -136,7 +136,7 @@ class Repeated(Gradients):
         sides = [[self._data[t.places[name]] for t in templates] for name in templates[0].places]
         if kind is Bundle:
             rows = [side if side.dim() == 2 else side.reshape(side.size(0), -1) for side in sides[0]]
-            whole = torch.cat(rows, 1)
+            whole = torch.cat([row.to(rows[0].device) for row in rows], 1)
             return Bundle(parameters, whole if self._samples == self._size else whole[: self._samples], clock)
         first = self.use(members[0][1])
         if not isinstance(first, Positioned) or _by_address(first):

@@ -58,7 +58,7 @@ class Sizes:
         if layout is None or batch <= 1:
             return
         self._batch = batch
-        frame = sys._getframe(2)
+        frame = sys._getframe(1)
         while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
             frame = frame.f_back
         while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
