@@ -132,6 +132,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     return {there(a), there(b), there(c)};
 }
 
+// Whoever is told that a stream uses a tensor: how often, of all tensors.
+int64_t recorded_streams = 0;
+void record_stream(at::Tensor& self, c10::Stream stream) {
+    TORCH_CHECK(stream.device() == self.device(), "record_stream: a stream of another device");
+    ++recorded_streams;
+}
+
 void by_cpu(const c10::OperatorHandle& function, torch::jit::Stack* stack) {
     at::native::cpu_fallback(function, stack);
 }
@@ -150,6 +157,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("view", TORCH_FN(at::native::view));
     m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
     m.impl("unfold", TORCH_FN(at::native::unfold));
+    m.impl("record_stream", TORCH_FN(record_stream));
     m.impl("set_.source_Storage", TORCH_FN(at::native::set_));
     m.impl("set_.source_Storage_storage_offset", TORCH_FN(at::native::set_storage_cpu_));
 }
@@ -159,6 +167,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     static Hooks hooks;
     at::RegisterPrivateUse1HooksInterface(&hooks);
+    m.def("recorded_streams", [] { return recorded_streams; });
     m.def("device_count", [] { return DEVICES; });
     m.def("current_device", [] { return static_cast<int>(current_device); });
     m.def("set_device", [](int index) { current_device = static_cast<c10::DeviceIndex>(index); });

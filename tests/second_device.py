@@ -54,7 +54,11 @@ def register(folder: str) -> None:
     functions.__dict__.update(
         is_available=lambda: True, device_count=made.device_count, current_device=made.current_device,
         _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None, synchronize=lambda device=None: None,
-        get_amp_supported_dtype=lambda: [torch.bfloat16], device=Entered,
+        get_amp_supported_dtype=lambda: [torch.bfloat16], device=Entered, Stream=torch.Stream,
+        current_stream=lambda device=None: torch.Stream(
+            stream_id=0, device_index=Entered(made.current_device() if device is None else device).index, device_type=20
+        ),
+        recorded_streams=made.recorded_streams,
     )  # fmt: skip
     torch.utils.rename_privateuse1_backend("stub")
     torch._register_device_module("stub", functions)

@@ -25,7 +25,9 @@ def check_graphed(name: str, device: str) -> None:
     def moved(seed: int, size: int = 6) -> tuple[Tensor, ...]:
         return tuple(t.to(device) for t in data(seed, size))
 
+    told = torch.get_device_module(device).recorded_streams()
     step = second.graphed(losses, moved(99), (3, 6))
+    assert torch.get_device_module(device).recorded_streams() > told, "inputs are kept for the stream, as on a card"
     for k, size in enumerate((6, 3, 2, 6)):
         torch.testing.assert_close(eagerly(one, first, moved(k, size)).cpu(), step(*moved(k, size)).cpu())
         for p, q in zip(one.parameters(), two.parameters(), strict=True):
