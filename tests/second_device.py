@@ -27,7 +27,7 @@ from torch.utils import cpp_extension
 import fastdp
 
 from . import cases, second_device_experts
-from .second_device_graphed import GRAPHED, check_beside, check_graphed, scaled, shifted
+from .second_device_graphed import GRAPHED, check_beside, check_capture, check_graphed, scaled, shifted
 from .second_device_syncs import check_seen, check_waits, library_cases
 from .truth import norms_of, truth
 
@@ -58,7 +58,7 @@ def register(folder: str) -> None:
         current_stream=lambda device=None: torch.Stream(
             stream_id=0, device_index=Entered(made.current_device() if device is None else device).index, device_type=20
         ),
-        recorded_streams=made.recorded_streams,
+        recorded_streams=made.recorded_streams, is_current_stream_capturing=lambda: functions.captures, captures=False,
     )  # fmt: skip
     torch.utils.rename_privateuse1_backend("stub")
     torch._register_device_module("stub", functions)
@@ -178,6 +178,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from second_device_experts.checks("stub:1", moved)
     for name in GRAPHED:
         yield f"graphed {name}", lambda name=name: check_graphed(name, "stub:1")
+    yield "noise under capture", lambda: check_capture("stub:1")
     for loss_fn in (scaled, shifted):
         yield f"numbers beside, {loss_fn.__name__}", lambda loss_fn=loss_fn: check_beside(loss_fn, "stub:1")
     for first, second in PLACES:

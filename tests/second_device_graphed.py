@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fastdp
+from fastdp.errors import StepError
 from fastdp.graphed import steps
 
 from .training.test_graphed import batch, conv_net, eagerly, losses, pair, pictures
@@ -34,6 +37,31 @@ def check_graphed(name: str, device: str) -> None:
             torch.testing.assert_close(p.detach().cpu(), q.detach().cpu(), rtol=1e-4, atol=1e-6)
     assert step.replayed == 4 and second.norms.device == torch.device(device)
     assert not any(program.program.beside or program.program.read for program in step._programs.values())
+
+
+def check_capture(device: str) -> None:
+    """Noise within the capture of a user's graph is refused before it is drawn or counted."""
+    on_device = torch.get_device_module(device)
+    for kind in (fastdp.DPSGD, fastdp.DPAdamW, lambda *given, **options: fastdp.privatize(
+        torch.optim.RMSprop(given[0].parameters(), lr=0.1), given[0], **{k: v for k, v in options.items() if k != "lr"}
+    )):  # fmt: skip
+        model = mlp().to(device)
+        optimizer = kind(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=6, sample_rate=0.1)
+        given = [t.to(device) for t in rows(0)]
+        losses(model, *given).mean().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        on_device.captures = True
+        with pytest.raises(StepError, match=r"optimizer\.graphed"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="every replay"):
+            fastdp.ops.noise_(torch.empty(5, device=device), 1.0, bytes(32), 0)
+        on_device.captures = False
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert optimizer.state_dict()["fastdp"]["history"] == []
+        losses(model, *given).mean().backward()
+        optimizer.step()
+        assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        optimizer.detach()
 
 
 def scaled(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:

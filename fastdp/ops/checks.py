@@ -43,9 +43,27 @@ def check_range(offset: int, count: int) -> None:
         raise ValueError(f"global indices must lie in [0, 2^62): offset {offset} with {count} elements")
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether what is queued on the device becomes a part of a graph now, as within `torch.cuda.graph`."""
+    if device.type == "cpu":
+        return False
+    ask = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
+def refuse_repetition(device: torch.device) -> None:
+    """Raises RuntimeError where noise is drawn for a graph, every replay of which would add the same."""
+    if capturing(device):
+        raise RuntimeError(
+            "noise captured in a CUDA graph would be the same at every replay. Replay steps by optimizer.graphed, which "
+            "draws anew; or give a fused update a counter= on the device, and capture advance_(counter) with it"
+        )
+
+
 def check_out(tensor: Tensor, key: Sequence[int], step: int, std: float, offset: int) -> None:
-    """A tensor that noise is drawn into. Raises ValueError or TypeError."""
+    """A tensor that noise is drawn into. Raises ValueError, TypeError or RuntimeError."""
     check_draw(key, step, std)
+    refuse_repetition(tensor.device)
     check_range(offset, tensor.numel())
     if tensor.dtype not in DTYPES:
         raise TypeError(f"noise is drawn in float32, float64, bfloat16 or float16, not {tensor.dtype}")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_out, rows_of
+from .checks import check_out, refuse_repetition, rows_of
 from .common import DTYPES, GAMMA, KINDS, MARGIN, norm_type, sum_type
 from .registry import native_cuda
 from .updates import SGD, Adam, Step, implementation
@@ -64,7 +64,6 @@ def _noise(
 ) -> Tensor:
     check_out(tensor, key, step, std, offset)
     _check_std(std, tensor.dtype)
-    _refuse_repetition(tensor.device)
     pointer, kind, place = tensor.data_ptr(), DTYPES[tensor.dtype], _place(tensor.device)
     _native().noise(pointer, kind, tensor.numel(), offset, list(key), step, std, scale, keep, *place)
     torch.autograd.graph.increment_version(tensor)
@@ -85,7 +84,7 @@ def _step(step: Step) -> None:
         return
     device = step.params[0].device
     if step.counter is None:
-        _refuse_repetition(device)
+        refuse_repetition(device)
     groups: dict[tuple[torch.dtype, torch.dtype], array[int]] = {}  # six numbers of each parameter, by type
     for i, ((param, total, *states), offset) in enumerate(step.rows()):
         exact, kind = sum_type(param), states[0].dtype if states else param.dtype
@@ -215,15 +214,3 @@ def _place(device: torch.device) -> tuple[int, int]:
     """The device's index and its current stream, for the end of a call."""
     stream = torch.cuda.current_stream(device)
     return stream.device_index, stream.cuda_stream
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _refuse_repetition(device: torch.device) -> None:
-    if _capturing(device):
-        raise RuntimeError(
-            "noise captured in a CUDA graph would be the same at every replay: give the step a counter= on the device "
-            "and capture advance_(counter) with it"
-        )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_draw, check_range, refuse_graph
+from .checks import check_draw, check_range, refuse_graph, refuse_repetition
 from .common import DTYPES, sum_type
 
 
@@ -141,6 +141,8 @@ def implementation(
                 more, counter = int(counter), None
                 draw = draw._replace(step=draw.step + more)
                 update = update._replace(t=update.t + more) if isinstance(update, Adam) else update
+        elif params and draw.std:
+            refuse_repetition(params[0].device)
         if isinstance(update, SGD) and not update.momentum:
             states = []
         step = Step(params, sums, states, offsets, draw, update, counter)

@@ -96,6 +96,11 @@ PERSONS_APART = (
     "group_by() in a world of several processes: a person whose records are on two ranks would be clipped on each, and "
     "count twice. fastdp.poisson_loader(group_by=) keeps each person whole on a rank."
 )
+CAPTURED = (
+    "step() within the capture of a graph (torch.cuda.graph, make_graphed_callables, mode='reduce-overhead'): every "
+    "replay would add the same noise, and none would be counted. Capture forward and backward of ordinary models only; "
+    "optimizer.graphed replays private steps, with new noise each time."
+)
 SCALED = (
     "a GradScaler has scaled the loss: every sample's norm was too large by the scale, so the gradients are dropped. "
     "fp16 with a scaler is not supported: use bfloat16, which needs none (autocast(dtype=torch.bfloat16), "

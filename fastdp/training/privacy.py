@@ -21,6 +21,7 @@ from ..engine.taken import Known
 from ..errors import SampleMixingError, SampleRateWarning, StepError
 from ..layouts.batch import Unit
 from ..layouts.doubts import Doubt, settle
+from ..ops.checks import capturing
 from ..ops.clip import GAMMA
 from ..ops.noise import Noise
 from . import allocator, loader, misuse, together
@@ -308,6 +309,8 @@ class Privacy:
     def release(self) -> Release:
         """The clipped sums of every tracked parameter, and the noise that must be added to them, once: its standard
         deviation is noise_multiplier * sensitivity, for the logical batch."""
+        if any(map(capturing, {total.device for total in self._sums.values()})):
+            raise StepError(misuse.CAPTURED)
         doubts, self._doubts = self._doubts, []
         try:
             settle(doubts)

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastdp.ops import checks as op_checks
 from fastdp.ops import cuda
 
 from . import cuda_checks as checks
@@ -285,7 +286,7 @@ def test_wrong_tensors_are_refused(emulated: str) -> None:
 
 
 def test_captured_noise_without_a_counter_is_refused(emulated: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_capturing", lambda device: True)
+    monkeypatch.setattr(op_checks, "capturing", lambda device: True)
     param = torch.ones(6)
     for draw in (lambda: cuda.noise_(param, 1.0, checks.WORDS, 0), lambda: step([param])):
         with pytest.raises(RuntimeError, match="every replay"):
