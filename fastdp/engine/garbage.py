@@ -2,7 +2,7 @@
 
 A forward makes many small objects, which all live until its backward. The collector would look at them again and again,
 and after some steps at all objects of the process: a fifth of the time of a step whose kernels are small. So while a
-pass is on it waits for many more of them. It is not switched off: a forward that makes garbage without end is cleaned up.
+pass is on it waits for many more of them. (It is not switched off, as a forward may make garbage without end.)
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def refuse_repetition(device: torch.device) -> None:
     """Raises RuntimeError where noise is drawn for a graph, every replay of which would add the same."""
     if capturing(device):
         raise RuntimeError(
-            "noise captured in a CUDA graph would be the same at every replay. Replay steps by optimizer.graphed, which "
-            "draws anew; or give a fused update a counter= on the device, and capture advance_(counter) with it"
+            "noise captured in a CUDA graph would be the same at every replay. Replay steps by optimizer.graphed, "
+            "which draws anew; or give a fused update a counter= on the device, and capture advance_(counter) with it"
         )
 
 
