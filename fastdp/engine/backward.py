@@ -420,7 +420,7 @@ class Backward:
         with torch.no_grad(), exactly():
             gradients: Gradients
             if tape.like is not None:
-                gradients = tape.like.gradients(tape.kept, scale, watched=self.on_end is None)
+                gradients = tape.like.gradients(tape.kept, scale)
             else:
                 device = uses[0].operand.device if uses else self.tracked.tensors()[0].device
                 gradients = Gradients(uses, tape.batch, scale, device, self.planner, self.profile, tape.people)

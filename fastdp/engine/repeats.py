@@ -74,17 +74,13 @@ class Repeated(Gradients):
         self.clocks: list[Clock | None] = [None] * len(templates)  # of the uses
         self._timed = timed
         self._take(samples, scale, templates[0].use.operand.device, None, arranged)
-        self._versions: list[int] = []  # of the data, if they are watched over
-
-    def watch(self) -> None:
-        """Let `check_unwritten` tell whether the data were written to since."""
-        self._versions = [versions([tensor]) for tensor in self._data]
+        self._versions = [tensor._version for tensor in self._data]
 
     def check_unwritten(self) -> None:
         for template in self._templates:
             for number in template.places.values():
                 tensor = self._data[number]
-                if tensor is not _GONE and versions([tensor]) != self._versions[number]:
+                if tensor is not _GONE and tensor._version != self._versions[number]:
                     raise written_to(template.use.name)
 
     @property
@@ -246,6 +242,8 @@ class Like:
             self._templates.append(template_of(use, count))
             count += len(self._templates[-1].places)
         self._of = places_of([template.use for template in self._templates])
+        for template in self._templates:  # of what is made of parameters anew in every step, nothing is held
+            template.use.operand = leaves_of(template.use.operand)[0]
         self._arranged = gradients.arranged
         self._timed = gradients.uses[0].clock is not None
         self._plan = gradients.plan = Plan(gradients)
@@ -275,8 +273,8 @@ class Like:
         """Ids of the parameters that are used."""
         return self._of.keys()
 
-    def gradients(self, kept: Sequence[Kept], scale: float, watched: bool) -> Repeated:
-        """Those of a backward that gave these rows. watched: whether they may be asked for later."""
+    def gradients(self, kept: Sequence[Kept], scale: float) -> Repeated:
+        """Those of a backward that gave these rows."""
         for places in self._together:
             some = [kept[place] for place in places]
             assert some[0].call is not None
@@ -289,8 +287,6 @@ class Like:
         for each, place in zip(kept, self._places, strict=False):
             if each.use is not None:
                 found.take(place, each.use)
-        if watched:
-            found.watch()
         found.plan = self._plan.again(found.clocks)
         return found
 

@@ -200,7 +200,7 @@ class Tracked:
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
-        """Within it the model's parameters stay what they are, as no code of the user's runs: they are looked at once."""
+        """Within it no code of the user's runs, so that the model's parameters stay what they are: looked at once."""
         around, self._looked = self._looked, False if self._looked is None else self._looked
         try:
             yield
