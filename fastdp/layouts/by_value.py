@@ -41,7 +41,7 @@ def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
     (of the batch's size) may differ, every time.
     """
     data = [(_as_it_was(call, t), layout) for t, layout in inputs if not layout.mixed]
-    if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2:
+    if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2 or _is_view_of_rows(call, data, tags):
         return True
     key: Any = None
     rows = {call.batch, *[layout.rows for _, layout in inputs]}
@@ -71,6 +71,34 @@ def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
     if key is not None:
         _INDEPENDENT[key] = True
     return True
+
+
+def _is_view_of_rows(call: Call, data: Inputs, tags: Tags) -> bool:
+    """Whether the call is an index of whole numbers and slices, and its result has the rows of the samples where its
+    layout says: seen on the number of each row's sample, spread over the other dimensions without memory. Such a view
+    moves numbers and reads none, so nothing else is to be asked, whatever its size."""
+    if call.func is not Tensor.__getitem__ or len(call.tensors) != 1 or len(data) != 1 or len(tags) != 1:
+        return False
+    (tensor, layout), (out, found) = data[0], tags[0]
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
+        return False
+    if found is None or found.mixed or any(lay.owner is not None or lay.alone >= 0 for lay in (layout, found)):
+        return False
+    if tensor.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+        return False
+    whose = _spread(layout, tensor.shape)[call.args[1]]
+    expected = _spread(found, out.shape) if out.shape[found.dim : found.dim + 1] == (found.rows,) else None
+    return expected is not None and whose.stride() == expected.stride() and torch.equal(
+        *(rows[tuple(slice(None) if dim == found.dim else 0 for dim in range(rows.dim()))] for rows in (whose, expected))
+    )
+
+
+def _spread(layout: Layout, shape: torch.Size) -> Tensor:
+    """The sample of each number of a tensor of this shape, on the CPU."""
+    view = [1] * len(shape)
+    view[layout.dim] = layout.rows
+    return layout.owners(torch.device("cpu")).view(view).expand(shape)
 
 
 _SCALED = Answers()  # kinds of calls that were asked with numbers of every size
@@ -272,7 +300,7 @@ def is_blind_to_place(call: Call, inputs: Inputs, tags: Tags) -> bool:
     if any_whole(inputs):
         return True
     layouts = [layout for _, layout in (*data, *tags) if layout is not None and not layout.mixed]
-    if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2:
+    if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2 or _is_view_of_rows(call, data, tags):
         return True
     if call.in_place and call.before is None:
         return False
