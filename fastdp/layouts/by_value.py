@@ -14,7 +14,7 @@ from torch import Tensor
 from .answers import Answers
 from .calls import Call, Inputs, Tags
 from .draws import DRAWS, Draw, are_close, is_close
-from .kinds import MOVING_DIMS, UNCHECKED, VIEWS
+from .kinds import MOVING_DIMS, REARRANGING, UNCHECKED, VIEWS
 from .layout import Layout
 from .nests import map_tensors, tensors_in
 from .positions import is_fixed
@@ -44,10 +44,11 @@ def is_independent(call: Call, inputs: Inputs, tags: Tags) -> bool:
     if call.name in VIEWS or call.func in UNCHECKED or not data or call.batch < 2 or _is_view_of_rows(call, data, tags):
         return True
     key: Any = None
+    moving = call.func in REARRANGING
     rows = {call.batch, *[layout.rows for _, layout in inputs]}
     varying = any(not rows.isdisjoint(t.shape) for t in call.constants())
-    by_sizes = call.name == "__getitem__" and len(call.tensors) == 1  # an index of whole numbers reads no tensor's
-    if not varying and all((by_sizes or t.is_floating_point()) and layout.owner is None for t, layout in data):
+    by_sizes = moving or (call.name == "__getitem__" and len(call.tensors) == 1)  # of whole numbers: reads no tensor's
+    if (moving or not varying) and all((by_sizes or t.is_floating_point()) and lay.owner is None for t, lay in data):
         try:
             key = (call.func, call.batch, key_of(call))
             if key in _INDEPENDENT:
@@ -85,12 +86,19 @@ def _is_view_of_rows(call: Call, data: Inputs, tags: Tags) -> bool:
         return False
     if found is None or found.mixed or any(lay.owner is not None or lay.alone >= 0 for lay in (layout, found)):
         return False
-    if tensor.shape[layout.dim : layout.dim + 1] != (layout.rows,):
+    if not out.numel() or tensor.shape[layout.dim : layout.dim + 1] != (layout.rows,):
         return False
     whose = _spread(layout, tensor.shape)[call.args[1]]
     expected = _spread(found, out.shape) if out.shape[found.dim : found.dim + 1] == (found.rows,) else None
-    return expected is not None and whose.stride() == expected.stride() and torch.equal(
-        *(rows[tuple(slice(None) if dim == found.dim else 0 for dim in range(rows.dim()))] for rows in (whose, expected))
+    return (
+        expected is not None
+        and whose.stride() == expected.stride()
+        and torch.equal(
+            *(
+                rows[tuple(slice(None) if dim == found.dim else 0 for dim in range(rows.dim()))]
+                for rows in (whose, expected)
+            )
+        )
     )
 
 
@@ -144,7 +152,8 @@ def _changes(batch: int) -> Tensor:
 def _drawn(call: Call, data: Inputs, draw: Draw) -> tuple[list[Tensor], list[Tensor]] | None:
     """Random numbers in place of the data's, as zeros hide what depends on what, and the results; None where the
     function does not take them."""
-    if not any(t.is_floating_point() or t.is_complex() for t, _ in data):
+    moving = call.func in REARRANGING
+    if not moving and not any(t.is_floating_point() or t.is_complex() for t, _ in data):
         return None
     values = []
     for number, (tensor, layout) in enumerate(data):
@@ -153,6 +162,8 @@ def _drawn(call: Call, data: Inputs, draw: Draw) -> tuple[list[Tensor], list[Ten
             random = torch.Generator().manual_seed(number)  # the CPU's: some devices have none
             normal = torch.empty(value.shape, dtype=value.dtype).normal_(generator=random)
             value = draw(normal, layout).to(value.device)
+        elif moving:  # told apart, whatever they are now
+            value = torch.arange(value.numel(), device=value.device).view(value.shape).remainder(97).to(value.dtype)
         values.append(value)
     found = _run_again(call, data, values)
     if found is None or any(t.is_floating_point() and not bool(t.isfinite().all()) for t in found):

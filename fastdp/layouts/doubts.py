@@ -1,9 +1,14 @@
-"""Questions about values on a device, which are asked when the step is released: reading them now would wait for it."""
+"""Questions about values on a device. Reading them now would wait for it, so a later step reads them.
+
+Until then the answer works where it lies: samples that were mixed get the clip factor 0 on the device (`withhold`), so
+that a step which is refused a step later was one of noise alone.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,3 +77,58 @@ def settle(doubts: list[Doubt]) -> None:
     for one, mixes in zip(doubts, answers(doubts), strict=True):
         if mixes:
             raise SampleMixingError(one.message, one.why)
+
+
+def withhold(doubts: Sequence[Doubt], factors: Sequence[Tensor], *sums: Mapping[int, Tensor]) -> None:
+    """Set clip factors, and sums that were taken already, to 0 where a flag on a device is true."""
+    for flag in (one.flag for one in doubts if one.flag.device.type != "cpu"):
+        for tensor in (*factors, *(total for taken in sums for total in taken.values())):
+            tensor.masked_fill_(flag.reshape(()).to(tensor.device), 0)
+
+
+class Awaited:
+    """Flags of earlier steps, on their way from a device to the host."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[list[Doubt], Tensor, Any]] = []
+
+    def settle(self, doubts: Sequence[Doubt], later: bool) -> None:
+        """Read what has arrived of earlier steps, and the flags of this one: if `later`, those on a device then.
+
+        Raises SampleMixingError if one is true.
+        """
+        self.look()
+        settle([one for one in doubts if not later or one.flag.device.type == "cpu"])
+        self._ask([one for one in doubts if later and one.flag.device.type != "cpu"])
+
+    def _ask(self, doubts: list[Doubt]) -> None:
+        """Copy these flags to the host, once the device has come to them."""
+        for device in {one.flag.device for one in doubts}:
+            own = [one for one in doubts if one.flag.device == device]
+            flags = torch.stack([one.flag.reshape(()) for one in own])
+            host = torch.empty(len(own), dtype=flags.dtype, pin_memory=device.type == "cuda")
+            host.copy_(flags, non_blocking=True)
+            event = getattr(torch.get_device_module(device), "Event", lambda: None)()
+            if event is not None:
+                event.record()
+            self._open.append((own, host, event))
+
+    def look(self, wait: bool = False) -> None:
+        """Read what has arrived. Raises SampleMixingError if a flag is true. wait: for all of them."""
+        while self._open:
+            doubts, host, event = self._open[0]
+            if event is not None and not event.query():
+                if not wait and len(self._open) < _LATEST:
+                    return
+                event.synchronize()
+            del self._open[0]
+            for one, mixes in zip(doubts, host.tolist(), strict=True):
+                if mixes:
+                    raise SampleMixingError(f"{one.message} {_LATE}", one.why)
+
+
+_LATEST = 8  # steps that the host runs ahead of a device, at most
+_LATE = (
+    "(The device told so behind the step. That step was made without this batch's gradients: of noise alone, which is "
+    "accounted for.)"
+)

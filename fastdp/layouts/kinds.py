@@ -137,6 +137,14 @@ UNCHECKED = frozenset(
     )
 )
 
+# that move numbers and read none: whether they couple samples follows from shapes (functions, no names, as above)
+REARRANGING = frozenset(
+    spellings(
+        *"pad cat concat concatenate stack hstack vstack dstack column_stack roll flip fliplr flipud rot90 repeat tile "
+        "clone contiguous".split()
+    )
+)
+
 # views of whole rows, wherever these lie (functions, no names, as above)
 MOVING_DIMS = frozenset(spellings(*"permute transpose t movedim moveaxis swapaxes swapdims squeeze unsqueeze".split()))
 

@@ -20,6 +20,7 @@ from .assumed import with_guesses
 from .by_value import any_whole, coupling, draws, is_blind_to_order
 from .calls import Call, Inputs, Tags
 from .counted import counted
+from .draws import fewer
 from .held import written
 from .layout import Layout, layout_on, tag
 from .memory import written_through
@@ -168,10 +169,11 @@ def ask(call: Call) -> Tags:
             (tensor, _from_trial(call, tensor, grown, inputs, order, mixed))
             for tensor, grown in zip(outputs, found, strict=True)
         ]
-    if not mixed and (why := coupling(call, inputs, tags)):
+    asked = fewer(call, inputs, tags)
+    if not mixed and (why := coupling(*asked)):
         return call.all_combined(why)
-    judged = order is not None and (order.order is not None or not (any_whole(inputs) or draws(call, inputs, tags)))
-    if not mixed and judged and not is_blind_to_order(call, inputs, tags):
+    judged = order is not None and (order.order is not None or not (any_whole(inputs) or draws(*asked)))
+    if not mixed and judged and not is_blind_to_order(*asked):
         data = (
             ", in an order that depends on the data"
             if order is not None and order.order is not None

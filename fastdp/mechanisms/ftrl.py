@@ -56,6 +56,7 @@ class TreePrivacy(Privacy):
     """The privacy state of DP-FTRL."""
 
     _of_loader = staticmethod(_of_fixed_order)
+    reads_later = False  # a tree's node adds up sums of several steps
     noise: TreeNoise
 
     def __init__(self, model: nn.Module, params: Any, **options: Any) -> None:

@@ -101,6 +101,8 @@ class Quantile:
 class AdaptivePrivacy(Privacy):
     """The privacy state of a run with adaptive clipping; `privatize` says what the options are."""
 
+    reads_later = False  # the count of norms is released, too
+
     def __init__(
         self,
         model: nn.Module,

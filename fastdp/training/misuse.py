@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import FrameType
+
+from torch import Tensor
 
 from ..distributed.frameworks import accumulates
 from ..errors import StepError
 from ..layouts.in_hand import PhysicalBatch
+from ..ops.checks import capturing
 
 _PHYSICAL = (
     "For batches larger than the memory give poisson_loader max_physical_batch_size= and call step() after each batch: "
@@ -134,6 +138,12 @@ def check_share(batch: PhysicalBatch, rank: int, ranks: int) -> None:
     """Raises StepError unless the batch is this process's part of a logical batch, of as many as train together."""
     if batch.share != (rank, ranks):
         raise StepError(OF_ANOTHER_WORLD.format(of=batch.share[1], mine=ranks))
+
+
+def refuse_capture(sums: Iterable[Tensor]) -> None:
+    """Raises StepError where a user's graph is captured on the device of a sum."""
+    if any(map(capturing, {total.device for total in sums})):
+        raise StepError(CAPTURED)
 
 
 def refuse_division() -> None:

@@ -20,8 +20,7 @@ from ..engine.per_sample import PerSampleGradients
 from ..engine.taken import Known
 from ..errors import SampleMixingError, SampleRateWarning, StepError
 from ..layouts.batch import Unit
-from ..layouts.doubts import Doubt, settle
-from ..ops.checks import capturing
+from ..layouts.doubts import Awaited, Doubt, withhold
 from ..ops.clip import GAMMA
 from ..ops.noise import Noise
 from . import allocator, loader, misuse, together
@@ -42,6 +41,7 @@ class Privacy:
     _of_loader = staticmethod(of_loader)
     mechanism: Any = None  # of `fastdp.mechanisms`, with a state of its own: "name", `state()`, `read(state)`
     quantile: Any = None  # that the clipping norm follows: `adaptive.Quantile`
+    reads_later = True  # what a device knows of a step, where nothing but sums with factors is released
     noise_std = 0.0  # on an element of the last step's sum: R may have moved since
 
     def __init__(
@@ -106,9 +106,8 @@ class Privacy:
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
         self.replaced_by = ""  # another optimizer of the same model
-        self.rate_check = Rate()
-        self._rate: float | None = None
-        self._expected: float | None = None
+        self.rate_check, self._awaited = Rate(), Awaited()  # (of what a device is to tell of earlier steps)
+        self._rate, self._expected = sample_rate, expected_batch_size  # of the last step
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
         self.missed = Missed(self.replica.module)
         self.missed.refused = self.world.refuse
@@ -176,6 +175,7 @@ class Privacy:
             factors, norm_sq = [torch.zeros_like(n, dtype=torch.float32) for n in norm_sq], [n[:0] for n in norm_sq]
         else:
             factors = self.sums.factors(self.clipping, norm_sq)
+        withhold(gradients.doubts if self.reads_later else (), factors, *(t.sums for t in gradients.taken.values()))
         norms = [squares.sqrt().float() for squares in norm_sq]
         flat = self.clipping.style == "flat"
         self.norms = norms[0] if flat else dict(zip([g.name for g in self.clipping.groups], norms, strict=True))
@@ -270,8 +270,7 @@ class Privacy:
 
     def ready(self) -> bool:
         """Take the gradients at hand; True where the logical batch is complete. Checks first, then takes."""
-        current = self.hand.current()
-        rate, expected = self.sample_rate, self.expected_batch_size
+        current, rate, expected = self.hand.current(), self.sample_rate, self.expected_batch_size
         if current is not None:
             misuse.check_skipped(current)
             misuse.check_share(current, *self.world.share)
@@ -309,11 +308,9 @@ class Privacy:
     def release(self) -> Release:
         """The clipped sums of every tracked parameter, and the noise that must be added to them, once: its standard
         deviation is noise_multiplier * sensitivity, for the logical batch."""
-        if any(map(capturing, {total.device for total in self._sums.values()})):
-            raise StepError(misuse.CAPTURED)
-        doubts, self._doubts = self._doubts, []
+        misuse.refuse_capture(self._sums.values())
         try:
-            settle(doubts)
+            self._awaited.settle(self._doubts, self.reads_later)
             self.ledger.write_ahead(self.noise_multiplier, self._rate, self._truncation)
         except (SampleMixingError, StepError):
             self.discard()
@@ -371,6 +368,7 @@ class Privacy:
 
     def epsilon(self, delta: float, sample_rate: float | None = None) -> float:
         """epsilon at delta of the steps so far; sample_rate: of those whose rate is not known."""
+        self._awaited.look(wait=True)
         found = self.ledger.epsilon(delta, self.accountant, sample_rate)
         rate, expected = self._rate or self.sample_rate or sample_rate, self._expected or self.expected_batch_size
         warn_of_delta(delta, expected / rate if rate and expected else None, stacklevel=4)
