@@ -85,7 +85,7 @@ def test_the_first_step_costs_little_more_than_others(name: str) -> None:
         with Work() as counted:
             LOSSES[name](model(ids), ids).backward()
         work.append(counted.numbers)
-    assert work[0] < 1.5 * work[2], work
+    assert work[0] < 2 * work[2], work
 
 
 COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
