@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from . import clipped, common, depthwise, linear, rows, tiles
-from .common import CHUNK, VECTOR, Tile, extent, has_kernel, is_half, truncation
+from .common import VECTOR, Tile, chunk_of, extent, has_kernel, is_half, truncation
 from .conv_bound import Limits, enlarged, parts_of
 from .conv_problem import Problem, Size, problem
 from .finish import Sums, finish
@@ -79,8 +79,8 @@ def _launch(p: Problem, mode: str, out: Tensor, tile: Tile, share: int, c: Tenso
     with torch.cuda.device_of(p.x):
         conv_kernel[(triton.cdiv(p.x.size(0), share) * p.groups * n_o * n_n,)](
             p.x, p.g, out if c is None else c, out, p.x.size(0), *p.sizes(), *p.strides(), p.groups, n_o, n_n, share,
-            out.stride(0), **p.constants(), MODE=mode, BLOCK_O=tile.m, BLOCK_N=tile.n, BLOCK_P=tile.k, CHUNK=CHUNK,
-            PRECISION=common.precision(p.x), num_warps=tile.warps, num_stages=tile.stages,
+            out.stride(0), **p.constants(), MODE=mode, BLOCK_O=tile.m, BLOCK_N=tile.n, BLOCK_P=tile.k,
+            CHUNK=chunk_of(p.x), PRECISION=common.precision(p.x), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _direct(p: Problem, kind: torch.dtype, tile: Tile | None, limits: Limits | N
     behind = 0 if limits is None else parts_of(p.x, p.g)
     partial = p.x.new_empty((p.x.size(0), count + behind), dtype=torch.float64)
     _launch(p, "norm", partial, tile, 1)
-    share = 2 * truncation(p.g.size(2)) if is_half(p.x) else 0.0
+    share = 2 * truncation(p.g.size(2), p.x)
     if limits is None:
         return finish(partial, count, share, kind)[0]
     return enlarged(partial, count, p.x, p.g, share, limits)
@@ -171,17 +171,17 @@ def _gram(p: Problem, kind: torch.dtype, tile: Tile | None, sums: Sums) -> Tenso
     if tile is None and p.last:
         tile = _wide_tile(extent(positions, 128), extent(positions, 128))
     tile = tile or Tile(extent(positions, 64), extent(positions, 64), 32 if half else 16, 8, 3)
-    n = triton.cdiv(positions, tile.m)
+    n, chunk = triton.cdiv(positions, tile.m), chunk_of(p.x)
     count = p.groups * (n * (n + 1) // 2)
     partial = p.x.new_empty((p.x.size(0), 2 * count + 3 * n * p.groups), dtype=torch.float64)
     with torch.cuda.device_of(p.x):
         conv_gram_kernel[(p.x.size(0) * count,)](
             p.x, p.g, partial, *p.sizes(), *p.strides(), p.groups, n, **p.constants(),
-            BLOCK=tile.m, BLOCK_N=tile.k, BLOCK_O=tile.k, CHUNK=CHUNK, CHUNK_N=half and p.inputs > CHUNK,
-            CHUNK_O=half and outputs > CHUNK, PRECISION=common.precision(p.x),
+            BLOCK=tile.m, BLOCK_N=tile.k, BLOCK_O=tile.k, CHUNK=chunk, CHUNK_N=half and p.inputs > chunk,
+            CHUNK_O=half and outputs > chunk, PRECISION=common.precision(p.x),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        share = truncation(p.inputs) + truncation(outputs) if half else 0.0
+        share = truncation(p.inputs, p.x) + truncation(outputs, p.x)
         return finish(partial, count, share, kind, True, sums)[0]
 
 

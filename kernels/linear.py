@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import (
-    CHUNK,
     Tile,
     aligned,
+    chunk_of,
     extent,
     filled,
     float32_is_exact,
@@ -140,19 +140,18 @@ def _vector(a: Tensor, g: Tensor, kind: torch.dtype, layers: Layers | None = Non
 def _gram(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None, sums: Sums | None = None,
           layers: Layers | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     (batch, t, i), o = a.shape, g.size(2)
-    half, (p_a, p_g, count, type_) = is_half(a), _places(a, g, layers)
+    half, chunk, (p_a, p_g, count, type_) = is_half(a), chunk_of(a), _places(a, g, layers)
     tile = tile or gram_tile(a, g)
     n = triton.cdiv(t, tile.m)
     tiles = n * (n + 1) // 2
     partial = torch.empty((count, 2 * tiles + 3 * n), dtype=torch.float64, device=a.device)
     gram_kernel[(count * tiles,)](
         p_a, p_g, partial, batch, t, i, o, *a.stride(), *g.stride(), n,
-        BLOCK=tile.m, BLOCK_I=min(tile.k, extent(i, 64)), BLOCK_O=min(tile.k, extent(o, 64)), CHUNK=CHUNK,
-        CHUNK_I=half and i > CHUNK, CHUNK_O=half and o > CHUNK, PRECISION=precision(a), TYPE=type_,
+        BLOCK=tile.m, BLOCK_I=min(tile.k, extent(i, 64)), BLOCK_O=min(tile.k, extent(o, 64)), CHUNK=chunk,
+        CHUNK_I=half and i > chunk, CHUNK_O=half and o > chunk, PRECISION=precision(a), TYPE=type_,
         DIAGONAL=diagonal(a, g, n), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    enlarge = truncation(i) + truncation(o) if half else 0.0
-    return finish(partial, tiles, enlarge, kind, True, sums or Sums(t, i, o))
+    return finish(partial, tiles, truncation(i, a) + truncation(o, a), kind, True, sums or Sums(t, i, o))
 
 
 def _direct(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None, sums: Sums | None = None,
@@ -164,7 +163,7 @@ def _direct(a: Tensor, g: Tensor, kind: torch.dtype, tile: Tile | None = None, s
     _launch_direct(a, g, partial, tile, n_o, n_i, False, layers)
     if sums is not None:
         _launch_sizes(a, g, partial[:, tiles:], layers)
-    return finish(partial, tiles, 2 * truncation(t) if is_half(a) else 0.0, kind, False, sums)
+    return finish(partial, tiles, 2 * truncation(t, a), kind, False, sums)
 
 
 def _launch_sizes(a: Tensor, g: Tensor, out: Tensor, layers: Layers | None = None) -> None:
@@ -193,7 +192,7 @@ def _launch_direct(a: Tensor, g: Tensor, out: Tensor, tile: Tile, n_o: int, n_i:
     half, (p_a, p_g, count, type_) = is_half(a), _places(a, g, layers)
     direct_kernel[(count * n_o * n_i,)](
         p_a, p_g, out, *a.shape, g.size(2), *a.stride(), *g.stride(), n_o, n_i, out.stride(0),
-        BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, CHUNK=CHUNK, CHUNKED=half and a.size(1) > CHUNK,
+        BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, CHUNK=chunk_of(a), CHUNKED=half and a.size(1) > chunk_of(a),
         PRECISION=precision(a), STORE=store, TYPE=type_, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

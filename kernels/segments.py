@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .clipped import upper
-from .common import CHUNK, Tile, dot, grouped, is_half, precision, tile_sums, truncation
+from .common import Tile, chunk_of, dot, grouped, is_half, precision, tile_sums, truncation
 from .finish import finish
 from .tiles import matrix_tile
 
@@ -79,7 +79,7 @@ def _launch(a: Tensor, g: Tensor, starts: Tensor, out: Tensor, mode: str, tile: 
     with torch.cuda.device_of(a):
         segment_kernel[(segments * n_o * n_i,)](
             a, g, starts, starts if c is None else c, out, i, o, *a.stride(), *g.stride(), *strides, n_o, n_i,
-            MODE=mode, BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, CHUNK=CHUNK, HALF=is_half(a),
+            MODE=mode, BLOCK_O=tile.m, BLOCK_I=tile.n, BLOCK_T=tile.k, CHUNK=chunk_of(a), HALF=is_half(a),
             PRECISION=precision(a), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ def norm_sq(a: Tensor, g: Tensor, starts: Tensor, *, tile: Tile | None = None) -
     count = triton.cdiv(g.size(1), tile.m) * triton.cdiv(a.size(1), tile.n)
     partial = torch.empty((segments, count), dtype=torch.float64, device=a.device)
     _launch(a, g, starts, partial, "norm", tile, None)
-    return finish(partial, count, 2 * truncation(a.size(0)) if is_half(a) else 0.0, torch.float64)[0]
+    return finish(partial, count, 2 * truncation(a.size(0), a), torch.float64)[0]
 
 
 def overwrite_sums(a: Tensor, g: Tensor, starts: Tensor, into: Tensor, factors: Tensor | None = None, *,
