@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from . import clipped, common, conv, embedding, head_loss, linear, many, norm, rows, segments
+from . import clipped, common, conv, embedding, head_loss, linear, many, noise, norm, rows, segments, step
 
 ARCHITECTURES = {
     80: common.Device(108, 163 * 1024, 80),
@@ -226,9 +226,24 @@ def embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"tied cross term d={d}", dtype, lambda e=e, h=h: embedding.cross_term_and_spread(ids, e, h, g))
 
 
+def noise_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Noise, and the updates that draw it."""
+    key = [0x9E3779B9 + k for k in range(8)]
+    tensors = [[meta(1280, 5120, dtype=kind), meta(1280, dtype=kind)] for kind in (dtype, torch.float32, dtype, dtype)]
+    draw: dict[str, Any] = {"key": key, "step": 3, "std": 0.7, "scale": 0.1, "keep_grads": False, "lr": 0.1}
+    adam = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "t": 3}
+    yield Case("noise", dtype, lambda: noise.noise_(tensors[0][0], 0.7, key, 3, 5))
+    yield Case("noise added", dtype, lambda: noise.add_noise_(tensors[1][0], 0.7, 0.1, key, 3, 5))
+    yield Case("update AdamW", dtype, lambda: step.noisy_adamw_step_(*tensors, [5, 6553606], **draw, **adam))
+    yield Case("update SGD", dtype, lambda: step.noisy_sgd_step_(*tensors[:3], [5, 6553606], **draw, momentum=0.9))
+
+
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Every launcher."""
-    for family in (linear_cases, many_cases, segment_cases, conv_cases, norm_cases, head_cases, embedding_cases):
+    families = (
+        linear_cases, many_cases, segment_cases, conv_cases, norm_cases, head_cases, embedding_cases, noise_cases,
+    )  # fmt: skip
+    for family in families:
         yield from family(dtype)
 
 

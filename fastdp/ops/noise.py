@@ -40,7 +40,7 @@ from torch import Tensor
 
 from .checks import MASK, MAX_STEP, check_out, refuse_graph, words_of
 from .common import DTYPES
-from .registry import Kernel, cpp, cuda_cpp, define, native
+from .registry import Kernel, cpp, cuda_cpp, define, native, triton
 
 LANES, SLOTS = 64, 12  # blocks of a tile, normals of a block
 TILE = LANES * SLOTS
@@ -178,24 +178,27 @@ def _add_noise(tensor: Tensor, std: float, scale: float, key: Sequence[int], ste
         part.copy_(rounded(normal.mul_(std).add_(part).mul_(scale), tensor.dtype))
 
 
-def on_cuda(function: str, returns: bool = True) -> Kernel:
-    """A function of fastdp.ops.cuda, which calls the compiled CUDA kernels; returns: as the operator's schema says."""
+def on_cuda(function: str, returns: bool = True, instead: Kernel | None = None) -> Kernel:
+    """A function of fastdp.ops.cuda, which calls the compiled CUDA kernels; returns: as the operator's schema says.
+
+    instead: what serves where they are not built.
+    """
 
     def call(*args: Any, **options: Any) -> Any:
         result = getattr(importlib.import_module("fastdp.ops.cuda"), function)(*args, **options)
         return result if returns else None
 
-    return cuda_cpp(call)
+    return cuda_cpp(call, instead)
 
 
 _nothing: Callable[..., None] = lambda *args, **options: None
 
 _noise_op = define("noise_(Tensor(a!) out, float std, int[] key, int step, int offset=0) -> ()", _noise, _nothing,
-                   CPU=cpp(_native_noise), CUDA=on_cuda("noise_", False))  # fmt: skip
+                   CPU=cpp(_native_noise), CUDA=on_cuda("noise_", False, triton("noise", "noise_")))  # fmt: skip
 # tensor = (tensor + std * N(0, 1)) * scale
 _add_noise_op = define(
     "add_noise_(Tensor(a!) tensor, float std, float scale, int[] key, int step, int offset) -> ()",
-    _add_noise, _nothing, CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_", False),
+    _add_noise, _nothing, CPU=cpp(_native_add), CUDA=on_cuda("add_scaled_", False, triton("noise", "add_noise_")),
 )  # fmt: skip
 
 

@@ -27,10 +27,24 @@ _forced: list[str] = []
 
 
 class Kernel:
-    """A faster implementation. `load` returns the function, or says in words why it is not here."""
+    """A faster implementation. `load` returns the function, or says in words why it is not here.
 
-    def __init__(self, backend: str, load: Callable[[], Callable[..., Any] | str]) -> None:
-        self.backend, self.load = backend, functools.cache(load)
+    instead: serves where this one is not here.
+    """
+
+    def __init__(
+        self, backend: str, load: Callable[[], Callable[..., Any] | str], instead: Kernel | None = None
+    ) -> None:
+        self.backend, self._own, self.instead = backend, functools.cache(load), instead
+
+    def load(self) -> Callable[..., Any] | str:
+        """The function that serves."""
+        found = self._own()
+        return self.instead.load() if isinstance(found, str) and self.instead is not None else found
+
+    def serves(self) -> str:
+        """The backend whose function that is."""
+        return self.instead.serves() if isinstance(self._own(), str) and self.instead is not None else self.backend
 
 
 class Operator:
@@ -62,7 +76,7 @@ class Operator:
         if kernel is None:
             return "PyTorch"
         found = kernel.load()
-        return f"PyTorch ({found})" if isinstance(found, str) else kernel.backend
+        return f"PyTorch ({found})" if isinstance(found, str) else kernel.serves()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = args[0]
@@ -230,9 +244,9 @@ def cpp(function: Callable[..., Any]) -> Kernel:
     return Kernel("C++", lambda: found if isinstance(found := native(), str) else function)
 
 
-def cuda_cpp(function: Callable[..., Any]) -> Kernel:
-    """A kernel that calls `fastdp._CUDA`."""
-    return Kernel("CUDA C++", lambda: found if isinstance(found := native_cuda(), str) else function)
+def cuda_cpp(function: Callable[..., Any], instead: Kernel | None = None) -> Kernel:
+    """A kernel that calls `fastdp._CUDA`, where nvcc built that."""
+    return Kernel("CUDA C++", lambda: found if isinstance(found := native_cuda(), str) else function, instead)
 
 
 def triton(module: str, function: str) -> Kernel:

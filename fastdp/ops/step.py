@@ -19,7 +19,7 @@ from torch import Tensor
 from .checks import words_of
 from .common import DTYPES, sum_type
 from .noise import on_cuda, reference_chunks
-from .registry import Operator, cpp, define, native
+from .registry import Operator, cpp, define, native, triton
 from .updates import SGD, Adam, Draw, Step, implementation
 
 
@@ -131,7 +131,7 @@ _sgd_op = define(
     "float weight_decay=0.0, bool nesterov=False, bool maximize=False, bool first=False, bool keep_grads=True, "
     "Tensor? counter=None) -> ()",
     implementation(SGD, _reference), _nothing,
-    CPU=cpp(implementation(SGD, _native)), CUDA=on_cuda("noisy_sgd_step_", False),
+    CPU=cpp(implementation(SGD, _native)), CUDA=on_cuda("noisy_sgd_step_", False, triton("step", "noisy_sgd_step_")),
 )  # fmt: skip
 _adamw_op = define(
     "noisy_adamw_step_(Tensor(a!)[] params, Tensor(b!)[] sums, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
@@ -139,7 +139,8 @@ _adamw_op = define(
     "float weight_decay, int t, bool decoupled=True, bool maximize=False, bool keep_grads=True, "
     "Tensor? counter=None) -> ()",
     implementation(Adam, _reference), _nothing,
-    CPU=cpp(implementation(Adam, _native)), CUDA=on_cuda("noisy_adamw_step_", False),
+    CPU=cpp(implementation(Adam, _native)),
+    CUDA=on_cuda("noisy_adamw_step_", False, triton("step", "noisy_adamw_step_")),
 )  # fmt: skip
 
 

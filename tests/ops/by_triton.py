@@ -14,7 +14,8 @@ from fastdp.ops.registry import OPERATORS
 
 
 def serve_by_triton(patch: pytest.MonkeyPatch) -> None:
-    """Every operator that has a Triton kernel runs by it, and kernels find products by their addresses."""
+    """Every operator that has a Triton kernel runs by it, and kernels find products by their addresses. (Those that
+    stand in for CUDA C++ are slow here: they have tests of their own.)"""
     patch.setattr(extension, "BY_TRITON", {"cpu"})
     for operator in OPERATORS.values():
         kernel = operator.kernels.get("cuda")

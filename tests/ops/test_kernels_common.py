@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from fastdp.kernels import common  # noqa: E402
+from fastdp.kernels import common
 
 GUARD = 2  # bits behind a sum's last place that the unit keeps of each product. MEASURED, by its effect, on an H100
 

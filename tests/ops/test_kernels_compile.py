@@ -16,7 +16,7 @@ CASES = {
         "sum T=197", "T=1 ",
         "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "per sample 7x7", "norm and bound 1-D", "layer norm",
         "RMS norm's", "group norm C=64 32^2 last",
-        "many T=512", "stored", "segments", "tied",
+        "many T=512", "stored", "segments", "tied", "noise", "update",
     ],
     "fp32": ["head loss", "gram T=512", "direct T=512", "sum T=197", "direct 3x3/2", "gram 16x16", "tied",
              "per sample 7x7"],
@@ -51,6 +51,8 @@ def test_kernels_compile(dtype: str) -> None:
         "depthwise",
         "sides",
         "enlarge",
+        "noise",
+        "step",
     }
     if dtype == "fp32":
         expected = GEMM_LIKE - {"clipped", "segment"} | {"finish", "add_parts", "head_loss", "square", "depthwise"}

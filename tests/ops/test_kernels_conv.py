@@ -127,7 +127,7 @@ def test_the_rules_tiles_and_numbers_for_all_dimensions() -> None:
 
 @pytest.mark.parametrize("method", ["gram", "direct"])
 def test_sums_in_chunks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv, "CHUNK", 32)
+    monkeypatch.setattr(conv, "chunk_of", lambda x: 32)
     s = Setting((2, 4, 7, 7), (5, 4, 3, 3), (1, 1), (1, 1), (1, 1), 1, torch.bfloat16)
     check_norms(conv_norm_sq(s.x, s.g, *s.geometry, method, tile=SMALL), s.truth, s.plain().flatten(1).square().sum(1))
 

@@ -51,7 +51,7 @@ def test_norms(dtype: torch.dtype, method: str, t: int, tile: Tile | None) -> No
 
 @pytest.mark.parametrize("method", ["gram", "direct"])
 def test_norms_summed_in_chunks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "CHUNK", 32)
+    monkeypatch.setattr(linear, "chunk_of", lambda x: 32)
     a, g = pair(2, 50, 69, 37, torch.bfloat16)
     found = linear_norm_sq(a, g, method, tile=SMALL, dtype=torch.float64)
     assert found.dtype == torch.float64
@@ -122,7 +122,7 @@ def test_products_lost_by_underflow_leave_no_small_norm() -> None:
 @pytest.mark.parametrize("t", [2, 15, 16, 17, 31, 32, 33])
 def test_tiles_on_the_diagonal(t: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formed from rows that are read once or as others are, at T that end with a tile or beside its end."""
-    monkeypatch.setattr(linear, "CHUNK", chunk)
+    monkeypatch.setattr(linear, "chunk_of", lambda x: chunk)
     a, g = pair(3, t, 32, 48, dtype)
     truth, found = linear_gradients(a, g), {}
     for way in ("only",) if t <= 16 else ("apart", "as others"):

@@ -87,7 +87,7 @@ def test_factors_by_row(lengths: list[int], dtype: torch.dtype) -> None:
 
 
 def test_long_segments_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "CHUNK", 32)
+    monkeypatch.setattr(segments, "chunk_of", lambda x: 32)
     lengths = [70, 33]
     a, g, starts = data(lengths, torch.bfloat16)
     exact = each(a, g, lengths)

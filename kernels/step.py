@@ -1,0 +1,166 @@
+"""Noise and an optimizer's update of all parameters in one launch a type, on a GPU without nvcc.
+
+The work is the list of all parameters' tiles (`kernels.noise`). A program takes two tiles of one parameter, which it
+finds in a table of addresses. The rules are torch.optim's SGD, Adam and AdamW, as in csrc/cuda/sgd.cu and adamw.cu.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastdp.ops.updates import SGD, Adam, Step, implementation
+
+from .many import TYPES
+from .noise import LANES, SIZE, TILE, TILES, chacha20, pair_of, rounded_up, stream_of
+
+WORDS = tl.constexpr(10)  # of the key and the nonce, at the table's begin
+
+FIELDS = tl.constexpr(7)  # of a row: addresses of parameter, sum and two states; elements; offset; programs so far
+_TYPES = {**TYPES, torch.float64: tl.float64}
+
+
+@triton.jit
+def word(p_table, place: tl.constexpr):
+    return tl.load(p_table + place).to(tl.int32)
+
+
+@triton.jit
+def option(p_table, place: tl.constexpr, like):
+    return tl.load(p_table + WORDS + place).to(tl.float64, bitcast=True).to(like.dtype)
+
+
+@triton.jit
+def numbers_at(p_row, field: tl.constexpr, TYPE: tl.constexpr):
+    return tl.load(p_row + field).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def update(p_table, p_row, at, normal, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: tl.constexpr,
+           READS: tl.constexpr, NESTEROV: tl.constexpr, PARAM: tl.constexpr, STATE: tl.constexpr,
+           SUM: tl.constexpr):  # fmt: skip
+    """One normal of each lane: n = (sum + std N) scale, then the rule."""
+    inside = (at >= 0) & (at < tl.load(p_row + 4))
+    param, total = numbers_at(p_row, 0, PARAM), numbers_at(p_row, 1, SUM)
+    std, scale, sign = option(p_table, 0, normal), option(p_table, 1, normal), option(p_table, 2, normal)
+    decay, lr = option(p_table, 3, normal), option(p_table, 4, normal)
+    n = tl.fma(tl.zeros_like(normal) + std, normal, tl.load(total + at, mask=inside, other=0.0)) * scale
+    if KEEP:
+        tl.store(total + at, n, mask=inside)
+    p = tl.load(param + at, mask=inside, other=0.0).to(normal.dtype)
+    gradient = tl.fma(tl.zeros_like(p) + decay, p, sign * n)
+    first = numbers_at(p_row, 2, STATE)
+    if ADAM:
+        second = numbers_at(p_row, 3, STATE)
+        m, v = (tl.load(first + at, mask=inside, other=0.0).to(p.dtype),
+                tl.load(second + at, mask=inside, other=0.0).to(p.dtype))  # fmt: skip
+        m = tl.fma(gradient - m, tl.zeros_like(p) + option(p_table, 5, p), m)  # m + (1 - beta1) (g - m)
+        v = tl.fma(option(p_table, 7, p) * gradient, gradient, option(p_table, 6, p) * v)
+        tl.store(first + at, m.to(STATE), mask=inside)
+        tl.store(second + at, v.to(STATE), mask=inside)
+        root, eps, kept = option(p_table, 8, p), option(p_table, 9, p), option(p_table, 10, p)
+        p = tl.fma(
+            m / tl.fma(tl.sqrt(v), tl.zeros_like(p) + root, tl.zeros_like(p) + eps), -lr + tl.zeros_like(p), kept * p
+        )
+    else:
+        if BUFFER:
+            moved = gradient
+            if READS:
+                held = tl.load(first + at, mask=inside, other=0.0).to(p.dtype)
+                moved = tl.fma(held, tl.zeros_like(p) + option(p_table, 5, p), option(p_table, 6, p) * gradient)
+            tl.store(first + at, moved.to(STATE), mask=inside)
+            gradient = tl.fma(moved, tl.zeros_like(p) + option(p_table, 5, p), gradient) if NESTEROV else moved
+        p = tl.fma(gradient, tl.zeros_like(p) - lr, p)
+    tl.store(param + at, p.to(PARAM), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def step_kernel(p_table, rows, ADAM: tl.constexpr, KEEP: tl.constexpr, BUFFER: tl.constexpr, READS: tl.constexpr,
+                NESTEROV: tl.constexpr, PARAM: tl.constexpr, STATE: tl.constexpr, SUM: tl.constexpr,
+                HEAD: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """The row whose programs this one is among: the first whose end lies behind it."""
+    program = tl.program_id(0)
+    low, high = tl.cast(0, tl.int32), tl.cast(rows, tl.int32) - 1
+    while low < high:
+        middle = (low + high) // 2
+        behind = tl.load(p_table + HEAD + middle * FIELDS + 6) > program
+        low = tl.where(behind, low, middle + 1)
+        high = tl.where(behind, middle, high)
+    p_row = p_table + HEAD + low * FIELDS
+    before = tl.load(p_row - 1, mask=low > 0, other=0)  # the end of the row before
+    offset = tl.load(p_row + 5)
+    i = (program - before) * (TILES * LANES) + tl.arange(0, TILES * LANES)
+    tile, lane = offset // TILE + i // LANES, i % LANES
+    words = chacha20(tile * LANES + lane, word(p_table, 0), word(p_table, 1), word(p_table, 2), word(p_table, 3),
+                     word(p_table, 4), word(p_table, 5), word(p_table, 6), word(p_table, 7), word(p_table, 8),
+                     word(p_table, 9))  # fmt: skip
+    at = tile * TILE + lane - offset
+    for pair in tl.static_range(6):
+        even, odd = pair_of(words, pair, SUM == tl.float64)
+        update(p_table, p_row, at + 2 * pair * LANES, even, ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE, SUM)
+        update(p_table, p_row, at + (2 * pair + 1) * LANES, odd, ADAM, KEEP, BUFFER, READS, NESTEROV, PARAM, STATE, SUM)
+
+
+# ---------------------------------------------------------------------- launchers
+
+_HEAD = 10 + 11  # words and options
+
+
+def _bits(numbers: Sequence[float]) -> list[int]:
+    """float64 numbers as int64 of the same bits."""
+    return list(struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers)))
+
+
+def _options(step: Step, dtype: torch.dtype) -> list[float]:
+    """The rule's numbers, as `update` reads them."""
+    u, sign = step.update, -1.0 if step.update.maximize else 1.0
+    shared = [rounded_up(step.draw.std, dtype), step.draw.scale, sign]
+    if isinstance(u, Adam):
+        root, size = 1 / math.sqrt(1 - u.beta2**u.t), u.lr / (1 - u.beta1**u.t)
+        decays = (0.0, 1 - u.lr * u.weight_decay) if u.decoupled else (u.weight_decay, 1.0)
+        return [*shared, decays[0], size, 1 - u.beta1, u.beta2, 1 - u.beta2, root, u.eps, decays[1]]
+    return [*shared, u.weight_decay, u.lr, u.momentum, 1 - u.dampening, 0.0, 0.0, 0.0, 0.0]
+
+
+def _table(device: torch.device, numbers: list[int]) -> Tensor:
+    """On the device; the host waits for nothing."""
+    table = torch.tensor(numbers, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+def _step(step: Step) -> None:
+    """All parameters of a type, and with states of a type, in one launch."""
+    groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[Any]] = {}
+    for (param, total, *states), offset in step.rows():
+        if param.numel():
+            kinds = param.dtype, states[0].dtype if states else param.dtype, total.dtype
+            groups.setdefault(kinds, []).append(((param, total, *states), offset))
+    adam = isinstance(step.update, Adam)
+    for (param_type, state_type, total_type), members in groups.items():
+        rows, programs = list[int](), 0
+        for tensors, offset in members:
+            tiles = (offset + tensors[0].numel() - 1) // SIZE + 1 - offset // SIZE
+            programs += triton.cdiv(tiles, TILES)
+            places = [t.data_ptr() for t in tensors] + [0] * (4 - len(tensors))
+            rows += [*places, tensors[0].numel(), offset, programs]
+        stream = stream_of(step.draw.key, step.draw.step)
+        numbers = [*stream, *_bits(_options(step, param_type)), *rows]
+        with torch.cuda.device_of(members[0][0][0]):
+            step_kernel[(programs,)](
+                _table(members[0][0][0].device, numbers), len(members), ADAM=adam, KEEP=step.draw.keep_grads,
+                BUFFER=not adam and step.update.momentum != 0, READS=not adam and not step.update.first,
+                NESTEROV=not adam and step.update.nesterov, PARAM=_TYPES[param_type], STATE=_TYPES[state_type],
+                SUM=_TYPES[total_type], HEAD=_HEAD, TILES=TILES, num_warps=4,
+            )  # fmt: skip
+    step.changed()
+
+
+noisy_sgd_step_ = implementation(SGD, _step)
+noisy_adamw_step_ = implementation(Adam, _step)
