@@ -34,12 +34,12 @@ from .floor import floor
 from .memory import Job, Peak, largest, peaks
 from .steps import OUT, Place, Progress, Run, grouped, guessed_mib, interleaved, room_mib
 from .suites import BATCHES, FLOORLESS, LENGTHS, OTHERS, SUITES, SWEPT
-from .timing import Row, append, keep_memory, roofs, show, versions
+from .timing import FACTS, Row, append, keep_memory, roofs, show, versions
 
 COLUMNS = (
     "suite", "sweep", "workload", "contender", "batch_size", "length", "dtype", "status", "why", "ratio", "floor",
     "of_floor", "step_ms", "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch",
-    "largest_batch_ratio", "error", "error_dtype", *versions(),
+    "largest_batch_ratio", "error", "error_dtype", *FACTS,
 )  # fmt: skip
 SHOWN = ("workload", "contender", "batch_size", "length", "dtype", "status", "ratio", "floor", "of_floor", "step_ms",
          "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch", "error")  # fmt: skip
@@ -125,7 +125,7 @@ def row_of(job: Job, sweep: str, name: str, found: Found, least: float | None) -
     status, why = verdict.status, verdict.why
     if status == "ok" and run is not None:
         status, why = run.status, run.why
-    row: Row = dict.fromkeys(COLUMNS[: -len(versions())], "-")
+    row: Row = dict.fromkeys(COLUMNS[: -len(FACTS)], "-")
     row |= {"suite": job.suite, "sweep": sweep, "workload": job.workload, "contender": name, "dtype": job.dtype,
             "batch_size": work.batch_size, "length": work.length or "-", "status": status, "why": why}  # fmt: skip
     if verdict.error is not None:

@@ -107,6 +107,17 @@ def test_the_commit_may_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timing.versions()["commit"] == "abc1234"
 
 
+def test_there_is_no_figure_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "native", lambda: "not built")
+    monkeypatch.setattr(timing, "missing", lambda kind: {"not built: do this": ["a"]} if kind == "cpu" else {})
+    with pytest.raises(SystemExit, match="no figure is taken without fastdp's kernels: not built: do this"):
+        timing.versions()
+    monkeypatch.setattr(timing, "missing", lambda kind: {})  # as where FASTDP_CPU=0
+    assert str(timing.versions()["fastdp"]).endswith(", without _C")
+    monkeypatch.undo()
+    assert "without" not in str(timing.versions()["fastdp"]) and tuple(timing.versions()) == timing.FACTS
+
+
 def test_a_failing_or_wrong_operator_is_a_row_without_a_time() -> None:
     from fastdp.ops.registry import _forced
 
