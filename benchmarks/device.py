@@ -31,7 +31,7 @@ from .suites import GPU, find
 from .timing import Row, append, show, synchronize, versions
 
 ROOT = Path(__file__).parent.parent
-CONTENDERS = ("non-private", "fastdp", "fastdp layerwise")
+CONTENDERS = ("non-private", "fastdp", "fastdp graphed", "fastdp layerwise")
 COLUMNS = ("model", "contender", "dtype", "wall_ms", "host_ms", "device_ms", "idle", "kernels")
 ROUNDS = 7
 

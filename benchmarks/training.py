@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = [job for t in types for job in jobs(told.suite, models, told.sweep, device, t, told.small)]
     for name in told.contenders or CONTENDERS:
         if name.startswith("fastdp"):
-            CONTENDERS[name] = CONTENDERS[name]._replace(patience=told.patience)
+            CONTENDERS[name] = CONTENDERS[name]._replace(patience=max(told.patience, CONTENDERS[name].patience))
     options = Options(contenders(told), told.rounds, told.time_limit, not told.no_memory, told.memory_here,
                       told.largest_batch, 1024 * told.memory_limit, sweep=told.sweep.replace("none", "-"),
                       progress=Progress(len(wanted)))  # fmt: skip
