@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import device, planner, timing
+from benchmarks.contenders import CONTENDERS, Contender
 
 
 def test_the_planners_rows_are_kept_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -37,3 +38,20 @@ def test_what_is_asked_of_a_device_runs_here_at_small_sizes(tmp_path: Path, caps
     device.main(["four", *small])
     told = capsys.readouterr().out
     assert "compiled" in told and all(f"{name}: done" in told for name in ("gram", "direct", "clipped", "adamw"))
+
+
+def test_a_contender_that_fails_is_a_row_and_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no graph")
+
+    monkeypatch.setitem(CONTENDERS, "fastdp graphed", Contender(fails))  # type: ignore[arg-type]
+    out, small = tmp_path / "host.csv", ["--device", "cpu", "--small", "--models", "gpt2"]
+    device.main(["host", *small, "--out", str(out)])
+    with out.open(newline="") as file:
+        rows = {row["contender"]: row["wall_ms"] for row in csv.DictReader(file)}
+    assert list(rows) == list(device.CONTENDERS) and rows["fastdp graphed"] == "RuntimeError"
+    assert float(rows["fastdp layerwise"]) > 0
+    with pytest.raises(SystemExit, match="fastdp graphed: RuntimeError: no graph"):
+        device.main(["one", *small])
