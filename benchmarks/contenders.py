@@ -27,8 +27,8 @@ class Contender(NamedTuple):
 
     make: (model, workload, noise multiplier, clipping norm) -> step. prepare: what its documentation says to do to a
     model before. clipping: "none", "local", "global" or "automatic", of the whole gradient, or "layerwise". patience:
-    how many times the time limit its first step may take. resident: whether the memory of its process on the CPU
-    is that of its training.
+    how many times the time limit its first step may take. resident: whether the memory of its process on the CPU,
+    and on a GPU what the allocator counts after its first step, is that of its training.
     """
 
     make: Callable[..., Step]
@@ -152,6 +152,6 @@ CONTENDERS: dict[str, Contender] = {
     "fastdp global": Contender(ours(clipping="global"), "global"),
     "fastdp automatic": Contender(ours(clipping="automatic"), "automatic"),
     "fastdp layerwise": Contender(ours(style="layerwise"), "layerwise"),
-    "fastdp graphed": Contender(graphed, patience=8.0),
+    "fastdp graphed": Contender(graphed, patience=8.0, resident=False),
     **{f"opacus {mode}": Contender(opacus(mode), "local", validated) for mode in ("hooks", "functorch", "ew", "ghost")},
 }

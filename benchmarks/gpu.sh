@@ -243,7 +243,7 @@ fi
 export -f build build_from_links built
 export python device
 
-stage build 120 bash -c build
+stage build "$([ "$mode" = prepare ] && echo 1800 || echo 120)" bash -c build
 if [ "$mode" != plan ] && ! built >>"$log" 2>&1; then
   echo "fastdp._C or fastdp._CUDA is not there (FASTDP_CUDA=0 runs without the latter): nothing else is run" | tee -a "$log"
   failed=1

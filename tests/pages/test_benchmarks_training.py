@@ -171,8 +171,9 @@ def test_rows_have_the_columns_in_order(rows: dict[str, timing.Row], tmp_path: P
 
 
 def test_the_committed_rows_have_the_columns() -> None:
-    path = Path(training.__file__).with_name("data") / "training_cpu.csv"
-    assert path.read_text().splitlines()[0] == CONTRACT
+    for device in ("cpu", "cuda"):
+        path = Path(training.__file__).with_name("data") / f"training_{device}.csv"
+        assert path.read_text().splitlines()[0] == CONTRACT
 
 
 # ---------------------------------------------------------------------- limits
