@@ -28,7 +28,7 @@ from fastdp import ops
 
 from .steps import Place, batch, one_line, step_of
 from .suites import GPU, find
-from .timing import Row, append, show, synchronize, versions
+from .timing import Row, append, require_kernels, show, synchronize, versions
 
 ROOT = Path(__file__).parent.parent
 CONTENDERS = ("non-private", "fastdp", "fastdp graphed", "fastdp layerwise")
@@ -116,6 +116,7 @@ def on_device(profile: Any) -> tuple[float, int]:
 
 
 def host(told: argparse.Namespace) -> None:
+    require_kernels(told.device)
     place, facts = place_of(told), versions(told.device)
     rows: list[Row] = []
     for model in told.models:

@@ -27,7 +27,7 @@ from fastdp.training.progress import Bar
 
 from .contenders import CONTENDERS, Contender, NotApplicable, graphed, trained
 from .models import GPT, Workload, class_losses, token_losses
-from .timing import Row, append, interleaved, keep_memory, show, versions
+from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
 
 B, T, D, WORDS = 4, 8, 32, 64
 CPU = torch.device("cpu")
@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     keep_memory("benchmarks.host")
+    require_kernels()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     works = workloads(options.layers)

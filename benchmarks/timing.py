@@ -38,11 +38,7 @@ def keep_memory(module: str) -> None:
 
 
 def versions(device: torch.device | str = "cpu") -> Row:
-    """Device, versions, commit and date: beside every figure.
-
-    Without fastdp's kernels there is none (SystemExit), unless the environment says that they are not wanted
-    (FASTDP_CPU=0, FASTDP_CUDA=0): then the version says it.
-    """
+    """Device, versions, commit and date: beside every figure. fastdp's version says which extension is not there."""
     from importlib.metadata import PackageNotFoundError, version
 
     def of(name: str) -> str:
@@ -52,8 +48,6 @@ def versions(device: torch.device | str = "cpu") -> Row:
             return "-"
 
     device = torch.device(device)
-    if lacking := "; ".join({why: None for kind in ("cpu", device.type) for why in missing(kind)}):
-        raise SystemExit(f"no figure is taken without fastdp's kernels: {lacking}")
     modules = {"_C": native(), **({"_CUDA": native_cuda()} if device.type == "cuda" else {})}
     without = "".join(f", without {name}" for name, module in modules.items() if isinstance(module, str))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
@@ -62,6 +56,13 @@ def versions(device: torch.device | str = "cpu") -> Row:
         "opacus": of("opacus"), "fastdp": of("fastdp") + without, "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
+
+
+def require_kernels(device: torch.device | str = "cpu") -> None:
+    """Where fastdp would be measured without its kernels: SystemExit, unless FASTDP_CPU=0 or FASTDP_CUDA=0 says that
+    they are not wanted."""
+    if lacking := "; ".join({why: None for kind in ("cpu", torch.device(device).type) for why in missing(kind)}):
+        raise SystemExit(f"no figure is taken without fastdp's kernels: {lacking}")
 
 
 def commit() -> str:

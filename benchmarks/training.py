@@ -34,7 +34,7 @@ from .floor import floor
 from .memory import Job, Peak, largest, peaks
 from .steps import OUT, Place, Progress, Run, grouped, guessed_mib, interleaved, room_mib
 from .suites import BATCHES, FLOORLESS, LENGTHS, OTHERS, SUITES, SWEPT
-from .timing import FACTS, Row, append, keep_memory, roofs, show, versions
+from .timing import FACTS, Row, append, keep_memory, require_kernels, roofs, show, versions
 
 COLUMNS = (
     "suite", "sweep", "workload", "contender", "batch_size", "length", "dtype", "status", "why", "ratio", "floor",
@@ -221,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = told.models or [m for m in SUITES[told.suite] if told.sweep == "none" or m in SWEPT[told.sweep]]
     if told.memory_here and device != "cuda":
         raise SystemExit("--memory-here asks a GPU's allocator; on the CPU memory is that of fresh processes")
+    require_kernels(device)
     print(", ".join(f"{key} {value}" for key, value in versions(device).items()))
     types = told.dtype or DEFAULT_TYPES[told.suite]
     wanted = [job for t in types for job in jobs(told.suite, models, told.sweep, device, t, told.small)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import floor, kernels, planner, timing
+from benchmarks import device, floor, kernels, planner, timing, training
 from benchmarks.language import LSTM
 from benchmarks.models import Workload, class_losses
 from benchmarks.suites import GPU as LARGE
@@ -108,11 +108,15 @@ def test_the_commit_may_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_is_no_figure_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "native", lambda: "not built")
     monkeypatch.setattr(timing, "missing", lambda kind: {"not built: do this": ["a"]} if kind == "cpu" else {})
     with pytest.raises(SystemExit, match="no figure is taken without fastdp's kernels: not built: do this"):
-        timing.versions()
+        timing.require_kernels()
+    for main, command in ((training.main, ["--suite", "quick"]), (device.main, ["host", "--device", "cpu"])):
+        with pytest.raises(SystemExit, match="no figure"):
+            main(command)
     monkeypatch.setattr(timing, "missing", lambda kind: {})  # as where FASTDP_CPU=0
+    timing.require_kernels()
+    monkeypatch.setattr(timing, "native", lambda: "not built")
     assert str(timing.versions()["fastdp"]).endswith(", without _C")
     monkeypatch.undo()
     assert "without" not in str(timing.versions()["fastdp"]) and tuple(timing.versions()) == timing.FACTS
