@@ -236,7 +236,8 @@ def judge(names: Iterable[str], work: Workload, place: Place = CPU, limit: float
     other = truth_of(work, place) if place.dtype != torch.float32 else None
     allowed = COARSE
     if other is not None:
-        allowed = min(max(COARSE, BEYOND * error_of("non-private", work, place, other)), USELESS)
+        rounding = verdict("non-private", work, place, exact, other, limit, USELESS).error_dtype
+        allowed = min(max(COARSE, BEYOND * (rounding or 0.0)), USELESS)
     return {name: verdict(name, work, place, exact, other, limit, allowed) for name in names}
 
 
