@@ -1,10 +1,11 @@
 """Builds the optional extensions fastdp._C and fastdp._CUDA; all else is in pyproject.toml.
 
 Without a compiler, or where compiling fails, fastdp installs without them and runs on plain PyTorch and Triton; a wheel
-is then one for every platform (py3-none-any). FASTDP_CPU=1 makes such a failure an error, as wheels for others need it,
-and FASTDP_CPU=0 builds no fastdp._C. fastdp._CUDA is built where nvcc and a GPU are found, or FASTDP_CUDA=1 is set
-(FASTDP_CUDA=0: never). nvcc is looked for on the PATH, in $CUDA_HOME/bin and in /usr/local/cuda/bin, and asked which
-GPUs it knows. torch is never needed to build.
+is then one for every platform (py3-none-any). FASTDP_CPU=1 and FASTDP_CUDA=1 make such a failure an error, as wheels
+for others need it, and FASTDP_CPU=0 builds no fastdp._C. fastdp._CUDA is built where nvcc and a GPU are found, or
+FASTDP_CUDA=1 is set (FASTDP_CUDA=0: never). nvcc is looked for on the PATH, in $CUDA_HOME/bin and in
+/usr/local/cuda/bin, and asked which GPUs it knows. torch is never needed to build. When training begins, fastdp warns
+of an extension that is missing (fastdp.engine.missing_kernels), unless its variable is 0 there, too.
 
 An editable install (`pip install -e .`) leads to the sources by an import hook, as fastdp.kernels lies beside fastdp,
 and type checkers and editors see no import hooks. So it has a path as well, to a folder that holds nothing but fastdp.
@@ -40,6 +41,7 @@ FLAGS = [
 # streams are the driver's handles, which it takes.
 CUDA_FLAGS = "-std=c++17 -O3 -cudart static -Xcompiler -fPIC,-fvisibility=hidden,-g0".split()
 CUDA_TARGETS = ("80", "90", "100")
+SETTINGS = {"fastdp._C": "FASTDP_CPU", "fastdp._CUDA": "FASTDP_CUDA"}
 
 
 def find_nvcc() -> str | None:
@@ -96,8 +98,11 @@ class OptionalBuild(build_ext):
     def run(self) -> None:
         try:
             super().run()
-        except Exception as error:  # noqa: BLE001  (no compiler shows in many ways)
-            self._without("fastdp._C", error)
+        except Exception as error:  # no compiler shows in many ways
+            if any(wish(SETTINGS[extension.name]) == "1" for extension in self.extensions):
+                raise
+            for extension in self.extensions:
+                self._without(extension.name, error)
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -136,11 +141,10 @@ class OptionalBuild(build_ext):
         run([nvcc, "-shared", "-cudart", "static", *objects, "-o", str(target)])
 
     def _without(self, name: str, error: Exception) -> None:
-        if name == "fastdp._C" and wish("FASTDP_CPU") == "1":
+        if wish(SETTINGS[name]) == "1":
             raise error
         reason = " ".join(str(error).split())[:100] or type(error).__name__
-        slower = "noise is slower" if name == "fastdp._C" else "the GPU's noise is slower"
-        print(f"fastdp: WARNING: installing without the compiled extension {name} ({slower}): {reason}")
+        print(f"fastdp: WARNING: installing without the compiled extension {name} (training is slower): {reason}")
 
 
 class Wheel(bdist_wheel):
@@ -212,7 +216,11 @@ extensions = [
 ]
 if wants_cuda():
     depends = [*found("csrc/*.h", "csrc/cuda/*.cuh"), "setup.py"]
-    extensions += [Extension("fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=True)]
+    extensions += [
+        Extension(
+            "fastdp._CUDA", cuda_sources, include_dirs=["csrc"], depends=depends, optional=wish("FASTDP_CUDA") != "1"
+        )
+    ]
 if wish("FASTDP_CPU") == "0":
     extensions = [extension for extension in extensions if extension.name != "fastdp._C"]
 os.chdir(ROOT)

@@ -27,8 +27,8 @@ class Contender(NamedTuple):
 
     make: (model, workload, noise multiplier, clipping norm) -> step. prepare: what its documentation says to do to a
     model before. clipping: "none", "local", "global" or "automatic", of the whole gradient, or "layerwise". patience:
-    how many times the time limit its first step may take. resident: whether the memory of its process on the CPU
-    is that of its training.
+    how many times the time limit its first step may take. resident: whether the memory of its process on the CPU,
+    and on a GPU what the allocator counts after its first step, is that of its training.
     """
 
     make: Callable[..., Step]
@@ -73,6 +73,26 @@ def ours(**options: object) -> Callable[..., Step]:
         return step
 
     return make
+
+
+def graphed(model: nn.Module, work: Workload, sigma: float = SIGMA, limit: float = R, compile: bool = False) -> Step:
+    """The replayed step, recorded on another batch."""
+    optimizer = fastdp.DPAdamW(
+        model, lr=LR, noise_multiplier=sigma, max_grad_norm=limit, expected_batch_size=work.batch_size
+    )
+    weight = next(model.parameters())
+    x, y = (t.to(weight.device) for t in work.batch(work.batch_size))
+    example = (x.to(weight.dtype) if x.is_floating_point() else x, y)
+    step = optimizer.graphed(lambda model, x, y: work.losses(model(x), y), example, compile=compile)
+    if compile and not step.compiled:
+        raise NotApplicable("Inductor does not take this step")
+
+    def replayed(x: Tensor, y: Tensor) -> None:
+        step(x, y)
+        if step.eager or (x.is_cuda and not step.captured):
+            raise RuntimeError(f"not replayed, or not as a CUDA graph: {step.reasons}")
+
+    return replayed
 
 
 def validated(model: nn.Module) -> nn.Module:
@@ -132,5 +152,6 @@ CONTENDERS: dict[str, Contender] = {
     "fastdp global": Contender(ours(clipping="global"), "global"),
     "fastdp automatic": Contender(ours(clipping="automatic"), "automatic"),
     "fastdp layerwise": Contender(ours(style="layerwise"), "layerwise"),
+    "fastdp graphed": Contender(graphed, patience=8.0, resident=False),
     **{f"opacus {mode}": Contender(opacus(mode), "local", validated) for mode in ("hooks", "functorch", "ew", "ghost")},
 }

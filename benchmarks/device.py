@@ -26,12 +26,12 @@ import torch
 
 from fastdp import ops
 
-from .steps import Place, batch, step_of
+from .steps import Place, batch, one_line, step_of
 from .suites import GPU, find
-from .timing import Row, append, show, synchronize, versions
+from .timing import Row, append, require_kernels, show, synchronize, versions
 
 ROOT = Path(__file__).parent.parent
-CONTENDERS = ("non-private", "fastdp", "fastdp layerwise")
+CONTENDERS = ("non-private", "fastdp", "fastdp graphed", "fastdp layerwise")
 COLUMNS = ("model", "contender", "dtype", "wall_ms", "host_ms", "device_ms", "idle", "kernels")
 ROUNDS = 7
 
@@ -61,22 +61,27 @@ def warm(told: argparse.Namespace) -> None:
 
 
 def warm_one(told: argparse.Namespace) -> None:
-    """Two steps of fastdp and of its layerwise style, at the small size, on which contenders are checked, and at the
-    size that is timed."""
-    place, model = place_of(told), told.models[0]
+    """Two steps of each of our contenders, at the small size, on which they are checked, and at the size that is
+    timed."""
+    place, model, failed = place_of(told), told.models[0], list[str]()
     for small in (True, False) if not told.small else (True,):
         work = find("gpu", model, small)
         for dtype in {place.dtype, torch.float32} if small else {place.dtype}:  # the check is in float32, too
             here = place._replace(dtype=dtype)
             x, y = batch(work, here)
             for name in CONTENDERS[1:]:
-                step = step_of(name, work, here)
-                for _ in range(2):
-                    step(x, y)
-                synchronize(place.device)
-                del step
+                try:
+                    step = step_of(name, work, here)
+                    for _ in range(2):
+                        step(x, y)
+                    synchronize(place.device)
+                    del step
+                except Exception as problem:  # noqa: BLE001  (the others' kernels are compiled all the same)
+                    failed.append(f"{name}: {type(problem).__name__}: {one_line(problem)}")
                 if place.device.type == "cuda":
                     torch.cuda.empty_cache()
+    if failed:
+        sys.exit("; ".join(dict.fromkeys(failed)))
     print("compiled")
 
 
@@ -111,15 +116,23 @@ def on_device(profile: Any) -> tuple[float, int]:
 
 
 def host(told: argparse.Namespace) -> None:
+    require_kernels(told.device)
     place, facts = place_of(told), versions(told.device)
     rows: list[Row] = []
     for model in told.models:
         work = find("gpu", model, told.small)
         x, y = batch(work, place)
         for name in CONTENDERS:
-            step = step_of(name, work, place)
-            for _ in range(3):
-                step(x, y)
+            try:
+                step = step_of(name, work, place)
+                for _ in range(3):
+                    step(x, y)
+            except Exception as problem:  # noqa: BLE001  (a row says so, and the next contender is measured)
+                rows.append({"model": model, "contender": name, "dtype": told.dtype, "wall_ms": type(problem).__name__})
+                print(f"{model}, {name}: {type(problem).__name__}: {one_line(problem)}", file=sys.stderr)
+                if told.out:
+                    append(told.out, [rows[-1] | facts], (*COLUMNS, *facts))
+                continue
             walls, hosts = zip(*(timed(step, x, y, place) for _ in range(ROUNDS)), strict=True)
             wall = statistics.median(walls)
             row: Row = {"model": model, "contender": name, "dtype": told.dtype, "wall_ms": f"{1e3 * wall:.2f}",

@@ -19,10 +19,11 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from . import report_data as data
-from .report_data import OK, OURS, Case, Cases, figure_names, label, measured, stamp, where
+from .report_data import GRAPHED, OK, OURS, Case, Cases, figure_names, label, measured, stamp, where
 
 SHOWN = {  # colour, hatch, marker
     OURS: ("#0072B2", "", "o"),
+    GRAPHED: ("#56B4E9", "--", "P"),
     "opacus hooks": ("#E69F00", "//", "s"),
     "opacus functorch": ("#D55E00", "\\\\", "^"),
     "opacus ew": ("#CC79A7", "..", "D"),

@@ -27,7 +27,7 @@ from . import memory, training
 from .models import Workload
 from .steps import Place
 from .suites import FLOORLESS, OTHERS
-from .timing import Row, append, keep_memory, roofs, show, versions
+from .timing import FACTS, Row, append, keep_memory, roofs, show, versions
 
 ROOT = Path(__file__).parent.parent
 RUNS, STEPS = ROOT / "benchmarks/data/finetuning.csv", ROOT / "benchmarks/data/finetuning_steps.csv"
@@ -141,7 +141,7 @@ WORKLOADS = {
 CONTENDERS = ("non-private", "fastdp", "opacus hooks", "opacus ghost")
 SHOWN = ("model", "contender", "ratio", "floor", "step_ms", "p20_ms", "p80_ms", "peak_mib", "memory_ratio", "error",
          "error_dtype")  # fmt: skip
-COLUMNS = (*SHOWN, "batch_size", "dtype", *versions())
+COLUMNS = (*SHOWN, "batch_size", "dtype", *FACTS)
 
 # ---------------------------------------------------------------------- tables
 

@@ -1,20 +1,29 @@
 #!/usr/bin/env bash
 # Everything a GPU is needed for, in calls of under ten minutes each:
 #
-#   benchmarks/gpu.sh 1             build, all device tests in parallel, compute-sanitizer
+#   benchmarks/gpu.sh 1             build, all device tests in parallel, what users run (benchmarks.smoke),
+#                                   compute-sanitizer
 #   benchmarks/gpu.sh 2             kernels, planner, host time against device time and a profile, ncu of four kernels
 #   benchmarks/gpu.sh 3             training: gpt2-large and llama-lora; 4: gpt2, vit-b16; 5: llama-1b, resnet50; 6: rest
 #   benchmarks/gpu.sh --plan [N]    prints the stages of call N (1) and runs nothing
 #   benchmarks/gpu.sh --dry-run [N] without a GPU: runs what of it a CPU can, at small sizes
+#   benchmarks/gpu.sh --prepare [N] without a GPU, but with nvcc and the versions of Python, torch and Triton that the
+#                                   machine with the GPU has: builds and compiles what call N launches into $CACHES
+#
+# On an H100 with 16 cores the build took 67 s, 10 s with caches, all device tests 71 s with 14 workers, and the first
+# private step of gpt2-large over 20 s (training allows 80 s for it). A lent machine gives one command ten minutes and all of them a quarter of an hour, its start of one to two minutes counted:
+# that is call 1 (some five minutes), then call 3 (eight at most). Calls 2, 4, 5 and 6 need a loan each, but
+# `STAGES="build host"` of call 2 takes two minutes. What can fail comes first.
 #
 # Settings: OUT (folder of the results; benchmarks/data), PYTHON (python3), FASTDP_COMMIT (of a tree without .git),
 # SECONDS_IN_ALL (580), GRACE (15 s for a report at the end of a limit), DTYPE (bfloat16), STAGES (those to run), MODELS
-# and CONTENDERS of training, with commas between them, CACHES (an archive that an earlier call left;
-# .gpu/caches.tar.gz).
+# and CONTENDERS of training, with commas between them, TEST_WORKERS (14), CACHES (an archive of an earlier call or of
+# --prepare; .gpu/caches.tar.gz), WHEELS (a folder; .gpu), FASTDP_CUDA=0 (goes without fastdp._CUDA, and says so).
 #
 # Nothing has to be installed on a machine with Python, torch, Triton, pytest, pytest-xdist, hypothesis, setuptools,
-# pybind11 and nvcc, and no network is needed: extensions are built in place, and a link to kernels/ stands in for an
-# installation where there is none. Where Opacus is not installed its rows say "not applicable".
+# pybind11 and nvcc (on the PATH or in /usr/local/cuda/bin), and no network is needed: extensions are built in place, and
+# a link to kernels/ stands in for an installation where there is none. Where nvcc is and fastdp._CUDA cannot be built,
+# nothing else runs. Opacus is installed from WHEELS if it lies there; else its rows say "not applicable".
 #
 # Whatever happens, what is there by then stays and can be used: rows are written one by one, output goes to gpu_log.txt
 # as it comes, gpu_summary.txt says after each stage how all went, and caches.tar.gz (built extensions, compiled Triton
@@ -27,17 +36,17 @@ cd "$(dirname "$0")/.." || exit 2
 
 mode=run
 case "${1:-}" in
-  --dry-run | --plan) mode=${1#--} && shift ;;
+  --dry-run | --plan | --prepare) mode=${1#--} && shift ;;
 esac
 call=${1:-1}
 case "$call" in
-  1) stages="build info tests sanitizer" models="gpt2-large" ;;
+  1) stages="build info tests smoke sanitizer" models="gpt2-large" ;;
   2) stages="build warm kernels planner host ncu" models="gpt2-large" ;;
   3) stages="build warm training" models="gpt2-large,llama-lora" ;;
   4) stages="build warm training" models="gpt2,vit-b16" ;;
   5) stages="build warm training" models="llama-1b,resnet50" ;;
   6) stages="build warm training" models="bert,gpt2-lora,roberta,bert-lora,convnext-t" ;;
-  *) sed -n '4,8p' "$0" >&2 && exit 2 ;;
+  *) sed -n '4,12p' "$0" >&2 && exit 2 ;;
 esac
 
 python=${PYTHON:-python3}
@@ -46,12 +55,21 @@ stages=${STAGES:-$stages}
 grace=${GRACE:-15}
 dtype=${DTYPE:-bfloat16}
 caches=${CACHES:-.gpu/caches.tar.gz}
+wheels=${WHEELS:-.gpu}
 IFS=, read -ra models <<<"${MODELS:-$models}"
-IFS=, read -ra contenders <<<"${CONTENDERS:-fastdp,fastdp layerwise,opacus hooks,opacus ghost}"
+IFS=, read -ra contenders <<<"${CONTENDERS:-fastdp,fastdp graphed,fastdp layerwise,opacus hooks,opacus ghost}"
 out=${OUT:-benchmarks/data} device=cuda small=()
 case $mode in
   dry-run) out=${OUT:-$(mktemp -d)} device=cpu small=(--small) ;;
+  prepare) out=$(dirname "$caches") stages="build compile" total=3600 ;;
 esac
+passed=passed
+if [ "$device" = cuda ]; then
+  PATH=/usr/local/cuda/bin:$PATH
+  command -v nvcc >/dev/null || FASTDP_CUDA=0
+  export PATH FASTDP_CUDA=${FASTDP_CUDA:-1}
+  [ "$FASTDP_CUDA" = 1 ] || passed="passed without fastdp._CUDA"
+fi
 log=$out/gpu_log.txt
 # Triton's index holds absolute paths: the same folder in every call
 work=${GPU_WORK:-/tmp/fastdp-gpu}
@@ -100,6 +118,13 @@ unpack() {
   mkdir -p "$work"
   if [ -s "$caches" ]; then tar -C "$work" -xzf "$caches" && cp -p "$work/built/$(sources)"/*.so fastdp/ 2>/dev/null; fi
   return 0
+}
+
+# install: the wheels that were carried, Opacus's for one, if it is not here
+install() {
+  compgen -G "$wheels/*.whl" >/dev/null && ! "$python" -c 'import opacus' 2>/dev/null || return 0
+  "$python" -m pip install -q --no-index --no-deps --target "$work/site" "$wheels"/*.whl >>"$log" 2>&1 || return
+  export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
 }
 
 # shorten: no file is too large to come back; of a long one its end is worth more
@@ -164,7 +189,7 @@ stage() {
   code=$?
   child='' running=''
   case $code in
-    0) result=passed ;;
+    0) result=$passed ;;
     124 | 137) result="out of time" failed=1 ;;
     *) result="FAILED ($code)" failed=1 ;;
   esac
@@ -197,7 +222,7 @@ build_from_links() {
 
 built() { # the extensions that must be there
   "$python" -c 'import fastdp._C; print("fastdp._C loads")' || return
-  if [ "$device" = cpu ] || ! command -v nvcc >/dev/null || [ ! -e csrc/bind_cuda.cpp ]; then return 0; fi
+  if [ "$device" = cpu ] || [ "$FASTDP_CUDA" = 0 ]; then return 0; fi
   "$python" -c 'import fastdp._CUDA; print("fastdp._CUDA loads")'
 }
 
@@ -213,25 +238,38 @@ if [ "$mode" != plan ]; then
     ln -s ../kernels fastdp/kernels && linked=yes
   fi
   unpack
+  install || failed=1
 fi
 export -f build build_from_links built
 export python device
 
-stage build 120 bash -c build
+stage build "$([ "$mode" = prepare ] && echo 1800 || echo 120)" bash -c build
+if [ "$mode" != plan ] && ! built >>"$log" 2>&1; then
+  echo "fastdp._C or fastdp._CUDA is not there (FASTDP_CUDA=0 runs without the latter): nothing else is run" | tee -a "$log"
+  failed=1
+  finish
+fi
+if [ "$mode" = prepare ]; then
+  stage compile 3000 "$python" -m benchmarks.roof --compile-only --dtype "$dtype" --models "${models[@]}"
+  finish
+fi
 stage info 20 "$python" -m fastdp info
 
 # ---------------------------------------------------------------------- 1: is it right?
 
-tests=(tests/ops/test_device.py tests/ops/test_cuda_device.py tests/engine/test_engine_device.py)
+shopt -s nullglob
+tests=(tests/{ops,engine,graphed,training}/test_{[d]evice,device_*,*_device}.py)
+shopt -u nullglob
 # -v: a line for each test as it ends, should not even the report survive
-stage tests 270 "$python" -m pytest -p no:cacheprovider -n "${TEST_WORKERS:-12}" -v --durations=10 \
+stage tests 180 "$python" -m pytest -p no:cacheprovider -n "${TEST_WORKERS:-14}" -v --durations=10 \
   --junitxml "$out/tests.xml" "${tests[@]}"
+stage smoke 90 "$python" -m benchmarks.smoke --device "$device" --out "$out/smoke_$device.csv"
 
 if [ "$mode" != plan ] && ! command -v compute-sanitizer >/dev/null; then
   skip sanitizer "no compute-sanitizer here"
 else # every allocation of torch its own, so that a step beyond one is seen
   stage sanitizer 150 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 99 \
-    --log-file "$out/sanitizer.txt" "$python" -m pytest -p no:cacheprovider -v "${tests[@]:0:2}" -k sanitizer
+    --log-file "$out/sanitizer.txt" "$python" -m pytest -p no:cacheprovider -v tests/ops/test_*device.py -k sanitizer
 fi
 
 # ---------------------------------------------------------------------- 2: how fast is each kernel, and what waits?

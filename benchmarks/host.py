@@ -23,12 +23,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import fastdp
 from fastdp.training.progress import Bar
 
-from .contenders import CONTENDERS, LR, SIGMA, Contender, NotApplicable, R, Step, trained
+from .contenders import CONTENDERS, Contender, NotApplicable, graphed, trained
 from .models import GPT, Workload, class_losses, token_losses
-from .timing import Row, append, interleaved, keep_memory, show, versions
+from .timing import Row, append, interleaved, keep_memory, require_kernels, show, versions
 
 B, T, D, WORDS = 4, 8, 32, 64
 CPU = torch.device("cpu")
@@ -37,21 +36,7 @@ COMPILED = ("non-private compiled", "fastdp graphed compiled")
 COLUMNS = ("model", "contender", "ratio", "of_compiled", "median_ms", "us_per_use", "uses")
 
 
-def graphed(model: nn.Module, work: Workload, compile: bool = False) -> Step:
-    """fastdp's step, recorded on another batch."""
-    optimizer = fastdp.DPAdamW(
-        model, lr=LR, noise_multiplier=SIGMA, max_grad_norm=R, expected_batch_size=work.batch_size
-    )
-    step = optimizer.graphed(lambda model, x, y: work.losses(model(x), y), work.batch(work.batch_size), compile=compile)
-    if compile and not step.compiled:
-        raise NotApplicable("Inductor does not take this step")
-    return step
-
-
-GRAPHED = {
-    "fastdp graphed": Contender(graphed),
-    "fastdp graphed compiled": Contender(functools.partial(graphed, compile=True)),
-}
+GRAPHED = {"fastdp graphed compiled": Contender(functools.partial(graphed, compile=True))}
 
 
 class Logits(nn.Module):
@@ -166,6 +151,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     keep_memory("benchmarks.host")
+    require_kernels()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     works = workloads(options.layers)

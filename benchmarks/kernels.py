@@ -22,7 +22,7 @@ from fastdp import ops
 from fastdp.ops.registry import forced
 from fastdp.training.progress import Bar
 
-from .timing import Row, append, interleaved, roofs, show, versions
+from .timing import Row, append, interleaved, require_kernels, roofs, show, versions
 
 COLUMNS = ("operator", "shape", "dtype", "backend", "ms", "reference_ms", "speedup", "roof", "bound", "error")
 SAVED = (*COLUMNS, "device", "threads", "torch", "triton", "fastdp", "commit", "date")
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
     options = parser.parse_args()
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    require_kernels(device)
     facts = versions(device)
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     roof = roofs(device, dtype)

@@ -29,7 +29,7 @@ from fastdp.uses import costs
 from fastdp.uses.costs import Shape
 from fastdp.uses.planner import Planner
 
-from .timing import Row, append, interleaved, show, versions
+from .timing import Row, append, interleaved, require_kernels, show, versions
 
 COLUMNS = ("family", "batch", "t", "i", "o", "chosen", "best", "loss", "gram_ms", "direct_ms", "materialise_ms",
            "gram_predicted", "direct_predicted", "materialise_predicted")  # fmt: skip
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the rows to this CSV file")
     options = parser.parse_args()
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    require_kernels(device)
     facts = versions(device) | {"dtype": options.dtype}
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:

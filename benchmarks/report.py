@@ -1,4 +1,4 @@
-"""The tables and figures of README.md and benchmarks/README.md, from benchmarks/data/training_*.csv alone.
+"""The tables and figures of README.md and benchmarks/README.md, from the rows in benchmarks/data alone.
 
     python -m benchmarks.report [--data DIR] [--no-figures]
 
@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from . import report_data as data
+from . import report_gpu
 from .report_data import OK, OURS, Case, Cases, Row, figure_names, label, measured, stamp, where
+from .report_text import LOST, best, cell, note, size, table, two, wrapped
 
 ROOT = Path(__file__).parent.parent
 DATA, README, PAGE, FIGURES = ROOT / "benchmarks/data", ROOT / "README.md", ROOT / "benchmarks/README.md", ROOT / "docs"
@@ -32,43 +34,6 @@ ABOUT = (
     "fused AdamW: medians of interleaved steps; each contender's update is checked against one-sample truth first. "
     "*Floor*: the least that an exact step can cost."
 )
-LOST = "†"  # marks a cell that beats ours
-
-# ---------------------------------------------------------------------- cells
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 119, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def cell(row: Row | None, column: str) -> str:
-    """A number as it is in the CSV; where there is none, why."""
-    if row is None:
-        return ""
-    return row["status"] if row["status"] != OK else "" if row[column] in data.EMPTY else row[column]
-
-
-def two(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def best(group: dict[str, Row], column: str) -> str:
-    """The best mode of Opacus, marked where it beats ours."""
-    found = data.best_opacus(group, column)
-    if found is None:
-        tried = [row for name, row in group.items() if name.startswith("opacus")]
-        return "none runs" if tried and all(row["status"] != "ok" for row in tried) else ""
-    return f"{found.value:.2f} {found.mode}" + f" {LOST}" * data.beaten(group, column)
-
-
-def size(case: Case) -> str:
-    return case.batch_size + ("" if case.length in data.EMPTY else f" x {case.length}")
-
 
 HEAD = ("workload", "batch x length", "floor", "**fastdp**", "**of the floor**", "best Opacus", "speed-up",
         "memory: fastdp", "best Opacus")  # fmt: skip
@@ -80,20 +45,6 @@ def line(case: Case, group: dict[str, Row]) -> list[str]:
     return [label(case), size(case), cell(ours, "floor") if data.number(ours, "floor") else "", cell(ours, "ratio"),
             two(data.of_floor(ours)), best(group, "ratio"), f"{faster:.2f}x" if faster else "",
             cell(ours, "memory_ratio"), best(group, "memory_ratio")]  # fmt: skip
-
-
-def note(groups: Iterable[dict[str, Row]], commits: bool = True) -> str:
-    """Versions, dates and, where they are asked for, commits of the rows."""
-    rows = [row for group in groups for row in group.values()]
-
-    def all_of(values: Iterable[str]) -> str:
-        return ", ".join(sorted({value for value in values if value not in data.EMPTY})) or "-"
-
-    peers = all_of(row["opacus"] for row in rows)
-    made = f", commits {all_of(commit for row in rows for commit in row['commit'].split())}" if commits else ""
-    dates = sorted({row["date"] for row in rows})
-    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"torch {all_of(row['torch'] for row in rows)}, Opacus {peers}, {when}{made}"
 
 
 # ---------------------------------------------------------------------- README.md
@@ -121,25 +72,22 @@ def chosen(mine: Cases, room: int) -> Cases:
 
 
 def summary(cases: Cases, room: int) -> str:
-    """README.md's section on speed, with so many workloads in all; "" without rows."""
-    newest = [(suite, place) for suite in ("cpu", "gpu") for place in data.places(cases, suite)[:1]]
-    found = {place: mine for suite, place in newest if (mine := measured(cases, suite, place))}
-    if not found:
+    """README.md's section on speed, with so many workloads; "" without rows."""
+    for place in data.places(cases, "cpu")[:1]:
+        if mine := measured(cases, "cpu", place):
+            break
+    else:
         return ""
-    words = [f"On {where(suite, place)}: {headline(found[place])}." for suite, place in newest if place in found]
-    every = {case: group for mine in found.values() for case, group in mine.items()}
-    shown = {case: group for mine in found.values() for case, group in chosen(mine, room // len(found)).items()}
-    lines = [line(case, group) for case, group in shown.items()]
-    for case, cells in zip(shown, lines, strict=True):
-        cells[0] = f"{SUITES[case.suite]}: {cells[0]}" if len(found) > 1 else cells[0]
-    missed = [case for case in every if case not in shown]
-    lost = sum(bool(data.losses(every[case])) for case in missed)
+    shown = chosen(mine, room)
+    missed = [case for case in mine if case not in shown]
+    lost = sum(bool(data.losses(mine[case])) for case in missed)
     more = f"{len(missed)} more workloads" + f" ({lost} with such cells)" * (lost > 0) + ", " if missed else ""
-    mark = f"{LOST}: better than ours. " if any(data.losses(group) for group in every.values()) else ""
+    mark = f"{LOST}: better than ours. " if any(data.losses(group) for group in mine.values()) else ""
     rest = f"{more}{'every' if more else 'Every'} contender, target and number, and where we lose: {LINK}."
-    told = f"{mark}{note(every.values(), commits=False)}. {rest}"
-    parts = [wrapped(" ".join([ABOUT, *words])), table(HEAD, lines), wrapped(told)]
-    return "\n\n".join([*parts, pictures(cases, "docs/", ("cpu", "gpu"))])
+    told = f"{mark}{note(mine.values(), commits=False)}. {rest}"
+    about = wrapped(f"{ABOUT} On {where('cpu', place)}: {headline(mine)}.")
+    return "\n\n".join([about, table(HEAD, [line(*item) for item in shown.items()]), wrapped(told),
+                         pictures(cases, "docs/", ("cpu",))])  # fmt: skip
 
 
 def pictures(cases: Cases, folder: str, suites: Iterable[str]) -> str:
@@ -170,7 +118,7 @@ def full(mine: Cases) -> str:
             known = {column: "" if row[column] in data.EMPTY else row[column] for column in data.NEEDED}
             if row["status"] != OK:  # no time of what is wrong
                 known |= dict.fromkeys((*data.TIME, *data.MEMORY, *data.LARGEST), "")
-            ms = f"{known['step_ms']} ({known['p20_ms']}, {known['p80_ms']})" if known["step_ms"] else ""
+            ms = known["step_ms"] + f" ({known['p20_ms']}, {known['p80_ms']})" * bool(known["p20_ms"])
             batch = known["largest_batch"] + f" ({known['largest_batch_ratio']})" * bool(known["largest_batch_ratio"])
             errors = " ".join(known[column] for column in data.CHECK if known[column])
             status = "" if row["status"] == OK else row["status"]  # what is right may have a note, too
@@ -199,7 +147,8 @@ def sections(cases: Cases) -> str:
                 group for case, group in cases.items() if (case.suite, case.device, case.threads) == (suite, *place)
             ]
             parts.append(f"### {title}: {where(suite, place)}")
-            parts.append(wrapped(f"{headline(mine)}; {note(everything)}.".lstrip("; ")))
+            said = f"{headline(mine)}; {note(everything)}.".lstrip("; ")
+            parts.append(wrapped(" ".join([said, *(report_gpu.remarks(mine) if suite == "gpu" else [])])))
             parts += [table(HEAD, [line(*item) for item in mine.items()]), full(mine)] if mine else []
             for sweep, words in (("batch", "Batch sizes"), ("length", "Lengths")):
                 if swept := measured(cases, suite, place, sweep):
@@ -262,6 +211,8 @@ def readme(text: str, cases: Cases) -> str:
     It shows as many workloads as there are lines left for.
     """
     room = len(cases)
+    if "<!-- table: gpu -->" in text and (steps := report_gpu.summary(cases)):
+        text = between(text, "gpu", steps)
     if not summary(cases, room):
         return text
     if "<!-- table: training -->" not in text:
@@ -273,7 +224,10 @@ def readme(text: str, cases: Cases) -> str:
 
 def page(text: str, cases: Cases) -> str:
     """benchmarks/README.md of today."""
-    blocks: dict[str, Callable[[Cases], str]] = {"training": sections, "targets": targets, "losses": where_we_lose}
+    blocks: dict[str, Callable[[Cases], str]] = {
+        "training": sections, "targets": targets, "losses": where_we_lose,
+        "gpu kernels": lambda _: report_gpu.kernels(DATA), "gpu host": lambda _: report_gpu.host(DATA),
+    }  # fmt: skip
     for name, made in blocks.items():
         text = between(text, name, made(cases))
     return text

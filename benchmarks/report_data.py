@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 Row = dict[str, str]
-OK, OURS, BASE, COMPILED = "ok", "fastdp", "non-private", "non-private compiled"
+OK, OURS, GRAPHED, BASE, COMPILED = "ok", "fastdp", "fastdp graphed", "non-private", "non-private compiled"
 EMPTY = ("", "-")
 CASE = ("suite", "device", "threads", "sweep", "workload", "batch_size", "length", "dtype")
 # columns measured together, which another run may leave out; the first tells whether it did
@@ -28,7 +28,7 @@ NEEDED = (*CASE, "contender", "status", "why", *TIME, *MEMORY, *LARGEST, *CHECK,
 # one of each family first: the order of tables and, where there is room for some only, of importance
 WORKLOADS = ("gpt2", "bert", "gpt2-lora", "vit-b16", "resnet18", "convnext-t", "cifar-cnn", "lstm", "llama-1b",
              "llama-lora", "gpt2-large", "gpt", "roberta", "bert-lora", "resnet50", "mnist-cnn")  # fmt: skip
-CONTENDERS = (BASE, COMPILED, OURS, "fastdp global", "fastdp automatic", "fastdp layerwise", "opacus hooks",
+CONTENDERS = (BASE, COMPILED, OURS, GRAPHED, "fastdp global", "fastdp automatic", "fastdp layerwise", "opacus hooks",
               "opacus functorch", "opacus ew", "opacus ghost")  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from .roof_jobs import Job, Roof
+from .roof_jobs import Job, Roof, compile_kernels
 from .roof_models import HF
 from .roof_steps import Steps, steps_of
 from .suites import GPU, find
@@ -208,6 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gathers", type=float, default=default.gathers,
                         help="share of the peak of kernels that load two bytes at a time")  # fmt: skip
     parser.add_argument("--measured", type=Path, nargs="*", default=[], help="kernels_cuda.csv, training_cuda.csv")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile the kernels into TRITON_CACHE_DIR, for sm_90"
+    )
     parser.add_argument("--out", type=Path, help="append a row for each kernel and shape to this CSV file")
     told = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -219,9 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{told.dtype}: {roof.flop / 1e12:.0f} TFLOP/s, {roof.bytes / 1e12:.1f} TB/s, {1e6 * roof.launch:.0f} us a "
           f"launch; gathering kernels at {roof.gathers:.0%} of the peak")  # fmt: skip
     ends: list[Row] = []
+    if told.compile_only:
+        compile_kernels()
     for model in told.models:
         work = HF[model] if model in HF else find("gpu", model, told.small)
         steps = steps_of(work, dtype)
+        if told.compile_only:
+            print(f"{model}: compiled", flush=True)
+            continue
         paper, full = paper_of(steps, roof), paper_of(steps, roof, shapes=True)
         table = lines(full if told.shapes else paper, kernels)
         print(f"\n{model}, {work.batch_size} x {work.length}")
@@ -233,8 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if told.out:
             about = {"model": model, "dtype": told.dtype, "commit": commit()}
             append(told.out, [row | about | _split(row) for row in lines(full, kernels)], SAVED)
-    print()
-    show(ends, SUMMARY, left=1)
+    if ends:
+        print()
+        show(ends, SUMMARY, left=1)
 
 
 def _split(row: Row) -> Row:

@@ -161,7 +161,8 @@ def _warm(run: Run, name: str, work: Workload, x: Tensor, y: Tensor, place: Plac
     used = 0.0 if CONTENDERS[name].patience > 1 else time.perf_counter() - begin
     second = _timed(step, x, y, place, limit)
     took = min(second, _timed(step, x, y, place, limit)) if used + 3 * second < limit else second
-    run.peak_mib = peak_since(place, held)
+    if CONTENDERS[name].resident:  # the memory of a CUDA graph is not counted when it is replayed
+        run.peak_mib = peak_since(place, held)
     left = limit - used - 2 * second
     run.planned = rounds if not math.isfinite(limit) else max(min(LEAST, rounds), min(rounds, int(left / took)))
     run.step = step

@@ -100,7 +100,7 @@ CPU: dict[str, Workload] = {
     "bert-lora": texts(lambda: with_adapters(Encoder()), 128, 30522, 8, SMALL["bert-lora"]),
     "vit-b16": images(ViT, 224, 1000, 4, SMALL["vit-b16"]),
     "convnext-t": images(ConvNeXt, 224, 1000, 4, SMALL["convnext-t"]),
-    "resnet18": images(resnet18, 128, 1000, 16, SMALL["resnet18"], whole=3),
+    "resnet18": images(resnet18, 128, 1000, 16, SMALL["resnet18"], whole=6),
     "resnet50": images(resnet50, 224, 1000, 4, SMALL["resnet50"]),
     "mnist-cnn": images(mnist_cnn, 28, 10, 256, SMALL["mnist-cnn"], 1, whole=256),
     "cifar-cnn": images(cifar_cnn, 32, 10, 250, SMALL["cifar-cnn"], whole=64),

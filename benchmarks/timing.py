@@ -14,9 +14,12 @@ from pathlib import Path
 
 import torch
 
+from fastdp.engine.missing_kernels import missing
+from fastdp.ops.registry import native, native_cuda
 from fastdp.uses.timing import seconds
 
 Row = dict[str, object]
+FACTS = ("device", "threads", "torch", "triton", "opacus", "fastdp", "commit", "date")  # what `versions` tells
 
 
 # glibc keeps what is freed, and gives nothing back to the system: else every step fetches fresh pages, ten to sixty
@@ -35,7 +38,7 @@ def keep_memory(module: str) -> None:
 
 
 def versions(device: torch.device | str = "cpu") -> Row:
-    """Device, versions, commit and date: beside every figure."""
+    """Device, versions, commit and date: beside every figure. fastdp's version says which extension is not there."""
     from importlib.metadata import PackageNotFoundError, version
 
     def of(name: str) -> str:
@@ -45,12 +48,21 @@ def versions(device: torch.device | str = "cpu") -> Row:
             return "-"
 
     device = torch.device(device)
+    modules = {"_C": native(), **({"_CUDA": native_cuda()} if device.type == "cuda" else {})}
+    without = "".join(f", without {name}" for name, module in modules.items() if isinstance(module, str))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
     return {
         "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "triton": of("triton"),
-        "opacus": of("opacus"), "fastdp": of("fastdp"), "commit": commit(),
+        "opacus": of("opacus"), "fastdp": of("fastdp") + without, "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
+
+
+def require_kernels(device: torch.device | str = "cpu") -> None:
+    """Where fastdp would be measured without its kernels: SystemExit, unless FASTDP_CPU=0 or FASTDP_CUDA=0 says that
+    they are not wanted."""
+    if lacking := "; ".join({why: None for kind in ("cpu", torch.device(device).type) for why in missing(kind)}):
+        raise SystemExit(f"no figure is taken without fastdp's kernels: {lacking}")
 
 
 def commit() -> str:

@@ -34,12 +34,12 @@ from .floor import floor
 from .memory import Job, Peak, largest, peaks
 from .steps import OUT, Place, Progress, Run, grouped, guessed_mib, interleaved, room_mib
 from .suites import BATCHES, FLOORLESS, LENGTHS, OTHERS, SUITES, SWEPT
-from .timing import Row, append, keep_memory, roofs, show, versions
+from .timing import FACTS, Row, append, keep_memory, require_kernels, roofs, show, versions
 
 COLUMNS = (
     "suite", "sweep", "workload", "contender", "batch_size", "length", "dtype", "status", "why", "ratio", "floor",
     "of_floor", "step_ms", "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch",
-    "largest_batch_ratio", "error", "error_dtype", *versions(),
+    "largest_batch_ratio", "error", "error_dtype", *FACTS,
 )  # fmt: skip
 SHOWN = ("workload", "contender", "batch_size", "length", "dtype", "status", "ratio", "floor", "of_floor", "step_ms",
          "p20_ms", "p80_ms", "rounds", "peak_mib", "memory_ratio", "largest_batch", "error")  # fmt: skip
@@ -125,7 +125,7 @@ def row_of(job: Job, sweep: str, name: str, found: Found, least: float | None) -
     status, why = verdict.status, verdict.why
     if status == "ok" and run is not None:
         status, why = run.status, run.why
-    row: Row = dict.fromkeys(COLUMNS[: -len(versions())], "-")
+    row: Row = dict.fromkeys(COLUMNS[: -len(FACTS)], "-")
     row |= {"suite": job.suite, "sweep": sweep, "workload": job.workload, "contender": name, "dtype": job.dtype,
             "batch_size": work.batch_size, "length": work.length or "-", "status": status, "why": why}  # fmt: skip
     if verdict.error is not None:
@@ -221,12 +221,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = told.models or [m for m in SUITES[told.suite] if told.sweep == "none" or m in SWEPT[told.sweep]]
     if told.memory_here and device != "cuda":
         raise SystemExit("--memory-here asks a GPU's allocator; on the CPU memory is that of fresh processes")
+    require_kernels(device)
     print(", ".join(f"{key} {value}" for key, value in versions(device).items()))
     types = told.dtype or DEFAULT_TYPES[told.suite]
     wanted = [job for t in types for job in jobs(told.suite, models, told.sweep, device, t, told.small)]
     for name in told.contenders or CONTENDERS:
         if name.startswith("fastdp"):
-            CONTENDERS[name] = CONTENDERS[name]._replace(patience=told.patience)
+            CONTENDERS[name] = CONTENDERS[name]._replace(patience=max(told.patience, CONTENDERS[name].patience))
     options = Options(contenders(told), told.rounds, told.time_limit, not told.no_memory, told.memory_here,
                       told.largest_batch, 1024 * told.memory_limit, sweep=told.sweep.replace("none", "-"),
                       progress=Progress(len(wanted)))  # fmt: skip

@@ -70,5 +70,12 @@ class OptimizerReplacedWarning(UserWarning):
     """A private optimizer was made for a model that had one, whose place it takes."""
 
 
+class MissingKernelsWarning(UserWarning):
+    """Operators run as plain PyTorch, several times slower, since a compiled extension or Triton is missing.
+
+    FASTDP_CPU=0 and FASTDP_CUDA=0 in the environment say that fastdp._C and fastdp._CUDA are not wanted.
+    """
+
+
 class NotVerifiedWarning(UserWarning):
     """An epsilon was requested for a model that `fastdp.verify` has never examined."""

@@ -24,6 +24,7 @@ from .early import ByGroup
 from .explain import Plan
 from .forward import Forward
 from .gradients import Gradients
+from .missing_kernels import warn_of_missing_kernels
 from .taken import Known
 from .tracked import Shards, Tracked
 
@@ -89,6 +90,8 @@ class PerSampleGradients:
         self._backward = Backward(self._tracked, self.planner, loss_reduction == "mean", on_backward)
         self._forward = Forward(model, self._backward, Batching(batch_first, batch_size, rows_per_sample))
         self._forward.attach()
+        for kind in {"cpu", *(p.device.type for p in self.parameters())}:  # C++ keeps the books on every device
+            warn_of_missing_kernels(kind)
 
     def detach(self) -> None:
         """Remove every hook from the model."""

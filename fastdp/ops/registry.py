@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import shlex
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from .common import exactly
 
+PACKAGE = Path(__file__).parents[1]
 LIBRARY = torch.library.Library("fastdp", "DEF")
 OPERATORS: dict[str, Operator] = {}
 _forced: list[str] = []
@@ -186,13 +189,13 @@ def is_forced() -> bool:
 @functools.cache
 def native() -> ModuleType | str:
     """The compiled CPU module, or why it is absent."""
-    return _module("fastdp._C", "reinstall with a C++ compiler (in a checkout: `python setup.py build_ext --inplace`)")
+    return _module("fastdp._C", f"with a C++ compiler, {_reinstall('FASTDP_CPU')}")
 
 
 @functools.cache
 def native_cuda() -> ModuleType | str:
     """The compiled CUDA module, or why it is absent, or has no code for a GPU that is here."""
-    found = _module("fastdp._CUDA", "reinstall where nvcc is found, with FASTDP_CUDA=1 if no GPU is")
+    found = _module("fastdp._CUDA", f"with nvcc, {_reinstall('FASTDP_CUDA')}")
     if isinstance(found, str):
         return found
     targets = [int(target) for target in getattr(found, "targets", "80_90_100").split("_")]
@@ -234,9 +237,19 @@ def _module(name: str, remedy: str) -> ModuleType | str:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        others = [path.name for path in PACKAGE.glob(f"{name.rpartition('.')[2]}.*") if name.startswith("fastdp._")]
+        if others:
+            return f"{', '.join(others)} is for another Python or system than this one: {remedy}"
         return f"{error.name or name} is not installed: {remedy}"
     except ImportError as error:
-        return f"{name} does not load: {error}"
+        return f"{name} does not load ({error}): {remedy}"
+
+
+def _reinstall(variable: str) -> str:
+    """What builds an extension, or fails and says why: a command where this is a checkout."""
+    if not (PACKAGE.parent / "setup.py").exists():
+        return f"reinstall fastdp from its sources with {variable}=1"
+    return f"run `{variable}=1 python -m pip install --no-deps -e {shlex.quote(str(PACKAGE.parent))}`"
 
 
 def cpp(function: Callable[..., Any]) -> Kernel:

@@ -11,7 +11,18 @@ import sys
 import time
 from pathlib import Path
 
-NAMES = ("pytest", "benchmarks.kernels", "benchmarks.planner", "benchmarks.training", "warm", "host", "four", "info")
+NAMES = (
+    "pytest",
+    "benchmarks.kernels",
+    "benchmarks.planner",
+    "benchmarks.training",
+    "benchmarks.smoke",
+    "benchmarks.roof",
+    "warm",
+    "host",
+    "four",
+    "info",
+)
 JUNIT = '<testsuites><testsuite name="stub" tests="{}"/></testsuites>\n'
 
 
@@ -33,7 +44,7 @@ def main(args: list[str]) -> None:
             for path in filter(None, (out, profile)):
                 with path.open("a") as file:
                     file.write(f"{name},{row}\n")
-            if name == "warm":
+            if name in ("warm", "benchmarks.roof"):
                 kernel = Path(os.environ["TRITON_CACHE_DIR"]) / f"k{row}"
                 kernel.mkdir(parents=True, exist_ok=True)
                 for kind in ("cubin", "ttir"):

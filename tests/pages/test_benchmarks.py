@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import floor, kernels, planner, timing
+from benchmarks import device, floor, kernels, planner, timing, training
 from benchmarks.language import LSTM
 from benchmarks.models import Workload, class_losses
 from benchmarks.suites import GPU as LARGE
@@ -105,6 +105,21 @@ def test_rows_are_added_to_a_file_with_other_columns(tmp_path: Path) -> None:
 def test_the_commit_may_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTDP_COMMIT", "abc1234")
     assert timing.versions()["commit"] == "abc1234"
+
+
+def test_there_is_no_figure_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "missing", lambda kind: {"not built: do this": ["a"]} if kind == "cpu" else {})
+    with pytest.raises(SystemExit, match="no figure is taken without fastdp's kernels: not built: do this"):
+        timing.require_kernels()
+    for main, command in ((training.main, ["--suite", "quick"]), (device.main, ["host", "--device", "cpu"])):
+        with pytest.raises(SystemExit, match="no figure"):
+            main(command)
+    monkeypatch.setattr(timing, "missing", lambda kind: {})  # as where FASTDP_CPU=0
+    timing.require_kernels()
+    monkeypatch.setattr(timing, "native", lambda: "not built")
+    assert str(timing.versions()["fastdp"]).endswith(", without _C")
+    monkeypatch.undo()
+    assert "without" not in str(timing.versions()["fastdp"]) and tuple(timing.versions()) == timing.FACTS
 
 
 def test_a_failing_or_wrong_operator_is_a_row_without_a_time() -> None:

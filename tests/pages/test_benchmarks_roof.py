@@ -256,3 +256,14 @@ def test_what_stands_for_a_gpu_is_put_back() -> None:
     assert torch.is_autocast_enabled is before
     with pytest.raises(fastdp.errors.ParameterError, match="meta"):
         fastdp.PerSampleGradients(nn.Linear(3, 2, device="meta"))
+
+
+def test_kernels_are_compiled_into_the_cache_without_a_gpu(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks.roof", "--compile-only", "--models", "llama-lora", "--small"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("llama-lora: compiled\n"), done.stderr
+    kernels = list(tmp_path.rglob("*.cubin"))
+    assert len(kernels) >= 5 and all(
+        json.loads(path.with_suffix(".json").read_text())["target"]["arch"] == 90 for path in kernels
+    )

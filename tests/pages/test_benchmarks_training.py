@@ -72,50 +72,12 @@ def test_a_workload_of_another_size() -> None:
         suites.find("cpu", "resnet18", length=64)
 
 
-# ---------------------------------------------------------------------- truths
+# ---------------------------------------------------------------------- contenders
 
 
-def _tiny(batch_size: int = 4) -> Workload:
+def tiny(batch_size: int = 4) -> Workload:
     return Workload(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)),
                     lambda b: (torch.randn(b, 5), torch.randint(0, 3, (b,))), class_losses, batch_size)  # fmt: skip
-
-
-def test_truths_by_hand() -> None:
-    work = _tiny(3)
-    truth = exactness.truth_of(work)
-    model, (x, y) = steps.build(work).double(), steps.batch(work)
-    grads = []
-    for b, weight in enumerate((1.0, 1.0, 4.0)):
-        loss = weight * class_losses(model(x[b : b + 1].double()), y[b : b + 1]).sum()
-        grads.append(
-            dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, model.parameters()), strict=True))
-        )
-    norms = [math.sqrt(sum(float(g.square().sum()) for g in grad.values())) for grad in grads]
-    assert sorted(norms)[1] < truth.limit < sorted(norms)[2] and truth.clipped == 1
-    factors = {"none": [1.0] * 3, "local": [min(1.0, truth.limit / n) for n in norms],
-               "global": [float(n <= truth.limit) for n in norms],
-               "automatic": [truth.limit / (n + 0.01) for n in norms]}  # fmt: skip
-    for kind, c in factors.items():
-        for name, mean in truth.means[kind].items():
-            torch.testing.assert_close(mean, sum(c[b] * grads[b][name] for b in range(3)) / 3)
-    for layer in ("0", "2"):  # each of two by its own norm and limit / sqrt(2)
-        names = [f"{layer}.weight", f"{layer}.bias"]
-        own = [math.sqrt(sum(float(grad[n].square().sum()) for n in names)) for grad in grads]
-        for name in names:
-            wanted = sum(min(1.0, truth.limit / 2**0.5 / own[b]) * grads[b][name] for b in range(3)) / 3
-            torch.testing.assert_close(truth.means["layerwise"][name], wanted)
-
-
-def test_an_error_in_one_small_parameter_is_an_error() -> None:
-    truth = {"large": torch.full((10, 10), 1.0), "small": torch.full((2,), 0.1)}
-    assert exactness.distance(truth, truth) == 0
-    wrong = {**truth, "small": 1.1 * truth["small"]}
-    assert exactness.distance(wrong, truth) == pytest.approx(0.1) and exactness.distance(wrong, truth, 1.0) < 0.01
-    assert exactness.distance({"large": truth["large"]}, truth) == math.inf
-    assert exactness.distance({**truth, "small": torch.full((2,), math.nan)}, truth) == math.inf
-
-
-# ---------------------------------------------------------------------- contenders
 
 
 def _tenth_of_the_loss(model: nn.Module, work: Workload, sigma: float = 1.0, limit: float = 1.0) -> contenders.Step:
@@ -165,7 +127,7 @@ def _absent(model: nn.Module) -> nn.Module:
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, timing.Row]:
     """The rows of a tiny model with good and bad contenders."""
-    monkeypatch.setitem(suites.OTHERS, "tiny", _tiny())
+    monkeypatch.setitem(suites.OTHERS, "tiny", tiny())
     made = {
         "unclipped": Contender(contenders.nonprivate), "one percent": Contender(_one_percent_long),
         "other loss": Contender(_tenth_of_the_loss), "broken": Contender(_broken),
@@ -209,8 +171,9 @@ def test_rows_have_the_columns_in_order(rows: dict[str, timing.Row], tmp_path: P
 
 
 def test_the_committed_rows_have_the_columns() -> None:
-    path = Path(training.__file__).with_name("data") / "training_cpu.csv"
-    assert path.read_text().splitlines()[0] == CONTRACT
+    for device in ("cpu", "cuda"):
+        path = Path(training.__file__).with_name("data") / f"training_{device}.csv"
+        assert path.read_text().splitlines()[0] == CONTRACT
 
 
 # ---------------------------------------------------------------------- limits
@@ -220,7 +183,7 @@ def test_a_contender_whose_step_takes_too_long_is_out_of_time(monkeypatch: pytes
     monkeypatch.setitem(CONTENDERS, "asleep", Contender(_slow(30), "none"))  # type: ignore[arg-type]
     monkeypatch.setitem(CONTENDERS, "slow", Contender(_slow(0.3), "none"))  # type: ignore[arg-type]
     begin = time.perf_counter()
-    runs = steps.interleaved(_tiny(), ["non-private", "asleep", "slow"], 40, limit=2.5)
+    runs = steps.interleaved(tiny(), ["non-private", "asleep", "slow"], 40, limit=2.5)
     assert runs["asleep"].status == "out of time" and not runs["asleep"].times
     assert runs["slow"].status == "ok" and steps.LEAST <= len(runs["slow"].times) < 10
     assert runs["non-private"].status == "ok" and len(runs["non-private"].times) == 40
@@ -229,7 +192,7 @@ def test_a_contender_whose_step_takes_too_long_is_out_of_time(monkeypatch: pytes
 
 def test_a_check_that_takes_too_long_is_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONTENDERS, "asleep", Contender(_slow(30), "none"))  # type: ignore[arg-type]
-    assert exactness.judge(["asleep"], _tiny(), limit=0.3)["asleep"].status == "out of time"
+    assert exactness.judge(["asleep"], tiny(), limit=0.3)["asleep"].status == "out of time"
 
 
 def test_contenders_that_do_not_fit_together_run_in_groups() -> None:
@@ -242,7 +205,7 @@ def test_contenders_that_do_not_fit_together_run_in_groups() -> None:
 
 
 def test_groups_are_each_compared_with_ordinary_training_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(suites.OTHERS, "tiny", _tiny())
+    monkeypatch.setitem(suites.OTHERS, "tiny", tiny())
     monkeypatch.setattr(training, "room_mib", lambda place: 1e-6)
     options = training.Options(["non-private", "fastdp", "fastdp global"], 2, memory=False)
     found = training.measure(memory.Job("cpu", "tiny"), options)
@@ -302,7 +265,7 @@ def test_memory_of_one_process_is_each_contenders_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr(steps, "held_bytes", lambda place: next(held))
     monkeypatch.setattr(steps, "reset_peak", resets.append)
     monkeypatch.setattr(steps, "peak_since", lambda place, before: 1000.0 - before / 2**20)
-    monkeypatch.setitem(suites.OTHERS, "tiny", _tiny())
+    monkeypatch.setitem(suites.OTHERS, "tiny", tiny())
     options = training.Options(["non-private", "fastdp"], 2, here=True)
     monkeypatch.setattr(training, "peaks", lambda *args: pytest.fail("a process of its own"))
     rows = {row["contender"]: row for row in training.rows_of(memory.Job("cpu", "tiny"), options)}

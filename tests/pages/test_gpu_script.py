@@ -22,7 +22,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 STUB = Path(__file__).with_name("gpu_stub.py")
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20  # that come back from a lent machine
 ALWAYS = {"gpu_log.txt", "gpu_summary.txt", "caches.tar.gz"}
-FILES = {1: {"tests.xml", "sanitizer.txt"}, 3: {"training_cuda.csv"},
+FILES = {1: {"tests.xml", "smoke_cuda.csv", "sanitizer.txt"}, 3: {"training_cuda.csv"},
          2: {"kernels_cuda.csv", "planner_cuda.csv", "host_cuda.csv", "profile.txt", "ncu.csv"}}  # fmt: skip
 PYTHON = f"""#!/usr/bin/env bash
 echo "$*" >>"$STUB_CALLS"
@@ -31,7 +31,10 @@ case "$*" in
   "-c import fastdp.kernels") [ -e fastdp/kernels ] ;;
   "-c import fastdp._CUDA"*) [ -e fastdp/_CUDA.stub.so ] ;;
   "-c import fastdp._C"*) [ -e fastdp/_C.stub.so ] ;;
-  "setup.py"*) echo C >fastdp/_C.stub.so; echo CUDA >fastdp/_CUDA.stub.so ;;
+  "-c import opacus") [ -n "${{STUB_OPACUS:-}}" ] ;;
+  "-m pip install "*) echo "$*" >>"$STUB_CALLS" ;;
+  "setup.py"*) echo "FASTDP_CUDA=$FASTDP_CUDA"; echo C >fastdp/_C.stub.so
+    if [ -z "${{STUB_NO_CUDA:-}}" ]; then echo CUDA >fastdp/_CUDA.stub.so; fi ;;
   *) exec {sys.executable} -S {STUB} "$@" ;;
 esac
 """
@@ -69,20 +72,24 @@ class Device:
         for name, text in stubs.items():
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        clean = {k: v for k, v in os.environ.items() if k not in ("OUT", "STAGES", "MODELS", "CONTENDERS", "PYTHON")}
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("OUT", "STAGES", "MODELS", "CONTENDERS", "PYTHON", "FASTDP_CUDA")
+        }
         self.environment = clean | {
             "PATH": f"{programs}:{os.environ['PATH']}", "OUT": str(self.out), "GPU_WORK": str(self.work), "GRACE": "1",
             "STUB_CALLS": str(self.calls), "STUB_HANGS": str(self.hangs),
         }  # fmt: skip
 
-    def start(self, call: int, **settings: str) -> subprocess.Popen[str]:
-        command = ["bash", str(self.tree / "benchmarks" / "gpu.sh"), str(call)]
+    def start(self, call: int, mode: str = "", **settings: str) -> subprocess.Popen[str]:
+        command = ["bash", str(self.tree / "benchmarks" / "gpu.sh"), *filter(None, [mode]), str(call)]
         return subprocess.Popen(command, env=self.environment | settings, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, text=True, start_new_session=True,
                                 preexec_fn=_hears_signals)  # fmt: skip
 
-    def run(self, call: int, **settings: str) -> tuple[int, str]:
-        process = self.start(call, **settings)
+    def run(self, call: int, mode: str = "", **settings: str) -> tuple[int, str]:
+        process = self.start(call, mode, **settings)
         printed, _ = process.communicate(timeout=60)
         return process.returncode, printed
 
@@ -114,17 +121,60 @@ def test_a_call_brings_all_its_files_back(call: int, device: Device) -> None:
     assert code == 0, printed
     assert device.files() == ALWAYS | FILES[call]
     assert "passed" in device.summary() and not re.search("FAILED|out of time|no time|running", device.summary())
-    stages = {1: "build info tests sanitizer", 2: "build warm kernels planner host ncu ncu ncu ncu",
+    stages = {1: "build info tests smoke sanitizer", 2: "build warm kernels planner host ncu ncu ncu ncu",
               3: "build warm training"}[call]  # fmt: skip
     assert [line.split()[0] for line in device.summary().splitlines()[1:]] == stages.split()
     assert {"_C.stub.so", "_CUDA.stub.so"} <= device.cached()
     assert not (device.tree / "fastdp" / "kernels").exists()  # the link is gone
+    assert "FASTDP_CUDA=1" in (device.out / "gpu_log.txt").read_text()
     if call > 1:
         assert "gram.cubin" in device.cached() and "gram.ttir" not in device.cached()
         order = device.calls.read_text()
         assert order.index(" warm ") < order.index("benchmarks.kernels" if call == 2 else "benchmarks.training")
     if call == 2:
         assert (device.out / "ncu.csv").read_text().count("Kernel Name") == 4
+
+
+def test_without_the_extension_nothing_else_runs_unless_asked_for(device: Device, tmp_path: Path) -> None:
+    code, printed = device.run(1, STUB_NO_CUDA="1")
+    assert code == 1 and "build      FAILED" in device.summary() and "nothing else is run" in printed, printed
+    assert "passed" not in device.summary() and "pytest" not in device.calls.read_text()
+    other = Device(tmp_path / "other")
+    code, printed = other.run(1, STUB_NO_CUDA="1", FASTDP_CUDA="0", STAGES="build tests")
+    assert code == 0 and other.summary().count("passed without fastdp._CUDA") == 2, printed
+
+
+def test_carried_wheels_are_installed_where_opacus_is_not(device: Device, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    settings = {"WHEELS": str(wheels), "STAGES": "build"}
+    device.run(3, **settings)
+    assert " pip " not in device.calls.read_text()
+    (wheels / "opacus-1.6.0-py3-none-any.whl").touch()
+    device.run(3, STUB_OPACUS="1", **settings)
+    assert " pip " not in device.calls.read_text()
+    device.run(3, **settings)
+    line = next(line for line in device.calls.read_text().splitlines() if " pip " in line)
+    assert "--no-index" in line and line.endswith("opacus-1.6.0-py3-none-any.whl") and f"{device.work}/site" in line
+
+
+def test_caches_are_made_without_a_gpu(device: Device, tmp_path: Path) -> None:
+    archive = tmp_path / "carried" / "caches.tar.gz"
+    code, printed = device.run(3, mode="--prepare", CACHES=str(archive))
+    assert code == 0, printed
+    with tarfile.open(archive) as opened:
+        assert {"_C.stub.so", "_CUDA.stub.so", "gram.cubin"} <= {Path(name).name for name in opened.getnames()}
+    (line,) = (line for line in device.calls.read_text().splitlines() if "benchmarks.roof" in line)
+    assert "--compile-only" in line and line.endswith("--models gpt2-large llama-lora")
+
+
+def test_every_device_test_is_run() -> None:
+    """Those that are left out everywhere else, as they need a GPU."""
+    done = subprocess.run(["bash", str(SCRIPT), "--plan"], capture_output=True, text=True, check=True)
+    needing = re.compile(r"skipif\(\s*not torch\.cuda\.is_available|^GPU = torch\.cuda\.is_available", re.M)
+    found = {path for path in ROOT.glob("tests/**/test_*.py") if needing.search(path.read_text())}
+    named = {ROOT / word for word in done.stdout.split() if word.endswith("device.py")}
+    assert found <= named and ROOT / "tests/training/test_graphed_device.py" in named, found - named
 
 
 def test_caches_are_taken_again(device: Device, tmp_path: Path) -> None:
@@ -154,7 +204,7 @@ STAGES = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_at_its_limit_has_written_its_file(stage: str, device: Device) -> None:
     call, program, file = STAGES[stage]
-    code, printed = device.run(call, STAGES=stage, STUB_SLOW=program, SECONDS_IN_ALL="4")
+    code, printed = device.run(call, STAGES=f"build {stage}", STUB_SLOW=program, SECONDS_IN_ALL="4")
     assert code == 1 and "out of time" in printed, printed
     assert "out of time" in device.summary()
     assert device.files() >= ALWAYS | {file}
@@ -164,7 +214,9 @@ def test_a_stage_at_its_limit_has_written_its_file(stage: str, device: Device) -
 
 
 def test_a_program_that_ignores_the_signal_is_killed_and_the_next_stages_run(device: Device) -> None:
-    settings = dict(STAGES="kernels planner host", STUB_SLOW="benchmarks.kernels", STUB_DEAF="1", SECONDS_IN_ALL="4")
+    settings = dict(
+        STAGES="build kernels planner host", STUB_SLOW="benchmarks.kernels", STUB_DEAF="1", SECONDS_IN_ALL="4"
+    )
     code, _ = device.run(2, **settings)
     assert code == 1 and device.summary().count("no time left") == 2
     assert (device.out / "kernels_cuda.csv").read_text().splitlines() == [f"benchmarks.kernels,{k}" for k in range(2)]
@@ -230,7 +282,7 @@ def test_models_of_all_calls_are_those_of_the_suite() -> None:
 def test_every_module_and_option_that_it_names_is_there() -> None:
     """A stub takes whatever it is told: the real commands must take the options, too."""
     lines = SCRIPT.read_text().replace("\\\n", "").splitlines()
-    for module in ("kernels", "planner", "training", "device"):
+    for module in ("kernels", "planner", "training", "device", "smoke", "roof"):
         mine = [line.partition(f"-m benchmarks.{module} ")[2].partition("|")[0] for line in lines]
         used = {option for line in mine for option in re.findall(r"(?<!\w)--[a-z-]+", line)}
         command = [sys.executable, "-m", f"benchmarks.{module}", "--help"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import report, report_gpu
 from benchmarks import report_data as data
 
 FIXED = {
@@ -219,10 +219,36 @@ def test_the_readme_shows_what_fits_and_first_those_we_lose() -> None:
     crowded = report.readme("# A\n\n## Speed\n\n## Limits\n" + "- one\n" * 200, found)
     assert len(re.findall(r"^\| (model\d+) ", crowded, re.M)) == report.LEAST
     assert set(re.findall(r"^\| (model\d+) ", report.sections(found), re.M)) == set(names)
-    on_both = found | cases(four("gpt2", 1.1, 2.2, suite="gpu", device="H100", dtype="bfloat16"))
-    text = report.readme("# A\n\n## Speed\n\n## Limits\n" + "- one\n" * 125, on_both)
-    assert len(text.splitlines()) == report.LINES
-    assert "| GPU: gpt2, bfloat16 | 8 x 128 |" in text and "| CPU: model13 |" in text and "On H100: **1.00" in text
+
+
+def test_the_readme_has_a_table_of_a_gpu() -> None:
+    on = {"suite": "gpu", "device": "H100", "dtype": "bfloat16"}
+    replayed = row("gpt2", "fastdp graphed", 1.05, why="without the first step", **on)
+    found = cases(four("gpt2", 2.3, 2.2, **on), [replayed], four("bert", 1.1, 2.2, **on | {"error": "-"}))
+    text = report.readme("# A\n\n## Speed\n\n<!-- table: gpu -->\nold 9.99\n<!-- end -->\n\n## Limits\n", found)
+    assert cells(text, "gpt2") == "gpt2, bfloat16|8 x 128|100.0|1.05|2.30||2.20 hooks †".split("|")
+    assert cells(text, "bert")[3:] == ["", "1.10", "", "2.20 hooks"]
+    said = " ".join(text.split())
+    assert "on H100" in said and "abc1234" in said and "9.99" not in said and "CPU" not in said
+    assert "gpt2: fastdp graphed without the first step." in said and f"{report.LOST}: better than ours" in said
+    assert "compared with one-sample truth" not in said  # some of them were
+    for one in found.values():
+        for some in one.values():
+            some["error"] = "-"
+    unchecked = "No update was compared with one-sample truth"
+    assert unchecked in " ".join(report.readme(text, found).split()) and unchecked in report.sections(found)
+    assert report.readme(text, {}) == text  # no rows: what stands there stays
+
+
+def test_the_newest_kernel_of_a_card_is_shown(tmp_path: Path) -> None:
+    facts = {"dtype": "bfloat16", "device": "H100", "torch": "2.11", "triton": "3.6", "date": "2026-11-26"}
+    one = dict.fromkeys(report_gpu.KERNELS, "-") | facts | {"operator": "noise_", "shape": "484M", "commit": "abc1234"}
+    columns = [*report_gpu.KERNELS, *facts, "commit"]
+    write(tmp_path / "kernels_cuda.csv", [one | {"ms": "2.5"}, one | {"ms": "1.5"}], columns)
+    text = report_gpu.kernels(tmp_path)
+    assert cells(text, "noise_")[:4] == ["noise_", "484M", "-", "1.5"] and "2.5" not in text
+    assert "device H100, torch 2.11, triton 3.6, commit abc1234" in " ".join(text.split())
+    assert report_gpu.host(tmp_path) == "No rows yet."
 
 
 def test_the_readme_takes_the_place_of_its_section_once() -> None:

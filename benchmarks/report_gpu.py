@@ -1,0 +1,70 @@
+"""What was measured on a GPU: README.md's table of steps, and every operator and host time for benchmarks/README.md.
+
+Rows of training_cuda.csv, kernels_cuda.csv and host_cuda.csv: new ones take the place of old ones by themselves.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import report_data as data
+from .report_data import BASE, GRAPHED, OURS, Cases, Row, label, measured, where
+from .report_text import LOST, best, cell, note, size, table, wrapped
+
+HEAD = ("workload", "batch x length", "ordinary, ms", "**replayed**", "fastdp", "layerwise", "best Opacus")
+ABOUT = "The same on {}; *replayed*: by `optimizer.graphed`, as a CUDA graph."
+LINK = "Install, use, limits: [docs/gpu.md](docs/gpu.md)."
+KERNELS = ("operator", "shape", "backend", "ms", "reference_ms", "speedup", "roof", "bound", "error")
+HOST = ("model", "contender", "wall_ms", "host_ms", "device_ms", "idle", "kernels")
+
+
+def summary(cases: Cases) -> str:
+    """README.md's table of steps on a GPU; "" without rows."""
+    for place in data.places(cases, "gpu")[:1]:
+        mine = measured(cases, "gpu", place)
+        lines = []
+        for case, group in mine.items():
+            ordinary = cell(group.get(BASE), "step_ms")
+            ours = [cell(group.get(name), "ratio") for name in (GRAPHED, OURS, "fastdp layerwise")]
+            lines.append([label(case), size(case), ordinary, *ours, best(group, "ratio")])
+        mark = [f"{LOST}: better than ours from Python."] * any(data.losses(group) for group in mine.values())
+        told = [ABOUT.format(where("gpu", place)), f"{note(mine.values())}.", *mark, *remarks(mine), LINK]
+        return f"{wrapped(' '.join(told))}\n\n{table(HEAD, lines)}"
+    return ""
+
+
+def remarks(mine: Cases) -> list[str]:
+    """What must be said of rows that have a time: what they say themselves, and whether they were checked."""
+    right = [(name, row) for group in mine.values() for name, row in group.items() if row["status"] == data.OK]
+    said: dict[str, list[str]] = {}
+    for name, row in right:
+        if row["why"] not in data.EMPTY and not name.startswith("opacus"):
+            said.setdefault(f"{name} {row['why']}", []).append(row["workload"])
+    found = [f"{', '.join(models)}: {why}." for why, models in said.items()]
+    if all(row["error"] in data.EMPTY for _, row in right):
+        found.append("No update was compared with one-sample truth.")
+    return found
+
+
+def rows(path: Path, columns: Sequence[str], key: Sequence[str]) -> str:
+    """All rows of a file, of each key the last, with device, versions and commit above them."""
+    if not path.exists():
+        return "No rows yet."
+    with path.open(newline="") as file:
+        found: dict[tuple[str, ...], Row] = {tuple(row[k] for k in key): row for row in csv.DictReader(file)}
+    about = {
+        ", ".join(f"{n} {row[n]}" for n in ("device", "torch", "triton", "commit", "date")) for row in found.values()
+    }
+    types = {row["dtype"] for row in found.values()}
+    head = wrapped(f"{', '.join(sorted(types))}; {'; '.join(sorted(about))}.")
+    return f"{head}\n\n{table(columns, ([row[column] for column in columns] for row in found.values()))}"
+
+
+def kernels(folder: Path) -> str:
+    return rows(folder / "kernels_cuda.csv", KERNELS, ("operator", "shape", "dtype", "device"))
+
+
+def host(folder: Path) -> str:
+    return rows(folder / "host_cuda.csv", HOST, ("model", "contender", "dtype", "device"))
