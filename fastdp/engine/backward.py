@@ -26,10 +26,10 @@ from ..uses.use import Use
 from .activation_hooks import UNGUARDED
 from .early import ByGroup, Early
 from .explain import Plan
-from .gradients import Gradients, check_unwritten, written_to
+from .gradients import Gradients, check_unwritten
 from .hook_watch import Owner
 from .others import Others
-from .repeats import Arrived, Kept, Like, gives, kept_use, like
+from .repeats import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
 from .replay import Replays, Rerun
 from .taken import Known
 from .taken import of as batch_taken
@@ -67,7 +67,7 @@ class _Expected:
 
 
 # whether the backward that runs is not of chosen tensors alone (`inputs=`, torch.autograd.grad)
-_asks_for_all: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # type: ignore[attr-defined]
+_asks_for_all = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # type: ignore[attr-defined]
 _BEGUN = [0]  # backwards so far, of all engines, those that are gone too
 
 
@@ -213,10 +213,7 @@ class Backward:
                     self.gradients, self._ended_once = None, False  # of the backward before, if this one is refused
                     self.planner.begin()
                     tape.early = self._early()
-                    if self.profile or self.planner.memory_budget is not None or tape.early is not None:
-                        tape.calls = None
-                    elif self._before is not None and self._before.holds:
-                        tape.like = self._before
+                    begin(tape, self._before, not self.profile and self.planner.memory_budget is None)
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
                     self._tape = tape
         if isinstance(problem, FastDPError):
@@ -300,16 +297,13 @@ class Backward:
         if self.planner.memory_budget is not None and self.planner.exceeds(self.planner.adds(*use.data())):
             use = self.replays.drop_data(use, self._recording, self.uses_of)
         tape = self._tape
-        if tape.like is not None:
-            if (kept := kept_use(use)) is not None and tape.like.expects(len(tape.kept), kept):
-                self._keep(tape, kept)
-                return
-            self._record_kept(tape)
+        if keep_use(tape, use, self.record):
+            return
         if tape.calls is not None:
             tape.calls.append(Arrived(use, 1, None))
         tape.uses.append(use)
         tape.versions.append(use.versions())
-        tape.streams.note(use)
+        tape.streams.note(use, use.operand.device)
         if self._tape.early is None:
             if self.planner.memory_budget is not None or not use.is_small:
                 self.planner.hold(use.data())
@@ -321,38 +315,8 @@ class Backward:
         tape = self._tape
         if tape is None or self.rerun.collect is not None:
             call.record_rows(given[0], call.rows(*given))
-            return
-        if tape.like is not None:
-            kept = tape.like.kept(len(tape.kept), call, given)
-            if kept is not None:
-                self._keep(tape, kept)
-                return
-            self._record_kept(tape)
-        self._record_call(tape, call, given, call.rows(*given))
-
-    def _keep(self, tape: Tape, kept: Kept) -> None:
-        tape.kept.append(kept)
-        tape.streams.note(kept)
-
-    def _record_call(self, tape: Tape, call: Captured, given: Given, rows: tuple[Tensor, ...]) -> None:
-        first, calls = len(tape.uses), tape.calls
-        count = 0 if calls is None else len(calls)
-        call.record_rows(given[0], rows)
-        if calls is not None:
-            calls[count:] = [Arrived(call, len(tape.uses) - first, call.together(*given))]
-            tape.calls = calls if gives(tape.uses[first:], rows) else None
-
-    def _record_kept(self, tape: Tape) -> None:
-        """What was kept is recorded use by use, as this backward is another than the one before."""
-        kept, tape.kept, tape.like = tape.kept, [], None
-        for each in kept:
-            if each.versions() != each.version:
-                raise written_to(each.name)
-            if each.use is not None:
-                self.record(each.use)
-            else:
-                assert each.call is not None and each.given is not None
-                self._record_call(tape, each.call, each.given, each.own_rows())
+        elif not keep_call(tape, call, given, self.record):
+            record_call(tape, call, given, call.rows(*given))
 
     def _early(self) -> Early | None:
         """What takes groups of parameters within this backward, if that can be."""
@@ -386,8 +350,7 @@ class Backward:
     def _finish(self) -> Gradients | None:
         tape, self._tape = self._tape, None
         self.replays, self.uses_of, self._counted = Replays(self.rerun), {}, False
-        self._open_forwards = max(0, self._open_forwards - 1)
-        doubts = self._doubts.take()
+        self._open_forwards, doubts = max(0, self._open_forwards - 1), self._doubts.take()
         if self.owner is not None:
             self.owner.guarded = False
         if tape is not None and tape.problem is not None:
@@ -397,16 +360,10 @@ class Backward:
         if tape.batch is not None:
             self.ended()
         self.uncaptured.check(self.last_use_of)
-        if tape.like is not None and not (
-            tape.people is None
-            and tape.like.same(tape.kept, tape.batch)
-            and tape.like.leaves() <= self.tracked.current()
-        ):
-            self._tape = tape
-            try:
-                self._record_kept(tape)
-            finally:
-                self._tape = None
+        if tape.like is not None and not is_like(tape, self.tracked.current()):
+            self._tape = tape  # (the next forward drops it, should this fail)
+            record_kept(tape, self.record)
+            self._tape = None
         held = [(use, version) for use, version in zip(tape.uses, tape.versions, strict=True) if use is not None]
         uses = [use for use, _ in held]
         if tape.like is None:

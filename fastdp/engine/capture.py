@@ -33,7 +33,7 @@ from ..layouts.propagate import format_of, propagate
 from ..layouts.totals import by_size
 from ..uses.alone import one_sample_of
 from ..uses.attention import COMPOSITES
-from ..uses.captured import Applied, Captured, Given
+from ..uses.captured import Applied
 from ..uses.derived import mark_derived
 from ..uses.experts import PRODUCTS, gathered_of
 from ..uses.formats import capture_in_format
@@ -67,6 +67,7 @@ class Pass(PassRecord):
     ) -> None:
         super().__init__(batch, people, count, moment or Moment(engine.owner), engine.token_node)
         self.engine, self.backward, self.tracked = engine, engine.backward, tracked
+        self.arrived = engine.backward.arrived
         self.memo, self.planner, self.token = engine.memo, engine.planner, engine.token
         self.root, self.lowers = type(engine.model).__name__, engine.backward.tracked.lowers
         self.stack: list[str] = []  # module paths, innermost last
@@ -115,9 +116,6 @@ class Pass(PassRecord):
 
     def record(self, use: Use) -> None:
         self.backward.record(self.regrouped(use))
-
-    def arrived(self, call: Captured, given: Given) -> None:
-        self.backward.arrived(call, given)
 
     def is_tracked(self, tensor: Tensor) -> bool:
         return id(tensor) in self.tracked
@@ -387,8 +385,6 @@ class Pass(PassRecord):
 
 
 class _CaptureMode(TorchFunctionMode):
-    """Sees the calls of a pass. Known ones it makes in C++ (`KnownCalls.serve`): this is for the others."""
-
     def __init__(self, forward_pass: Pass) -> None:
         super().__init__()
         self.forward_pass = forward_pass

@@ -194,17 +194,8 @@ class Kept:
         assert found is not None
         return found.name
 
-    @property
-    def device(self) -> torch.device:
-        return self.holds()[0].device
-
     def versions(self) -> int:
         return versions(self.holds())
-
-
-def kept_use(use: Use) -> Kept | None:
-    """A use as its rows; None of a kind whose data is not known."""
-    return Kept(None, None, use, _data(use)) if type(use) in DATA and settled(use) is use else None
 
 
 def _kind(use: Use) -> Any:
@@ -302,7 +293,73 @@ def like(tape: Tape, gradients: Gradients) -> Like | None:
     return Like(tape.calls, gradients)
 
 
-def gives(uses: Sequence[Use | None], rows: Sequence[Tensor]) -> bool:
+def _gives(uses: Sequence[Use | None], rows: Sequence[Tensor]) -> bool:
     """Whether the data of these uses are these rows."""
     data = [getattr(use, name) for use in uses for name in DATA.get(type(use), ())]  # type: ignore[arg-type]
     return len(data) == len(rows) and all(a is b for a, b in zip(data, rows, strict=True))
+
+
+# ---------------------------------------------------------------------- what a backward does with what arrives
+
+Record = Callable[[Use], None]  # keeps a use until the end of backward
+
+
+def begin(tape: Tape, before: Like | None, repeats: bool) -> None:
+    """A backward begins, and may be like the one before. repeats: whether the next one may be like this one, too."""
+    if not repeats or tape.early is not None:
+        tape.calls = None
+    elif before is not None and before.holds:
+        tape.like = before
+
+
+def is_like(tape: Tape, current: Collection[int]) -> bool:
+    """Whether the backward was like the one before to its end. current: ids of the model's parameters."""
+    if tape.like is None or tape.people is not None:
+        return False
+    return bool(tape.like.same(tape.kept, tape.batch) and tape.like.leaves() <= current)
+
+
+def keep_call(tape: Tape, call: Captured, given: Given, record: Record) -> bool:
+    """Whether this call is what arrived here in the backward before: then its data is kept."""
+    if tape.like is None:
+        return False
+    return _keep(tape, tape.like.kept(len(tape.kept), call, given), record)
+
+
+def keep_use(tape: Tape, use: Use, record: Record) -> bool:
+    """The same of a use of another call."""
+    if tape.like is None:
+        return False
+    kept = Kept(None, None, use, _data(use)) if type(use) in DATA and settled(use) is use else None
+    return _keep(tape, kept if kept is not None and tape.like.expects(len(tape.kept), kept) else None, record)
+
+
+def _keep(tape: Tape, kept: Kept | None, record: Record) -> bool:
+    if kept is None:
+        record_kept(tape, record)
+        return False
+    tape.kept.append(kept)
+    tape.streams.note(kept, kept.holds()[0].device)
+    return True
+
+
+def record_call(tape: Tape, call: Captured, given: Given, rows: Any) -> None:
+    """Record a call use by use, and note what it is for the next backward."""
+    first, calls = len(tape.uses), tape.calls
+    count = 0 if calls is None else len(calls)
+    call.record_rows(given[0], rows)
+    if calls is not None:
+        calls[count:] = [Arrived(call, len(tape.uses) - first, call.together(*given))]
+        tape.calls = calls if _gives(tape.uses[first:], rows) else None
+
+
+def record_kept(tape: Tape, record: Record) -> None:
+    """What was kept is recorded use by use, as this backward is another than the one before."""
+    kept, tape.kept, tape.like = tape.kept, [], None
+    for each in kept:
+        if each.versions() != each.version:
+            raise written_to(each.name)
+        if each.use is not None:
+            record(each.use)
+        else:
+            record_call(tape, each.call, each.given, each.own_rows())

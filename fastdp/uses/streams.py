@@ -44,28 +44,20 @@ class Holding(Protocol):
     def holds(self) -> Sequence[Tensor]: ...
 
 
-class Noted(Holding, Protocol):
-    """What a call recorded."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-
 class Streams:
     """The streams on which one backward recorded its uses."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[torch.device, Any], tuple[Any, list[Holding]]] = {}
 
-    def note(self, use: Noted) -> None:
-        """A use is recorded on the stream that is current on its device."""
-        device = use.device
+    def note(self, held: Holding, device: torch.device) -> None:
+        """What a use holds is recorded on the stream that is current on its device."""
         number = _number(device)
         if number is None:
             return
         if (device, number) not in self._seen:
             self._seen[device, number] = (current(device), [])
-        self._seen[device, number][1].append(use)
+        self._seen[device, number][1].append(held)
 
     def one(self) -> bool:
         """Whether all uses so far are of the stream that is current now."""

@@ -87,11 +87,6 @@ class Use:
         """These, and what functions hold that the use is to call."""
         return self.data()
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is computed."""
-        return self.operand.device
-
     def versions(self) -> int:
         """Grows with every write in place to what the use holds."""
         return versions(self.holds())

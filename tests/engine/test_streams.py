@@ -138,7 +138,7 @@ def test_without_streams() -> None:
     engine = fastdp.PerSampleGradients(model)
     model(torch.randn(6, 5)).square().sum(1).mean().backward()
     for use in engine._last().uses:
-        noted.note(use)
+        noted.note(use, use.operand.device)
     assert not noted._seen
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,12 @@ def test_info_tells_versions_backends_and_devices():
         assert f"extra [{extra}]" in done.stdout
 
 
+def _backend(kernel: Any) -> str:
+    if kernel is None:
+        return "PyTorch"
+    return kernel.backend + (f", else {kernel.instead.backend}" if kernel.instead is not None else "")
+
+
 def test_the_page_says_which_backend_serves_which_operator():
     text = (ROOT / "docs" / "operators.md").read_text()
     table = re.search(r"\| operator \| CPU \| CUDA \|\n(.*?)\n\n", text, re.S).group(1).splitlines()[1:]
@@ -49,7 +56,7 @@ def test_the_page_says_which_backend_serves_which_operator():
         names, cpu, cuda = (cell.strip() for cell in line.strip("|").split("|"))
         written |= {name: (cpu, cuda) for name in re.findall(r"`(\w+)`", names)}
     registered = {
-        name: tuple(o.kernels[d].backend if d in o.kernels else "PyTorch" for d in ("cpu", "cuda"))
+        name: tuple(_backend(o.kernels.get(device)) for device in ("cpu", "cuda"))
         for name, o in OPERATORS.items()
         if "." not in name
     }
