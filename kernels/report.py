@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from . import clipped, common, conv, embedding, head_loss, linear, many, noise, norm, rows, segments, step
+from . import clip, clipped, common, conv, embedding, head_loss, linear, lookup, many, noise, norm, rows, segments, step
 
 ARCHITECTURES = {
     80: common.Device(108, 163 * 1024, 80),
@@ -227,7 +227,7 @@ def embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def noise_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Noise, and the updates that draw it."""
+    """What stands in for CUDA C++: noise, the updates that draw it, look-ups, factors."""
     key = [0x9E3779B9 + k for k in range(8)]
     tensors = [[meta(1280, 5120, dtype=kind), meta(1280, dtype=kind)] for kind in (dtype, torch.float32, dtype, dtype)]
     draw: dict[str, Any] = {"key": key, "step": 3, "std": 0.7, "scale": 0.1, "keep_grads": False, "lr": 0.1}
@@ -236,6 +236,11 @@ def noise_cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case("noise added", dtype, lambda: noise.add_noise_(tensors[1][0], 0.7, 0.1, key, 3, 5))
     yield Case("update AdamW", dtype, lambda: step.noisy_adamw_step_(*tensors, [5, 6553606], **draw, **adam))
     yield Case("update SGD", dtype, lambda: step.noisy_sgd_step_(*tensors[:3], [5, 6553606], **draw, momentum=0.9))
+    ids, g, c = meta(8, 512, dtype=torch.int64), meta(8, 512, 768, dtype=dtype), meta(8, dtype=torch.float32)
+    yield Case("look-ups' norm", dtype, lambda: lookup.embedding_norm_sq(ids, g))
+    yield Case("look-ups' sum", dtype, lambda: lookup.embedding_clipped_sum(ids, g, c, 50257))
+    for kind in ("local", "global", "automatic"):
+        yield Case(f"factors {kind}", dtype, lambda k=kind: clip.clip_factors(c, 1.0, k))
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:

@@ -11,20 +11,25 @@ from .common import GAMMA as GAMMA
 from .common import KINDS as KINDS
 from .common import MARGIN as MARGIN
 from .noise import on_cuda
-from .registry import define
+from .registry import define, triton
 
 TINY = 2.0**-126  # float32's smallest normal number: a factor below it would be rounded by more than any margin
 # Below it a squared norm of float32 may have lost what its parts were: gradients this small are not told from 0.
 SMALL = {torch.float32: 2.0**-100, torch.float64: 0.0}
 
 
-def _factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gamma: float = GAMMA) -> Tensor:
+def check(norm_sq: Tensor, max_grad_norm: float, kind: str, gamma: float) -> None:
+    """Raises ValueError or TypeError if something is out of range."""
     if kind not in KINDS:
         raise ValueError(f"clipping must be one of {', '.join(KINDS)} or a callable, not {kind!r}")
     if norm_sq.dtype not in SMALL:
         raise TypeError(f"squared norms are float32 or float64, not {norm_sq.dtype}")
     if not (0 < max_grad_norm < math.inf and 0 <= gamma < math.inf):
         raise ValueError(f"max_grad_norm must be positive and gamma not negative, not {max_grad_norm} and {gamma}")
+
+
+def _factors(norm_sq: Tensor, max_grad_norm: float, kind: str = "local", gamma: float = GAMMA) -> Tensor:
+    check(norm_sq, max_grad_norm, kind, gamma)
     norm = norm_sq.double().sqrt() * (1 + MARGIN)  # the rounding of all that follows is far inside the margin
     if kind == "local":
         factors = (max_grad_norm / norm).clamp(max=1.0)
@@ -44,7 +49,7 @@ _factors_op = define(
     "clip_factors(Tensor norm_sq, float max_grad_norm, str kind='local', float gamma=0.01) -> Tensor",
     _factors,
     lambda norm_sq, max_grad_norm, kind="local", gamma=GAMMA: norm_sq.new_empty(norm_sq.shape, dtype=torch.float32),
-    CUDA=on_cuda("clip_factors"),
+    CUDA=on_cuda("clip_factors", instead=triton("clip", "clip_factors")),
 )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import extension
 from .common import DTYPES, accumulate, check_padding, chunks, norm_type, scaled, sum_type
 from .noise import on_cuda
-from .registry import Kernel, cpp, define, native, triton_module
+from .registry import Kernel, cpp, define, native, triton, triton_module
 from .rows import square_sum
 
 
@@ -183,7 +183,7 @@ _norm_sq_op = define(
     "embedding_norm_sq(Tensor ids, Tensor g, int? padding_idx=None, *, ScalarType? dtype=None) -> Tensor",
     _norm_sq,
     lambda ids, g, padding_idx=None, *, dtype=None: g.new_empty(ids.size(0), dtype=norm_type(g, dtype)),
-    CPU=cpp(_native_norm_sq), CUDA=on_cuda("embedding_norm_sq"),
+    CPU=cpp(_native_norm_sq), CUDA=on_cuda("embedding_norm_sq", instead=triton("lookup", "embedding_norm_sq")),
 )  # fmt: skip
 _per_sample_op = define(
     "embedding_per_sample(Tensor ids, Tensor g, SymInt num_embeddings, int? padding_idx=None) -> Tensor",
@@ -194,14 +194,16 @@ _clipped_sum_op = define(
     "embedding_clipped_sum(Tensor ids, Tensor g, Tensor c, SymInt num_embeddings, int? padding_idx=None) -> Tensor",
     _clipped_sum,
     lambda ids, g, c, n, padding_idx=None: g.new_empty(n, g.size(-1), dtype=sum_type(g)),
-    CPU=cpp(_native_clipped_sum), CUDA=on_cuda("embedding_clipped_sum"),
+    CPU=cpp(_native_clipped_sum),
+    CUDA=on_cuda("embedding_clipped_sum", instead=triton("lookup", "embedding_clipped_sum")),
 )  # fmt: skip
 _add_clipped_sum_op = define(
     "embedding_clipped_sum.out(Tensor ids, Tensor g, Tensor c, SymInt num_embeddings, int? padding_idx=None, *, "
     "Tensor(a!) out) -> ()",
     _add_clipped_sum,
     lambda ids, g, c, n, padding_idx=None, *, out: None,
-    CPU=cpp(_native_add_clipped_sum), CUDA=on_cuda("embedding_clipped_sum", False),
+    CPU=cpp(_native_add_clipped_sum),
+    CUDA=on_cuda("embedding_clipped_sum", False, triton("lookup", "add_embedding_clipped_sum")),
 )  # fmt: skip
 _cross_term_op = define(
     "tied_cross_term(Tensor ids, Tensor g_embedding, Tensor h_head, Tensor g_head, *, ScalarType? dtype=None) "

@@ -16,7 +16,7 @@ CASES = {
         "sum T=197", "T=1 ",
         "direct 3x3/2", "gram 16x16", "sum 3x3 depthwise", "per sample 7x7", "norm and bound 1-D", "layer norm",
         "RMS norm's", "group norm C=64 32^2 last",
-        "many T=512", "stored", "segments", "tied", "noise", "update",
+        "many T=512", "stored", "segments", "tied", "noise", "update", "look-ups", "factors local",
     ],
     "fp32": ["head loss", "gram T=512", "direct T=512", "sum T=197", "direct 3x3/2", "gram 16x16", "tied",
              "per sample 7x7"],
@@ -53,6 +53,9 @@ def test_kernels_compile(dtype: str) -> None:
         "enlarge",
         "noise",
         "step",
+        "lookup_norm",
+        "lookup_sum",
+        "clip",
     }
     if dtype == "fp32":
         expected = GEMM_LIKE - {"clipped", "segment"} | {"finish", "add_parts", "head_loss", "square", "depthwise"}
