@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fastdp.ops.common import with_ieee_products
 
 from .contenders import CONTENDERS, NotApplicable
 from .models import Workload
@@ -83,18 +85,10 @@ def weighted(chosen: Workload) -> Workload:
     return chosen._replace(batch=batch, losses=losses)
 
 
-@contextlib.contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Products of float32 numbers as such: cuDNN takes TF32 for convolutions and recurrent layers by default."""
-    places = [("mkldnn" if device.type == "cpu" else "cuda", what) for what in ("matmul", "conv", "rnn")]
-    before = [torch._C._get_fp32_precision_getter(*place) for place in places]
-    try:
-        for place in places:
-            torch._C._set_fp32_precision_setter(*place, "ieee")
-        yield
-    finally:
-        for place, precision in zip(places, before, strict=True):
-            torch._C._set_fp32_precision_setter(*place, precision)
+    backend = "mkldnn" if device.type == "cpu" else "cuda"
+    return with_ieee_products([(backend, operation) for operation in ("matmul", "conv", "rnn")])
 
 
 def gradient_at(model: nn.Module, work: Workload, x: Tensor, y: Tensor, b: int) -> Named:

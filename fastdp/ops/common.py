@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -53,14 +53,15 @@ def full_float32(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     places = _PRODUCTS.get(tensor.device.type, ())
     # what torch.backends reads, past its properties, which take ten times as long
     lowered = [place for place in places if torch._C._get_fp32_precision_getter(*place) not in ("ieee", "none")]
-    return _with_precision(lowered) if lowered else contextlib.nullcontext()
+    return with_ieee_products(lowered) if lowered else contextlib.nullcontext()
 
 
 _PRODUCTS = {"cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")), "cuda": (("cuda", "matmul"), ("cuda", "conv"))}
 
 
 @contextlib.contextmanager
-def _with_precision(places: list[tuple[str, str]]) -> Iterator[None]:
+def with_ieee_products(places: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Products of float32 numbers as such at (backend, operation), as torch names them."""
     before = [torch._C._get_fp32_precision_getter(*place) for place in places]
     try:
         for place in places:
