@@ -28,7 +28,7 @@ import fastdp
 
 from . import cases, second_device_experts
 from .second_device_graphed import GRAPHED, check_beside, check_capture, check_graphed, scaled, shifted
-from .second_device_syncs import check_seen, check_waits, library_cases
+from .second_device_syncs import check_late, check_seen, check_waits, library_cases
 from .truth import norms_of, truth
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -50,6 +50,20 @@ def register(folder: str) -> None:
         def __exit__(self, *_: Any) -> None:
             made.set_device(self.before)
 
+    class Event:
+        """Comes when somebody waits for it, or asks a third time: of a device that is behind."""
+
+        def record(self, stream: Any = None) -> None:
+            functions.events.append((functions.current_stream() if stream is None else stream).device_index)
+            self.asked = 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked > 2
+
+        def synchronize(self) -> None:
+            self.asked = 2
+
     functions = types.ModuleType("torch.stub")
     functions.__dict__.update(
         is_available=lambda: True, device_count=made.device_count, current_device=made.current_device,
@@ -59,6 +73,7 @@ def register(folder: str) -> None:
             stream_id=0, device_index=Entered(made.current_device() if device is None else device).index, device_type=20
         ),
         recorded_streams=made.recorded_streams, is_current_stream_capturing=lambda: functions.captures, captures=False,
+        Event=Event, events=[],
     )  # fmt: skip
     torch.utils.rename_privateuse1_backend("stub")
     torch._register_device_module("stub", functions)
@@ -173,6 +188,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for name in cases.CASES:
         yield name, lambda name=name: check_case(name)
     yield "waits are seen", lambda: check_seen("stub:1")
+    yield "a doubt that is settled behind its step", lambda: check_late("stub:1")
     for name in (*cases.CASES, *library_cases()):
         yield f"waits of {name}", lambda name=name: check_case_waits(name)
     yield from second_device_experts.checks("stub:1", moved)

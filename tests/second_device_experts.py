@@ -83,28 +83,25 @@ def _shifted(m: Any, x: Tensor, chosen: Tensor, weights: Tensor, size: Any) -> T
 
 
 def check_refused(device: str, moved: Callable[[Any, str], Any]) -> None:
-    """Of rows divided by what other samples hold nothing is released, and the step after that is refused."""
+    """Of rows divided by what other samples hold nothing is released, and steps after that are refused."""
     cases_experts.EXPERTS["shifted"] = _shifted
     cases_experts.NEEDS["shifted"] = cases_experts.STACKS
     model, batch, losses = cases_experts.build("shifted", SIZES["usual"])
     model, batch = model.float().to(device), moved(batch, device)
     before = copy.deepcopy(model.state_dict())
     optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=3)
-    for _ in range(2):
-        losses(model, batch).mean().backward()
-        optimizer.step()  # of nothing: the device alone knows yet
-        optimizer.zero_grad()
-        assert all(torch.equal(value.cpu(), before[key].cpu()) for key, value in model.state_dict().items())
+    refused = 0
+    for _ in range(8):
         losses(model, batch).mean().backward()
         try:
-            optimizer.step()
+            optimizer.step()  # of nothing: the device alone knows yet
         except SampleMixingError as problem:
             assert "grouped_mm() in module 'Net': divides rows into groups by what other" in str(problem), problem
             assert "of noise alone" in str(problem)
-        else:
-            raise AssertionError("a step was made of rows that other samples divide")
+            refused += 1
         optimizer.zero_grad()
-    assert all(torch.equal(value.cpu(), before[key].cpu()) for key, value in model.state_dict().items())
+        assert all(torch.equal(value.cpu(), before[key].cpu()) for key, value in model.state_dict().items())
+    assert refused >= 2, "steps were made of rows that other samples divide"
 
 
 def checks(device: str, moved: Callable[[Any, str], Any]) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastdp
+from fastdp.errors import SampleMixingError
+from fastdp.layouts.doubts import doubt
 
 aten = torch.ops.aten
 _WAITING = {
@@ -109,6 +112,41 @@ def check_seen(device: str) -> None:
         with Waits(kind) as waits:
             ask()
         assert (sum(waits.found.values()) > 0) == (name not in ("index", "sum")), name
+
+
+class Mixing(torch.autograd.Function):
+    """The identity; only the device knows that its backward mixed samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        doubt((grad + 1).isfinite().all(), "it was asked")
+        return grad
+
+
+def check_late(device: str) -> None:
+    """Such a step moves nothing, and raises once the device's answer has come: some steps later, or for epsilon."""
+    events = torch.get_device_module(device).events
+    for asks_for_epsilon in (False, True):
+        model = torch.nn.Linear(3, 1).to(device)
+        optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=4)
+        before, x = [p.detach().clone() for p in model.parameters()], torch.randn(4, 3).to(device)
+        events.clear()
+        Mixing.apply(model(x)).square().sum(1).mean().backward()
+        optimizer.step()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert events == [torch.device(device).index], "an event of another device says nothing of this one"
+        with pytest.raises(SampleMixingError, match=r"it was asked|behind the step"):
+            if asks_for_epsilon:
+                optimizer.epsilon(1e-5, sample_rate=0.1)
+            for _ in range(0 if asks_for_epsilon else 4):
+                model(x).square().sum(1).mean().backward()
+                optimizer.step()
+        assert asks_for_epsilon or not torch.equal(model.weight, before[0]), "the host waited at once"
+        optimizer.detach()
 
 
 # --------------------------------------------------------------------------- models of libraries

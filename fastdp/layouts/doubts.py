@@ -108,9 +108,10 @@ class Awaited:
             flags = torch.stack([one.flag.reshape(()) for one in own])
             host = torch.empty(len(own), dtype=flags.dtype, pin_memory=device.type == "cuda")
             host.copy_(flags, non_blocking=True)
-            event = getattr(torch.get_device_module(device), "Event", lambda: None)()
+            module = torch.get_device_module(device)
+            event = module.Event() if hasattr(module, "Event") else None
             if event is not None:
-                event.record()
+                event.record(module.current_stream(device))
             self._open.append((own, host, event))
 
     def look(self, wait: bool = False) -> None:
