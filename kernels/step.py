@@ -138,9 +138,11 @@ def _table(device: torch.device, numbers: list[int]) -> Tensor:
 def _step(step: Step) -> None:
     """All parameters of a type, and with states of a type, in one launch."""
     groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[Any]] = {}
-    for (param, total, *states), offset in step.rows():
+    for i, ((param, total, *states), offset) in enumerate(step.rows()):
+        kinds = param.dtype, states[0].dtype if states else param.dtype, total.dtype
+        if any(state.dtype != kinds[1] for state in states):
+            raise ValueError(f"states of parameter {i} must all be of one type")
         if param.numel():
-            kinds = param.dtype, states[0].dtype if states else param.dtype, total.dtype
             groups.setdefault(kinds, []).append(((param, total, *states), offset))
     adam = isinstance(step.update, Adam)
     for (param_type, state_type, total_type), members in groups.items():

@@ -55,6 +55,12 @@ def check_capture(device: str) -> None:
             optimizer.step()
         with pytest.raises(RuntimeError, match="every replay"):
             fastdp.ops.noise_(torch.empty(5, device=device), 1.0, bytes(32), 0)
+        one, counter = torch.ones(2, 5, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        with pytest.raises(RuntimeError, match="FASTDP_CUDA=1"):
+            fastdp.ops.noisy_sgd_step_(
+                [one[0]], [one[1]], [], [0], key=bytes(32), step=0, std=1.0, scale=1.0, lr=0.1, counter=counter
+            )
+        assert bool((one == 1).all())
         on_device.captures = False
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
         assert optimizer.state_dict()["fastdp"]["history"] == []

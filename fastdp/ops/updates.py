@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_draw, check_range, refuse_graph, refuse_repetition
+from .checks import capturing, check_draw, check_range, refuse_graph, refuse_repetition
 from .common import DTYPES, sum_type
 
 
@@ -138,6 +138,8 @@ def implementation(
             if counter.dtype != torch.int64 or counter.numel() != 1 or (params and counter.device != params[0].device):
                 raise ValueError("counter must be an int64 tensor of one element on the parameters' device")
             if not on_device:
+                if params and capturing(params[0].device):
+                    raise RuntimeError("only CUDA C++ captures updates with counter=: build it by FASTDP_CUDA=1")
                 more, counter = int(counter), None
                 draw = draw._replace(step=draw.step + more)
                 update = update._replace(t=update.t + more) if isinstance(update, Adam) else update

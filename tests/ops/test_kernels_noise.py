@@ -109,6 +109,14 @@ def test_options_of_adamw(options: dict[str, Any]) -> None:
     _step(step.noisy_adamw_step_, reference, 2, KINDS[0], {**ADAM, "decoupled": True, "maximize": False, **options})
 
 
+def test_states_of_two_types_are_refused_before_anything_is_written() -> None:
+    p, total = torch.ones(9, dtype=torch.bfloat16, device=DEVICE), torch.ones(9, device=DEVICE)
+    draw = {"key": KEY, "step": 0, "std": 1.0, "scale": 1.0, "lr": 0.1}
+    with pytest.raises(ValueError, match="all be of one type"):
+        step.noisy_adamw_step_([p], [total], [torch.zeros_like(p)], [torch.zeros_like(total)], [0], **draw, **ADAM)
+    assert bool((p == 1).all()) and bool((total == 1).all())
+
+
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_sgd(kinds: tuple[Any, Any]) -> None:
     reference = implementation(SGD, plain_step._reference)
