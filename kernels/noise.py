@@ -1,4 +1,4 @@
-"""Noise on a GPU without nvcc: the key stream of `fastdp.ops.noise`, and normals of the very bits that it names.
+"""Noise on a GPU without nvcc: of `fastdp.ops.noise` the key stream bit for bit, and normals from its very bits.
 
 A program draws 128 blocks of ChaCha20, of two tiles of 768 elements: element i is one of the 12 normals of a block,
 whose counter follows from i alone. Normals are computed in float32 (float64 for float64) by the polynomials of
