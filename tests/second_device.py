@@ -8,9 +8,11 @@ It changes the whole process (torch then has an accelerator), so tests run it in
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import sys
+import time
 import traceback
 import types
 import warnings
@@ -53,27 +55,59 @@ def register(folder: str) -> None:
     class Event:
         """Comes when somebody waits for it, or asks a third time: of a device that is behind."""
 
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.timed = enable_timing
+
         def record(self, stream: Any = None) -> None:
             functions.events.append((functions.current_stream() if stream is None else stream).device_index)
-            self.asked = 0
+            self.asked, self.at = 0, time.perf_counter()
 
         def query(self) -> bool:
+            made.refuse_capture("a query of an event")
             self.asked += 1
+            if self.asked > 2:
+                made.arrive()
             return self.asked > 2
 
         def synchronize(self) -> None:
+            made.refuse_capture("a wait for an event")
             self.asked = 2
+            made.arrive()
+
+        def elapsed_time(self, end: Any) -> float:
+            assert self.timed and end.timed and end.asked >= 2, "both must be timed, and have come"
+            return 1e3 * (end.at - self.at)
+
+    def synchronize(device: Any = None) -> None:
+        made.refuse_capture("synchronize()")
+        made.arrive()
+
+    @contextlib.contextmanager
+    def capturing() -> Iterator[None]:
+        """As within a graph's capture: whatever the host would wait for is refused."""
+        made.set_captures(True)
+        try:
+            yield
+        finally:
+            made.set_captures(False)
+
+    def index_of(device: Any = None) -> int:
+        return made.current_device() if device is None else Entered(device).index
 
     functions = types.ModuleType("torch.stub")
     functions.__dict__.update(
         is_available=lambda: True, device_count=made.device_count, current_device=made.current_device,
-        _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None, synchronize=lambda device=None: None,
+        _is_in_bad_fork=lambda: False, synchronize=synchronize, _initialized=True,
+        manual_seed_all=lambda seed: [each.manual_seed(seed) for each in functions.default_generators],
+        default_generators=[made.generator(index) for index in range(made.device_count())],
+        get_rng_state=lambda device=None: functions.default_generators[index_of(device)].get_state(),
+        set_rng_state=lambda state, device=None: functions.default_generators[index_of(device)].set_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16], device=Entered, Stream=torch.Stream,
         current_stream=lambda device=None: torch.Stream(
-            stream_id=0, device_index=Entered(made.current_device() if device is None else device).index, device_type=20
+            stream_id=made.stream(index_of(device)), device_index=index_of(device), device_type=20
         ),
-        recorded_streams=made.recorded_streams, is_current_stream_capturing=lambda: functions.captures, captures=False,
-        Event=Event, events=[],
+        recorded_streams=made.recorded_streams, take_waits=made.take_waits, is_current_stream_capturing=made.captures,
+        capturing=capturing, Event=Event, events=[],
     )  # fmt: skip
     torch.utils.rename_privateuse1_backend("stub")
     torch._register_device_module("stub", functions)
