@@ -7,6 +7,7 @@
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
@@ -265,6 +266,14 @@ void by_cpu(const c10::OperatorHandle& function, torch::jit::Stack* stack) {
     at::native::cpu_fallback(function, stack);
 }
 
+// (The CPU's names no generator, so that it would draw from the CPU's.)
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& x, double p, std::optional<bool> train) {
+    auto mask = at::ones_like(x, x.options().dtype(at::kBool));
+    if (!train.value_or(true)) return {x.clone(), mask};
+    mask.bernoulli_(1 - p);
+    return {x.mul(mask).mul_(p < 1 ? 1 / (1 - p) : 0.0), mask};
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -273,6 +282,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_copy_from", TORCH_FN(copy_from));
     m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
     m.impl("resize_", TORCH_FN(resize));
+    m.impl("native_dropout", TORCH_FN(native_dropout));
     m.impl("convolution_overrideable", TORCH_FN(convolution));
     m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
     m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));

@@ -99,7 +99,7 @@ class Runs:
             expected = torch.Generator().manual_seed(self.seed)
             for _ in range(self.draws.drawn()):
                 torch.randint(2**62, (), generator=expected)
-            self.hidden = not torch.equal(expected.get_state(), after.torch)
+            self.hidden = not torch.equal(expected.get_state(), after.torch[torch.device("cpu")])
 
     def _random(self) -> RandomNumbers:
         return RandomNumbers(self._devices, [generator for generator, _ in self._own.own])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..layouts.kinds import DRAWING, is_in_place
 from ..layouts.nests import map_tensors, tensors_in
+from ..uses.random_states import States, random_states, set_random_states
 
 NOT_LINEAR = (
     "is not linear in the scale of the gradient, which under loss_reduction='mean' carries 1 / the number of samples: "
@@ -25,19 +26,6 @@ NOT_LINEAR = (
     "(max_grad_norm)"
 )
 _CLOSE, _AMONG = 1e-4, 1e-6  # of the number itself, and of the largest one in its row
-
-
-class _Draws:
-    """Where the generators stand."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.cpu, devices = torch.get_rng_state(), {t.device for t in tensors if t.is_cuda}
-        self.devices = [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self.cpu)
-        for device, state in self.devices:
-            torch.cuda.set_rng_state(state, device)
 
 
 class Replayed:
@@ -64,7 +52,10 @@ class Replayed:
             if id(target) not in self.known and id(whole) not in self.known:
                 self.written.append((whole, whole.detach().clone()))
                 self.known[id(whole)] = whole
-        return _Draws(self.given) if name in DRAWING else None
+        return self._states() if name in DRAWING else None
+
+    def _states(self) -> States:
+        return random_states(*{tensor.device for tensor in self.given})
 
     def note(self, state: Any, func: Any, args: Any, kwargs: Any, out: Any, of_data: bool) -> None:
         """The call was made."""
@@ -96,15 +87,15 @@ class Replayed:
                 new = found[id(tensor)] = found[id(base)].as_strided(tensor.shape, tensor.stride(), offset)
             return tensor if new is None else new
 
-        now = _Draws(self.given) if any(state is not None for *_, state in self.calls) else None
+        now = self._states() if any(state is not None for *_, state in self.calls) else None
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for func, args, kwargs, out, state in self.calls:
                 if state is not None:
-                    state.put_back()
+                    set_random_states(state)
                 new = func(*map_tensors(args, moved), **map_tensors(kwargs, moved))
                 found.update((id(old), made) for old, made in zip(tensors_in(out), tensors_in(new), strict=False))
             if now is not None:
-                now.put_back()
+                set_random_states(now)
             return None if (final := moved(result)) is result else final
 
 

@@ -29,6 +29,7 @@ from ..errors import StepError
 from ..layouts.inputs import nested_tensors
 from ..layouts.nests import map_tensors
 from ..uses.links import leaves_of, link_of, span_of
+from ..uses.random_states import States, random_states, set_random_states
 from ..uses.use import Use
 
 SAME = 1e-6  # squared norms of the same data, computed twice by the same way, differ by less
@@ -94,7 +95,7 @@ class Block:
         self.arguments: tuple[Any, Any] | None = None  # known when it is computed again
         self.norm_sq: dict[Part, Tensor] = {}  # of the operands whose data was dropped
         self.calls = 1
-        self._random: list[Any] = []
+        self._random: States = {}
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
     def watch(self, outputs: list[Tensor]) -> None:
@@ -116,8 +117,8 @@ class Block:
     def computed_again(self, args: Any, kwargs: Any) -> None:
         """The recomputation begins: the arguments, random state and autocast of the forward are at hand."""
         self.arguments = map_tensors((args, kwargs), _fresh)
-        devices = {t.device for t in nested_tensors((args, kwargs)) if t.device.type == "cuda"}
-        self._random = [torch.get_rng_state(), *[(d, torch.cuda.get_rng_state(d)) for d in devices]]
+        devices = {t.device for t in nested_tensors((args, kwargs)) if t.device.type not in ("cpu", "meta")}
+        self._random = random_states(*devices)
         kinds = ["cpu", *{d.type for d in devices}]
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
 
@@ -129,13 +130,13 @@ class Block:
         assert self.arguments is not None
         args, kwargs = map_tensors(self.arguments, _fresh)
         self.inner = Inner(self.inner_grads)
-        now = [torch.get_rng_state(), *[(d, torch.cuda.get_rng_state(d)) for d, _ in self._random[1:]]]
-        _set_random(self._random)
+        now = random_states(*self._random)
+        set_random_states(self._random)
         try:
             with torch.enable_grad():
                 out = _under(self._autocast, lambda: self.module(*args, **kwargs))
         finally:
-            _set_random(now)
+            set_random_states(now)
         pairs = [
             (t, g) for t, g in zip(nested_tensors(out), self.grads, strict=True) if g is not None and t.requires_grad
         ]
@@ -293,12 +294,6 @@ def _at_most(before: Tensor, now: Tensor) -> Tensor:
 def _fresh(tensor: Tensor) -> Tensor:
     """A leaf, so that backward ends here; what is differentiable stays so, for the same calls to be captured."""
     return tensor.detach().requires_grad_(tensor.requires_grad and tensor.is_floating_point())
-
-
-def _set_random(states: list[Any]) -> None:
-    torch.set_rng_state(states[0])
-    for device, state in states[1:]:
-        torch.cuda.set_rng_state(state, device)
 
 
 def _under(autocast: list[tuple[str, bool, torch.dtype]], run: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import GraphError
 from ..ops.registry import native
-from .random_states import random_states, set_random_states
+from ..uses.random_states import random_states, set_random_states
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 _PLACES = ("_parameters", "_buffers")
@@ -235,7 +235,7 @@ class Outside:
         """All as it was."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
-        set_random_states(self._device, self._torch)
+        set_random_states(self._torch)
         with torch.no_grad():
             for tensor, version, before in self._held.values():
                 if tensor._version != version:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import GraphError
 from ..layouts.by_value import asking
-from .random_states import random_states, same_states
+from ..uses.random_states import random_states, same_states
 
 aten = torch.ops.aten
 

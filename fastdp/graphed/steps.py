@@ -17,11 +17,11 @@ from ..engine.repeats import Lasting, Repeated, Template
 from ..errors import FastDPError, GraphError
 from ..ops.common import exactly
 from ..ops.registry import watched
+from ..uses.random_states import States, random_states, set_random_states
 from . import _RECORDING
 from .cuda_graph import Pool
 from .guards import Guards, Outside, changed_notes, notes_of
 from .program import Program, recording_of
-from .random_states import States, random_states, set_random_states
 from .recorder import Recorder, Watch
 from .rounding import differing
 from .templates import store, templates_of
@@ -145,7 +145,7 @@ class StepProgram:
                 "numbers of a batch cannot be replayed"
             )
         for each in (record, *comparable):
-            set_random_states(self.device, each.random)
+            set_random_states(each.random)
             found, same = self.program.run(each.inputs)
             if not same or not self._is_same(found, each.outputs):
                 raise GraphError(

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..errors import GraphError
+from ..uses.random_states import States, random_states, same_states, set_random_states
 from .compiled import Compiled, NotCompiled
 from .cuda_graph import Captured, NotCaptured, Pool, Run
 from .program import Program
-from .random_states import States, random_states, same_states, set_random_states
 from .rounding import differing
 
 
@@ -69,10 +69,10 @@ def way_of(program: Program, examples: Sequence[Example], compile: bool, pool: P
 def _difference(program: Program, run: Run, examples: Sequence[Example]) -> str:
     """What differs from the recorded steps, beside rounding; "" if nothing does."""
     for inputs, outputs, random in examples:
-        set_random_states(program.device, random)
+        set_random_states(random)
         program.run(inputs)
         after = random_states(program.device)
-        set_random_states(program.device, random)
+        set_random_states(random)
         found, same = run(inputs)
         if not same_states(random_states(program.device), after):
             return "it draws other random numbers"

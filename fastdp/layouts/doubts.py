@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SampleMixingError
+from ..ops.common import event_on, streams_of
 
 
 class Doubt(NamedTuple):
@@ -106,13 +107,10 @@ class Awaited:
         for device in {one.flag.device for one in doubts}:
             own = [one for one in doubts if one.flag.device == device]
             flags = torch.stack([one.flag.reshape(()) for one in own])
-            host = torch.empty(len(own), dtype=flags.dtype, pin_memory=device.type == "cuda")
-            host.copy_(flags, non_blocking=True)
-            module = torch.get_device_module(device)
-            event = module.Event() if hasattr(module, "Event") else None
-            if event is not None:
-                event.record(module.current_stream(device))
-            self._open.append((own, host, event))
+            late = streams_of(device) is not None  # else nothing could tell when the copy is done
+            host = torch.empty(len(own), dtype=flags.dtype, pin_memory=late)
+            host.copy_(flags, non_blocking=late)
+            self._open.append((own, host, event_on(device)))
 
     def look(self, wait: bool = False) -> None:
         """Read what has arrived. Raises SampleMixingError if a flag is true. wait: for all of them."""

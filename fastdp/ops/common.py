@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,21 @@ def _without_autocast(kinds: list[str]) -> Iterator[None]:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def streams_of(device: torch.device) -> Any:
+    """torch's functions for devices of this kind, if it has streams and events; None for the CPU and MPS."""
+    module = None if device.type == "cpu" else getattr(torch, device.type, None)
+    return module if hasattr(module, "Event") and hasattr(module, "current_stream") else None
+
+
+def event_on(device: torch.device, timed: bool = False) -> Any:
+    """An event behind what is queued on this device, be it the current one or not; None where there are no events."""
+    if (module := streams_of(device)) is None:
+        return None
+    event = module.Event(enable_timing=timed)
+    event.record(module.current_stream(device))
+    return event
 
 
 def full_float32(tensor: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..uses.random_states import random_states, same_states, set_random_states
+
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -20,20 +22,12 @@ class RandomNumbers:
     """
 
     def __init__(self, devices: set[torch.device], own: list[Any]) -> None:
-        self.torch = torch.get_rng_state()
-        self.devices = [
-            (d, torch.get_device_module(d).get_rng_state(d)) for d in devices if d.type not in ("cpu", "mps")
-        ]
-        self.mps = torch.mps.get_rng_state() if any(d.type == "mps" for d in devices) else None
+        self.torch = random_states(*devices)
         self.python, self.numpy = random.getstate(), np.random.get_state()
         self.own = [(generator, _state(generator)) for generator in own]
 
     def put_back(self) -> None:
-        torch.set_rng_state(self.torch)
-        for device, state in self.devices:
-            torch.get_device_module(device).set_rng_state(state, device)
-        if self.mps is not None:
-            torch.mps.set_rng_state(self.mps)
+        set_random_states(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         self.put_back_own()
@@ -45,14 +39,10 @@ class RandomNumbers:
 
     def torchs_equal(self, other: RandomNumbers) -> bool:
         """Whether torch's generators stand where the other's did."""
-        pairs = [
-            (self.torch, other.torch),
-            *zip((s for _, s in self.devices), (s for _, s in other.devices), strict=True),
-            *((s, t) for (g, s), (_, t) in zip(self.own, other.own, strict=True) if isinstance(g, torch.Generator)),
-        ]
-        if self.mps is not None and other.mps is not None:
-            pairs.append((self.mps, other.mps))
-        return all(torch.equal(a, b) for a, b in pairs)
+        pairs = zip(self.own, other.own, strict=True)
+        return same_states(self.torch, other.torch) and all(
+            torch.equal(one, two) for (generator, one), (_, two) in pairs if isinstance(generator, torch.Generator)
+        )
 
     def others_moved(self, before: RandomNumbers) -> list[str]:
         """Names of the generators outside of torch from which numbers were drawn."""

@@ -20,12 +20,12 @@ from ..engine.gradients import Gradients
 from ..errors import FastDPError, GraphError, StepError, VerificationError
 from ..graphed.cuda_graph import Pool, device_of
 from ..graphed.guards import Guards
-from ..graphed.random_states import States, random_states, set_random_states
 from ..graphed.recorder import memory_of
 from ..graphed.rounding import tolerances
 from ..graphed.steps import Batch, LossFn, StepProgram, check_losses, copies, device_of_model
 from ..layouts.marks import mark_of
 from ..ops.common import exactly
+from ..uses.random_states import States, random_states, set_random_states
 from . import misuse
 from .graphed_loss import Begun, ReplayedSteps
 from .privacy import Privacy
@@ -153,7 +153,7 @@ class GraphedStep(ReplayedSteps):
         found = program.replay(self._batch.of_size(leaves, size), samples)
         if found is None:
             if draws is not None:
-                set_random_states(self._device, draws)
+                set_random_states(draws)
             return self._eagerly(batch, "Python decides by the numbers of this batch another way")
         losses, gradients = found
         if self._verify_every and self.replayed % self._verify_every == 0 and (draws is None or size == samples):
@@ -209,8 +209,8 @@ class GraphedStep(ReplayedSteps):
         after = random_states(self._device)
         with contextlib.ExitStack() as stack:
             if draws is not None:
-                set_random_states(self._device, draws)
-                stack.callback(set_random_states, self._device, after)
+                set_random_states(draws)
+                stack.callback(set_random_states, after)
             found = stack.enter_context(self._privacy.engine.collecting())
             loss_of(self._privacy, self._loss_fn, batch).backward()  # type: ignore[no-untyped-call]
         params, ones = self._privacy.engine.parameters(), torch.ones(samples, device=self._device)

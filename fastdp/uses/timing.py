@@ -1,4 +1,4 @@
-"""Time that a use's norms and sums took: by the host's clock on the CPU, by events on a device."""
+"""Time that a use's norms and sums took: by the host's clock on the CPU, by events on a device that has them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ..ops.common import event_on
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -24,30 +26,29 @@ class Clock:
     """
 
     def __init__(self, device: torch.device, sharers: int = 1) -> None:
-        self.on_device, self.sharers = device.type == "cuda", sharers
+        self.device, self.sharers = device, sharers
         self.spans: list[tuple[Any, Any]] = []
         self._begin: Any = None
 
     def __enter__(self) -> Clock:
-        if self.on_device:
-            self._begin = torch.cuda.Event(enable_timing=True)
-            self._begin.record()
-        else:
-            self._begin = time.perf_counter()
+        self._begin = _now(self.device)
         return self
 
     def __exit__(self, *problem: object) -> None:
-        if self.on_device:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            self.spans.append((self._begin, end))
-        else:
-            self.spans.append((self._begin, time.perf_counter()))
+        self.spans.append((self._begin, _now(self.device)))
 
     def milliseconds(self) -> float:
         """The sum of the spans so far, for one of the sharers."""
-        if self.on_device:
-            for _, end in self.spans:
+        spent = 0.0
+        for begin, end in self.spans:
+            if isinstance(end, float):
+                spent += 1e3 * (end - begin)
+            else:
                 end.synchronize()
-            return float(sum(begin.elapsed_time(end) for begin, end in self.spans)) / self.sharers
-        return float(sum(1e3 * (end - begin) for begin, end in self.spans)) / self.sharers
+                spent += begin.elapsed_time(end)
+        return spent / self.sharers
+
+
+def _now(device: torch.device) -> Any:
+    event = event_on(device, timed=True)
+    return time.perf_counter() if event is None else event

@@ -10,9 +10,9 @@ from torch import Tensor
 import fastdp.ops
 from fastdp.errors import GraphError
 from fastdp.graphed.compiled import Compiled, NotCompiled
-from fastdp.graphed.random_states import random_states
 from fastdp.graphed.ways import Example, way_of
 from fastdp.ops.registry import OPERATORS, watched
+from fastdp.uses.random_states import random_states
 
 from .test_program import FUNCTIONS, program_of
 

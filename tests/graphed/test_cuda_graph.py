@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastdp.errors import StepError
 from fastdp.graphed.cuda_graph import Captured, NotCaptured, Pool, device_of
-from fastdp.graphed.random_states import random_states
 from fastdp.graphed.ways import Example, way_of
+from fastdp.uses.random_states import random_states
 
 from .fake_cuda import FakeCuda, FakeStream, NoGraphs
 from .test_program import program_of

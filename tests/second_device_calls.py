@@ -1,0 +1,164 @@
+"""Calls that a card is asked for and the CPU is not (second_device.py): clocks, generators, streams, captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastdp
+import fastdp.training.graphed
+from fastdp.errors import SampleMixingError
+from fastdp.graphed import steps
+from fastdp.layouts.doubts import Awaited, Doubt
+
+from . import replayed
+from .graphed.fake_cuda import FakeCuda
+from .second_device_syncs import Waits
+from .training.test_graphed import eagerly, pair
+from .training.test_graphed_device import flat, mlp, rows
+
+
+def check_rules(device: str) -> None:
+    """That the stand-in refuses under capture what a card does, and nothing else; draws on its own; copies late."""
+    x, on_device = torch.arange(6.0).to(device), torch.get_device_module(device)
+    refused: list[Callable[[], Any]] = [
+        x.cpu, x.tolist, x.nonzero, lambda: x.sum().item(), lambda: x[x > 2], lambda: torch.zeros(6).to(device),
+        lambda: torch.zeros(6).copy_(x, non_blocking=True), on_device.synchronize, on_device.Event().synchronize,
+    ]  # fmt: skip
+    for ask in refused:
+        with on_device.capturing(), pytest.raises(RuntimeError, match="when stream is capturing"):
+            ask()
+    before = torch.get_rng_state()
+    torch.rand_like(x), F.dropout(x), torch.randn(3, device=device), torch.randperm(4, device=device)
+    assert torch.equal(before, torch.get_rng_state()), "what the device draws moves the CPU's generator"
+    late = torch.zeros(6, pin_memory=True)
+    with on_device.capturing():
+        late.copy_(x * 2 + torch.rand_like(x).floor(), non_blocking=True)
+    assert not late.any(), "nobody waited for it"
+    on_device.synchronize()
+    assert torch.equal(late, x.cpu() * 2)
+
+
+def check_clocks(device: str) -> None:
+    """Each use is timed by events of its own device, whichever is the current one."""
+    model, on_device = mlp().to(device), torch.get_device_module(device)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=6)
+    x, y = (t.to(device) for t in rows(0))
+    flat(model, x, y).mean().backward()
+    optimizer.explain(profile=True)  # measures the next
+    optimizer.step()
+    on_device.events.clear()
+    flat(model, x, y).mean().backward()
+    optimizer.step()
+    assert len(on_device.events) >= 4 and set(on_device.events) == {torch.device(device).index}, on_device.events
+    assert "ms" in optimizer.explain(profile=True)
+
+
+def check_draws(device: str) -> None:
+    """A checkpointed block that is computed once more draws from the device's generator as it did before."""
+    model, plain, ids = replayed.models()
+    model, plain, ids = model.to(device), plain.to(device), ids.to(device)
+    norms, sums, _ = replayed.run(plain, ids, None)
+    again_norms, again, plan = replayed.run(model, ids, 1)
+    assert "two backwards" in plan
+    torch.testing.assert_close(again_norms, norms)
+    replayed.close(again, sums)
+
+
+def check_hook(device: str) -> None:
+    """A hook is asked with the draws that it made, and the generator stands behind them as it would without fastdp."""
+    x = rows(0)[0].to(device)
+
+    def next_draw(private: bool) -> Tensor:
+        model = mlp().to(device)
+        engine = fastdp.PerSampleGradients(model) if private else None
+        out = model[0](x)
+        out.register_hook(lambda grad: grad * torch.rand_like(grad))
+        model[1:](out).square().sum(1).mean().backward()
+        if engine is not None:
+            assert engine.norms().isfinite().all()
+            engine.detach()
+        return torch.rand(3, device=device)
+
+    assert torch.equal(next_draw(private=True), next_draw(private=False))
+
+
+class StrictGraphs(FakeCuda):
+    """Refuses, while the step is captured, what the device refuses."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.functions = device, torch.get_device_module(device)
+
+    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+        before = self.functions.get_rng_state(self.device)
+        with self.functions.capturing():
+            captured = super().capture(run)
+        self.functions.set_rng_state(before, self.device)  # a capture draws nothing
+        return captured
+
+
+def check_captured(device: str) -> None:
+    """A step is captured where waits are refused; its launches are Python's steps, dropout of the device included."""
+    steps.REPLAYED.add(torch.device(device).type)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fastdp.training.graphed, "device_of", lambda _: StrictGraphs(device))
+        for kind in ("DPSGD", "DPAdamW"):
+            (one, first), (two, second) = pair(lambda: mlp(0.4).to(device), kind)
+            step = second.graphed(flat, tuple(t.to(device) for t in rows(99)), (3, 6))
+            for k, size in enumerate((6, 3, 2, 6)):
+                batch = tuple(t.to(device) for t in rows(k, size))
+                torch.manual_seed(k)
+                wanted = eagerly(one, first, batch, flat)
+                torch.manual_seed(k)
+                torch.testing.assert_close(wanted, step(*batch))
+                for p, q in zip(one.parameters(), two.parameters(), strict=True):
+                    torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+            assert step.captured and step.replayed == 4
+
+
+def check_streams(device: str) -> None:
+    """A forward on a stream of its own: the caller's waits for it, and what is held for the caller's."""
+    on_device, model = torch.get_device_module(device), mlp().to(device)
+    engine, side = fastdp.PerSampleGradients(model), torch.Stream(device)
+    x = rows(0)[0].to(device)
+    on_device.take_waits()
+    before = on_device.recorded_streams()
+    with side:
+        assert on_device.current_stream(device) == side != on_device.current_stream("stub:0")
+        losses = model(x).square().sum(1)
+    assert on_device.recorded_streams().get(side.stream_id, 0) > 0, "the input is kept for the forward's"
+    losses.mean().backward()
+    assert (0, side.stream_id) in on_device.take_waits()
+    told = on_device.recorded_streams().get(0, 0) - before.get(0, 0)
+    assert told >= 4, "what is held of the backward is kept for the caller's"
+    assert engine.norms().isfinite().all()
+
+
+def check_without_events(device: str) -> None:
+    """Where nothing says when an answer has come, it is waited for."""
+    awaited, flag = Awaited(), torch.ones((), dtype=torch.bool, device=device)
+    with pytest.MonkeyPatch.context() as patch, Waits(torch.device(device).type) as waits:
+        patch.delattr(torch.get_device_module(device), "current_stream")  # as torch.mps, which has events, though
+        awaited.settle([Doubt(flag, "it mixes", "it was asked")], later=True)
+    assert sum(waits.found.values()) == 1, waits.found
+    with pytest.raises(SampleMixingError, match="it was asked"):
+        awaited.look()
+
+
+CHECKS = {
+    "rules of captures": check_rules, "clocks": check_clocks, "draws of checkpointed blocks": check_draws,
+    "draws of hooks": check_hook, "captured steps": check_captured,
+    "streams": check_streams, "a device without events": check_without_events,
+}  # fmt: skip
+
+
+def checks(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    for name, check in CHECKS.items():
+        yield f"calls: {name}", partial(check, device)
