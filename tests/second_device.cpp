@@ -21,6 +21,7 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -292,6 +293,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("record_stream", TORCH_FN(record_stream));
     m.impl("set_.source_Storage", TORCH_FN(at::native::set_));
     m.impl("set_.source_Storage_storage_offset", TORCH_FN(at::native::set_storage_cpu_));
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+    KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
 }
 
 }  // namespace

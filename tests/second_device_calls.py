@@ -89,6 +89,19 @@ def check_hook(device: str) -> None:
     assert torch.equal(next_draw(private=True), next_draw(private=False))
 
 
+def check_autocast(device: str) -> None:
+    """Norms and sums are of float32 products, whatever the program's autocast makes of its own."""
+    a, g = torch.randn(3, 5, 8), torch.randn(3, 5, 4)
+    gradients = torch.bmm(g.double().mT, a.double())
+    a, g = a.to(device), g.to(device)
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        assert torch.bmm(g.mT, a).dtype == torch.bfloat16
+        norms = fastdp.ops.linear_norm_sq(a, g)
+        total = fastdp.ops.linear_clipped_sum(a, g, torch.ones(3, device=device))
+    torch.testing.assert_close(norms.cpu().double(), gradients.square().sum((1, 2)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(total.cpu().double(), gradients.sum(0), rtol=1e-5, atol=1e-5)
+
+
 class StrictGraphs(FakeCuda):
     """Refuses, while the step is captured, what the device refuses."""
 
@@ -154,7 +167,7 @@ def check_without_events(device: str) -> None:
 
 CHECKS = {
     "rules of captures": check_rules, "clocks": check_clocks, "draws of checkpointed blocks": check_draws,
-    "draws of hooks": check_hook, "captured steps": check_captured,
+    "draws of hooks": check_hook, "autocast": check_autocast, "captured steps": check_captured,
     "streams": check_streams, "a device without events": check_without_events,
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from ..layouts.answers import Answers
 from ..layouts.calls import Call
 from ..layouts.kinds import REACHING_GRAPH, RESHAPING, TELLING_SIZES, function_name
 from ..layouts.layout import Layout, tag
+from ..ops.common import autocast_kinds
 from ..ops.registry import native
 from ..uses.captured import Applied, Captured, CaptureFunction, Context, Native
 from ..uses.experts import PRODUCTS
@@ -133,10 +134,7 @@ _told: list[Any] = []  # the module that has the vocabulary
 
 def _autocast() -> tuple[Any, ...]:
     """What autocast does, where it does something."""
-    return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda", "privateuseone")
-    )
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_kinds())
 
 
 def _vocabulary() -> dict[str, Any]:

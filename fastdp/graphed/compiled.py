@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..ops.common import exactly
 from ..ops.registry import OPERATORS
 from .program import Program
 from .recorder import Slot
@@ -84,9 +85,7 @@ def _plainly() -> Any:
     """The recorded calls lie below autograd and autocast."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(exactly())
         yield
 
 

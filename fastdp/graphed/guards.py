@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GraphError
+from ..ops.common import autocast_kinds
 from ..ops.registry import native
 from ..uses.random_states import random_states, set_random_states
 
@@ -206,7 +207,7 @@ def _lies(tensor: Tensor) -> Any:
 
 def _state_of_torch() -> tuple[Any, ...]:
     return (
-        *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in autocast_kinds()],
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
         *[tuple(getattr(nn.modules.module, name).values()) for name in _GLOBAL],

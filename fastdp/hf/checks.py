@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..analysis.state import evaluating as evaluating
 from ..analysis.verify import VerifyReport, verify
 from ..errors import StepError, VerificationError
+from ..uses.random_states import random_states, set_random_states
 from .losses import rows, size_of
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]  # -> a scalar
@@ -69,12 +70,12 @@ def check_padding(
 def _gradient(model: nn.Module, loss: Loss, batch: Mapping[str, Any]) -> list[Tensor]:
     """The gradient of the loss, which draws the same numbers each time, should it draw any."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    drawn = random.getstate()
+    drawn, states = random.getstate(), random_states(*{p.device for p in trained})
     try:
-        with torch.random.fork_rng(sorted({p.device.index or 0 for p in trained if p.is_cuda})):
-            found = torch.autograd.grad(loss(model, batch), trained, allow_unused=True)
+        found = torch.autograd.grad(loss(model, batch), trained, allow_unused=True)
     finally:
         random.setstate(drawn)
+        set_random_states(states)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
 
 

@@ -30,9 +30,17 @@ def sum_over(tensor: Tensor, over: int | list[int]) -> Tensor:
     return tensor.sum(over, dtype=kind)
 
 
+def autocast_kinds() -> tuple[str, ...]:
+    """Kinds of devices whose autocast may be on: the CPU's, and the accelerator's; none where none is."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
 def exactly() -> contextlib.AbstractContextManager[None]:
     """Without autocast: a backward within it would turn products of float32 into 16 bits."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    kinds = [kind for kind in autocast_kinds() if torch.is_autocast_enabled(kind)]
     return _without_autocast(kinds) if kinds else contextlib.nullcontext()
 
 
