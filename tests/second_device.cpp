@@ -87,7 +87,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
         delete static_cast<c10::StreamId*>(event);
     }
-    bool isStreamCapturing(const c10::Stream&) const override { return captures; }
     bool queryStream(const c10::Stream&) const override { return true; }
     void synchronizeStream(const c10::Stream&) const override {}
     void synchronizeEvent(void*) const override {}
