@@ -26,6 +26,7 @@ from ..uses.use import Use
 from .activation_hooks import UNGUARDED
 from .early import ByGroup, Early
 from .explain import Plan
+from .garbage import COLLECTOR
 from .gradients import Gradients, check_unwritten
 from .hook_watch import Owner
 from .others import Others
@@ -346,6 +347,8 @@ class Backward:
         except FastDPError as error:
             self.refused(error)
             raise
+        finally:
+            COLLECTOR.end(self)
 
     def _finish(self) -> Gradients | None:
         tape, self._tape = self._tape, None

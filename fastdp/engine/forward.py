@@ -158,7 +158,7 @@ class Forward(Engine):
         tag_packed((args, kwargs), self.batch)
         streams.keep(nested_tensors((args, kwargs)))
         active.mode.__enter__()
-        COLLECTOR.begin()
+        COLLECTOR.begin(backward)
         PLAINLY.begin()
         if (block := self._running(path)) is not None:
             block.inner.__enter__()
@@ -247,13 +247,14 @@ class Forward(Engine):
         if (block := self._running(path)) is not None:
             block.inner.__exit__(None, None, None)
         PLAINLY.end()
-        COLLECTOR.end()
         started.mode.__exit__(None, None, None)
         self.running.active = None
         self._turn.give()
         if out is not None:
             started.check_unwritten()
             self.judge_writes()
+        if not any(tensor.requires_grad for tensor in nested_tensors(out)):
+            COLLECTOR.end(self.backward)  # no backward will
         if self.backward.rerun.collect is not None:
             return None
         apart = outputs_apart(out, self._is_guess)
@@ -295,7 +296,7 @@ class Forward(Engine):
         while self.running.active.mode in torch.overrides._get_current_function_mode_stack():
             torch.overrides._pop_mode()
         PLAINLY.end()
-        COLLECTOR.end()
+        COLLECTOR.end(self.backward)
         self._turn.give()
         self.running.active = None
         self.running.entered.clear()

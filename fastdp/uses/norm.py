@@ -94,7 +94,7 @@ class _Native(Captured):
     along: the shape that a layer norm goes over; the number of groups.
     """
 
-    repeatable = by_shapes = fresh = True
+    repeatable = by_shapes = fresh = native = by_rows = True
 
     def __init__(self, forward_pass: ForwardPass, name: str, layout: Layout, along: Any, eps: float) -> None:
         super().__init__(forward_pass, name, layout)
@@ -108,44 +108,26 @@ class _Native(Captured):
         ctx.made = tuple(statistics)
         return out
 
-    def _record(self, ctx: Context, rows: Sequence[Tensor | None]) -> None:
-        """Per-sample gradients of weight and bias, [B, d] each."""
-        for operand, learned, grads in zip(ctx.operands, ctx.learned, rows, strict=True):
-            if learned and grads is not None:
-                shaped = grads if operand.dim() == 1 else grads.view(grads.size(0), *operand.shape)
-                ctx.forward_pass.record(use_by_sample(operand, shaped, self.name))
-
-
-class _LayerNorm(_Native):
-    with_made = staticmethod(_layer_norm)
-    native = by_rows = True
-
     def run_native(self, ctx: Context, x: Tensor) -> Tensor:
-        weight, bias = ctx.values
+        assert self.with_made is not None
         out: Tensor
-        out, mean, rstd = torch.native_layer_norm(x, self.along, weight, bias, self.eps)
+        out, mean, rstd = self.with_made(x, self.along, *ctx.values, self.eps)
         ctx.made = mean.detach(), rstd.detach()  # (not with their node, which holds the context)
         return out
 
-    def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
-        if not ctx.wanted[0]:
-            return []
-        return [_LAYER_BACKWARD(grads[0], saved[0], self.along, *saved[1:], *ctx.values, [True, False, False])[0]]
+    def _by_sample(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The data, the output gradient, mean and rstd, each with the samples in front."""
+        raise NotImplementedError
+
+    def _affine(self, x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        """Per-sample gradients of weight and bias, [B, d] each, of what `_by_sample` gives."""
+        raise NotImplementedError
 
     def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         self.record_rows(ctx, self.rows(ctx, saved, grads))
 
     def rows(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self._rows_of(ctx, ops.norm_affine_per_sample(*self._by_sample(saved, grads)))
-
-    def _by_sample(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """x [B, T, d], g [B, T, d], mean [B, T] and rstd [B, T]."""
-        if len(self.along) == 1 and lies_in_order(self.layout) and saved[0].dim() > 1:
-            x, g = (steps_by_sample(t, self.layout) for t in (saved[0], grads[0]))
-            return x, g, *(t.reshape(x.shape[:2]) for t in saved[1:])
-        lead = saved[0].dim() - len(self.along)
-        x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))
-        return x, g, *(by_sample(t.flatten(lead), self.layout).flatten(1) for t in saved[1:])
+        return self._rows_of(ctx, self._affine(*self._by_sample(saved, grads)))
 
     @staticmethod
     def _rows_of(ctx: Context, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -157,11 +139,12 @@ class _LayerNorm(_Native):
         x = saved[0]
         if x.numel() > FEW:
             return None
-        return _LayerNorm, tuple(ctx.learned), self.layout, tuple(self.along), x.shape, x.dtype, x.device
+        along = tuple(self.along) if isinstance(self.along, list) else self.along
+        return type(self), tuple(ctx.learned), self.layout, along, x.shape, x.dtype, x.device
 
     def rows_together(self, given: Sequence[Given]) -> list[tuple[Tensor, ...]]:
         each = [self._by_sample(saved, grads) for _, saved, grads in given]
-        found = ops.norm_affine_per_sample(*map(torch.cat, zip(*each, strict=True)))
+        found = self._affine(*map(torch.cat, zip(*each, strict=True)))
         rows = zip(*(t.unflatten(0, (len(given), -1)).unbind(0) for t in found), strict=True)
         return [self._rows_of(ctx, own) for (ctx, _, _), own in zip(given, rows, strict=True)]
 
@@ -171,8 +154,36 @@ class _LayerNorm(_Native):
             ctx.forward_pass.record(use_by_sample(operand, grads, self.name))
 
 
+class _LayerNorm(_Native):
+    with_made = staticmethod(_layer_norm)
+
+    def input_grads(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+        if not ctx.wanted[0]:
+            return []
+        return [_LAYER_BACKWARD(grads[0], saved[0], self.along, *saved[1:], *ctx.values, [True, False, False])[0]]
+
+    def _by_sample(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """x [B, T, d], g [B, T, d], mean [B, T] and rstd [B, T]."""
+        if len(self.along) == 1 and lies_in_order(self.layout) and saved[0].dim() > 1:
+            x, g = (steps_by_sample(t, self.layout) for t in (saved[0], grads[0]))
+            return x, g, *(t.reshape(x.shape[:2]) for t in saved[1:])
+        lead = saved[0].dim() - len(self.along)
+        x, g = (by_sample(t.flatten(lead), self.layout).flatten(1, -2) for t in (saved[0], grads[0]))
+        return x, g, *(by_sample(t.flatten(lead), self.layout).flatten(1) for t in saved[1:])
+
+    def _affine(self, x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.norm_affine_per_sample(x, g, mean, rstd)
+
+
 class _GroupNorm(_Native):
+    """at_once: on the CPU one pass over the data, if there are many, gives the gradients of the input as well."""
+
     with_made = staticmethod(_group_norm)
+
+    def __init__(self, forward_pass: ForwardPass, layout: Layout, groups: int, eps: float, x: Tensor) -> None:
+        super().__init__(forward_pass, "group_norm", layout, groups, eps)
+        self.at_once = x.numel() > FEW and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        self.native = self.by_rows = not self.at_once
 
     def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
         return x.size(0), x.size(1), math.prod(x.shape[2:]), self.along
@@ -183,15 +194,24 @@ class _GroupNorm(_Native):
         (x, mean, rstd), g = saved, grads[0].contiguous()
         return [_GROUP_BACKWARD(g, x, mean, rstd, ctx.values[0], *self._sizes(x), [True, False, False])[0]]
 
-    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        if saved[0].device.type == "cpu" and saved[0].dtype in (torch.float32, torch.float64):
-            self._back_at_once(ctx, saved, grads[0].contiguous())
-            return
-        x, mean, rstd, g = (by_sample(t, self.layout) for t in (*saved, grads[0]))  # [B, F, C, *], [B, F, groups]
+    def _by_sample(self, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """x, g [B, F, C, *], mean and rstd [B, F, groups]."""
+        x, mean, rstd = saved
+        return tuple(by_sample(t, self.layout) for t in (x, grads[0], mean, rstd))
+
+    def _affine(self, x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         batch, images = x.shape[:2]
         x, g, mean, rstd = (t.flatten(0, 1) for t in (x, g, mean, rstd))
-        rows = ops.group_affine_per_sample(x, g, mean, rstd, self.along)
-        self._record(ctx, [t.unflatten(0, (batch, images)).sum(1) if images > 1 else t for t in rows])
+        weight, bias = ops.group_affine_per_sample(x, g, mean, rstd, self.along)
+        if images == 1:
+            return weight, bias
+        return weight.unflatten(0, (batch, images)).sum(1), bias.unflatten(0, (batch, images)).sum(1)
+
+    def record_uses(self, ctx: Context, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        if self.at_once:
+            self._back_at_once(ctx, saved, grads[0].contiguous())
+        else:
+            super().record_uses(ctx, saved, grads)
 
     def _back_at_once(self, ctx: Context, saved: tuple[Tensor, ...], g: Tensor) -> None:
         """Affine gradients of each row [N, C] by the pass that computes the input's gradient: the N rows of C channels
@@ -207,9 +227,9 @@ class _GroupNorm(_Native):
             [wanted, *ctx.learned],
         )  # fmt: skip
         ctx.found = [dx.view_as(x)] if wanted else None
-        each = [by_sample(t.view(rows, channels), self.layout) if learned else None
-                for t, learned in zip(found, ctx.learned, strict=True)]  # [B, F, C]  # fmt: skip
-        self._record(ctx, [t if t is None else t.sum(1) if t.size(1) > 1 else t.squeeze(1) for t in each])
+        each = [by_sample(t.view(rows, channels), self.layout) for t, learned in zip(found, ctx.learned, strict=True)
+                if learned]  # [B, F, C]  # fmt: skip
+        self.record_rows(ctx, tuple(t.sum(1) if t.size(1) > 1 else t.squeeze(1) for t in each))
 
 
 def _native_takes(forward_pass: ForwardPass, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -293,7 +313,7 @@ def capture_group_norm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ..
     if not forward_pass.is_parameter(x) and forward_pass.is_data(x) and _native_takes(forward_pass, x, weight, bias):
         layout = sample_layout(forward_pass, x, func.__name__)
         if layout.batch <= 1 or layout.dim == 0:
-            call = _GroupNorm(forward_pass, func.__name__, layout, groups, eps)
+            call = _GroupNorm(forward_pass, layout, groups, eps, x)
             return capture(call, Context(forward_pass, weight, bias), x)
     return _capture(forward_pass, func, x, weight, bias, (1, -1), lambda x, w, b: F.group_norm(x, groups, w, b, eps))
 
