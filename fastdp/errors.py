@@ -62,6 +62,10 @@ class LossNotFollowedWarning(UserWarning):
     """fastdp could not follow how the loss was computed, so it does not know whether it couples samples."""
 
 
+class PairedForwardsWarning(UserWarning):
+    """One backward went through several forwards, whose i-th samples were taken for one although nothing shows it."""
+
+
 class SampleRateWarning(UserWarning):
     """A step was noised whose sample rate is not known: `epsilon` will need it."""
 

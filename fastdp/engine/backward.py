@@ -32,6 +32,7 @@ from .hook_watch import Owner
 from .others import Others
 from .repeats import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
 from .replay import Replays, Rerun
+from .several import Several
 from .taken import Known
 from .taken import of as batch_taken
 from .tape import PassRecord, Tape, guessed_error, mixing_error
@@ -95,6 +96,7 @@ class Backward:
         self.refused: Callable[[BaseException], None] = lambda error: None  # told of what forwards and backwards raise
         self.broken: Callable[[BaseException], None] = lambda error: None  # told of what ends backwards, of the user's
         self.whose, self.others, self.uncaptured = Whose(), Others(tracked), Uncaptured(tracked)
+        self.several = Several()
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
@@ -213,6 +215,7 @@ class Backward:
                     tape.judged = expected is not None
                     self.gradients, self._ended_once = None, False  # of the backward before, if this one is refused
                     self.planner.begin()
+                    self.several.begin()
                     tape.early = self._early()
                     begin(tape, self._before, not self.profile and self.planner.memory_budget is None)
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
@@ -265,6 +268,8 @@ class Backward:
             problem = StepError(
                 "one backward through forwards of batches of different persons: call backward for each of them"
             )
+        elif forward_pass.given is not None and forward_pass.backward_id == 0:
+            problem = self.several.add(forward_pass.given)
         if problem is not None:
             if not self.tracked.is_sharded:
                 self.refused(problem)
@@ -361,6 +366,7 @@ class Backward:
         if tape is None or tape.failed:
             return None
         if tape.batch is not None:
+            self.several.end()
             self.ended()
         self.uncaptured.check(self.last_use_of)
         if tape.like is not None and not is_like(tape, self.tracked.current()):

@@ -121,10 +121,20 @@ class Following(TorchFunctionMode):
     def _choose(self, roots: Sequence[Tensor]) -> None:
         """Of the batches that wait, follow the one of whose outputs these are."""
         moments = {id(moment_of(root)) for root in roots if moment_of_output((root,), self.moment)}
+        if len(moments) > 1:
+            self._note_joined(roots)
         found = next((what for what in self.waiting if id(what.moment) in moments), None)
         if found is not None and id(self.moment) not in moments:
             self.waiting[self.waiting.index(found)] = self.what
             self._turn_to(found)
+
+    def _note_joined(self, roots: Sequence[Tensor]) -> None:
+        """What forwards made of their samples is joined one by one: these are the same samples."""
+        layouts = ((tag_of(root, self.batch), moment_of(root)) for root in roots)
+        met = [moment for layout, moment in layouts if layout is not None and moment is not None and not layout.total]
+        joined = set().union(*(moment.joined for moment in met))
+        for moment in met:
+            moment.joined = joined
 
     def evaluates(self, values: Any, dim: int, folded: bool) -> Evaluation | None:
         """The model runs without gradients on as many samples: they are taken for the batch's, as labels are."""

@@ -30,6 +30,7 @@ from .followed import Evaluation
 from .garbage import COLLECTOR
 from .module_hooks import ModuleHook, numbered
 from .replay import Block
+from .several import Given
 from .tape import joined_error
 from .threads import Turn
 
@@ -148,6 +149,9 @@ class Forward(Engine):
             active.moment.before = following.handed_out_in(followed, self.batch)
             self._moments.append(active.moment)
             active.moment.token = Token()
+            told = self.batching.size is not None or backward.whose.in_hand
+            tensors = nested_tensors((args, kwargs))
+            active.given = Given(path, tensors, self.batch, self.batching.dim, told, active.moment)
         set_moment(active.moment)
         self.sizes.begin()
         OWN_READS.clear()

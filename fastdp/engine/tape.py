@@ -11,6 +11,7 @@ from ..layouts.layout import Layout
 from ..layouts.moments import Moment
 from ..uses.streams import Streams
 from ..uses.use import Use
+from .several import Given
 
 
 def mixing_error(layout: Layout) -> SampleMixingError:
@@ -58,6 +59,7 @@ class PassRecord:
     def __init__(self, batch: int, people: People | None, count: bool, moment: Moment, token_node: Any) -> None:
         self.batch, self.people, self.count, self.moment, self.token_node = batch, people, count, moment, token_node
         self.thread = threading.get_ident()
+        self.given: Given | None = None  # None of one that is computed again
         self.backward_id = 0  # of the backward that went through it
         self.recomputes = False  # it is a forward that a backward runs again
 

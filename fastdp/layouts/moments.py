@@ -48,10 +48,23 @@ class Moment:
     number: tells moments apart; before: the number of the one in which this very batch was handed out by its loader.
     parent: of a moment of what is made, outside of forwards, of inputs and labels alone: that of the forward before.
     doubts: moments of other forwards, of whose such things this one made use, and what they were made by.
+    joined: numbers of moments (its own, too) whose samples a loss has joined with its own, one by one.
     token: kept by the tensors that are tagged now (but inputs and labels), so that its end tells when all are gone.
     """
 
-    __slots__ = ("owner", "alive", "reached", "survived", "number", "before", "parent", "doubts", "token", "_beside")
+    __slots__ = (
+        "owner",
+        "alive",
+        "reached",
+        "survived",
+        "number",
+        "before",
+        "parent",
+        "doubts",
+        "token",
+        "joined",
+        "_beside",
+    )
     _count = itertools.count(1)
 
     def __init__(self, owner: Any = None, before: int = 0) -> None:
@@ -60,6 +73,7 @@ class Moment:
         self.number, self.before = next(Moment._count), before
         self.parent: Moment | None = None
         self.doubts: dict[Moment, str] = {}
+        self.joined = {self.number}
         self.token: Token | None = None
         self._beside: Moment | None = None
 

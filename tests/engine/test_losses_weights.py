@@ -165,7 +165,7 @@ IN_ORDER = {
     "labels": lambda m, x, y, p: F.cross_entropy(m(x[p]), y[p]),
     "one-hot": lambda m, x, y, p: F.mse_loss(m(x[p]), F.one_hot(y, C).float()[p]),
     "cast": lambda m, x, y, p: F.mse_loss(m(x[p])[:, 0], y[p].float()),
-    "twice": lambda m, x, y, p: both(m(x[p]), y[p]) + both(m(x[p]), y[p]),
+    "twice": lambda m, x, y, p: (lambda z: both(m(z), y[p]) + both(m(z), y[p]))(x[p]),
     "itself": lambda m, x, y, p: F.mse_loss(m(x[p]), x[p][:, :C]),
 }
 MIXED = {

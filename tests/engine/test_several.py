@@ -1,0 +1,129 @@
+"""Several forwards before one backward: whether their samples are the same (`engine.several`)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.errors import PairedForwardsWarning, StepError
+
+B, T, D = 6, 5, 4
+Loss = Callable[[Any], Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder, self.cell = nn.Linear(D, D), nn.Linear(D, D), nn.RNNCell(D, D)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        return self.decoder(self.encoder(x).tanh()) if state is None else self.cell(x, state)
+
+
+torch.manual_seed(1)
+X, Y, Z = (torch.randn(B, D) for _ in range(3))
+VIDEO, STACKED, TIME_FIRST = torch.randn(B, T, D), torch.randn(2, B, D), torch.randn(T, B, D)
+
+
+def total(out: Tensor) -> Tensor:
+    return out.square().flatten(1).sum(1).mean()
+
+
+def over_time(m: Model) -> Tensor:
+    state, loss = torch.zeros(B, D), torch.zeros(())
+    for t in range(T):
+        state = m(VIDEO[:, t].clone(), state)
+        loss = loss + total(state)
+        state = state.detach()
+    return loss
+
+
+SAME: dict[str, Loss] = {
+    "pairs": lambda m: total(m(X) - m(Y)),
+    "triplets": lambda m: F.triplet_margin_loss(m(X), m(Y), m(Z)),
+    "preferences": lambda m: -F.logsigmoid(m(X).sum(1) - m(Y).sum(1)).mean(),
+    "a view made of the input": lambda m: total(m(X)) + total(m(X + 0.1)),
+    "one input": lambda m: total(m(X)) + m(X).abs().sum(1).mean(),
+    "frames": lambda m: sum(total(m(VIDEO[:, t])) for t in range(T)),  # type: ignore[misc, return-value]
+    "frames, time first": lambda m: sum(total(m(frame).transpose(0, 1)) for frame in (TIME_FIRST[:-1], TIME_FIRST[1:])),  # type: ignore[misc, return-value]
+    "states": over_time,
+    "encoder and decoder": lambda m: total(m.decoder(m.encoder(X).tanh())),
+    "two encoders, one sample": lambda m: total(m.encoder(X[:1].clone()) - m.decoder(Y[:1].clone())),
+}
+UNKNOWN: dict[str, Loss] = {
+    "two data sets": lambda m: total(m(X)) + total(m(Y)),
+    "copies of chunks": lambda m: total(m(X[:3].clone())) + total(m(X[3:].clone())),
+}
+APART: dict[str, Loss] = {
+    "chunks": lambda m: sum(total(m(c)) for c in X.chunk(2)),  # type: ignore[misc, return-value]
+    "chunks, joined": lambda m: total(torch.cat([m(X[:3]), m(X[3:])])),
+    "a forward a sample": lambda m: torch.stack([m(row[None]).sum() for row in X]).mean(),
+    "a forward a text of its own length": lambda m: sum(total(m(r[None].repeat(1, 2 + k, 1))) for k, r in enumerate(X)),  # type: ignore[misc, return-value]
+    "a pair of single samples": lambda m: total(m(X[:1].clone()) - m(Y[:1].clone())),
+}
+
+
+def run(loss: Loss, model: Model, **options: Any) -> tuple[Tensor, set[str]]:
+    optimizer = fastdp.DPSGD(
+        model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B, sample_rate=0.1, **options
+    )
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss(model).backward()
+            optimizer.step()
+        return optimizer.norms, {type(w.message).__name__ for w in caught}
+    finally:
+        optimizer.detach()
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_samples(name: str) -> None:
+    time_first = {"batch_first": False} if "time first" in name else {}
+    norms, said = run(SAME[name], Model(), **time_first)
+    assert norms.numel() == (1 if "one sample" in name else B) and PairedForwardsWarning.__name__ not in said
+
+
+def test_what_nothing_shows_is_warned_of_and_refused_where_it_is_certain() -> None:
+    for name, loss in UNKNOWN.items():
+        assert PairedForwardsWarning.__name__ in run(loss, Model())[1], name
+    for name, loss in APART.items():
+        with pytest.raises(StepError, match="one backward goes through several forwards"):
+            run(loss, Model())
+            pytest.fail(name)
+
+
+def test_remedies() -> None:
+    alone = [float(run(lambda m, row=row: total(m(row[None])), Model())[0]) for row in X]
+    model = Model()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B)
+    before = [p.detach().clone() for p in model.parameters()]
+    for row, norm in zip(X, alone, strict=True):
+        total(model(row[None])).backward()
+        assert float(optimizer.norms) == pytest.approx(norm)
+    optimizer.step()
+    one_by_one = [p.detach() - q for p, q in zip(model.parameters(), before, strict=True)]
+    optimizer.detach()
+    whole = Model()
+    assert run(lambda m: total(m(X)), whole)[0].numel() == B
+    for p, q, moved in zip(whole.parameters(), before, one_by_one, strict=True):
+        torch.testing.assert_close(p.detach() - q, moved)
+    assert run(APART["a pair of single samples"], Model(), batch_size=1)[0].numel() == 1
+
+
+def test_the_last_batch_of_pairs_may_be_one() -> None:
+    model = Model()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B)
+    for size in (B, 1):
+        total(model(X[:size].clone()) - model(Y[:size].clone())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.detach()
