@@ -35,7 +35,7 @@ from .replay import Replays, Rerun
 from .several import Several
 from .taken import Known
 from .taken import of as batch_taken
-from .tape import PassRecord, Tape, guessed_error, mixing_error
+from .tape import UNSEEN, Expected, PassRecord, Tape, guessed_error, mixing_error
 from .threads import two_backwards
 from .tracked import Tracked
 from .uncaptured import Uncaptured
@@ -51,21 +51,6 @@ class Arrival:
 
     def __call__(self, grad: Tensor) -> None:
         self.backward.reached(self.layout, grad)
-
-
-_UNSEEN = (
-    "fastdp did not see the backward begin, so it could not look at the loss (it was called in another thread than the "
-    "forward, by compiled code, after a checkpoint of the whole model, or after many other forwards): whether the loss "
-    "is a sum or mean of each sample's own loss is not known. Call the model and backward() in one thread, one after "
-    "the other, or run fastdp.verify."
-)
-
-
-class _Expected:
-    """A backward that something followed to its roots. problem: what was found of these."""
-
-    def __init__(self, problem: SampleMixingError | Warning | None) -> None:
-        self.problem, self.reached = problem, False
 
 
 # whether the backward that runs is not of chosen tensors alone (`inputs=`, torch.autograd.grad)
@@ -90,7 +75,7 @@ class Backward:
     ) -> None:
         self.tracked, self.planner, self.mean, self.on_end = tracked, planner, mean, on_end
         self.owner: Owner | None = None  # of the forwards, by whose hooks gradients may change
-        self._expected: dict[int, _Expected] = {}  # what backward was called on, by thread
+        self._expected: dict[int, Expected] = {}  # what backward was called on, by thread
         self.ended: Callable[[], None] = lambda: None  # told of every backward that went through forwards
         self.begins: Callable[[], None] = lambda: None  # told of every forward that a backward may follow
         self.refused: Callable[[BaseException], None] = lambda error: None  # told of what forwards and backwards raise
@@ -179,14 +164,14 @@ class Backward:
 
     def expect(self, problem: SampleMixingError | Warning | None) -> None:
         """A backward is called, in this thread, on something with this problem, of this engine or of none."""
-        self._expected[threading.get_ident()] = _Expected(problem)
+        self._expected[threading.get_ident()] = Expected(problem)
 
     def was_reached(self) -> bool:
         """Whether the backward since `expect` was of this engine."""
         expected = self._expected.pop(threading.get_ident(), None)
         return expected is not None and expected.reached
 
-    def _of_this_backward(self) -> _Expected | None:
+    def _of_this_backward(self) -> Expected | None:
         """What was expected of the backward that runs: in this thread, or in one that autograd has for a device."""
         me = threading.get_ident()
         if not self._expected or me in self._expected:
@@ -276,7 +261,7 @@ class Backward:
             self._fail(tape, problem)
             return False
         if not tape.judged and forward_pass.batch > 1:
-            warnings.warn(LossNotFollowedWarning(_UNSEEN), stacklevel=2)
+            warnings.warn(LossNotFollowedWarning(UNSEEN), stacklevel=2)
             tape.judged = True
         forward_pass.backward_id, tape.batch, tape.people = tape.number, forward_pass.batch, forward_pass.people
         tape.thread = forward_pass.thread if forward_pass.count else tape.thread

@@ -34,7 +34,7 @@ class Given:
         self._first: int | None = None  # the number of the first sample there, if the rows of the memory are samples
         rows = next((t for t in tensors if t.dim() > dim and t.size(dim) == batch), None)
         whole = None if rows is None or rows.layout != torch.strided else rows._base if rows._is_view() else rows
-        if rows is None or whole is None:
+        if rows is None or whole is None or not batch:
             return
         self._memory, self._lies = weakref.ref(whole), (int(rows.storage_offset()), rows.stride(dim))
         if whole.dim() > dim and whole.stride(dim) == rows.stride(dim) > 0 and (batch > 1 or whole.dim() == rows.dim()):

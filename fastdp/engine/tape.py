@@ -13,6 +13,13 @@ from ..uses.streams import Streams
 from ..uses.use import Use
 from .several import Given
 
+UNSEEN = (
+    "fastdp did not see the backward begin, so it could not look at the loss (it was called in another thread than the "
+    "forward, by compiled code, after a checkpoint of the whole model, or after many other forwards): whether the loss "
+    "is a sum or mean of each sample's own loss is not known. Call the model and backward() in one thread, one after "
+    "the other, or run fastdp.verify."
+)
+
 
 def mixing_error(layout: Layout) -> SampleMixingError:
     """What to say of an output of the model that several samples made."""
@@ -62,6 +69,13 @@ class PassRecord:
         self.given: Given | None = None  # None of one that is computed again
         self.backward_id = 0  # of the backward that went through it
         self.recomputes = False  # it is a forward that a backward runs again
+
+
+class Expected:
+    """A backward that something followed to its roots. problem: what was found of these."""
+
+    def __init__(self, problem: SampleMixingError | Warning | None) -> None:
+        self.problem, self.reached = problem, False
 
 
 class Tape:
