@@ -149,9 +149,8 @@ class Forward(Engine):
             active.moment.before = following.handed_out_in(followed, self.batch)
             self._moments.append(active.moment)
             active.moment.token = Token()
-            told = self.batching.size is not None or backward.whose.in_hand
-            tensors = nested_tensors((args, kwargs))
-            active.given = Given(path, tensors, self.batch, self.batching.dim, told, active.moment)
+            tensors, hand, one = nested_tensors((args, kwargs)), backward.whose.in_hand, self.batching.size == 1
+            active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
         set_moment(active.moment)
         self.sizes.begin()
         OWN_READS.clear()

@@ -22,12 +22,22 @@ from ..layouts.notes import LABELS, LAYOUT, MOMENT
 class Given:
     """What tells the samples of a forward from those of another one.
 
-    path: of the module that was called; told: how many samples there are is known, by the loader or by batch_size=;
-    made: an input was made by a forward before, or has a graph; moment: of the forward.
+    path: of the module that was called; hand: number of the batch that a loader has handed out, None if none has; one:
+    batch_size=1 says that it is of one sample, as all are; made: an input was made by a forward before, or has a graph;
+    moment: of the forward.
     """
 
-    def __init__(self, path: str, tensors: Sequence[Tensor], batch: int, dim: int, told: bool, moment: Moment) -> None:
-        self.path, self.batch, self.told, self.moment = path, batch, told, moment
+    def __init__(
+        self,
+        path: str,
+        tensors: Sequence[Tensor],
+        batch: int,
+        dim: int,
+        hand: int | None,
+        one: bool,
+        moment: Moment,
+    ) -> None:
+        self.path, self.batch, self.hand, self.one, self.moment = path, batch, hand, one, moment
         self.made = any(t.grad_fn is not None or _is_known(t, moment) for t in tensors)
         self._memory: weakref.ref[Tensor] | None = None
         self._lies: tuple[int, int] | None = None  # offset and stride of the samples there
@@ -77,8 +87,10 @@ class Several:
     def add(self, given: Given) -> StepError | None:
         """The backward goes through one more forward. Returns what is wrong with that, if something is."""
         before, self._here = self._here, [*self._here, given]
-        if not before or given.told:
+        if not before:
             return None
+        if given.hand is not None:  # (which has as many samples as the forward)
+            return None if given.hand == before[-1].hand else StepError(_BATCHES)
         if any(given.has_rows_of(each) is False for each in before):
             return StepError(_PARTS)
         if any(given.goes_with(each) for each in before):
@@ -87,6 +99,8 @@ class Several:
             if not self._warned:
                 self._warned = True
                 warnings.warn(_PAIRS.format(given.batch), PairedForwardsWarning, stacklevel=2)
+            return None
+        if given.one:
             return None
         count = Counter(each.path for each in self._here)[given.path]
         return StepError(_SINGLE) if count > max(1, self._most[given.path]) else None
@@ -106,6 +120,11 @@ _PARTS = (
     "one backward goes through several forwards of different rows of one tensor, as of the parts of a batch: their "
     f"i-th samples would be clipped as one. {_REMEDY}. (If these rows are of the same samples, as two views of them "
     "one after the other, put the views into a dimension of their own: x.view(views, samples, ...), and x[0], x[1].)"
+)
+_BATCHES = (
+    "one backward goes through forwards of several batches of the loader: their i-th samples would be clipped as one. "
+    "Call backward() and step() for each batch; for larger batches raise the loader's expected_batch_size=, with "
+    "max_physical_batch_size= for what memory holds."
 )
 _SINGLE = (
     "one backward goes through several forwards of one sample each: they would be clipped together, as one sample. "

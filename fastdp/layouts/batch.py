@@ -17,7 +17,7 @@ class Whose:
 
     def __init__(self) -> None:
         self.batch_in_hand: Callable[[], PhysicalBatch | None] = current
-        self.in_hand = False  # whether a loader says what the batch of the last forward is
+        self.in_hand: int | None = None  # when a loader handed out the batch of the last forward
         self._said: People | None = None
         self._used = False  # what was said, by a backward
 
@@ -45,10 +45,10 @@ class Whose:
 
     def of_batch(self, batch: int) -> People | None:
         """The persons of a batch of so many records; None: a sample is a record."""
-        self.in_hand = False
+        self.in_hand = None
         try:
             current = self.batch_in_hand()
-            self.in_hand = current is not None
+            self.in_hand = None if current is None else current.moment
         except StepError as problem:
             return _unknown(str(problem)) if self._said is not None else None
         told = None if current is None else current.people

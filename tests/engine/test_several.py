@@ -127,3 +127,14 @@ def test_the_last_batch_of_pairs_may_be_one() -> None:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.detach()
+
+
+def test_batches_of_a_loader_are_not_joined() -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(8, D))
+    optimizer = fastdp.DPSGD(model := Model(), lr=0.1, noise_multiplier=1.0)
+    loss = torch.zeros(())
+    for (x,) in fastdp.poisson_loader(data, sample_rate=1.0, steps=2):
+        loss = loss + total(model(x)) + total(model(x + 1))
+    with pytest.raises(StepError, match="several batches of the loader"):
+        loss.backward()
+    optimizer.detach()
