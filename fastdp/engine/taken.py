@@ -26,18 +26,28 @@ class Taken:
         self.told: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers to which it counts as one without a step
         self.loader: weakref.ref[Any] | None = None  # those that train on it
         self._sizes: list[int] = []
+        self.places: list[tuple[str, int, int]] = []  # by what they were drawn
 
-    def add(self, batch: Any, size: int) -> None:
+    def add(self, batch: Any, size: int, place: tuple[str, int, int]) -> None:
         """The pass has handed out one more batch."""
         with torch._C.DisableTorchFunction():
             for tensor in nested_tensors(batch):
                 _FROM[tensor] = (self, len(self._sizes))
         self._sizes.append(size)
+        self.places.append(place)
 
     def close(self) -> None:
         """The pass is over, and none of its batches was trained on while it was in hand."""
         if self._sizes:
             _CLOSED.add(self)
+
+    def has_more(self, stepped: set[int]) -> bool:
+        """Whether there are batches of records that were not stepped on."""
+        return any(size and number not in stepped for number, size in enumerate(self._sizes))
+
+    def has(self, size: int) -> bool:
+        """Whether a batch had this size."""
+        return size in self._sizes
 
     def like(self, size: int, stepped: set[int]) -> int | None:
         """A batch of that size that was not stepped on, the first after the others, if there is any."""
@@ -80,6 +90,11 @@ class Stepped:
                 if number is not None:
                     return taken, number
         return None
+
+    def again(self, rate: float | None, size: int) -> bool:
+        """Whether all batches of such a loader were stepped on, and one of them may be this one."""
+        known = [taken for taken in self._stepped if rate is not None and abs(taken.rate - rate) < 1e-9]
+        return any(taken.has(size) and not taken.has_more(self._stepped[taken]) for taken in known)
 
     def add(self, known: Known) -> bool:
         """A step was made on it. Returns whether it is the first of its pass."""

@@ -6,8 +6,8 @@ import operator
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -16,6 +16,7 @@ from ..accounting import History, epsilon_of, truncation_in
 from ..accounting import Run as Entry
 from ..errors import AccountingError
 from .checks import check_options
+from .draws import Draws, Place
 
 _UNSAID = ""  # the maker of steps of a history that does not tell who made them
 
@@ -53,6 +54,7 @@ class Ledger:
     """Every noised step: runs of (noise multiplier, sample rate, steps)."""
 
     made_by_all = 0  # steps of all optimizers of this process so far
+    all: ClassVar[weakref.WeakSet[Ledger]] = weakref.WeakSet()  # those of this process
 
     def __init__(self) -> None:
         self.history: History = []
@@ -64,7 +66,9 @@ class Ledger:
         self._beside: weakref.WeakSet[_Place] = weakref.WeakSet()  # of those that others may have trained
         self._file: File | None = None
         self.written: Runs = []  # what the file held when it was opened
+        self.draws = Draws()  # of loaders, that steps of the history were made on
         self.asked: tuple[float, float | None] | None = None  # of epsilon, at last: delta, and the sample rate
+        Ledger.all.add(self)
 
     def enrol(self, parameters: Iterable[Tensor], model: nn.Module) -> None:
         """The steps are of these parameters of a model, whose other ones are released with them."""
@@ -191,11 +195,33 @@ class Ledger:
                 stacklevel=stacklevel,
             )
 
+    def _warn_of_beside(self, epsilon: float, accountant: str, stacklevel: int) -> None:
+        """Say what epsilon is together with other optimizers of this process that step on batches of the same loader,
+        if it is that of this one alone."""
+        known, others, history = [*self._runs, *self._lost], list[Ledger](), list[Entry](self.spent)
+        for other in Ledger.all if (marks := self.draws.marks) else ():
+            more = _without([*other._runs, *other._lost], known) if other is not self else []
+            if more and marks & other.draws.marks:
+                known, others, history = [*known, *more], [*others, other], [*history, *_merged(more)]
+        if others and self.asked is not None:
+            delta, rate = self.asked
+            all_of_them = self.draws.with_others(other.draws for other in others)
+            joint = epsilon_of(sampled_at(all_of_them.accounted(history), rate), delta, accountant)
+            warnings.warn(
+                f"{len(others)} other private optimizer(s) have stepped on batches of the same poisson_loader. fastdp "
+                f"counts each by itself: epsilon is {epsilon:.3g} of this one alone, and {joint:.3g} of all together, "
+                "which is what holds if more than this one's weights are kept, shown or chosen by.",
+                stacklevel=stacklevel,
+            )
+
     @property
     def steps(self) -> int:
         return steps_in(self.history)
 
-    def add(self, noise_multiplier: float, sample_rate: float | None, truncation: float = 0.0) -> None:
+    def add(
+        self, noise_multiplier: float, sample_rate: float | None, truncation: float = 0.0, drawn: Sequence[Place] = ()
+    ) -> list[Place]:
+        """A step was made, on these draws. Returns those among them that had a step before."""
         if not self.history:
             self._note()
             if self.written:
@@ -216,6 +242,7 @@ class Ledger:
             self._runs.append(Run(self._name, self._made, noise_multiplier, sample_rate, 1, truncation))
         self._made += 1
         Ledger.made_by_all += 1
+        return [place for place in drawn if self.draws.add(place, kind)]
 
     def epsilon(self, delta: float, accountant: str = "prv", sample_rate: float | None = None) -> float:
         """epsilon at delta of all steps so far; 0 before the first, inf after a step without noise.
@@ -225,7 +252,9 @@ class Ledger:
         Raises AccountingError where a step's sample rate is not known, or delta is not in (0, 1).
         """
         self.asked = delta, sample_rate
-        return epsilon_of(sampled_at(self.spent, sample_rate), delta, accountant)
+        found = epsilon_of(sampled_at(self.draws.accounted(self.spent), sample_rate), delta, accountant)
+        self._warn_of_beside(found, accountant, stacklevel=6)
+        return found
 
     def _note(self) -> None:
         """There are steps from now on."""

@@ -146,7 +146,7 @@ class PoissonLoader:
                 begin()
                 for tell in TELL:
                     tell(batch, ACTIVE[mine].size)
-                _WATCHED[mine].give(batch, ACTIVE[mine].size)
+                _WATCHED[mine].give(batch, ACTIVE[mine].size, ACTIVE[mine].place)
                 yield batch
             finish(mine)
         finally:

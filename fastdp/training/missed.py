@@ -207,11 +207,11 @@ class Watch:
         self._handed += 1
         self._place, self._due, self._open, self._waits = place, True, True, False
 
-    def give(self, batch: Any, size: int) -> None:
+    def give(self, batch: Any, size: int, place: tuple[str, int, int]) -> None:
         """What the batch in hand is, to know it again after the pass."""
         if not self._trained:
             self._taken = self._taken or Taken(self._rate)
-            self._taken.add(batch, size)
+            self._taken.add(batch, size, place)
 
     def end(self) -> None:
         """No batch follows. Raises StepError where none has stepped on the last."""

@@ -62,6 +62,18 @@ AGAIN = (
     "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses and call "
     "backward once."
 )
+REPEATED = (
+    "a step was made on a batch that had one before (pass {1}, step {2} of what the poisson_loader draws). Together "
+    "they tell more of its records than steps on two samples would: epsilon() counts them as one step with less noise. "
+    "Draw each batch once: iterate over the loader itself (each pass draws anew), not over a list of its batches, a "
+    "copy or a pickle of it; load its state only together with the optimizer's state that was saved beside it; give "
+    "no seed= twice."
+)
+PERHAPS_REPEATED = (
+    "epsilon may not hold: steps were made on all batches that had been taken out of a poisson_loader, and one more "
+    "batch of the size of one of them came. A second step on the same sample, with noise of its own, costs more than "
+    "epsilon says: iterate over the loader itself, which draws anew in each pass."
+)
 _DETACHED = "this optimizer was detached from its model: make a new one to train on"
 _REPLACED = (
     "this optimizer was replaced, since a {by} was made for the same model: train with that one. To train parts of a "
@@ -70,6 +82,10 @@ _REPLACED = (
 NO_SIZE = (
     "expected_batch_size is not known: give it to the optimizer (with a mean loss the noisy sum is divided by it), or "
     "train with fastdp.poisson_loader, which tells it"
+)
+UNGROUPED = (
+    "parameters changed since the optimizer was made: {} now require grad but belong to no clipping group. Add them "
+    "with add_param_group, or freeze them."
 )
 DROPPED = "a logical batch was left before its last physical batch: its gradients are dropped, no step was made"
 NO_RATE = (

@@ -26,6 +26,7 @@ from ..ops.noise import Noise
 from . import allocator, loader, misuse, together
 from .checks import check_options, of_loader
 from .clipping import Clipping, ClippingFunction
+from .draws import Place
 from .fused import Release
 from .hand import Hand
 from .ledger import Ledger, finite
@@ -69,7 +70,7 @@ class Privacy:
     ) -> None:
         check_frameworks(model)
         self.world = world_for(model, process_group, mesh)
-        self._place, self._truncation = ("", 0, 0), 0.0  # of the loader, at the last step
+        self._place, self._truncation, self._drawn = ("", 0, 0), 0.0, list[Place]()  # of the loaders, at the last step
         self.waits: Any = None  # for a framework that lays the model in parts: `waiting.Waiting`
         with self.world.deciding():
             check_options(noise_multiplier, expected_batch_size, sample_rate, gamma)
@@ -211,14 +212,16 @@ class Privacy:
         if current is None:
             if self.world.share[1] == 1:
                 self.rate_check.check(self.sample_rate, gradients.batch, self.expected_batch_size)
+            elif gradients.people is not None:
+                raise StepError(misuse.PERSONS_APART)
             else:
-                if gradients.people is not None:
-                    raise StepError(misuse.PERSONS_APART)
                 self._warn_once(misuse.OWN_BATCHES.format(n=self.world.share[1]), "own batches")
             if self._has_pending:
                 self._warn_once(misuse.ADDED, "added")
             if known := self.engine.taken or self.missed.stepped.like(self.sample_rate, gradients.records):
                 self._taken.append(known)
+            elif self.missed.stepped.again(self.sample_rate, gradients.records):
+                self._warn_once(misuse.PERHAPS_REPEATED, "repeated")
             return
         number = (current.logical, current.physical)
         if self._has_pending and number != self._backward_of:
@@ -238,10 +241,7 @@ class Privacy:
         if new and isinstance(self.clipping.style, str):  # unfrozen since
             self._regroup(named)
         elif new:
-            raise StepError(
-                f"parameters changed since the optimizer was made: {new[:5]} now require grad but belong to no "
-                "clipping group. Add them with add_param_group, or freeze them."
-            )
+            raise StepError(misuse.UNGROUPED.format(new[:5]))
 
     def _regroup(self, named: dict[str, Tensor]) -> None:
         """Other parameters are trained than before."""
@@ -295,14 +295,14 @@ class Privacy:
         if current is not None:
             self.stepped_on = (current.logical, current.physical)
             loader.train(current, self.missed, stepped=True)
+        self._drawn = [p for p in (self._place, *(taken.places[n] for taken, n in self._taken)) if p[0]]
         while self._taken:
             self.missed.take(self._taken.pop())
         return current is None or current.final
 
     def zero_grad(self) -> None:
         """Drop the gradients of backwards that no step has taken."""
-        self._pending, self._has_pending = {}, False
-        self._taken.clear()
+        self._pending, self._has_pending, self._taken = {}, False, []
         self.unit.forget()
 
     def release(self) -> Release:
@@ -360,9 +360,9 @@ class Privacy:
         if self._rate is None and self.mechanism is None and self.noise_multiplier and "rate" not in self._warned:
             self._warned.add("rate")
             warnings.warn(misuse.NO_RATE + self.rate_check.seen_text, SampleRateWarning, stacklevel=5)
-        self.ledger.add(self.noise_multiplier, self._rate, self._truncation)
-        self.noise.step += 1
-        self._released = True
+        for again in self.ledger.add(self.noise_multiplier, self._rate, self._truncation, self._drawn):
+            self._warn_once(misuse.REPEATED.format(*again), "repeated")
+        self.noise.step, self._released = self.noise.step + 1, True
         self.replica.changed()
         self.discard()
 

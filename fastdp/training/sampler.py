@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 
 from ..distributed.same import mark
 from ..layouts.groups import People
+from .draws import BY_SEED
 from .grouping import Grouping
 from .missed import mark_of_key
 
@@ -67,7 +68,7 @@ class PoissonSampler(Sampler[list[int]]):
     @property
     def mark(self) -> str:
         """A mark of the key, and of what else the draws depend on."""
-        return mark(mark_of_key(self.key), self.settings)
+        return (BY_SEED if self.seeded else "") + mark(mark_of_key(self.key), self.settings)
 
     def __iter__(self) -> Iterator[list[int]]:
         pending = self.pending = deque()  # a queue of its own for every pass

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import StepError
 from . import moments
+from .draws import Draws
 from .ledger import finite, run_of, whole
 from .privacy import Privacy
 
@@ -36,6 +37,7 @@ def state_of(privacy: Privacy) -> dict[str, Any]:
         "grouped": privacy.unit.grouped,
         **({"lost": [tuple(run) for run in privacy.ledger.lost]} if privacy.ledger.lost else {}),
         "makers": privacy.ledger.makers,
+        **({"draws": privacy.ledger.draws.state()} if privacy.ledger.draws else {}),
         **({} if privacy.mechanism is None else {"mechanism": privacy.mechanism.state()}),
         **({} if privacy.quantile is None else {_QUANTILE: privacy.quantile.state()}),
         **({"missed": missed} if (missed := privacy.missed.state_dict()) else {}),
@@ -109,6 +111,7 @@ def read(privacy: Privacy, state: dict[str, Any]) -> Callable[[], None]:
         if isinstance(clipping.style, str):
             clipping = clipping.changed(privacy.engine.named_parameters(), kind, float(norm), style, float(gamma))
         said, of_ledger = privacy.ledger.read(history, lost, state.get("makers"))
+        draws = Draws(state.get("draws"))
         take_ups = [of_ledger, privacy.missed.read(state.get("missed", {})), _of_mechanism(privacy, state)]
         take_ups.append(_of_quantile(privacy, state))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
@@ -119,6 +122,7 @@ def read(privacy: Privacy, state: dict[str, Any]) -> Callable[[], None]:
     def take_up() -> None:
         privacy.clipping, privacy.noise_multiplier, privacy.noise.step = clipping, noise_multiplier, step
         privacy.set_dropped(dropped)
+        privacy.ledger.draws.take_up(draws)
         privacy.unit.grouped = grouped
         for each in take_ups:
             each()

@@ -81,6 +81,7 @@ def _carry(former: Privacy, privacy: Privacy) -> bool:
     privacy.ledger.asked = former.ledger.asked
     _, of_ledger = privacy.ledger.read(former.ledger.history, former.ledger.lost, former.ledger.makers)
     of_ledger()
+    privacy.ledger.draws = former.ledger.draws
     privacy.ledger.write_begun()
     privacy.missed.read(former.missed.state_dict())()
     privacy.rate_check.go_on_from(former.rate_check)
