@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 import warnings
@@ -111,6 +112,7 @@ def test_steps_that_are_made_again_after_going_back_are_no_steps_on_new_samples(
 
 
 def test_batches_of_a_list_that_were_copied() -> None:
+    gc.collect()  # they are known by size and rate alone, among the loaders that are there
     model = nn.Linear(3, 2)
     optimizer, loader = optimizer_of(model), loader_of()
     batches = [(x.clone(),) for (x,) in loader if len(x)]
