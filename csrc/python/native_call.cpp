@@ -40,8 +40,27 @@ Ref called_with(PyObject *function, const std::vector<PyObject *> &given, PyObje
     return checked(PyObject_Call(function, others.get(), named.get()));
 }
 
+// Within it no mode sees what is asked of tensors: an engine around this one would take it for the user's.
+class Unseen {
+  public:
+    Unseen() {
+        if (number(checked(PyObject_CallNoArgs(words->modes)).get()) == 0) return;
+        guard_ = checked(PyObject_CallNoArgs(words->disabled));
+        called(guard_.get(), words->enter);
+    }
+    ~Unseen() {
+        if (!guard_) return;
+        const Ref done(PyObject_CallMethodObjArgs(guard_.get(), words->exit, Py_None, Py_None, Py_None, nullptr));
+    }
+    Unseen(const Unseen &) = delete;
+
+  private:
+    Ref guard_;
+};
+
 // `Native.wait_for`: of the result, or of that whose view it is, autograd's node calls the context with the gradient.
 void wait_for(PyObject *context, PyObject *notes, PyObject *out, PyObject *x) {
+    const Unseen unseen;
     const Ref made = Ref::of(entry(notes, words->made));
     const Py_ssize_t more = made ? PyTuple_GET_SIZE(made.get()) : 0;
     const Ref saved = checked(PyTuple_New(more + (x != nullptr)));

@@ -46,6 +46,7 @@ void set_vocabulary(const py::dict &vocabulary, const py::dict &places) {
     found->drop_gone = given(v, "drop_gone"), found->under_functorch = given(v, "under_functorch");
     found->grad_enabled = given(v, "grad_enabled"), found->any_autocast = given(v, "any_autocast");
     found->autocast = given(v, "autocast"), found->saving_hooks = given(v, "saving_hooks");
+    found->modes = given(v, "modes"), found->disabled = given(v, "disabled");
     found->repeat = given(v, "repeat"), found->native = given(v, "Native");
     found->forward_ad = given(v, "forward_ad");
     found->LAYOUT = given(v, "LAYOUT"), found->MOMENT = given(v, "MOMENT"), found->TAGGED_AT = given(v, "TAGGED_AT");

@@ -12,7 +12,7 @@ struct Words {
     PyObject *tag, *drop_gone, *under_functorch, *grad_enabled;
     PyObject *LAYOUT, *MOMENT, *TAGGED_AT, *RELAID, *INPUT, *PRESUMED, *TOKEN, *HELD, *MADE, *LINK, *UNTRACKED, *PARTS,
         *GATHERED, *NUMBER, *NUMBER_OF;
-    PyObject *any_autocast, *autocast, *saving_hooks, *repeat, *native, *forward_ad;
+    PyObject *any_autocast, *autocast, *modes, *disabled, *saving_hooks, *repeat, *native, *forward_ad;
     Py_ssize_t batch, dim, outer, inner, owner, mixed, order, is_row_index, alone, piece;
     PyObject *is_nested = interned("is_nested"), *requires_grad = interned("requires_grad"), *shape = interned("shape"),
              *dtype = interned("dtype"), *is_leaf = interned("is_leaf"), *base = interned("_base"),
@@ -31,7 +31,8 @@ struct Words {
              *values = interned("values"), *learned = interned("learned"), *by_nodes = interned("by_nodes"),
              *current_level = interned("_current_level"), *lowers = interned("lowers"),
              *watcher = interned("watcher"), *exposed = interned("exposed"), *anything = interned("anything"),
-             *known_calls = interned("_known_calls"), *torch_function = interned("__torch_function__"), *zero = PyLong_FromLong(0);
+             *known_calls = interned("_known_calls"), *torch_function = interned("__torch_function__"), *zero = PyLong_FromLong(0),
+             *enter = interned("__enter__"), *exit = interned("__exit__");
 };
 extern Words *words;
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import SampleMixingError
+from ..errors import SampleMixingError, StepError
 from ..layouts import kinds
 from ..layouts.by_value import keep_target
 from ..layouts.calls import Call
@@ -25,6 +25,8 @@ from ..layouts.reads import Reads
 from ..layouts.sizes import Sizes
 from .hook_scales import NOT_LINEAR, Replayed
 from .layout_cache import Memo, inquires
+
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
 class Owner:
@@ -67,6 +69,11 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if inquires(func):
             return self._tell(func, args, kwargs)
+        if func == _GRAD_FN and args[0].grad_fn is not None:
+            raise StepError(
+                "a hook on a gradient takes a node of the graph (grad_fn) while the backward runs: what it hooks to it "
+                "fastdp could not check any more. Use Tensor.register_hook in the forward."
+            )
         call = Call(func, args, kwargs, self.batch)
         given, name = call.tensors, call.name
         if not call.inputs():

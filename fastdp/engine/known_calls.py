@@ -79,6 +79,9 @@ def captured_by(call: Call, applied: Sequence[Applied]) -> KnownCapture | None:
     _, ctx, data, _ = applied[0]
     found = [_place(call, tensor) for tensor in (*ctx.operands, *data)]
     places = [place for place in found if place is not None]
+    given = [place for place in places if place >= 0]
+    if len(set(given)) < len(given):  # one tensor in two places
+        return None
     if len(places) < len(found) or any(link_of(t) is not None for t in ctx.operands if t is not None):
         return None
     operands, count = ctx.operands, len(ctx.operands)
@@ -147,6 +150,7 @@ def _vocabulary() -> dict[str, Any]:
         "MISSED": MISSED, "under_functorch": torch._C._functorch.peek_interpreter_stack,
         "grad_enabled": torch.is_grad_enabled, "any_autocast": torch._C._is_any_autocast_enabled,
         "autocast": _autocast, "saving_hooks": torch._C._autograd._top_saved_tensors_default_hooks, "repeat": repeat,
-        "Native": Native, "forward_ad": forward_ad,
+        "Native": Native, "forward_ad": forward_ad, "modes": torch._C._len_torch_function_stack,
+        "disabled": torch._C.DisableTorchFunction,
         **{name: getattr(notes, name) for name in names},
     }  # fmt: skip

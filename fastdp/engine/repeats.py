@@ -203,7 +203,8 @@ def _kind(use: Use) -> Any:
     leaves = leaves_of(use.operand)
     own = use.operand is leaves[0]
     rows = [(t.shape, t.dtype, t.device, t.stride()) for t in _data(use)]
-    return type(use), own, tuple(map(id, leaves)), use.operand.shape, use.shape, rows
+    geometry = getattr(use, "geometry", None)
+    return type(use), own, tuple(map(id, leaves)), use.operand.shape, use.shape, geometry, rows
 
 
 def _data(use: Use) -> list[Tensor]:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
@@ -90,9 +92,13 @@ def _detached(m: Layers, x: Tensor) -> Tensor:
     return m.b(m.a(x).detach().requires_grad_()) + m.c(m.a(x).detach())
 
 
+def _one_parameter_twice(m: Layers, x: Tensor) -> Tensor:
+    return m.c(F.layer_norm(m.a(x), (D,), m.scale, m.scale))
+
+
 WAYS = [
     _relu_in_place, _written_views, _written_result, _twice, _unused, _transposed, _norms, _hooked, _two_paths,
-    _detached,
+    _detached, _one_parameter_twice,
 ]  # fmt: skip
 
 
@@ -151,7 +157,12 @@ def test_exact_in_every_step(way: Any, counted: dict[str, int]) -> None:
         losses(model, batch).sum().backward()
         check(engine, rows)
     assert counted["native"] > 0
-    assert counted["repeated"] > 0 or way in (_twice, _transposed, _norms)  # (whose uses are joined)
+    assert counted["repeated"] > 0 or way in (
+        _twice,
+        _transposed,
+        _norms,
+        _one_parameter_twice,
+    )  # (whose uses are joined)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -170,6 +181,36 @@ def test_the_input_may_require_grad(way: Any, counted: dict[str, int]) -> None:
         if grad is not None:
             torch.testing.assert_close(x.grad, grad)
     assert counted["native"] > 0
+
+
+def test_what_a_convolution_is_told_may_change_between_steps() -> None:
+    model, x = Layers(_norms).double(), torch.randn(B, T, D).double()
+    model.other, told = nn.Conv1d(T, T, 3).double(), [1]
+    model.way = lambda m, x: sum(  # type: ignore[assignment, return-value]
+        F.conv1d(x, c.weight, padding=d, dilation=d).tanh() for c, d in ((m.conv, told[0]), (m.other, 3 - told[0]))
+    )
+    engine = fastdp.PerSampleGradients(model, loss_reduction="sum")
+    for told[0] in (1, 1, 2, 2, 1):
+        losses(model, x).sum().backward()
+        found = engine.materialize()
+        plain = copy.deepcopy(model)
+        for name, rows in truth(plain, x).items():
+            torch.testing.assert_close(found[name], rows, rtol=1e-9, atol=1e-12)
+
+
+def test_a_hook_takes_no_node_of_the_graph() -> None:
+    model, x = Layers(_norms), torch.randn(B, T, D)
+
+    def way(m: Layers, x: Tensor) -> Tensor:
+        h = m.a(x)
+        out = m.b(h)
+        out.register_hook(lambda g: h.grad_fn.register_prehook(lambda gs: (gs[0] * 0.5,)) and None)
+        return out
+
+    model.way = way
+    fastdp.PerSampleGradients(model, loss_reduction="sum")
+    with pytest.raises(StepError, match="takes a node of the graph"):
+        losses(model, x).sum().backward()
 
 
 def test_gradients_of_chosen_tensors_record_nothing(counted: dict[str, int]) -> None:
