@@ -17,6 +17,7 @@ from ..training.collating import CollateWithEmpty, options_of
 from ..training.loader import PoissonLoader
 from ..training.options import parameters_of, refuse_unknown
 from ..training.sampler import PoissonSampler
+from ..training.uneven import sampler_of
 
 
 class FixedOrder(PoissonSampler):
@@ -104,9 +105,10 @@ def ftrl_loader(
     dataset = data
     if isinstance(data, DataLoader):
         dataset = data.dataset
-        if type(data.sampler) is not SequentialSampler or not getattr(data, "in_order", True):
+        sampler = sampler_of(data)
+        if type(sampler) is not SequentialSampler or not getattr(data, "in_order", True):
             raise StepError(
-                f"the DataLoader draws by {type(data.sampler).__name__}, or out of order: DP-FTRL needs an order that "
+                f"the DataLoader draws by {type(sampler).__name__}, or out of order: DP-FTRL needs an order that "
                 "is known, and the same in every pass. Give a loader with shuffle=False; to shuffle once, give "
                 "order=torch.randperm(len(dataset))"
             )

@@ -29,6 +29,7 @@ from .missed import Missed, Trainers, Watch, mark_of_key
 from .options import parameters_of, refuse_unknown
 from .sampler import PoissonSampler
 from .truncated import max_batch_size_for, truncation
+from .uneven import sampler_of
 
 _LOGICAL = itertools.count()  # numbers of logical batches, of all loaders
 _WATCHED: dict[int, Watch] = {}  # by running iterator, as the batches in hand are
@@ -338,10 +339,11 @@ def _loader_of(
     of_loader = False  # whether the DataLoader's batch size is taken
     if isinstance(data, DataLoader):
         dataset = data.dataset
-        if type(data.sampler) not in (SequentialSampler, RandomSampler) or not getattr(data, "in_order", True):
+        drawn_by = type(sampler_of(data))
+        if drawn_by not in (SequentialSampler, RandomSampler) or not getattr(data, "in_order", True):
             raise StepError(
-                f"the DataLoader draws by {type(data.sampler).__name__}, or out of order: Poisson sampling takes its "
-                "place. Give a loader without a sampler; for a part of the data, a torch.utils.data.Subset."
+                f"the DataLoader draws by {drawn_by.__name__}, or out of order: Poisson sampling takes its place. Give "
+                "one without a sampler; for a part of the data, a Subset; for rare classes, weight[y] times the losses."
             )
         options = {**options_of(data), **options}
         if sample_rate is None and expected_batch_size is None:

@@ -9,8 +9,10 @@ import warnings
 import weakref
 from typing import Any, NamedTuple
 
-from torch.utils.data import SubsetRandomSampler
+from torch.utils.data import BatchSampler, SubsetRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .uneven import REMEDY, uneven
 
 # References to each class of iterators when there were none of it, and when that was: looking takes 20 ms and more, and
 # programs that make hundreds of optimizers (fastdp.audit) need not wait for that while there are no more references.
@@ -25,6 +27,7 @@ class _Open(NamedTuple):
     handed: int  # batches so far
     records: int  # 0: a stream, whose records cannot be counted
     fits: bool  # its batches are as large as the one at hand
+    uneven: str  # why some of its records are drawn more often than others
 
 
 class Rate:
@@ -115,6 +118,10 @@ class Rate:
         chosen = [item for item in found if item.fits] or found
         self._looks, self._open = 3, []
         records = 0 if any(not item.records for item in chosen) else max((item.records for item in chosen), default=0)
+        if chosen and (why := chosen[0].uneven):
+            warnings.warn(
+                f"{why}: no sample rate is that of every record, and epsilon will be too small. {REMEDY}.", stacklevel=2
+            )
         if rate is None:
             self._seen = (batch, records)
         elif _is_low(rate, batch, records):
@@ -149,4 +156,10 @@ def _open(iterator: Any, batch: int) -> _Open:
         count = 0
     if not getattr(iterator, "_auto_collation", True):  # each item is a batch
         count, size = count * batch, batch
-    return _Open(weakref.ref(iterator), iterator._num_yielded, count, size == batch)
+    why = uneven(_sampler(iterator), count) if count else ""
+    return _Open(weakref.ref(iterator), iterator._num_yielded, count, size == batch, why)
+
+
+def _sampler(iterator: Any) -> Any:
+    batches = getattr(iterator, "_index_sampler", None)
+    return batches.sampler if type(batches) is BatchSampler else batches

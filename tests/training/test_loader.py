@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 import fastdp
 from fastdp.errors import AccountingError, ParameterError, StepError
+from fastdp.mechanisms import ftrl_loader
 from fastdp.training.collating import _no_rows
 
 R = 1.0
@@ -150,6 +151,11 @@ def test_loaders_that_sample_in_their_own_way():
     data = TensorDataset(torch.ones(10, 4))
     with pytest.raises(StepError, match="Subset"):
         fastdp.poisson_loader(DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(5))))
+    weighted = WeightedRandomSampler([9.0] + [1.0] * 9, 10)
+    for loader in (DataLoader(data, sampler=weighted), DataLoader(data, batch_sampler=BatchSampler(weighted, 2, True))):
+        for make, size in ((fastdp.poisson_loader, "expected_batch_size"), (ftrl_loader, "batch_size")):
+            with pytest.raises(StepError, match="draws by WeightedRandomSampler"):
+                make(loader, **{size: 2})
     assert fastdp.poisson_loader(DataLoader(data, batch_size=20)).expected_batch_size == 10
     assert fastdp.poisson_loader(DataLoader(data, batch_size=2, shuffle=True)).sample_rate == 0.2
 

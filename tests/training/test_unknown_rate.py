@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import fastdp
 from fastdp.accounting import epsilon_of
@@ -40,6 +40,15 @@ def test_the_first_step_warns_once_and_says_what_it_saw():
     assert len([w for w in seen if w.category is SampleRateWarning]) == 1
     assert [w.filename for w in seen if w.category is SampleRateWarning] == [__file__]
     assert optimizer.history == [(1.0, None, 10)]
+
+
+@pytest.mark.parametrize("rate", [None, 0.1])
+def test_a_loader_that_draws_some_records_more_often_is_warned_of(rate):
+    optimizer, sampler = private(model := model_of(), sample_rate=rate), WeightedRandomSampler([9.0] + [1.0] * 59, 60)
+    with pytest.warns(UserWarning, match=r"one record 7.94 times as often.*weight\[y\]"):
+        for (x,) in DataLoader(TensorDataset(data(60)), batch_size=6, sampler=sampler):
+            backward(model, x)
+            optimizer.step()
 
 
 def test_epsilon_at_a_rate_that_is_given_later(silent):

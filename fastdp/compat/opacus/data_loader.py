@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ...training.collate_mixing import Trials
 from ...training.collating import options_of
 from ...training.given import nothing
+from ...training.uneven import EVEN, sampler_of, says_its_rate
 from .utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 
 logger = logging.getLogger("opacus.data_loader")  # the name that users know
@@ -188,6 +190,13 @@ class DPDataLoader(DataLoader[Any]):
         """A DPDataLoader like this loader, at the rate 1 / len(loader). Raises ValueError for an IterableDataset."""
         if isinstance(data_loader.dataset, IterableDataset):
             raise ValueError("Uniform sampling is not supported for IterableDataset")
+        if type(sampler := sampler_of(data_loader)) not in EVEN and not says_its_rate(sampler):
+            warnings.warn(
+                f"Poisson sampling takes the place of the loader's {type(sampler).__name__}: from here on, every "
+                "record of the dataset is drawn with the same probability. For a part of the records give the loader a "
+                "torch.utils.data.Subset; weights of classes belong into the loss.",
+                stacklevel=2,
+            )
         return cls(
             dataset=data_loader.dataset,
             sample_rate=1 / len(data_loader),

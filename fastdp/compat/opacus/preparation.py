@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, Sampler
 
 from ...distributed.sharded import is_sharded, to_parts
+from ...training.uneven import REMEDY, sampler_of, uneven
 from .distributed import DifferentiallyPrivateDistributedDataParallel
 from .grad_sample import AbstractGradSampleModule
 
@@ -65,11 +66,13 @@ def sample_rate_of(data_loader: Any) -> float:
     """The rate that is accounted for: at which the loader or its batch sampler says that it samples, else 1 / len.
 
     Where a pass draws more records than there are (with replacement) 1 / len is the part of a pass, and of the records
-    a batch takes so many times as much.
+    a batch takes so many times as much. Raises ValueError where some records are drawn more often than others.
     """
     for part in (data_loader, getattr(data_loader, "batch_sampler", None)):
         if isinstance(rate := getattr(part, "sample_rate", None), float | int):
             return float(rate)
+    if why := uneven(sampler_of(data_loader), records_of(data_loader) or 0):
+        raise ValueError(f"{why}, so no sample rate is that of every record, and epsilon would be too small. {REMEDY}")
     rate, sampler = 1 / len(data_loader), getattr(data_loader, "sampler", None)
     if not isinstance(sampler, Sampler) or not isinstance(data_loader.batch_sampler, BatchSampler):
         return rate
