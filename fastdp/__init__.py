@@ -5,6 +5,7 @@
 True
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors, ops
@@ -46,9 +47,21 @@ __all__ = [
 ]
 
 
+# public modules that are imported when they are asked for
+_MODULES = frozenset(
+    "audit calibration compat diagnostics hf kernels lightning losses mechanisms ntk schedule tracking".split()
+)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"fastdp.{name}")
     if name == "PrivacyEngine":  # of fastdp.compat.opacus, which takes Opacus's accountants: imported when asked for
         from .compat.opacus import PrivacyEngine
 
         return PrivacyEngine
     raise AttributeError(f"module 'fastdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

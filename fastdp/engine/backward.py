@@ -253,8 +253,8 @@ class Backward:
             problem = StepError(
                 "one backward through forwards of batches of different persons: call backward for each of them"
             )
-        elif forward_pass.given is not None and forward_pass.backward_id == 0:
-            problem = self.several.add(forward_pass.given)
+        elif forward_pass.given is not None:
+            problem, forward_pass.given = self.several.add(forward_pass.given), None
         if problem is not None:
             if not self.tracked.is_sharded:
                 self.refused(problem)

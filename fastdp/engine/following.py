@@ -41,6 +41,7 @@ from .followed import Evaluation, Followed
 from .judging import problem_of
 from .layout_cache import inquires
 from .mode_stack import insert, moving, remove_over
+from .numbers_read import NumbersRead
 
 _HERE = threading.local()
 _GRADIENTS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__))  # type: ignore[union-attr]
@@ -61,7 +62,7 @@ class Following(TorchFunctionMode):
         self.what, what.gone = what, weakref.WeakMethod(self._is_gone)
         self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
         self.labels = what.labels
-        self.numbers: dict[float, str] = {}  # that Python read of several samples, and what had combined these
+        self.numbers = NumbersRead(what.batch)
         set_moment(self.moment)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,6 +77,10 @@ class Following(TorchFunctionMode):
             out = func(*args, **kwargs)
             if func in TELLING_SIZES:
                 self.sizes.asked(args[0], out, self.batch)
+                if notes.COUNTED in args[0].__dict__:
+                    self._note_read(
+                        "one_hot() is as wide as the largest label of the batch asks for: give num_classes="
+                    )
             return out
         if func is Tensor.backward or func is torch.autograd.backward:
             return self._backward(func, args, kwargs)
@@ -188,6 +193,8 @@ class Following(TorchFunctionMode):
         if not any(tag_of(tensor, self.batch) is not None for tensor in given):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
             out = call.run()
+            if self.numbers:
+                self.numbers.made(call)
             if of_model:
                 for tensor in call.results():
                     note_parameter(tensor)
@@ -209,7 +216,7 @@ class Following(TorchFunctionMode):
 
     def _carry(self, call: Call) -> Any:
         if self.numbers:
-            self._compare((*call.args, *call.kwargs.values()))
+            self._note_read(self.numbers.meets(call))
         signature = self.memo.signature(call.func, *call.given, self.batch, {})
         known = self.memo.layouts(signature)
         if known is not None:
@@ -219,8 +226,7 @@ class Following(TorchFunctionMode):
             return out
         keep_target(call)
         out = call.run()
-        if type(out) is float and (read := tag_of(call.args[0], self.batch)) is not None and read.mixed:
-            self.numbers[out] = read.mixed
+        self.numbers.after(call)
         try:
             propagate(call)
             by_size(call, self.sizes.has_told)
@@ -230,19 +236,16 @@ class Following(TorchFunctionMode):
         note_made(call, _is_parameter, of_loss=True)
         stamp(call)
         if NOTED:
-            if (engine := self.what.engine()) is not None:
-                engine.reads.note(NOTED.pop(), None)
+            self._note_read(NOTED.pop())
             NOTED.clear()
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
         return out
 
-    def _compare(self, values: Sequence[Any]) -> None:
-        """Warn where the loss is computed with a number that Python has read of several samples; not with round ones,
-        which others may be by chance."""
-        found = next((v for v in values if type(v) is float and v in self.numbers and v * 1024 % 1), None)
-        if found is not None and (engine := self.what.engine()) is not None:
-            engine.reads.note(f"{self.numbers[found]}; the loss is computed with that number", None)
+    def _note_read(self, what: str) -> None:
+        """Warn of a number that Python has read of several samples."""
+        if what and (engine := self.what.engine()) is not None:
+            engine.reads.note(what, None)
 
     def _weighted(self, roots: Any, weights: Any) -> list[Tensor]:
         """What backward from these tensors, with these gradients, is the gradient of."""

@@ -177,6 +177,8 @@ def _index_elsewhere(call: Call, layout: Layout, index: tuple[Any, ...], used: d
     known = [found for item in indices if (found := call.layout(item)) is not None]
     if any(not (found.mixed and found.is_row_index) for found in known):
         return call.all_combined("indexes all samples by one sample's data")
+    if any(item.numel() > 1 and item.dtype != torch.bool and call.layout(item) is not None for item in indices):
+        return call.all_combined("picks of each sample what occurs in the batch")
     if known or any(item.dtype == torch.bool for item in indices):  # which choices occur at all
         return _index_rows(call, layout, index)
     return ask(call)

@@ -176,11 +176,14 @@ HOOKING = _names("register_hook register_post_accumulate_grad_hook")
 # --------------------------------------------------------------------------- of a batch's labels
 
 RESHAPING_LABELS = _names(
-    "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda"
+    "view reshape squeeze unsqueeze flatten one_hot to long float double contiguous clone cpu cuda permute transpose t "
+    "T mT movedim moveaxis swapaxes swapdims normalize"
 )
 COMBINING_LABELS = _names(
     "bincount unique unique_consecutive histc histogram sum nansum mean nanmean std var std_mean var_mean amax amin "
     "aminmax max min prod median mode quantile count_nonzero any all argmax argmin argsort sort topk cumsum norm "
     "logsumexp softmax log_softmax"
 )
+MULTIPLIED_BY_LABELS = _names("matmul mm mv dot vecdot __matmul__ __rmatmul__")  # whose rows the second one contracts
+PAIRED_WITH_LABELS = _names("linear bilinear cdist bmm inner outer ger pairwise_distance cosine_similarity kron")
 INDEXED_BY_LABELS = _names("cat concat stack hstack take", WRITING_ROWS)

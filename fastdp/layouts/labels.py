@@ -42,8 +42,14 @@ def _kind(func: Any) -> str:
     name = kinds.function_name(func)
     if name in kinds.TAKING_ROWS:
         return "rows"
-    if name == "masked_select" or name in kinds.RESHAPING_LABELS | kinds.ELEMENTWISE | kinds.COMBINING_LABELS:
+    if name in ("masked_select", "tolist", "numpy") or name in kinds.PAIRED_WITH_LABELS:
         return "all"
+    if name in kinds.RESHAPING_LABELS | kinds.ELEMENTWISE | kinds.COMBINING_LABELS:
+        return "all"
+    if name in kinds.MULTIPLIED_BY_LABELS:
+        return "product"
+    if name == "einsum":
+        return name
     if name == "gather":
         return name
     if name in kinds.INDEXED_BY_LABELS:
@@ -98,7 +104,14 @@ class Labels:
             return (*args, *kwargs.values()) if kwargs else args
         if kind == "rows":
             known = [t for t in tensors_in(args[1:]) if tag_of(t, self.batch) is not None]
+            if isinstance(args[0], Tensor) and tag_of(args[0], self.batch) is not None:  # of columns, by labels
+                index = args[1] if isinstance(args[1], tuple) else ()
+                return [t for t in tensors_in(index[1:]) if t.dtype in (torch.int64, torch.int32)]
             return args[:1] if all(t.dtype == torch.bool and t.dim() for t in known) else ()  # else a table, maybe
+        if kind == "product":  # a second matrix is multiplied row by row: by no sample's
+            return [*args[:1], *(t for t in args[1:2] if isinstance(t, Tensor) and t.dim() > 2)]
+        if kind == "einsum":
+            return _kept_in_product(args)
         if kind == "gather":  # along the first dimension from a table, by labels
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
             found = (*args, *kwargs.values())
@@ -243,6 +256,17 @@ class Labels:
         if origin.order is not None and layout is not None and layout.plain and layout.dim < tensor.dim():
             tag(tensor, layout.taken(layout.dim, origin.order))
         tensor.__dict__.pop(notes.LABELS, None)
+
+
+def _kept_in_product(args: tuple[Any, ...]) -> list[Tensor]:
+    """The operands of an einsum whose first dimension the result has."""
+    equation, operands = args[0], tensors_in(args[1:])
+    if not isinstance(equation, str):
+        return []
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    result = result if arrow else "".join(letter for letter in inputs if inputs.count(letter) == 1)
+    kept = [term[:1] in result or term.startswith("...") for term in inputs.split(",")]
+    return [tensor for tensor, keeps in zip(operands, kept, strict=False) if keeps]
 
 
 def _packed_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

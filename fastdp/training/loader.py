@@ -335,8 +335,7 @@ def _loader_of(
     options: dict[str, Any],
 ) -> PoissonLoader:
     """The loader of `poisson_loader`'s arguments, as a process makes it that trains alone."""
-    dataset: Any = data
-    of_loader = False  # whether the DataLoader's batch size is taken
+    dataset, of_loader = data, False  # of_loader: whether the DataLoader's batch size is taken
     if isinstance(data, DataLoader):
         dataset = data.dataset
         drawn_by = type(sampler_of(data))

@@ -176,7 +176,48 @@ MIXED = {
     "only the outputs": lambda m, x, y, p: F.cross_entropy(m(x)[p], y),
     "inputs in another order": lambda m, x, y, p: F.mse_loss(m(x), x[p][:, :C]),
     "rolled": lambda m, x, y, p: F.cross_entropy(m(x), y.roll(1)),
+    "columns of all labels": lambda m, x, y, p: m(x)[:, y].logsumexp(1).mean(),
+    "columns of the labels that occur": lambda m, x, y, p: m(x)[:, y.unique()].logsumexp(1).mean(),
+    **{
+        f"targets of others, {name}": lambda m, x, y, p, pairs=pairs: (
+            lambda t: (pairs(m(x), t).logsumexp(1) - (m(x) * t).sum(1)).mean()
+        )(0.1 + F.one_hot(y, C))
+        for name, pairs in {
+            "matmul": lambda o, t: o @ t.T,
+            "linear": F.linear,
+            "cdist": torch.cdist,
+            "einsum": lambda o, t: torch.einsum("id,jd->ij", o, t),
+            "einsum, implicit": lambda o, t: torch.einsum("id,jd", o, t),
+            "normalised": lambda o, t: F.normalize(o, dim=1) @ F.normalize(t, dim=1).mT,
+        }.items()
+    },
 }
+
+
+def _read(o, y):
+    """What loops log."""
+    return (o.argmax(1) == y).float().mean().item(), o.detach().numpy().max(), y.tolist(), o.mean(0).tolist()
+
+
+def _after_reading(loss):
+    return lambda m, x, y, p: (lambda o: (_read(o, y), loss(o, y))[1])(m(x))
+
+
+READ = {
+    "tolist": lambda o, y: (o - torch.tensor(o.mean(0).tolist())).square().mean(),
+    "items": lambda o, y: (o - torch.tensor([v.item() for v in o.mean(0)])).square().mean(),
+    "numpy": lambda o, y: (o - torch.from_numpy(o.detach().numpy().mean(0))).square().mean(),
+    "counts": lambda o, y: (o * torch.tensor([1 / (1 + y.tolist().count(k)) for k in range(C)])).square().mean(),
+    "as wide as the largest label": lambda o, y: o[:, : F.one_hot(y).shape[1]].square().sum(1).mean(),
+    "up to the largest label": lambda o, y: o[:, : int(y.max()) + 1].square().sum(1).mean(),
+}
+
+
+def test_what_python_read_of_several_samples_and_the_loss_takes_is_warned_of() -> None:
+    for name, loss in READ.items():
+        assert step(lambda m, x, y, p, loss=loss: loss(m(x), y)) == {"BatchReadWarning"}, name
+    assert not step(_after_reading(F.cross_entropy))  # a log
+    assert not step(_after_reading(lambda o, y: (o * torch.tensor([0.1] * C)).square().mean()))
 
 
 def both(o, y):

@@ -1,0 +1,92 @@
+"""Numbers of several samples that Python or numpy has read between forward and backward, and what comes of them.
+
+Reading alone is logging. It matters if the loss is computed with the very number, or with a tensor that was made of
+Python's or numpy's numbers since: of these nobody knows whether they hold what was read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts import kinds, notes
+from ..layouts.calls import Call
+from ..layouts.code import users
+from ..layouts.held import is_new_foreign
+from ..layouts.layout import tag_of
+from ..layouts.sizes import stands_in
+
+T = torch.Tensor
+_READING = kinds.GIVING_NUMBERS | {T.__int__, T.__index__}
+_MOST = 16  # numbers that are looked for in the code
+
+
+class NumbersRead:
+    """Of the loss of one batch."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._numbers: dict[float, str] = {}  # and what had combined the samples
+        self._why = ""  # what read numbers of several samples
+
+    def __bool__(self) -> bool:
+        return bool(self._why)
+
+    def after(self, call: Call) -> None:
+        """A call on data was made, which gives numbers away, perhaps."""
+        if call.func not in _READING:
+            return
+        layout = tag_of(call.args[0], self._batch)
+        if layout is None or layout.alone >= 0:
+            return
+        self._why = self._why or layout.mixed or f"{call.name}() gives numbers of several samples to Python"
+        if type(call.out) in (float, int) and layout.mixed:
+            self._numbers[call.out] = layout.mixed
+
+    def made(self, call: Call) -> None:
+        """A call without data was made, after such numbers were read."""
+        of_them = any(notes.OF_READ in tensor.__dict__ for tensor in call.tensors)
+        if of_them or (call.func in kinds.OF_PYTHONS_NUMBERS and call.args and _is_unknown(call.args[0])):
+            for tensor in call.results():
+                tensor.__dict__[notes.OF_READ] = True
+
+    def meets(self, call: Call) -> str:
+        """What data meets in this call that was made of such numbers, perhaps; '' if nothing."""
+        values = (*call.args, *call.kwargs.values())
+        found = next((v for v in values if type(v) is float and v in self._numbers and v * 1024 % 1), None)
+        if found is not None:  # (round ones may be others by chance)
+            return f"{self._numbers[found]}; the loss is computed with that number"
+        if self._numbers and call.func is T.__getitem__ and (found := self._bound(call.args[1])) is not None:
+            return f"{self._numbers[found]}; the loss takes so many rows or columns"
+        for tensor in call.tensors:
+            if notes.OF_READ in tensor.__dict__ or self._is_of_numpy(tensor):
+                return f"{self._why}; the loss is computed with a tensor that was made of numbers afterwards"
+        return ""
+
+    def _bound(self, index: Any) -> float | None:
+        """A number that bounds a slice, or one less than it."""
+        items = index if isinstance(index, tuple) else (index,)
+        bounds = [bound for item in items if isinstance(item, slice) for bound in (item.start, item.stop)]
+        return next((b - k for b in bounds if isinstance(b, int) for k in (0, 1) if b - k in self._numbers), None)
+
+    def _is_of_numpy(self, tensor: Tensor) -> bool:
+        """Whether a tensor came out of numpy, and not as labels do."""
+        labels = bool(tensor.dim()) and tensor.size(0) == self._batch
+        return tensor.is_floating_point() and not labels and not tensor.requires_grad and is_new_foreign(tensor)
+
+
+def _is_unknown(numbers: Any) -> bool:
+    """Whether some of these numbers stand neither in the code that makes a tensor of them, nor in what it names."""
+    found = _flat(numbers)
+    frame = users(sys._getframe(2))
+    return frame is None or len(found) > _MOST or not all(stands_in(frame, number, ()) for number in found)
+
+
+def _flat(numbers: Any) -> list[float]:
+    if isinstance(numbers, Sequence) and not isinstance(numbers, str):
+        return [number for item in numbers for number in _flat(item)]
+    return [float(numbers)] if isinstance(numbers, int | float) and not isinstance(numbers, bool) else []
