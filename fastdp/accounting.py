@@ -128,8 +128,8 @@ def _epsilon_by(accountant: str, runs: list[tuple[float, float, int]], delta: fl
     except (RuntimeError, ValueError, MemoryError) as problem:  # its numbers run out: RDP bounds epsilon as well
         found = _by_opacus("rdp", runs, delta)
         warnings.warn(f"PRV accounting failed ({str(problem)[:80]}); epsilon is RDP's, which is larger", stacklevel=4)
-    # PRV's grid ends near 700: above, it says too little
-    return found if found < PRV_LIMIT else max(found, _by_opacus("rdp", runs, delta))
+    # PRV's grid ends near 700: there it says too little, or that there is no bound
+    return found if found < PRV_LIMIT else _by_opacus("rdp", runs, delta)
 
 
 PRV_LIMIT = 500.0

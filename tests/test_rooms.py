@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,9 @@ def test_the_root_holds_public_modules_alone() -> None:
     found = {path.stem for path in PACKAGE.glob("*.py")}
     assert found <= set(FLOOR), f"{sorted(found - set(FLOOR))} belong into a room"
     assert len(found) <= 12
+    for name in (found | fastdp._MODULES) - {"__init__", "__main__"}:
+        with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not installed
+            assert getattr(fastdp, name).__name__ == f"fastdp.{name}"
 
 
 def test_rooms_are_known() -> None:

@@ -30,6 +30,11 @@ def mixing_error(layout: Layout) -> SampleMixingError:
             f"{layout.batch} samples. Call fastdp.mark_rows(tensor, None) if it is of no sample, or "
             "mark_rows(tensor, sample_of_row) to assign its rows to samples."
         )
+    elif "combines samples with each other" in layout.mixed:
+        remedy += (
+            " Or is an input of no sample (negatives or prototypes that all share), and has as many rows as the batch? "
+            "Say so before the forward, by fastdp.mark_rows(tensor, None)."
+        )
     return SampleMixingError(
         f"the model's output depends on several samples: {layout.mixed}. Per-sample gradients do not exist "
         f"for such a model; {remedy}",

@@ -79,6 +79,12 @@ _REPLACED = (
     "this optimizer was replaced, since a {by} was made for the same model: train with that one. To train parts of a "
     "model in different ways give one optimizer groups, by params=."
 )
+NO_BACKWARD = "step() without a backward since the last one: call loss.backward() first"
+OUTSIDE = (
+    "no backward since the last step went through a forward of the model, though parameters have gradients: they were "
+    "used outside of it, as F.linear(x, model.weight) in the loss, where fastdp knows no sample's gradient. Use them "
+    "in the forward of the model (of a module that holds them, called on the data), and zero_grad()."
+)
 NO_SIZE = (
     "expected_batch_size is not known: give it to the optimizer (with a mean loss the noisy sum is divided by it), or "
     "train with fastdp.poisson_loader, which tells it"

@@ -187,8 +187,7 @@ class Privacy:
         self._doubts += gradients.doubts
         self._backwards += 1
         self._first = self._first if self._has_pending else self._backwards
-        self._has_pending = True
-        self._records += records
+        self._has_pending, self._records = True, self._records + records
         self._plan = plan
         for group in sums:
             add(self._pending, group)
@@ -279,7 +278,8 @@ class Privacy:
                 self.unit.grouped = current.people is not None
         empty = current is not None and current.size == 0
         if not self._has_pending and not empty:
-            raise StepError("step() without a backward since the last one: call loss.backward() first")
+            outside = not self._released and any(p.grad is not None for p in self.engine.parameters())
+            raise StepError(misuse.OUTSIDE if outside else misuse.NO_BACKWARD)
         if self.loss_reduction == "mean" and expected is None:
             raise StepError(misuse.NO_SIZE)
         logical = -1 if current is None else current.logical

@@ -7,6 +7,7 @@ import math
 import pytest
 
 import fastdp
+from fastdp.accounting import epsilon_of
 from fastdp.errors import AccountingError
 
 from ..runs import model_of, steps
@@ -73,3 +74,8 @@ def test_papers_mnist_setting_under_gdp():
 def test_gdp_finds_noise_where_little_noise_has_no_number():
     found = fastdp.noise_multiplier_for(target_epsilon=8, delta=0.007, sample_rate=2 / 13, steps=4, accountant="gdp")
     assert 0.4 < found < 0.6
+
+
+def test_epsilon_falls_as_the_noise_grows():
+    found = [epsilon_of([(sigma, 0.1, 100)], 1e-5) for sigma in (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)]
+    assert all(math.isfinite(less) and less < more for more, less in zip(found, found[1:], strict=False)), found

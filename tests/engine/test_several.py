@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.errors import PairedForwardsWarning, StepError
+from fastdp.errors import PairedForwardsWarning, SampleMixingError, StepError, UncapturedUseError
 
 B, T, D = 6, 5, 4
 Loss = Callable[[Any], Tensor]
@@ -137,4 +137,32 @@ def test_batches_of_a_loader_are_not_joined() -> None:
         loss = loss + total(model(x)) + total(model(x + 1))
     with pytest.raises(StepError, match="several batches of the loader"):
         loss.backward()
+    optimizer.detach()
+
+
+class Negatives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, negatives: Tensor) -> Tensor:
+        return self.encoder(x) @ self.encoder(negatives).T
+
+
+def test_refusals_name_remedies_that_work() -> None:
+    model, loss = Negatives(), lambda out: out.logsumexp(1).mean()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B)
+    with pytest.raises(SampleMixingError, match=r"mark_rows\(tensor, None\)"):
+        loss(model(X, Y)).backward()
+    loss(model(X, fastdp.mark_rows(Y, None))).backward()
+    assert optimizer.norms.numel() == B
+    optimizer.detach()
+    plain = nn.Linear(D, 2)
+    optimizer = fastdp.DPSGD(plain, lr=0.1, noise_multiplier=0.0, max_grad_norm=0.1, expected_batch_size=B)
+    with pytest.raises(UncapturedUseError, match="term of the weights alone"):
+        (total(plain(X)) + plain.weight.square().sum()).backward()
+    optimizer.zero_grad()
+    F.linear(X, plain.weight).square().mean().backward()
+    with pytest.raises(StepError, match="went through a forward of the model"):
+        optimizer.step()
     optimizer.detach()
