@@ -30,6 +30,7 @@ from .garbage import COLLECTOR
 from .gradients import Gradients, check_unwritten
 from .hook_watch import Owner
 from .others import Others
+from .public import PRIVATE_GRAPH
 from .repeats import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
 from .replay import Replays, Rerun
 from .several import Several
@@ -83,6 +84,7 @@ class Backward:
         self.whose, self.others, self.uncaptured = Whose(), Others(tracked), Uncaptured(tracked)
         self.several = Several()
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
+        self.public = 0  # within so many `public()`: nothing is recorded
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
         self.rerun = Rerun()
@@ -181,6 +183,8 @@ class Backward:
         return next(iter(self._expected.values()), None)
 
     def _begin(self) -> Tape:
+        if self.public:
+            raise StepError(PRIVATE_GRAPH)
         expected, problem = self._of_this_backward(), None
         if expected is not None:
             expected.reached = True
