@@ -228,7 +228,7 @@ class Backward:
         if torch.is_grad_enabled():
             problem = StepError(
                 "backward with create_graph=True: the gradient of a gradient is not of one sample each. Call "
-                "loss.backward() without it."
+                "loss.backward() without it (a gradient penalty works within optimizer.public(), on generated samples)."
             )
         elif self._unasked:
             return False

@@ -58,20 +58,20 @@ class Public:
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
         """Forwards and backwards are ordinary ones. What stands in `.grad` at the end waits for the next private step,
-        unless the parameters were updated meanwhile: then it has been used."""
+        unless an ordinary optimizer has stepped, or the parameters were updated otherwise: then it has been used."""
         params = self._privacy.engine.parameters()
         waits = {id(left.parameter) for left in self._left if left.is_there() and not left.is_used()}
         for p in params:
             if id(p) not in waits:
                 p.grad = None  # of the private step before, which is over
-        before, whole = [p._version for p in params], False
+        before, steps, whole = [p._version for p in params], _STEPS[0], False
         try:
             with self._privacy.engine.public():
                 yield
             whole = True
         finally:
-            used = not whole or [p._version for p in params] != before
-            if used:
+            used = _STEPS[0] != steps or [p._version for p in params] != before
+            if used or not whole:
                 for p in params:
                     p.grad = None
             found = [(p, p.grad) for p in params if p.grad is not None]
@@ -118,6 +118,7 @@ def _any(gradient: Tensor) -> Tensor:
 
 _PRIVATE: weakref.WeakSet[Privacy] = weakref.WeakSet()
 _HOOKS: list[Any] = []
+_STEPS = [0]  # of ordinary optimizers so far
 
 
 def watch(privacy: Privacy) -> None:
@@ -132,6 +133,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Raises StepError where the gradients that a step was to be made of wait for a private one."""
     if "_privacy" in optimizer.__dict__:
         return
+    _STEPS[0] += 1
     for privacy in [privacy for privacy in _PRIVATE if privacy.pending() and not privacy.detached]:
         tracked = set(map(id, privacy.engine.parameters()))
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in tracked]
