@@ -35,7 +35,7 @@ from .replay import Replays, Rerun
 from .several import Several
 from .taken import Known
 from .taken import of as batch_taken
-from .tape import UNSEEN, Expected, PassRecord, Tape, guessed_error, mixing_error
+from .tape import PRIVATE_GRAPH, UNSEEN, Expected, PassRecord, Tape, guessed_error, mixing_error
 from .threads import two_backwards
 from .tracked import Tracked
 from .uncaptured import Uncaptured
@@ -83,6 +83,7 @@ class Backward:
         self.whose, self.others, self.uncaptured = Whose(), Others(tracked), Uncaptured(tracked)
         self.several = Several()
         self.taken: Known | None = None  # the batch of the last forward, taken out of its loader before
+        self.public = 0  # within so many `public()`: nothing is recorded
         self.profile = False  # measure the time of each use on a device too
         self.gradients: Gradients | None = None  # of the last backward
         self.rerun = Rerun()
@@ -181,6 +182,8 @@ class Backward:
         return next(iter(self._expected.values()), None)
 
     def _begin(self) -> Tape:
+        if self.public:
+            raise StepError(PRIVATE_GRAPH)
         expected, problem = self._of_this_backward(), None
         if expected is not None:
             expected.reached = True
@@ -224,7 +227,7 @@ class Backward:
         if torch.is_grad_enabled():
             problem = StepError(
                 "backward with create_graph=True: the gradient of a gradient is not of one sample each. Call "
-                "loss.backward() without it."
+                "loss.backward() without it (a gradient penalty works within optimizer.public(), on generated samples)."
             )
         elif self._unasked:
             return False

@@ -40,7 +40,7 @@ from .engine import ENGINES, Engine
 from .followed import Evaluation, Followed
 from .judging import problem_of
 from .layout_cache import inquires
-from .mode_stack import insert, moving, remove_over
+from .mode_stack import insert, moving, remove, remove_over
 from .numbers_read import NumbersRead
 
 _HERE = threading.local()
@@ -334,6 +334,28 @@ def handed_out_in(found: Following | None, batch: int) -> int:
     if found is None or found.batch != batch:
         return 0
     return found.moment.number if found.moment.owner is LOADERS else found.moment.before
+
+
+def set_aside() -> Following | None:
+    """Follow nothing for now: what is done is of no private batch."""
+    found = present()
+    if found is not None:
+        _HERE.following = None
+        remove(found)
+    return found
+
+
+def take_up(found: Following | None) -> None:
+    """Go on following what was set aside."""
+    if found is None or found.over:
+        return
+    if (other := present()) is not None:  # of another model, meanwhile
+        other.waiting.append(found.what)
+        found.finish()
+        return
+    _HERE.following = found
+    set_moment(found.moment)
+    insert(found)
 
 
 def sweep() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FastDPError
+from ..errors import FastDPError, StepError
 from ..layouts.held import note_parameter
 from ..layouts.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from ..layouts.layout import Layout, tag_of
@@ -29,6 +29,7 @@ from .engine import ENGINES, Engine
 from .followed import Evaluation
 from .garbage import COLLECTOR
 from .module_hooks import ModuleHook, numbered
+from .public import PublicForward
 from .replay import Block
 from .several import Given
 from .tape import joined_error
@@ -81,6 +82,20 @@ class Forward(Engine):
         """Lines on what torch.compile compiled; none without it."""
         return [] if self._switches is None else self._switches.report()
 
+    @contextlib.contextmanager
+    def public(self) -> Iterator[None]:
+        """Within it, forwards and backwards are ordinary ones: hooks do nothing, and no batch is followed."""
+        if self.running.active is not None or torch._C._current_graph_task_id() != -1:
+            raise StepError("public() within a forward or backward of the model: begin it before, or after")
+        followed = following.set_aside()
+        self.backward.public += 1
+        try:
+            yield
+        finally:
+            self.backward.public -= 1
+            following.take_up(followed)
+            self.backward.others.begin()
+
     # ------------------------------------------------------------------ a module's forward
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -88,7 +103,10 @@ class Forward(Engine):
             self._drop_interrupted()
         here = self.running
         here.entered.append(None)
-        if here.active is not None:
+        if self.backward.public:
+            if len(here.entered) == 1 and torch.is_grad_enabled():
+                here.entered[-1] = PublicForward(self.backward, (args, kwargs))
+        elif here.active is not None:
             self._enter_inner(here.active, path, module, args, kwargs)
         elif torch.is_grad_enabled() and not (path and _is_constant(module, args, kwargs)):
             try:
@@ -234,6 +252,8 @@ class Forward(Engine):
             if isinstance(started, Block):
                 started.inner.__exit__(None, None, None)
                 started.watch(nested_tensors(out))
+            elif isinstance(started, PublicForward):
+                started.leave(out)
             elif started is not None:
                 started.end()
             return None

@@ -41,12 +41,16 @@ def insert(mode: Any) -> None:
 def remove_over() -> None:
     """Take what is over off the stack of modes. One whose call runs just now is not there: torch puts it back after
     the call, and a later sweep takes it off."""
-    if not any(mode.over for mode in _pushed()):
-        return
+    if found := [mode for mode in _pushed() if mode.over]:
+        remove(*found)
+
+
+def remove(*modes: Any) -> None:
+    """Take these off the stack."""
     _HERE.moving, kept = True, []
     for _ in range(torch.overrides._len_torch_function_stack()):
         top = torch.overrides._pop_mode()
-        if top in _pushed() and top.over:
+        if top in modes:
             _pushed().remove(top)
         else:
             kept.append(top)

@@ -108,6 +108,10 @@ class PerSampleGradients:
             self._forward.attach()
             raise
 
+    def public(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, forwards and backwards are ordinary ones, of batches that are not private."""
+        return self._forward.public()
+
     @contextlib.contextmanager
     def collecting(self) -> Iterator[list[Gradients]]:
         """Within it the gradients of backwards go into this list, and to nobody else."""

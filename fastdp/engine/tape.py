@@ -13,6 +13,10 @@ from ..uses.streams import Streams
 from ..uses.use import Use
 from .several import Given
 
+PRIVATE_GRAPH = (
+    "a backward within public() through a forward that was made outside of it: make both within public(), or, if the "
+    "batch is private, both outside."
+)
 UNSEEN = (
     "fastdp did not see the backward begin, so it could not look at the loss (it was called in another thread than the "
     "forward, by compiled code, after a checkpoint of the whole model, or after many other forwards): whether the loss "

@@ -60,7 +60,7 @@ UNUSED = (
 )
 AGAIN = (
     "a second backward on the same batch of the loader: its samples would contribute twice. Add the losses and call "
-    "backward once."
+    "backward once. One of nothing private (a generator's step, generated samples) goes into optimizer.public()."
 )
 REPEATED = (
     "a step was made on a batch that had one before (pass {1}, step {2} of what the poisson_loader draws). Together "

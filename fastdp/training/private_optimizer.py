@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -18,7 +19,8 @@ from .checks import check_parameters
 from .clipping import ClippingFunction
 from .ledger import finite
 from .privacy import Privacy
-from .update import makes_state, updated
+from .public import Public
+from .update import makes_state, unhooked, updated
 from .verified import warn_unverified
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     """
 
     _privacy: Privacy
+    _public: Public | None = None  # once `public()` was called
     _step_supports_amp_scaling = True  # makes a GradScaler come to step(), which refuses it
 
     # ------------------------------------------------------------------ the step
@@ -55,7 +58,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         following.sweep()
         privacy = self._attached()
         if makes_state(self, privacy.busy):
-            return _unhooked(base_of(self).step)(self)
+            return unhooked(base_of(self).step)(self)
         with privacy.world.deciding():  # of several processes, none makes a step that another refuses
             return self._step(privacy, closure)
 
@@ -68,7 +71,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 loss = closure()
             if early and len(privacy.pending()) > len(early) and privacy.pending()[0] == early[0]:
                 raise StepError(misuse.BEFORE_CLOSURE)
-        self._stepped = privacy.ready()
+        source = self._public or privacy
+        self._stepped = source.ready()
         if not self._stepped:
             return loss
         base = base_of(self)
@@ -76,14 +80,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             with privacy.engine.steady():
                 check_parameters(self._params(), privacy.engine)
-                release = privacy.release()
+                release = source.release()
             try:
                 if kind is not None and updated(kind, self, release):
                     return loss
                 for parameter in self._params():
                     parameter.grad = release.gradient(parameter)
                 with torch.enable_grad():
-                    _unhooked(base.step)(self)
+                    unhooked(base.step)(self)
             finally:  # the noise is drawn: it counts, and must not be drawn again, even where the update fails
                 privacy.finish()
         return loss
@@ -129,6 +133,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
         )
 
     # ------------------------------------------------------------------ privacy
+
+    def public(self) -> AbstractContextManager[None]:
+        """Train on public batches within it: nothing is captured, clipped, noised or counted; gradients go to `.grad`.
+
+        An ordinary optimizer may step on them within. If none does, and no `zero_grad` drops them, the next `step` adds
+        them to the private gradient as they are. Raises StepError within a forward, and in several processes.
+        """
+        privacy = self._attached()
+        refuse_several(privacy.world, "optimizer.public()", "train on public batches before or after")
+        privacy.replica.refuse_parts("optimizer.public()")
+        if self._public is None:
+            self._public = Public(privacy)
+        return self._public.within()
 
     @property
     def norms(self) -> Any:  # a Tensor, or dict[str, Tensor]: the clipping style, which no type checker knows, says
@@ -381,10 +398,3 @@ def base_of(optimizer: PrivateOptimizer) -> Any:
     """The class of the optimizer without privacy."""
     classes = type(optimizer).__mro__
     return classes[classes.index(PrivateOptimizer) + 1]
-
-
-def _unhooked(step: Any) -> Callable[..., Any]:
-    """A class's step, without the hooks that torch has put around it (ours has them)."""
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step  # type: ignore[no-any-return]

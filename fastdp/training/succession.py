@@ -19,6 +19,7 @@ from ..distributed.world import processes
 from ..errors import AccountingError, OptimizerReplacedWarning
 from .ledger import steps_in
 from .privacy import Privacy
+from .public import watch
 
 _DELTA = 1e-5  # of the epsilon that is said, where nobody has asked for another
 
@@ -58,6 +59,7 @@ def made(model: nn.Module, name: str, make: Callable[[], Privacy]) -> Privacy:
                 raise
         privacy.stepped_on = former.stepped_on  # a second step on one batch is no sample of its own
         former.end(by=name)
+    watch(privacy)
     _OWNERS[privacy.engine.model] = _Owner(weakref.ref(privacy), name)
     return privacy
 

@@ -6,6 +6,7 @@ such a parameter (a DTensor with the same placement), so checkpoints of torch.di
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,3 +115,10 @@ def _make_empty(kind: str, group: dict[str, Any], parameter: Tensor, own: dict[s
 def _local(value: Any) -> Any:
     """What lies on this process of a DTensor; else the value itself."""
     return value.to_local() if hasattr(value, "to_local") else value
+
+
+def unhooked(step: Any) -> Callable[..., Any]:
+    """A class's step, without the hooks that torch has put around it (ours has them)."""
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]

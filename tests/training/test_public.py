@@ -1,0 +1,274 @@
+"""Public batches beside private ones: `optimizer.public()`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import fastdp
+from fastdp.errors import StepError
+from fastdp.mechanisms import DPFTRL, ftrl_loader
+
+R, B = 0.5, 6
+KINDS = {
+    "sgd": (fastdp.DPSGD, torch.optim.SGD, {"momentum": 0.9}),
+    "adamw": (fastdp.DPAdamW, torch.optim.AdamW, {}),
+    "in two passes": (fastdp.DPAdam, torch.optim.Adam, {"amsgrad": True}),
+}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(seed, size=B):
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(size, 4, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def loss(model, data):
+    return F.cross_entropy(model(data[0]), data[1])
+
+
+def private(model, kind=fastdp.DPSGD, **options):
+    return kind(model, lr=0.1, **{"noise_multiplier": 0.0, "max_grad_norm": R, "expected_batch_size": B, **options})
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+
+
+class Truth:
+    """The same steps by an ordinary optimizer in float64, of gradients that are made one sample at a time."""
+
+    def __init__(self, model, kind=torch.optim.SGD, **options):
+        self.model = copy.deepcopy(model).double()
+        self.optimizer = kind(self.model.parameters(), lr=0.1, **options)
+
+    def gradient(self, data):
+        return torch.autograd.grad(loss(self.model, (data[0].double(), data[1])), list(self.model.parameters()))
+
+    def clipped(self, data):
+        rows = [self.gradient((data[0][i : i + 1], data[1][i : i + 1])) for i in range(len(data[0]))]
+        factors = [min(1.0, R / float(torch.cat([g.flatten() for g in row]).norm())) / B for row in rows]
+        return [sum(f * g for f, g in zip(factors, each, strict=True)) for each in zip(*rows, strict=True)]
+
+    def step(self, *gradients):
+        for p, *parts in zip(self.model.parameters(), *gradients, strict=True):
+            p.grad = sum(parts)
+        self.optimizer.step()
+        return flat(self.model)
+
+
+def before(optimizer, model, public, data):
+    with optimizer.public():
+        loss(model, public).backward()
+    loss(model, data).backward()
+
+
+def between(optimizer, model, public, data):
+    own = loss(model, data)
+    with optimizer.public():
+        loss(model, public).backward()
+    own.backward()
+
+
+def after(optimizer, model, public, data):
+    loss(model, data).backward()
+    with optimizer.public():
+        loss(model, public).backward()
+
+
+@pytest.mark.parametrize(("kind", "order"), list(zip(KINDS, (before, between, after), strict=True)))
+def test_a_mixed_step_is_of_the_clipped_gradient_and_the_public_one(kind, order, silent):
+    ours, theirs, options = KINDS[kind]
+    model, data = network(), batch(4)
+    optimizer, truth = private(model, ours, **options), Truth(model, theirs, **options)
+    for seed, size in ((2, B), (3, 9), (5, 1)):
+        public = batch(seed, size)
+        order(optimizer, model, public, data)
+        want = truth.step(truth.clipped(data), truth.gradient(public))
+        optimizer.step()
+        torch.testing.assert_close(flat(model), want, atol=2e-5, rtol=1e-4)
+        want = truth.step(truth.clipped(data))  # of the public gradient nothing is left, though nobody calls zero_grad
+        loss(model, data).backward()
+        optimizer.step()
+        torch.testing.assert_close(flat(model), want, atol=2e-5, rtol=1e-4)
+    assert optimizer.history == [(0.0, None, 6)] and optimizer.norms.shape == (B,)
+
+
+def test_a_gan_of_a_private_discriminator_and_an_ordinary_generator(silent):
+    """As docs/recipes.md has it, with a gradient penalty, and though nobody drops what the generator's step leaves."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer, truth = private(critic, fastdp.DPAdam), Truth(critic, torch.optim.Adam)
+    ordinary, twin = torch.optim.Adam(generator.parameters(), lr=0.1), Truth(generator, torch.optim.Adam)
+
+    def public_loss(critic, fake):
+        between = (0.3 * fake + 0.7 * fake.flip(0)).requires_grad_()
+        slope = torch.autograd.grad(critic(between).sum(), between, create_graph=True)[0]
+        return critic(fake).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+    for seed in range(3):
+        z, x = batch(seed, 9)[0][:, :2], batch(seed + 5)[0]
+        fake = twin.model(z.double()).detach()
+        weights = list(truth.model.parameters())
+        of_fakes = torch.autograd.grad(public_loss(truth.model, fake), weights, materialize_grads=True)
+        rows = [torch.autograd.grad(-truth.model(row.double()).sum(), weights) for row in x]
+        factors = [min(1.0, R / float(flat_of(row).norm())) / B for row in rows]
+        clipped = [sum(f * g for f, g in zip(factors, each, strict=True)) for each in zip(*rows, strict=True)]
+        want = truth.step(clipped, of_fakes)
+        score = truth.model(twin.model(z.double())).mean()
+        also = twin.step(torch.autograd.grad(-score, list(twin.model.parameters())))
+
+        with optimizer.public():
+            public_loss(critic, generator(z).detach()).backward()
+        (-critic(x).mean()).backward()
+        optimizer.step()
+        with optimizer.public():
+            ordinary.zero_grad()
+            (-critic(generator(z)).mean()).backward()
+            ordinary.step()
+        torch.testing.assert_close(flat(critic), want.detach(), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(flat(generator), also.detach(), atol=2e-5, rtol=1e-4)
+
+
+def test_public_gradients_add_up_over_physical_batches_and_take_no_noise(silent):
+    x, y = batch(4, 20)
+    found = {}
+    for mixed in (False, True):
+        model = network()
+        optimizer = private(model, noise_multiplier=1.0, seed=1, expected_batch_size=None)
+        start, total = flat(model), 0.0
+        for a, b in fastdp.poisson_loader(TensorDataset(x, y), sample_rate=1.0, steps=1, max_physical_batch_size=8):
+            if mixed:
+                with optimizer.public():
+                    for seed in (1, 2):
+                        loss(model, batch(seed)).backward()
+                        total = total + flat_of(Truth(model).gradient(batch(seed)))
+            loss(model, (a, b)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[mixed] = flat(model) - start + 0.1 * total
+    torch.testing.assert_close(found[True], found[False], atol=1e-5, rtol=1e-4)
+
+
+def flat_of(gradient):
+    return torch.cat([g.flatten() for g in gradient])
+
+
+def step_within(optimizer, ordinary, model, public):
+    with optimizer.public():
+        loss(model, public).backward()
+        ordinary.step()
+
+
+def step_behind(optimizer, ordinary, model, public):
+    with optimizer.public():
+        loss(model, public).backward()
+    ordinary.step()
+
+
+@pytest.mark.parametrize("make", [step_within, step_behind])
+def test_an_ordinary_optimizer_steps_on_public_batches_and_the_private_step_has_nothing_of_it(make, silent):
+    optimizer, truth = private(model := network()), Truth(model)
+    ordinary = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in (1, 2):
+        make(optimizer, ordinary, model, batch(seed))
+        torch.testing.assert_close(flat(model), truth.step(truth.gradient(batch(seed))), atol=1e-5, rtol=1e-4)
+        loss(model, batch(4)).backward()
+        optimizer.step()
+        torch.testing.assert_close(flat(model), truth.step(truth.clipped(batch(4))), atol=1e-5, rtol=1e-4)
+
+
+def test_public_gradients_that_are_dropped_do_not_come_back(silent):
+    optimizer, truth = private(model := network()), Truth(model)
+    for drop in (optimizer.zero_grad, model.zero_grad, lambda: model.zero_grad(set_to_none=False), None):
+        with contextlib.suppress(KeyError), optimizer.public():
+            loss(model, batch(1)).backward()
+            if drop is None:
+                raise KeyError
+        if drop is not None:
+            drop()
+        loss(model, batch(4)).backward()
+        optimizer.step()
+        torch.testing.assert_close(flat(model), truth.step(truth.clipped(batch(4))), atol=1e-5, rtol=1e-4)
+
+
+def ordinary_step(optimizer, model):
+    loss(model, batch(1)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def private_batch(optimizer, model):
+    for data in fastdp.poisson_loader(TensorDataset(*batch(1, 20)), sample_rate=1.0, steps=1):
+        with optimizer.public():
+            loss(model, data)
+
+
+def backward_without(optimizer, model):
+    with optimizer.public():
+        found = loss(model, batch(1))
+    found.backward()
+
+
+def forward_without(optimizer, model):
+    found = loss(model, batch(1))
+    with optimizer.public():
+        found.backward()
+
+
+def written(optimizer, model):
+    before(optimizer, model, batch(1), batch(4))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def within_a_forward(optimizer, model):
+    def public(*_):
+        with optimizer.public():
+            pass
+
+    handle = model[1].register_forward_hook(public)
+    try:
+        model(batch(1)[0])
+    finally:
+        handle.remove()
+
+
+REFUSED = {
+    ordinary_step: r"SGD.step\(\) found no gradient.*public\(\):",
+    private_batch: "batch of a poisson_loader within public",
+    backward_without: "backward outside of public.*within it",
+    forward_without: "within public.*made outside of it",
+    written: r"written to since.*zero_grad\(\)",
+    within_a_forward: "within a forward",
+}
+
+
+def test_what_would_mix_them_unnoticed_is_refused_and_leaves_nothing_behind():
+    for case, text in REFUSED.items():
+        optimizer, truth = private(model := network()), Truth(model)
+        with pytest.raises(StepError, match=text):
+            case(optimizer, model)
+        optimizer.zero_grad()
+        loss(model, batch(4)).backward()
+        optimizer.step()
+        torch.testing.assert_close(flat(model), truth.step(truth.clipped(batch(4))), atol=1e-5, rtol=1e-4)
+
+
+def test_a_mechanism_takes_private_gradients_alone():
+    model = network()
+    optimizer = DPFTRL(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=R)
+    for data in ftrl_loader(TensorDataset(*batch(1, 20)), batch_size=10):
+        before(optimizer, model, batch(2), data)
+        with pytest.raises(StepError, match="Trees.*private gradients alone"):
+            optimizer.step()
+        break
