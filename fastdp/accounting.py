@@ -121,18 +121,20 @@ def _epsilon_by(accountant: str, runs: list[tuple[float, float, int]], delta: fl
     """The accountant's epsilon of runs that all have noise."""
     if accountant == "gdp":
         return _gdp(runs, delta)
-    if accountant == "rdp":
-        return _by_opacus("rdp", runs, delta)
+    bound = _by_opacus("rdp", runs, delta)
+    if accountant == "rdp" or bound > PRV_REACH:
+        return bound
     try:
         found = _by_opacus("prv", runs, delta)
     except (RuntimeError, ValueError, MemoryError) as problem:  # its numbers run out: RDP bounds epsilon as well
-        found = _by_opacus("rdp", runs, delta)
+        found = bound
         warnings.warn(f"PRV accounting failed ({str(problem)[:80]}); epsilon is RDP's, which is larger", stacklevel=4)
     # PRV's grid ends near 700: there it says too little, or that there is no bound
-    return found if found < PRV_LIMIT else _by_opacus("rdp", runs, delta)
+    return found if found < PRV_LIMIT else bound
 
 
 PRV_LIMIT = 500.0
+PRV_REACH = 2 * PRV_LIMIT  # RDP's bound above which PRV's grid takes gigabytes, and tells nothing
 
 
 def _by_opacus(name: str, runs: list[tuple[float, float, int]], delta: float) -> float:

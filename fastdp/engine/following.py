@@ -307,6 +307,8 @@ def handed_out(batch: Any, size: int) -> None:
     if _LAST and backwards() != _TRAINED[0]:
         _LAST.pop(0).alive = False  # the batch before, or, if they are fetched ahead, the one trained on since
     _TRAINED[0] = backwards()
+    for tensor in nested_tensors(batch):
+        tensor.__dict__[notes.LOADED] = True
     engines = list(ENGINES)
     if not engines or not all(engine.takes_rows for engine in engines) or size <= 1:
         return

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import StepError
 from ..layouts.inputs import nested_tensors
 from ..layouts.moments import LOADERS
-from ..layouts.notes import MOMENT
+from ..layouts.notes import LOADED, MOMENT
 from .backward import Backward
 
 _PUBLIC_GRAPH = (
@@ -29,7 +29,7 @@ class PublicForward:
         self._backward = backward
         for tensor in nested_tensors(given):
             moment = tensor.__dict__.get(MOMENT)
-            if moment is not None and (moment.owner is LOADERS or moment.before):
+            if LOADED in tensor.__dict__ or (moment is not None and (moment.owner is LOADERS or moment.before)):
                 raise StepError(_PRIVATE_BATCH)
 
     def leave(self, out: Any) -> None:

@@ -12,6 +12,7 @@ TOKEN = "_fastdp_token"  # of that moment: its end tells that nothing of the bat
 TAGGED_AT = "_fastdp_tagged_at"  # the version at which a view was tagged
 RELAID = "_fastdp_relaid"  # the version at which a memory got other rows: what its views said before is past
 INPUT = "_fastdp_input"  # one of the model's arguments: its rows may be packed in ways that shapes do not tell
+LOADED = "_fastdp_loaded"  # as a poisson_loader has handed it out, whether or not its batch is followed
 ROWS = "_fastdp_rows"  # what the user said of its rows (`fastdp.mark_rows`)
 PRESUMED = "_fastdp_presumed"  # taken for labels: in which batch, and the version then
 LABELS = "_fastdp_labels"  # made of labels alone: of which, and in which order (`layouts.labels.Origin`)

@@ -77,5 +77,6 @@ def test_gdp_finds_noise_where_little_noise_has_no_number():
 
 
 def test_epsilon_falls_as_the_noise_grows():
+    """(Of so much privacy lost PRV's grid takes tens of gigabytes.)"""
     found = [epsilon_of([(sigma, 0.1, 100)], 1e-5) for sigma in (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)]
     assert all(math.isfinite(less) and less < more for more, less in zip(found, found[1:], strict=False)), found

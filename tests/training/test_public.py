@@ -208,9 +208,13 @@ def ordinary_step(optimizer, model):
 
 
 def private_batch(optimizer, model):
-    for data in fastdp.poisson_loader(TensorDataset(*batch(1, 20)), sample_rate=1.0, steps=1):
-        with optimizer.public():
-            loss(model, data)
+    other = fastdp.PerSampleGradients(network(), rows_per_sample=2)  # beside which batches are not followed
+    try:
+        for data in fastdp.poisson_loader(TensorDataset(*batch(1, 20)), sample_rate=1.0, steps=1):
+            with optimizer.public():
+                loss(model, data)
+    finally:
+        other.detach()
 
 
 def backward_without(optimizer, model):

@@ -8,7 +8,7 @@ from typing import Any
 
 from opacus.accountants import prv as theirs
 
-from ....accounting import PRV_LIMIT
+from ....accounting import PRV_LIMIT, PRV_REACH
 from .rdp import RDPAccountant
 
 
@@ -28,7 +28,7 @@ class PRVAccountant(theirs.PRVAccountant):  # type: ignore[misc]
         if any(noise_multiplier == 0 for noise_multiplier, _, _ in self.history):
             return math.inf
         bound = self._renyi(delta)
-        if bound > 4 * PRV_LIMIT:  # its numbers would run out, or memory before them
+        if bound > PRV_REACH:
             return self._instead(bound)
         try:
             found = max(0.0, float(super().get_epsilon(delta, eps_error=eps_error, delta_error=delta_error, **kwargs)))
