@@ -21,6 +21,7 @@ from ..layouts.by_value import keep_target
 from ..layouts.calls import Call
 from ..layouts.exposed import GIVING, Exposed
 from ..layouts.groups import People
+from ..layouts.held import HOLDING
 from ..layouts.kinds import COMPUTING, REACHING_GRAPH, TELLING_SIZES
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.memory import keep_apart, versions_of, write_unaccounted
@@ -72,7 +73,7 @@ class Pass(PassRecord):
         self.root, self.lowers = type(engine.model).__name__, engine.backward.tracked.lowers
         self.stack: list[str] = []  # module paths, innermost last
         self.called: set[str] = set()  # paths of all modules called so far
-        self.unseen = ""  # what took data out of sight, if something did
+        self.unseen, self.filled = "", HOLDING.turn  # what took data out of sight, if something did; as of its begin
         self.mode = _CaptureMode(self)
         self._applied: list[Applied] | None = None  # captured calls, within a rule
         self.known_calls = self.memo.calls_of(batch, tracked, self.stack, engine.sizes.asked) if batch > 1 else None

@@ -25,7 +25,7 @@ from torch import nn
 
 from ..errors import ParameterError
 from ..layouts.code import FASTDP
-from .module_hooks import REGION
+from .module_hooks import REGION, refuse_compilation
 
 if TYPE_CHECKING:
     from .capture import Pass
@@ -34,6 +34,7 @@ Found = tuple[Callable[..., Any], bool | None]  # backend, dynamic
 
 _DYNAMO = "torch._dynamo.eval_frame"  # imported by torch.compile, as it takes seconds: without it nothing is compiled
 _COMPILED = "/torch/_dynamo/eval_frame.py"
+_AROUND = "/torch/_dynamo/external_utils.py"
 
 
 def _is_call(name: str) -> bool:
@@ -124,12 +125,14 @@ class Switches:
         self._regions: dict[tuple[int, type], Callable[..., Any]] = {}
         self._plain: dict[tuple[int, bool], str] = {}  # why modules run as they are, in training and in eval mode
         self._undo: list[tuple[nn.Module, str, Any]] = []
+        self._known: set[int] = set()  # ids of the modules that were compiled before
         inner: dict[int, str] = {}
         for path, module in forward.model.named_modules():
             inner.setdefault(id(module), path)
         for path, module in list(forward.model.named_modules()):
             if not is_compiled(module):
                 continue
+            self._known.add(id(module))
             found = _settings(module)
             if found is None:
                 continue
@@ -144,6 +147,16 @@ class Switches:
         for module, name, original in self._undo:
             setattr(module, name, original)
         self._undo = []
+
+    def check(self) -> None:
+        """Raises StepError if the model is called by what was compiled since, and runs as plain Python (torch's stance
+        while a loader's batch is followed): without that, Dynamo would trace the hooks, which refuse it."""
+        frame: Any = sys._getframe(1) if sys.modules.get(_DYNAMO) is not None else None
+        while frame is not None and _is_call(frame.f_code.co_filename.replace(_AROUND, _COMPILED)):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, nn.Module) and is_compiled(caller) and id(caller) not in self._known:
+                refuse_compilation()
+            frame = frame.f_back
 
     def report(self) -> list[str]:
         """What was compiled so far, and what not and why: lines for `explain`."""

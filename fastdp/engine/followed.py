@@ -18,13 +18,20 @@ class Followed:
 
     batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made; arrivals:
     what waits in the graph for the gradients of these outputs, as long as the graph is there. token: see `Moment`.
-    gone: told if the graph is gone, perhaps with all that could call backward.
+    read: what has read numbers of the batch before its forward. gone: told if the graph is gone, perhaps with all that
+    could call backward.
     """
 
     def __init__(
-        self, batch: int, moment: Moment, engine: Engine, mixed: list[Layout], arrivals: Sequence[Arrival] = ()
+        self,
+        batch: int,
+        moment: Moment,
+        engine: Engine,
+        mixed: list[Layout],
+        arrivals: Sequence[Arrival] = (),
+        read: str = "",
     ) -> None:
-        self.batch, self.moment, self.mixed = batch, moment, mixed
+        self.batch, self.moment, self.mixed, self.read = batch, moment, mixed, read
         me = weakref.ref(self)
         self.memo, self.sizes = engine.memo, engine.sizes
         self.labels = Labels(batch, moment.number)

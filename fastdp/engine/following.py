@@ -62,7 +62,7 @@ class Following(TorchFunctionMode):
         self.what, what.gone = what, weakref.WeakMethod(self._is_gone)
         self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
         self.labels = what.labels
-        self.numbers = NumbersRead(what.batch)
+        self.numbers = NumbersRead(what.batch, what.read)
         set_moment(self.moment)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -229,7 +229,7 @@ class Following(TorchFunctionMode):
         self.numbers.after(call)
         try:
             propagate(call)
-            by_size(call, self.sizes.has_told)
+            self._judge_sizes(call)
         except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
             why = problem.mixed or str(problem)
             map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))
@@ -241,6 +241,15 @@ class Following(TorchFunctionMode):
         if signature is not None:
             self.memo.learn(signature, out, self.batch)
         return out
+
+    def _judge_sizes(self, call: Call) -> None:
+        """Of what the loss is scaled by: the number of samples makes a mean of a sum; others of sizes do harm."""
+        by_size(call, self.sizes.has_told)
+        why, certain = self.sizes.problem_of_loss(call)
+        if certain:
+            tag(call.out, Layout(self.batch, mixed=f"{why}, which changes from batch to batch"))
+        else:
+            self._note_read(why)
 
     def _note_read(self, what: str) -> None:
         """Warn of a number that Python has read of several samples."""
@@ -268,8 +277,10 @@ def current() -> Following | None:
     return found
 
 
-def start(batch: int, moment: Moment, engine: Engine, outputs: list[Layout], arrivals: Sequence[Arrival] = ()) -> None:
-    """Follow a batch from here on, in this thread, until `stop` or its backward, or until its graph is gone."""
+def start(
+    batch: int, moment: Moment, engine: Engine, outputs: list[Layout], arrivals: Sequence[Arrival] = (), read: str = ""
+) -> None:
+    """Follow a batch, whose numbers `read` has read, until `stop` or its backward, or until its graph is gone."""
     pause()
     waiting: list[Followed] = _HERE.waiting
     _HERE.waiting = []
@@ -277,7 +288,7 @@ def start(batch: int, moment: Moment, engine: Engine, outputs: list[Layout], arr
         return
     if batch > 1:
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
-        waiting.append(Followed(batch, moment, engine, mixed, arrivals))
+        waiting.append(Followed(batch, moment, engine, mixed, arrivals, read))
     if waiting:
         _HERE.following = Following(waiting.pop(), waiting)
         insert(_HERE.following)
@@ -336,6 +347,14 @@ def handed_out_in(found: Following | None, batch: int) -> int:
     if found is None or found.batch != batch:
         return 0
     return found.moment.number if found.moment.owner is LOADERS else found.moment.before
+
+
+def read_in(found: Following | None, batch: int, tensors: Sequence[Tensor]) -> tuple[str, str]:
+    """What has read numbers of the batch since its loader handed it out, and which of these tensors, a model's inputs,
+    may be made of them."""
+    if found is None or found.batch != batch or found.moment.owner is not LOADERS:
+        return "", ""
+    return found.numbers.read, found.numbers.in_inputs(tensors)
 
 
 def set_aside() -> Following | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FastDPError, StepError
-from ..layouts.held import note_parameter
+from ..layouts.held import note_parameter, was_filled
 from ..layouts.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from ..layouts.layout import Layout, tag_of
 from ..layouts.memory import look
@@ -32,6 +32,7 @@ from .module_hooks import ModuleHook, numbered
 from .public import PublicForward
 from .replay import Block
 from .several import Given
+from .states import Stateful, states_of, warn_of_states
 from .tape import joined_error
 from .threads import Turn
 
@@ -46,6 +47,8 @@ class Forward(Engine):
         self._turn = Turn()
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
+        self._warned: set[str] = set()  # buffers that hold data
+        self._states: dict[str, list[tuple[nn.Module, str, str]]] = {}  # of modules called without gradients
         self._switches: Switches | None = None
         backward.ended = self.backward_ended
 
@@ -115,15 +118,20 @@ class Forward(Engine):
             except FastDPError as error:
                 self.backward.refused(error)
                 raise
-        elif not path and (followed := following.present()) is not None and followed.what.engine() is self:
-            here.entered[-1] = self._evaluate(followed, args, kwargs)
+        elif not torch.is_grad_enabled() and len(here.entered) == 1:
+            here.entered[-1] = self._without_gradients(path, module, args, kwargs)
 
-    def _evaluate(self, followed: following.Following, args: Any, kwargs: Any) -> Evaluation | None:
-        """A forward without gradients, while a loss is computed: of a target for it, perhaps."""
-        with contextlib.suppress(FastDPError):  # of inputs that hold no samples
-            if self.batching.samples(args, kwargs) == followed.batch:
-                return followed.evaluates((args, kwargs), self.batching.dim, self.batching.folded)
-        return None
+    def _without_gradients(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Evaluation | Stateful | None:
+        """A forward without gradients: while a loss is computed, of a target for it, perhaps."""
+        evaluation, followed = None, None if path else following.present()
+        if followed is not None and followed.what.engine() is self:
+            with contextlib.suppress(FastDPError):  # of inputs that hold no samples
+                if self.batching.samples(args, kwargs) == followed.batch:
+                    evaluation = followed.evaluates((args, kwargs), self.batching.dim, self.batching.folded)
+        if first := path not in self._states:
+            self._states[path] = states_of(module, path)
+        states = self._states[path]
+        return Stateful(self.model, states, first, evaluation) if states else evaluation
 
     def _enter_inner(self, active: Pass, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         active.stack.append(path)
@@ -149,6 +157,8 @@ class Forward(Engine):
             self.batch = self.batching.samples(args, kwargs)
             self.people = backward.whose.of_batch(self.batch)
         if not recomputing:
+            if self._switches is not None:
+                self._switches.check()
             if not path:
                 backward.tracked.check_complete()
             backward.forward_begins()
@@ -167,6 +177,9 @@ class Forward(Engine):
             active.moment.before = following.handed_out_in(followed, self.batch)
             self._moments.append(active.moment)
             active.moment.token = Token()
+            active.read, unknown = following.read_in(followed, self.batch, nested_tensors((args, kwargs)))
+            if unknown:
+                self.reads.note(unknown, None)
             tensors, hand, one = nested_tensors((args, kwargs)), backward.whose.in_hand, self.batching.size == 1
             active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
         set_moment(active.moment)
@@ -254,6 +267,8 @@ class Forward(Engine):
                 started.watch(nested_tensors(out))
             elif isinstance(started, PublicForward):
                 started.leave(out)
+            elif isinstance(started, Stateful):
+                started.end(raised=out is None and sys.exc_info()[1] is not None)
             elif started is not None:
                 started.end()
             return None
@@ -276,6 +291,8 @@ class Forward(Engine):
         if out is not None:
             started.check_unwritten()
             self.judge_writes()
+            if started.count and was_filled(started.filled):
+                warn_of_states(self.model, self.batch, self._warned)
         if not any(tensor.requires_grad for tensor in nested_tensors(out)):
             COLLECTOR.end(self.backward)  # no backward will
         if self.backward.rerun.collect is not None:
@@ -291,7 +308,7 @@ class Forward(Engine):
                 tensor.register_hook(arrivals[-1])
                 layouts += [] if layout is None else [layout]
         if out is not None and not self.runs_again():
-            following.start(self.batch, started.moment, self, layouts, arrivals)
+            following.start(self.batch, started.moment, self, layouts, arrivals, started.read)
         return apart
 
     def backward_ended(self) -> None:
@@ -314,6 +331,9 @@ class Forward(Engine):
     def _drop_interrupted(self) -> None:
         """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before, or one that a
         backward computed again."""
+        if self.running.entered and isinstance(watched := self.running.entered[0], Stateful):
+            watched.stop()
+            self.running.entered.clear()
         if self.running.active is None or ("" not in self.running.active.stack and self.runs_again()):
             return
         while self.running.active.mode in torch.overrides._get_current_function_mode_stack():

@@ -34,7 +34,7 @@ class ModuleHook:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # traced into compiled code, where nothing of this stays
             if not REGION.entered and self.engine is not None and torch.is_grad_enabled():
-                _refuse_compilation()
+                refuse_compilation()
             return
         if self.engine is None:
             return
@@ -107,7 +107,8 @@ class _Region:
 REGION = _Region()
 
 
-def _refuse_compilation() -> None:
+def refuse_compilation() -> None:
+    """Raises StepError."""
     raise StepError(
         "the model was compiled after the private optimizer was made, or is called by a compiled function (a training "
         "step, a loss), so its compiled code would run past fastdp. Compile the model itself, and first, then make the "
@@ -116,8 +117,8 @@ def _refuse_compilation() -> None:
 
 
 # what torch.compiler.disable does to a function, but for importing a compiler that takes seconds
-_refuse_compilation._torchdynamo_disable = True  # type: ignore[attr-defined]
-_refuse_compilation._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+refuse_compilation._torchdynamo_disable = True  # type: ignore[attr-defined]
+refuse_compilation._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
 
 
 def numbered(handle: Any, number: int, first: bool = False) -> Any:

@@ -26,12 +26,15 @@ _MOST = 16  # numbers that are looked for in the code
 
 
 class NumbersRead:
-    """Of the loss of one batch."""
+    """Of one batch, between its loader and its forward, or between forward and backward.
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
+    before: what had read numbers of its loader's tensors, since when labels may be made of them.
+    """
+
+    def __init__(self, batch: int, before: str = "") -> None:
+        self._batch, self._before = batch, before
         self._numbers: dict[float, str] = {}  # and what had combined the samples
-        self._why = ""  # what read numbers of several samples
+        self._why = before  # what read numbers of several samples
 
     def __bool__(self) -> bool:
         return bool(self._why)
@@ -44,6 +47,8 @@ class NumbersRead:
         if layout is None or layout.alone >= 0:
             return
         self._why = self._why or layout.mixed or f"{call.name}() gives numbers of several samples to Python"
+        if notes.LOADED in call.args[0].__dict__:
+            self._before = self._before or self._why
         if type(call.out) in (float, int) and layout.mixed:
             self._numbers[call.out] = layout.mixed
 
@@ -62,10 +67,27 @@ class NumbersRead:
             return f"{self._numbers[found]}; the loss is computed with that number"
         if self._numbers and call.func is T.__getitem__ and (found := self._bound(call.args[1])) is not None:
             return f"{self._numbers[found]}; the loss takes so many rows or columns"
-        for tensor in call.tensors:
-            if notes.OF_READ in tensor.__dict__ or self._is_of_numpy(tensor):
-                return f"{self._why}; the loss is computed with a tensor that was made of numbers afterwards"
+        if self._why and any(self._is_made_of_read(tensor) for tensor in call.tensors):
+            return f"{self._why}; the loss is computed with a tensor that was made of numbers afterwards"
         return ""
+
+    def in_inputs(self, tensors: Sequence[Tensor]) -> str:
+        """What the model is given that was made of such numbers, perhaps; '' if nothing."""
+        unknown = (t for t in tensors if notes.LOADED not in t.__dict__ and tag_of(t, self._batch) is None)
+        for tensor in unknown if self._why else ():
+            if notes.OF_READ in tensor.__dict__ or (tensor.is_floating_point() and is_new_foreign(tensor)):
+                return f"{self._why}; the model is given a tensor that was made of numbers afterwards"
+        return ""
+
+    @property
+    def read(self) -> str:
+        """What has read numbers of several samples; '' if nothing."""
+        return self._why
+
+    def _is_made_of_read(self, tensor: Tensor) -> bool:
+        if notes.OF_READ in tensor.__dict__ or self._is_of_numpy(tensor):
+            return True
+        return bool(self._before) and notes.LOADED not in tensor.__dict__ and is_new_foreign(tensor)
 
     def _bound(self, index: Any) -> float | None:
         """A number that bounds a slice, or one less than it."""
@@ -81,6 +103,8 @@ class NumbersRead:
 
 def _is_unknown(numbers: Any) -> bool:
     """Whether some of these numbers stand neither in the code that makes a tensor of them, nor in what it names."""
+    if hasattr(numbers, "__array__"):
+        return True
     found = _flat(numbers)
     frame = users(sys._getframe(2))
     return frame is None or len(found) > _MOST or not all(stands_in(frame, number, ()) for number in found)

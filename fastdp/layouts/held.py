@@ -115,9 +115,9 @@ def written(tensor: Tensor, layout: Any, before: Any) -> None:
     tensor.__dict__[HELD] = held
 
 
-def was_filled() -> bool:
-    """Whether memory of constants ever became data."""
-    return HOLDING.turn > 0
+def was_filled(since: int = 0) -> bool:
+    """Whether memory of constants ever became data (since that turn)."""
+    return HOLDING.turn > since
 
 
 def note_parameter(parameter: Tensor) -> None:

@@ -22,6 +22,7 @@ LONGEST = "_fastdp_longest"  # padded to the longest sample: the dimension of th
 COUNTED = "_fastdp_counted"  # one of its sizes, which the data of several samples made
 GROUPS = "_fastdp_groups"  # the group of each row, the layout of these rows, the version of the memory
 COLUMN = "_fastdp_column"  # the column of the samples' dimension in an index, and the version of the memory
+SHARE = "_fastdp_share"  # terms of a loss, each divided by the number of samples: the version, and if that is certain
 TERMS = "_fastdp_terms"  # on a total: what it was summed from, with that tensor's layout and version
 PARTS = "_fastdp_parts"  # rows of parameters alone, joined with rows of data (`engine.parts`)
 GATHERED = "_fastdp_gathered"  # a parameter's rows, one for each row of data (`uses.experts`)
@@ -46,4 +47,5 @@ OUTSIDE = (
 # ------------------------------------------------------------------ on storages
 HELD = "_fastdp_held"  # (and on each tensor with a layout) what the memory held when it was tagged
 OF_MODEL = "_fastdp_of_model"  # the memory of a parameter, or of what was computed of parameters alone
+OF_STATE = "_fastdp_of_state"  # by which forward without gradients it was found to hold no data
 FOREIGN = "_fastdp_foreign"  # memory that torch did not make: when it was compared with the data's

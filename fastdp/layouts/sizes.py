@@ -26,6 +26,7 @@ from .calls import Call
 from .code import FASTDP, TORCH, users
 from .layout import layout_on
 from .positions import is_random, made_in_sight
+from .totals import share_of
 
 T = torch.Tensor
 _ENOUGH = 6  # sizes: 6 numbers of a schedule rise or fall with them by chance in one run of 360
@@ -38,6 +39,7 @@ class Sizes:
     def __init__(self) -> None:
         self._batch = 0
         self._codes: set[CodeType] = set()  # that asked for sizes, in this forward
+        self._lines: dict[tuple[CodeType, int], set[int]] = {}  # that asked for sizes: those told but the batch's
         self._told: dict[float, str] = {}  # numbers that several samples' data made, in this forward
         self._series: dict[
             Any, list[tuple[tuple[float, ...], float]] | None
@@ -61,6 +63,11 @@ class Sizes:
         frame = sys._getframe(1)
         while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
             frame = frame.f_back
+        others = self._lines.setdefault((frame.f_code, frame.f_lineno), set())
+        if isinstance(found, tuple):
+            others.update(size for dim, size in enumerate(found) if dim != layout.dim)
+        elif found % batch:
+            others.add(found)
         while frame is not None and not frame.f_code.co_filename.startswith((TORCH, FASTDP)):
             self._codes.add(frame.f_code)  # and whoever asks by functions of his own
             frame = frame.f_back  # type: ignore[assignment]
@@ -124,6 +131,31 @@ class Sizes:
             if isinstance(value, Tensor) and number is not None and notes.NUMBER_OF in value.__dict__:
                 return f"{call.mixed()} computes with {number:g}, made of {value.__dict__[notes.NUMBER_OF]}", False
         return "", False
+
+    def problem_of_loss(self, call: Call) -> tuple[str, bool]:
+        """What a loss is scaled by that sizes told ('' if nothing), and whether that is certain.
+
+        A sum over the samples may be divided by their number, and so may each of its terms (`totals.by_size`). Other
+        numbers are told by the line that both asks for a size and scales, if they have no name in it, or by what they
+        do from batch to batch.
+        """
+        if call.batch <= 1 or call.name not in kinds.SCALING or not self._lines:
+            return "", False
+        number = next((float(value) for value in (*call.args, *call.kwargs.values()) if _is_number(value)), None)
+        total = any(layout.total for _, layout in call.inputs())
+        share = share_of(number, call) if number else 0
+        if not number or (share and total):
+            return "", False
+        why, certain = self._of(call, number)
+        if share < 0:
+            call.out.__dict__[notes.SHARE] = (call.out._version, certain)
+            return "", False
+        frame: Any = users(sys._getframe(1))
+        others = None if frame is None else self._lines.get((frame.f_code, frame.f_lineno))
+        asks = others is not None and not any(_same(number, size) for size in others) and not _has_name(frame, number)
+        if not (asks or certain or "with a size" in why):
+            return "", False  # equal by chance, perhaps
+        return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
 
     def _of(self, call: Call, number: float) -> tuple[str, bool]:
         frame: Any = sys._getframe(2)
@@ -192,6 +224,16 @@ def stands_in(frame: Any, number: float, asking: Iterable[CodeType]) -> bool:
     if frame.f_locals is not frame.f_globals:  # else a script, whose names are all global
         known += [frame.f_globals.get(name) for name in globals_]
     return any(_is_number(value) and abs(value) == abs(number) for value in (*constants, *known))
+
+
+def _has_name(frame: Any, number: float) -> bool:
+    """Whether the line at which a frame is has a number written down, or under a name: a variable's, an attribute's."""
+    constants, names, globals_ = _lines_of(frame.f_code).get(frame.f_lineno, ((), (), ()))
+    held = [*frame.f_locals.values(), *(frame.f_globals.get(name) for name in globals_)]
+    inner = [getattr(value, "__dict__", None) or (value if isinstance(value, dict) else {}) for value in held]
+    known = [*constants, *held]
+    known += [fields.get(name) for fields in inner for name in (*names, *fields) if isinstance(name, str)]
+    return any(_is_number(value) and abs(value) == abs(number) for value in known)
 
 
 @functools.lru_cache(maxsize=1024)

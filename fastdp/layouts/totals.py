@@ -23,6 +23,9 @@ from .pieces import joined, joined_rows, settled, stamped
 def total_of(call: Call, tensor: Tensor, source: Layout, kind: str) -> Layout:
     """The layout of a sum over the samples (or a mean, by a number that shapes tell) of rows laid out like this."""
     why = call.mixed("combines the samples of the batch")
+    version, certain = next(t.__dict__.get(notes.SHARE, (-1, False)) for t in call.tensors[:1])
+    if version >= 0 and version == call.tensors[0]._version:  # terms that were divided, each
+        kind = ("mean" if certain else "either") if kind == "sum" else "other" if certain else kind
     fits = (tensor.is_floating_point() or tensor.is_complex()) and not source.mixed and not source.is_row_index
     piece = source.piece and source.piece._replace(past=hash((source.piece.past, call.name, source.rows)))
     return Layout(
@@ -91,20 +94,24 @@ def by_size(call: Call, told: Callable[[float], bool]) -> None:
         return
     values = [value for value in call.args if not isinstance(value, Tensor) or call.layout(value) is None]
     values = [float(v) for v in values if not isinstance(v, Tensor) or (v.numel() == 1 and v.device.type == "cpu")]
-    given = values[0] if values else 1.0
-    number = abs(given)
-    if not math.isfinite(number):
+    share = share_of(values[0], call) if values else 0
+    if not share:
         return
-    divides = "div" in call.name
-    if number < 1 and number:
-        number, divides = 1 / number, not divides
-    number = round(number) if abs(number - round(number)) < 1e-6 * number else 0
-    if not number or number % call.batch:
-        return
-    kind = {("sum", True): "mean", ("mean", False): "sum"}.get((found.total, divides), "other")
-    if not told(given):
+    kind = {("sum", -1): "mean", ("mean", 1): "sum"}.get((found.total, share), "other")
+    if not told(values[0]):
         kind = "either" if kind != "other" else found.total
     tag(call.out, found._replace(total=kind))
+
+
+def share_of(number: float, call: Call) -> int:
+    """-1 if the call divides by the number of samples, or by a multiple of it; 1 if it multiplies by that; else 0."""
+    size, divides = abs(number), "div" in call.name
+    if not math.isfinite(size) or not size:
+        return 0
+    if size < 1:
+        size, divides = 1 / size, not divides
+    size = round(size) if abs(size - round(size)) < 1e-6 * size else 0
+    return (-1 if divides else 1) if size and size % call.batch == 0 else 0
 
 
 def _broken(call: Call, inputs: Inputs) -> str:

@@ -38,6 +38,22 @@ def test_compiled_afterwards_is_refused() -> None:
         assert_exact(engine, later, before, batch())
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_afterwards_is_refused_where_it_would_run_plainly(in_place: bool) -> None:
+    model = nn.Linear(D, 2)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0)
+    later = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    data = torch.utils.data.TensorDataset(torch.randn(40, D))
+    for (x,) in fastdp.poisson_loader(data, expected_batch_size=20, steps=1):  # followed, so that nothing is compiled
+        with pytest.raises(StepError, match="compiled after"):
+            later(x)
+        with torch.no_grad():
+            later(x)
+    optimizer.detach()
+
+
 def test_code_compiled_before_that_runs_past_the_engine_makes_no_step() -> None:
     model = nn.Linear(D, 2)
     alias = torch.compile(model, backend="eager")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastdp
 from fastdp.engine import following
-from fastdp.errors import LossReductionWarning, SampleMixingError
+from fastdp.errors import BatchReadWarning, LossReductionWarning, SampleMixingError
 from fastdp.layouts import held
 from fastdp.layouts.layout import Layout
 
@@ -136,12 +137,12 @@ def test_a_sum_for_a_mean_is_warned_of(loss, reduction, warned) -> None:
 def test_mixing_before_the_model_is_seen_of_a_loaders_batches() -> None:
     data = [(torch.randn(D), i % C) for i in range(40)]
 
-    def train(prepare):
+    def train(prepare, relabel=lambda y: y):
         model = nn.Linear(D, C)
         optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
         try:
             for x, y in fastdp.poisson_loader(data, expected_batch_size=10, steps=3):
-                F.cross_entropy(model(prepare(x)), y).backward()
+                F.cross_entropy(model(prepare(x)), relabel(y)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         finally:
@@ -153,6 +154,12 @@ def test_mixing_before_the_model_is_seen_of_a_loaders_batches() -> None:
     for coupled in (lambda x: 0.3 * x + 0.7 * x[torch.randperm(len(x))], lambda x: x - x.mean(0)):
         with pytest.raises(SampleMixingError):
             train(coupled)
+    for unknown in (lambda x: torch.from_numpy(x.numpy() - x.numpy().mean(0)), lambda x: torch.tensor(x.numpy())):
+        with pytest.warns(BatchReadWarning, match="numpy.*the model is given a tensor"):
+            train(unknown)
+    for moved in (lambda y: torch.from_numpy(np.roll(y.numpy(), 1)), lambda y: torch.tensor(y.tolist())):
+        with pytest.warns(BatchReadWarning, match="the loss is computed with a tensor"):
+            train(lambda x: x, moved)
 
 
 class Packed(nn.Module):

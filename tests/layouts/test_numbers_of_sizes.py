@@ -147,3 +147,59 @@ def test_a_place_with_several_numbers_in_one_forward_is_not_refused() -> None:
         model(torch.randn(6, D)).square().sum(1).mean().backward()
     assert engine.norms().shape == (6,)
     engine.detach()
+
+
+# --------------------------------------------------------------------------- in the loss
+
+WEIGHT = {"of the loss": 0.3}
+SCALED = {  # losses of outputs o, and whether they are warned of at once
+    "mean": (lambda o: o.mean(), False),
+    "each divided, summed": (lambda o: (o / len(o)).sum(), False),
+    "summed, divided": (lambda o: o.sum() / len(o) * 0.5, False),
+    "a weight beside a view": (lambda o: WEIGHT["of the loss"] * o.view(len(o)).mean(), False),
+    "by another dimension": (
+        lambda o: (torch.stack([o] * D, 1).sum(1) / torch.stack([o] * D, 1).size(1)).mean(),
+        False,
+    ),
+    "each times the size": (lambda o: (o * len(o)).mean(), True),
+    "the mean by a part of the records": (lambda o: len(o) / 60 * o.mean(), True),
+    "the mean by a root": (lambda o: o.mean() * len(o) ** 0.5, True),
+}
+
+
+def _scaled(loss: Callable[[Tensor], Tensor], sizes: list[int]) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Linear(D, 3)
+    optimizer = fastdp.DPSGD(
+        model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.1, expected_batch_size=6
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for size in sizes:
+                loss(model(torch.randn(size, D)).square().sum(1)).backward()
+                optimizer.step()
+        finally:
+            optimizer.detach()
+    return [w.category.__name__ for w in caught]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_factors_of_the_loss_that_are_made_of_the_batchs_size(name: str) -> None:
+    loss, bad = SCALED[name]
+    assert bool(_scaled(loss, [6])) == bad
+    if not bad:
+        assert not _scaled(loss, [7, 4, D, 8, 3, 9, 6])
+
+
+def test_a_factor_that_follows_the_size_is_refused_or_warned_of() -> None:
+    with pytest.raises(SampleMixingError, match="the number of samples"):
+        _scaled(SCALED["each times the size"][0], [6, 5, 7])
+
+    def by_name(o: Tensor) -> Tensor:
+        part = len(o) / 60
+        return o.mean() + part * o.sqrt().mean()
+
+    assert not _scaled(by_name, [6])  # a weight, for all that its name tells
+    assert _scaled(by_name, [6, 5, 7, 4, 8, 3, 9]) == ["BatchReadWarning"]
+    assert "LossReductionWarning" in _scaled(lambda o: (o / len(o)).mean(), [6, 5])
