@@ -1,9 +1,10 @@
-"""Private mechanisms beside DP-SGD: DP-FTRL (tree aggregation), DP-SGD as a sampler, and searches over settings.
+"""Private mechanisms beside DP-SGD: DP-FTRL, DP-FedAvg (clients), DP-SGD as a sampler, and searches over settings.
 
 >>> tree_epsilon(noise_multiplier=10.0, steps_per_epoch=256, epochs=1, delta=1e-5) < 1.2
 True
 """
 
+from .fedavg import DPFedAvg
 from .fixed_order import FixedOrderLoader, ftrl_loader
 from .ftrl import DPFTRL
 from .langevin import check_unclipped, noise_multiplier_for_temperature, temperature
@@ -13,6 +14,7 @@ from .tuning import NegativeBinomialRuns, PoissonRuns, tuning_epsilon
 
 __all__ = [
     "DPFTRL",
+    "DPFedAvg",
     "FixedOrderLoader",
     "NegativeBinomialRuns",
     "PoissonRuns",
