@@ -238,7 +238,7 @@ class Following(TorchFunctionMode):
         if NOTED:
             self._note_read(NOTED.pop())
             NOTED.clear()
-        if signature is not None:
+        if signature is not None and not (isinstance(out, Tensor) and notes.SHARE in out.__dict__):
             self.memo.learn(signature, out, self.batch)
         return out
 

@@ -17,6 +17,7 @@ from .positions import WHY, is_fixed, rows_alike
 from .propagate import ask, one_row
 from .rearranged import reshaped
 from .rules import layout_rule
+from .sums import Spread, gathered
 
 T = torch.Tensor
 
@@ -33,12 +34,19 @@ def getitem(call: Call) -> Tags:
     return [(tensor, found and found._replace(is_row_index=True)) for tensor, found in tags]
 
 
+def _is_last(at: Spread, index: tuple[Any, ...], source: Tensor) -> bool:
+    """Whether an index takes the last row of the samples', of which each holds the sum of those before."""
+    used, _ = _source_dims(index, source.dim())
+    entry = used.get(at.dim)
+    return isinstance(entry, int) and entry % source.size(at.dim) == source.size(at.dim) - 1
+
+
 def _items(call: Call, source: Tensor, layout: Layout | None) -> Tags:
     if layout is None:  # a constant table, indexed by data: the result lies as the index does
         return _take_from_constant(call)
     index = index_tuple(call, call.args[1], source.device)
     if layout.mixed:
-        return [(call.out, layout._replace(dim=0))]
+        return gathered(call, "last", lambda at: _is_last(at, index, source)) or [(call.out, layout._replace(dim=0))]
     if layout.alone >= 0:
         return call.all_combined("picks rows of one sample by another's data")
     if layout.is_row_index and is_position_within(source, index):

@@ -16,6 +16,7 @@ from .pieces import BY_POSITION
 from .propagate import ask
 from .rules import layout_rule
 from .targets import of_constant, shape_of
+from .totals import total_of
 
 T = torch.Tensor
 _MIXES = "writes rows of one sample into another's"
@@ -197,6 +198,18 @@ def _rows_agree(written: Tensor, own: Tensor, entries: dict[int, Entry], items: 
     return _agrees(written, view)
 
 
+def _added_up(
+    call: Call, layout: Layout | None, by: Layout | None, rows: Layout | None, dim: int, index: Tensor
+) -> Tags | None:
+    """Of what adds all samples' rows to one place of a constant; None of any other call."""
+    adds = "add" in call.name or (call.name.startswith("scatter_reduce") and call.argument(4, "reduce") == "sum")
+    if not adds or layout is not None or by is not None or rows is None or rows.dim != dim or not index.numel():
+        return None
+    if bool((index != index.flatten()[0]).any()):
+        return None
+    return [(call.out, total_of(call, call.out, rows, "sum"))]
+
+
 @layout_rule(*spellings("index_reduce", "index_reduce_"), by_value=True)
 @layout_rule(*spellings("index_add", "index_add_", "index_copy", "index_copy_"), by_value=True, picks=True, joins=True)
 def _index_add(call: Call) -> Tags:
@@ -221,6 +234,8 @@ def _index_add(call: Call) -> Tags:
     if rows is not None and dim != rows.dim and by is None:
         if layout is None or (layout.dim == rows.dim and layout.same_rows(rows, target.device)):
             return [(call.out, rows)]
+    if (found := _added_up(call, layout, by, rows, dim, index)) is not None:
+        return found
     if layout is None:
         own = (rows or by).owners(target.device)  # type: ignore[union-attr]
         if (rows is None or rows.dim == dim) and own.shape == index.shape:
@@ -250,6 +265,8 @@ def _scatter(call: Call) -> Tags:
         return ask(call)
     if by is None and any(one.order is not None for one in known):
         return call.all_combined("meets rows by position whose order depends on the data")
+    if (found := _added_up(call, layout, by, rows, dim, index)) is not None:
+        return found
     replaces = call.name.rstrip("_") == "scatter" and not call.argument(4, "reduce")
     if target.dim() == 1 and (layout is None or replaces):
         own = by.owners(index.device) if by is not None else None

@@ -24,6 +24,7 @@ GROUPS = "_fastdp_groups"  # the group of each row, the layout of these rows, th
 COLUMN = "_fastdp_column"  # the column of the samples' dimension in an index, and the version of the memory
 SHARE = "_fastdp_share"  # terms of a loss, each divided by the number of samples: the version, and if that is certain
 TERMS = "_fastdp_terms"  # on a total: what it was summed from, with that tensor's layout and version
+SPREAD = "_fastdp_spread"  # holds the terms of a sum elsewhere (`layouts.sums.Spread`)
 PARTS = "_fastdp_parts"  # rows of parameters alone, joined with rows of data (`engine.parts`)
 GATHERED = "_fastdp_gathered"  # a parameter's rows, one for each row of data (`uses.experts`)
 

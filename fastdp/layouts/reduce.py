@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,21 +13,38 @@ from .calls import Call, Tags
 from .kinds import spellings
 from .layout import Layout
 from .pieces import NOTED
-from .positions import by_place
 from .propagate import ask
 from .rules import Answer, layout_rule
+from .sums import gathered, spread
 from .totals import equal_counts, note_terms, total_of
 
 T = torch.Tensor
 
 
 @layout_rule(
-    *spellings("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "prod", "all", "any", "argmax", "argmin")
+    *spellings(
+        "sum",
+        "mean",
+        "nansum",
+        "nanmean",
+        "amax",
+        "amin",
+        "var",
+        "std",
+        "logsumexp",
+        "prod",
+        "all",
+        "any",
+        "argmax",
+        "argmin",
+    )
 )
 def _reduce(call: Call) -> Tags:
     """Over some dimensions; over the batch's the samples are combined."""
     source, layout = call.args[0], call.layout(call.args[0])
     dims = call.argument(1, "dim")
+    if notes.SPREAD in source.__dict__ and call.name in ("sum", "mean") and (found := _of_spread(call, dims)):
+        return found
     if layout is None or layout.mixed or not isinstance(call.out, Tensor) or len(call.args) > 3:
         return ask(call)
     if isinstance(dims, bool) or dims is None or (isinstance(dims, tuple | list) and not dims):
@@ -44,13 +63,26 @@ def _reduce(call: Call) -> Tags:
 def _over_samples(call: Call, layout: Layout) -> Layout | None:
     """Of a reduction over the samples: a total, if it is a sum, or a mean over a number that no data made."""
     source = call.args[0]
-    if call.name not in ("sum", "mean"):
+    if call.name not in ("sum", "mean", "nansum", "nanmean"):
         return call.combined("combines the samples of the batch")
-    if call.name == "mean" and not equal_counts(layout, source.device):
+    if call.name == "nanmean" and bool(source.isnan().any()):
+        return call.combined("divides by how many numbers of the batch are none")
+    if "mean" in call.name and not equal_counts(layout, source.device):
         return call.combined("divides by the number of rows in the batch, which several samples made")
     if call.out.numel() == 1 and call.name == "sum":
         note_terms(call.out, source, layout)
-    return total_of(call, call.out, layout, call.name)
+    return total_of(call, call.out, layout, call.name.removeprefix("nan"))
+
+
+def _of_spread(call: Call, dims: Any) -> Tags | None:
+    """Of what is added up along all dimensions, or along some, so that the rest may be; None where it is not."""
+    over = range(call.args[0].dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+    if len(over) == call.args[0].dim() or call.out.numel() == 1:
+        return gathered(call, "sum")
+    if (found := call.args[0].__dict__[notes.SPREAD]).by == "sum":
+        call.out.__dict__[notes.SPREAD] = found
+        return call.all_combined("combines samples with each other")
+    return None
 
 
 def along(position: int, name: str) -> Answer:
@@ -64,7 +96,7 @@ def along(position: int, name: str) -> Answer:
         dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
         if layout is not None and layout.dim in [dim % source.dim() for dim in dims if source.dim()]:
             why = "works along the batch dimension"
-            return call.all_combined(why)
+            return spread(call, "last", why, layout.dim) if call.name == "cumsum" else call.all_combined(why)
         if layout is not None and isinstance(call.out, Tensor) and call.out.shape == source.shape:
             return [(call.out, layout)]
         return ask(call)
@@ -100,37 +132,3 @@ def _moved(call: Call) -> Tags:
 
 
 layout_rule(F.normalize)(along(2, "dim"))
-
-
-@layout_rule(torch.dot, T.dot, torch.inner, T.inner, torch.vdot, T.vdot)
-def _dot(call: Call) -> Tags:
-    """The samples' numbers, each by its weight, added up."""
-    return _weighted(call) or ask(call)
-
-
-def _weighted(call: Call) -> Tags | None:
-    """Of one number per sample times constants that do not tell them apart; None for other products."""
-    inputs, both = call.inputs(), call.args[:2]
-    if not inputs or len(both) < 2 or any(not isinstance(t, Tensor) or t.dim() != 1 for t in both):
-        return None
-    layout = inputs[0][1]
-    if any(other.mixed or other.alone >= 0 or not other.same_rows(layout, t.device) for t, other in inputs):
-        return None
-    if any(call.is_constant(t) and by_place(t, 0, layout) for t in both):
-        return None
-    return [(call.out, total_of(call, call.out, layout, "sum"))]
-
-
-@layout_rule(F.linear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm)
-def _times_matrix(call: Call) -> Tags:
-    """Data [..., I] times a constant matrix: each row by itself, along whichever other dimension the samples lie."""
-    if (found := _weighted(call)) is not None:
-        return found
-    source, layout = call.args[0], call.layout(call.args[0])
-    matrix = call.argument(1, "weight" if call.name == "linear" else "other")
-    if layout is None or layout.mixed or len(call.inputs()) != 1 or "out" in call.kwargs:
-        return ask(call)
-    if not isinstance(matrix, Tensor) or matrix.dim() != 2 or layout.dim >= source.dim() - 1:
-        return ask(call)
-    bias = call.argument(2, "bias") if call.name == "linear" else None
-    return [(call.out, layout)] if bias is None or bias.dim() == 1 else ask(call)

@@ -15,6 +15,7 @@ from .positions import WHY, by_place, was_by_place
 from .propagate import ask
 from .rearranged import reshaped
 from .rules import layout_rule
+from .sums import spread
 from .targets import note_shape
 
 T = torch.Tensor
@@ -40,7 +41,7 @@ def _reshape(call: Call) -> Tags:
         return ask(call)
     keep_coordinates(source, call.out)
     found = reshaped(layout, source.shape, call.out.shape)
-    return [(call.out, found or call.combined(_FOLDS))]
+    return [(call.out, found)] if found is not None else spread(call, "sum", _FOLDS)
 
 
 @layout_rule(*spellings("expand", "expand_as", "broadcast_to"))

@@ -63,6 +63,14 @@ COUPLED = {
     "halves": lambda o, y: o[:3].square().sum() + 2 * o[3:].square().sum(),
     "chunks of several sizes": lambda o, y: sum(part.square().mean() for part in o.split(4)),
     "variance": lambda o, y: o.var(0).mean(),
+    "product with other weights": lambda o, y: (o.square().sum(1) @ torch.arange(6).to(o)) / len(o),
+    "einsum of all pairs": lambda o, y: torch.einsum("bc,dc->", o, o) / len(o),
+    "squared norm": lambda o, y: o.norm() ** 2 / len(o),
+    "running sums": lambda o, y: o.square().cumsum(0).mean(),
+    "running sums but one": lambda o, y: o.square().cumsum(0)[-2].sum() / len(o),
+    "added to two places": lambda o, y: o.new_zeros(2, C).index_add(0, PERMUTED % 2, o).square().sum() / len(o),
+    "folded": lambda o, y: o.square().sum(1).view(2, 3).sum(1).square().sum(),
+    "sums of some": lambda o, y: o.square().sum(1).view(2, 3).sum(1)[0],
     "correlation": lambda o, y: (o.T @ o).square().sum(),
 }
 APART = {
@@ -82,6 +90,24 @@ APART = {
     "a sum over samples first": lambda o, y: o.square().sum(0).sum() / len(o),
     "kl": lambda o, y: F.kl_div(o.log_softmax(1), torch.ones_like(o).softmax(1), reduction="batchmean"),
     "soft labels": lambda o, y: F.cross_entropy(o, F.one_hot(y, C) * 0.9 + 0.025),
+    "einsum": lambda o, y: torch.einsum("bc,bd->", o, o.square()) / len(o),
+    "einsum, unsaid": lambda o, y: torch.einsum("bc,bc", o, o) / len(o),
+    "mean of what is a number": lambda o, y: o.square().nanmean(),
+    "product with ones": lambda o, y: (o.square().sum(1)[None] @ o.new_ones(len(o), 1)).sum() / len(o),
+    "linear with ones": lambda o, y: F.linear(o.square().T, o.new_ones(2, len(o))).sum() / len(o),
+    "bmm with ones": lambda o, y: torch.bmm(o.square().T[None], o.new_ones(1, len(o), 2)).sum() / len(o),
+    "vecdot with ones": lambda o, y: torch.linalg.vecdot(o[:, 0].square(), o.new_ones(len(o))) / len(o),
+    "tensordot with ones": lambda o, y: torch.tensordot(o.square(), o.new_ones(len(o)), ([0], [0])).sum() / len(o),
+    "norm of order 1": lambda o, y: (o.norm(p=1) + torch.linalg.vector_norm(o, 1, dim=0).sum()) / len(o),
+    "last of running sums": lambda o, y: o.square().cumsum(0)[-1].sum() / len(o),
+    "added to one place": lambda o, y: (
+        o.new_zeros(2, C).index_add(0, torch.ones(len(o)).long(), o.exp()).sum() / len(o)
+    ),
+    "scattered to one place": lambda o, y: (
+        o.new_zeros(1).scatter_add(0, torch.zeros(len(o)).long(), o[:, 0].exp())[0] / len(o)
+    ),
+    "trace of a diagonal": lambda o, y: torch.diag(o[:, 0].square()).trace() / len(o),
+    "folded, then summed": lambda o, y: o.square().sum(1).view(1, -1).mean(1).sum(),
     "focal": lambda o, y: ((1 - o.softmax(1).gather(1, y[:, None])) ** 2 * o[:, :1].square()).mean(),
 }
 

@@ -189,7 +189,7 @@ def test_factors_of_the_loss_that_are_made_of_the_batchs_size(name: str) -> None
     loss, bad = SCALED[name]
     assert bool(_scaled(loss, [6])) == bad
     if not bad:
-        assert not _scaled(loss, [7, 4, D, 8, 3, 9, 6])
+        assert not _scaled(loss, [7, 4, D, 7, 8, 3, 9, 6, 7])
 
 
 def test_a_factor_that_follows_the_size_is_refused_or_warned_of() -> None:
