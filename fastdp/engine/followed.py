@@ -10,6 +10,7 @@ from ..layouts.labels import Labels
 from ..layouts.layout import Layout
 from ..layouts.moments import Moment
 from .backward import Arrival
+from .capture import Pass
 from .engine import Engine
 
 
@@ -18,8 +19,8 @@ class Followed:
 
     batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made; arrivals:
     what waits in the graph for the gradients of these outputs, as long as the graph is there. token: see `Moment`.
-    read: what has read numbers of the batch before its forward. gone: told if the graph is gone, perhaps with all that
-    could call backward.
+    forward: its pass of capture, which sees what the loss makes of parameters. gone: told if the graph is gone,
+    perhaps with all that could call backward.
     """
 
     def __init__(
@@ -29,9 +30,9 @@ class Followed:
         engine: Engine,
         mixed: list[Layout],
         arrivals: Sequence[Arrival] = (),
-        read: str = "",
+        forward: Pass | None = None,
     ) -> None:
-        self.batch, self.moment, self.mixed, self.read = batch, moment, mixed, read
+        self.batch, self.moment, self.mixed, self.forward = batch, moment, mixed, forward
         me = weakref.ref(self)
         self.memo, self.sizes = engine.memo, engine.sizes
         self.labels = Labels(batch, moment.number)

@@ -19,14 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import FastDPError, SampleMixingError
 from ..layouts import ctc as _ctc  # noqa: F401  (registers its rule)
-from ..layouts import in_hand, notes
+from ..layouts import notes
 from ..layouts.by_value import keep_target
 from ..layouts.calls import Call
 from ..layouts.held import is_of_model, note_parameter
-from ..layouts.inputs import nested_tensors, tag_inputs
+from ..layouts.inputs import tag_inputs
 from ..layouts.kinds import REACHING_GRAPH, TELLING_SIZES
 from ..layouts.layout import Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
-from ..layouts.marks import mark_of
 from ..layouts.moments import LOADERS, Moment, set_moment
 from ..layouts.nests import map_tensors, tensors_in
 from ..layouts.pieces import NOTED, stamp
@@ -34,10 +33,12 @@ from ..layouts.positions import note_made
 from ..layouts.propagate import propagate
 from ..layouts.totals import by_size
 from .activation_hooks import guard_graph, hooked
-from .backward import Arrival, backwards
+from .backward import Arrival
+from .capture import Pass
 from .compile_stance import PLAINLY
 from .engine import ENGINES, Engine
 from .followed import Evaluation, Followed
+from .in_loss import captured, takes
 from .judging import problem_of
 from .layout_cache import inquires
 from .mode_stack import insert, moving, remove, remove_over
@@ -62,7 +63,7 @@ class Following(TorchFunctionMode):
         self.what, what.gone = what, weakref.WeakMethod(self._is_gone)
         self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
         self.labels = what.labels
-        self.numbers = NumbersRead(what.batch, what.read)
+        self.numbers = NumbersRead(what.batch, "" if what.forward is None else what.forward.read)
         set_moment(self.moment)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,6 +96,8 @@ class Following(TorchFunctionMode):
         given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
         self._choose(tensors_in(roots))
         engine, problem = self.what.engine(), None
+        if self.what.forward is not None and self.what.forward.in_loss:
+            self.what.forward.check_unwritten()
         if engine is not None:
             engine.judge_writes()
             weighted = self._weighted(roots, given)
@@ -180,10 +183,11 @@ class Following(TorchFunctionMode):
         given = tensors_in((args, kwargs))
         if self.waiting:
             self._choose(given)
-        call = Call(func, args, kwargs, self.batch)
-        self.labels.presume(call)
+        call, forward = Call(func, args, kwargs, self.batch), self.what.forward
+        of_parameters = forward is not None and any(takes(forward, tensor) for tensor in given)
+        self.labels.presume(call, of_parameters)
         origin = self.labels.before(call)
-        out = self._followed(call)
+        out = captured(forward, call) if forward is not None and of_parameters else self._followed(call)
         if origin is not None:
             self.labels.after(origin, call)
         return out
@@ -278,9 +282,14 @@ def current() -> Following | None:
 
 
 def start(
-    batch: int, moment: Moment, engine: Engine, outputs: list[Layout], arrivals: Sequence[Arrival] = (), read: str = ""
+    batch: int,
+    moment: Moment,
+    engine: Engine,
+    outputs: list[Layout],
+    arrivals: Sequence[Arrival] = (),
+    forward: Pass | None = None,
 ) -> None:
-    """Follow a batch, whose numbers `read` has read, until `stop` or its backward, or until its graph is gone."""
+    """Follow a batch (that went through this forward) until `stop` or its backward, or until its graph is gone."""
     pause()
     waiting: list[Followed] = _HERE.waiting
     _HERE.waiting = []
@@ -288,7 +297,7 @@ def start(
         return
     if batch > 1:
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
-        waiting.append(Followed(batch, moment, engine, mixed, arrivals, read))
+        waiting.append(Followed(batch, moment, engine, mixed, arrivals, forward))
     if waiting:
         _HERE.following = Following(waiting.pop(), waiting)
         insert(_HERE.following)
@@ -308,53 +317,10 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-_LAST: list[Moment] = []  # of batches that loaders handed out
-_TRAINED = [0]  # backwards of all engines, when the last one was
-
-
-def handed_out(batch: Any, size: int) -> None:
-    """A loader hands out a batch: what is made of it before the model sees it is followed, too."""
-    pause()
-    if _LAST and backwards() != _TRAINED[0]:
-        _LAST.pop(0).alive = False  # the batch before, or, if they are fetched ahead, the one trained on since
-    _TRAINED[0] = backwards()
-    for tensor in nested_tensors(batch):
-        tensor.__dict__[notes.LOADED] = True
-    engines = list(ENGINES)
-    if not engines or not all(engine.takes_rows for engine in engines) or size <= 1:
-        return
-    moment = Moment(LOADERS)
-    _LAST.append(moment)
-    start(size, moment, engines[0], [])
-    with torch._C.DisableTorchFunction():
-        for tensor in nested_tensors(batch):
-            if tensor.dim() and tensor.size(0) == size and not tensor.is_nested and mark_of(tensor) is None:
-                tensor.__dict__[notes.INPUT] = True
-                tag(tensor, Layout(size))
-
-
-in_hand.tell_of_batches(handed_out)
-
-
 def present() -> Following | None:
     """What is followed in this thread and not over."""
     found = current()
     return None if found is None or found.over else found
-
-
-def handed_out_in(found: Following | None, batch: int) -> int:
-    """The number of the moment in which a loader handed out the batch of a forward that began while it was followed."""
-    if found is None or found.batch != batch:
-        return 0
-    return found.moment.number if found.moment.owner is LOADERS else found.moment.before
-
-
-def read_in(found: Following | None, batch: int, tensors: Sequence[Tensor]) -> tuple[str, str]:
-    """What has read numbers of the batch since its loader handed it out, and which of these tensors, a model's inputs,
-    may be made of them."""
-    if found is None or found.batch != batch or found.moment.owner is not LOADERS:
-        return "", ""
-    return found.numbers.read, found.numbers.in_inputs(tensors)
 
 
 def set_aside() -> Following | None:

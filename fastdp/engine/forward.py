@@ -28,6 +28,7 @@ from .compile_stance import PLAINLY, Switches
 from .engine import ENGINES, Engine
 from .followed import Evaluation
 from .garbage import COLLECTOR
+from .handed_out import handed_out_in, read_in
 from .module_hooks import ModuleHook, numbered
 from .public import PublicForward
 from .replay import Block
@@ -174,10 +175,10 @@ class Forward(Engine):
         active = Pass(self, self.batch, tracked, not recomputing or not path, self.people, moment)
         active.recomputes = recomputing
         if not recomputing:
-            active.moment.before = following.handed_out_in(followed, self.batch)
+            active.moment.before = handed_out_in(followed, self.batch)
             self._moments.append(active.moment)
             active.moment.token = Token()
-            active.read, unknown = following.read_in(followed, self.batch, nested_tensors((args, kwargs)))
+            active.read, unknown = read_in(followed, self.batch, nested_tensors((args, kwargs)))
             if unknown:
                 self.reads.note(unknown, None)
             tensors, hand, one = nested_tensors((args, kwargs)), backward.whose.in_hand, self.batching.size == 1
@@ -308,7 +309,7 @@ class Forward(Engine):
                 tensor.register_hook(arrivals[-1])
                 layouts += [] if layout is None else [layout]
         if out is not None and not self.runs_again():
-            following.start(self.batch, started.moment, self, layouts, arrivals, started.read)
+            following.start(self.batch, started.moment, self, layouts, arrivals, started)
         return apart
 
     def backward_ended(self) -> None:

@@ -76,6 +76,7 @@ class PassRecord:
         self.batch, self.people, self.count, self.moment, self.token_node = batch, people, count, moment, token_node
         self.thread = threading.get_ident()
         self.read = ""  # what has read numbers of the batch before the forward
+        self.in_loss = False  # whether the loss used parameters
         self.given: Given | None = None  # None of one that is computed again
         self.backward_id = 0  # of the backward that went through it
         self.recomputes = False  # it is a forward that a backward runs again

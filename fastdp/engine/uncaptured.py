@@ -53,8 +53,7 @@ class Uncaptured:
                 "Their per-sample gradients are unknown, so nothing was clipped and no step is possible. Use the "
                 "parameter within the model's forward, combined with the data, or freeze it; a function that fastdp "
                 "does not see becomes seen by fastdp.register_rule. A term of the weights alone (L2-SP, EWC, FedProx) "
-                "is public: leave it out of the loss, and move the weights by its gradient after step(), under "
-                "torch.no_grad(): p.sub_(lr * mu * (p - p_before))."
+                "is public: leave it out of the loss, and call its backward() within optimizer.public()."
             )
 
     def check_owned(self, uses: Sequence[Use]) -> None:

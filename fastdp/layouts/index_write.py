@@ -198,14 +198,10 @@ def _rows_agree(written: Tensor, own: Tensor, entries: dict[int, Entry], items: 
     return _agrees(written, view)
 
 
-def _added_up(
-    call: Call, layout: Layout | None, by: Layout | None, rows: Layout | None, dim: int, index: Tensor
-) -> Tags | None:
-    """Of what adds all samples' rows to one place of a constant; None of any other call."""
+def _added_up(call: Call, others: tuple[Layout | None, ...], rows: Layout | None, dim: int) -> Tags | None:
+    """Of what adds all samples' rows to a constant's only place; None of any other call."""
     adds = "add" in call.name or (call.name.startswith("scatter_reduce") and call.argument(4, "reduce") == "sum")
-    if not adds or layout is not None or by is not None or rows is None or rows.dim != dim or not index.numel():
-        return None
-    if bool((index != index.flatten()[0]).any()):
+    if not adds or others != (None, None) or rows is None or rows.dim != dim or call.out.size(dim) != 1:
         return None
     return [(call.out, total_of(call, call.out, rows, "sum"))]
 
@@ -234,7 +230,7 @@ def _index_add(call: Call) -> Tags:
     if rows is not None and dim != rows.dim and by is None:
         if layout is None or (layout.dim == rows.dim and layout.same_rows(rows, target.device)):
             return [(call.out, rows)]
-    if (found := _added_up(call, layout, by, rows, dim, index)) is not None:
+    if (found := _added_up(call, (layout, by), rows, dim)) is not None:
         return found
     if layout is None:
         own = (rows or by).owners(target.device)  # type: ignore[union-attr]
@@ -265,7 +261,7 @@ def _scatter(call: Call) -> Tags:
         return ask(call)
     if by is None and any(one.order is not None for one in known):
         return call.all_combined("meets rows by position whose order depends on the data")
-    if (found := _added_up(call, layout, by, rows, dim, index)) is not None:
+    if (found := _added_up(call, (layout, by), rows, dim)) is not None:
         return found
     replaces = call.name.rstrip("_") == "scatter" and not call.argument(4, "reduce")
     if target.dim() == 1 and (layout is None or replaces):

@@ -79,8 +79,11 @@ class Labels:
 
     # ------------------------------------------------------------------ what is taken for labels
 
-    def presume(self, call: Call) -> None:
-        """Tensors of unseen origin with a row for each sample are taken for labels, beside the model's outputs."""
+    def presume(self, call: Call, whole: bool = False) -> None:
+        """Tensors of unseen origin with a row for each sample are taken for labels, beside the model's outputs.
+
+        whole: wherever they stand, as parameters do in this call: by their numbers a parameter's rows may be picked.
+        """
         for tensor in call.tensors:
             note = tensor.__dict__.get(notes.PRESUMED)
             if note is not None and note != (self.moment, tensor._version):
@@ -92,7 +95,7 @@ class Labels:
             origin = self._origin(weights)
             if origin is not None and origin.roots == {id(weights)} and origin.order is None:
                 self._take_back(weights)  # there are as many classes as samples
-        for tensor in () if self.paused else self._candidates(call):
+        for tensor in () if self.paused else call.tensors if whole else self._candidates(call):
             if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
                 continue
             if not tensor.requires_grad:
@@ -107,6 +110,8 @@ class Labels:
             if isinstance(args[0], Tensor) and tag_of(args[0], self.batch) is not None:  # of columns, by labels
                 index = args[1] if isinstance(args[1], tuple) else ()
                 return [t for t in tensors_in(index[1:]) if t.dtype in (torch.int64, torch.int32)]
+            if isinstance(args[0], Tensor) and is_of_model(args[0]):  # detached prototypes, by labels
+                return [t for t in tensors_in(args[1:]) if t.dtype in (torch.int64, torch.int32)]
             return args[:1] if all(t.dtype == torch.bool and t.dim() for t in known) else ()  # else a table, maybe
         if kind == "product":  # a second matrix is multiplied row by row: by no sample's
             return [*args[:1], *(t for t in args[1:2] if isinstance(t, Tensor) and t.dim() > 2)]

@@ -17,7 +17,7 @@ from . import notes
 from .calls import Call, Tags
 from .kinds import spellings
 from .layout import Layout
-from .positions import by_place
+from .positions import by_place, rows_alike
 from .propagate import ask
 from .rules import layout_rule
 from .totals import equal_counts, total_of
@@ -89,8 +89,10 @@ def summed_product(call: Call) -> Tags | None:
     if not all(one.same_rows(layout, call.out.device) for _, one in data):
         return None
     constants = [(t, letters) for t, letters, one in laid if one is None and samples in letters]
-    if any(by_place(t, letters.index(samples), layout) for t, letters in constants):
-        return None
+    for t, letters in constants:
+        dim = letters.index(samples)
+        if by_place(t, dim, layout) or (t.dim() > 1 and not rows_alike(t, dim, layout, computed=True)):
+            return None
     return [(call.out, total_of(call, call.out, layout, "sum"))]
 
 

@@ -70,6 +70,27 @@ def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -
     return link.leaves
 
 
+_OF_ONE = frozenset(
+    f"{name}Backward{number}"
+    for name in "Alias Clamp Clone Elu Exp Log LogSoftmax Neg Pow Reciprocal Relu Select Sigmoid Slice Softmax "
+    "Softplus Sqrt Squeeze T Tanh ToCopy Transpose Unsqueeze View".split()
+    for number in (0, 1)
+)
+
+
+def adopt(tensor: Tensor, forward_pass: ForwardPass) -> bool:
+    """Link a tensor that was made out of sight, before the forward, if autograd's graph shows that it is made of one
+    tracked parameter and of nothing else. Returns whether it is."""
+    node, seen = tensor.grad_fn, 0
+    while node is not None and node.name() in _OF_ONE and len(node.next_functions) == 1 and seen < 100:
+        node, seen = node.next_functions[0][0], seen + 1
+    leaf = getattr(node, "variable", None)
+    if leaf is None or not forward_pass.is_tracked(leaf):
+        return False
+    set_link(tensor, Link((leaf,), leaf, "function", False, version=tensor._version))
+    return True
+
+
 def _again(parents: list[Tensor]) -> tuple[Callable[..., Any], ...]:
     """What runs again to pull a gradient back through this call, and those before it."""
     found = list(run_again())

@@ -101,7 +101,7 @@ APART = {
     "norm of order 1": lambda o, y: (o.norm(p=1) + torch.linalg.vector_norm(o, 1, dim=0).sum()) / len(o),
     "last of running sums": lambda o, y: o.square().cumsum(0)[-1].sum() / len(o),
     "added to one place": lambda o, y: (
-        o.new_zeros(2, C).index_add(0, torch.ones(len(o)).long(), o.exp()).sum() / len(o)
+        o.new_zeros(1, C).index_add(0, torch.zeros(len(o)).long(), o.exp()).sum() / len(o)
     ),
     "scattered to one place": lambda o, y: (
         o.new_zeros(1).scatter_add(0, torch.zeros(len(o)).long(), o[:, 0].exp())[0] / len(o)

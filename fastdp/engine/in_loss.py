@@ -1,0 +1,40 @@
+"""Parameters that the loss uses after the forward: weights of its terms, prototypes, a head tied by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import UncapturedUseError
+from ..layouts.calls import Call
+from ..layouts.layout import tag_of
+from ..uses.derived import adopt
+from ..uses.links import link_of
+from .capture import Pass
+
+
+def takes(forward: Pass, tensor: Tensor) -> bool:
+    """Whether a tensor of the loss is a parameter, or made of parameters alone, before the forward perhaps."""
+    if not tensor.requires_grad or tensor.is_leaf or link_of(tensor) is not None:
+        return forward.is_parameter(tensor)
+    return tag_of(tensor, forward.batch) is None and adopt(tensor, forward)
+
+
+def captured(forward: Pass, call: Call) -> Any:
+    """Make a call of the loss that parameters take part in, as if it stood at the forward's end."""
+    if any(layout.total for _, layout in call.inputs()):
+        names = forward.names_of(tensor for tensor in call.tensors if takes(forward, tensor))
+        raise UncapturedUseError(
+            f"{call.name}() joins a sum over the samples with {names}. If that weighs or scales the loss, apply it to "
+            'each sample\'s own loss (reduction="none"), and take the mean then. A term of the weights alone (L2-SP, '
+            "EWC, FedProx) is public: leave it out of the loss, and call its backward() within optimizer.public(), "
+            "which adds its gradient without clipping."
+        )
+    func, (args, kwargs) = call.func, call.given
+    running = forward.engine.running
+    running.active, forward.in_loss = forward, True
+    try:
+        return forward.dispatch(func, args, kwargs)
+    finally:
+        running.active = None

@@ -1,0 +1,119 @@
+"""Parameters used by the loss, outside of the model's forward: exact, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.errors import FastDPError, UncapturedUseError
+
+N, D, C = 6, 4, 3
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Linear(D, D), nn.Parameter(torch.tensor(0.5))
+        self.weights, self.centres = nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(C, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+Loss = Callable[[Model, Tensor, Tensor], Tensor]
+
+
+def _merged(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    out = m(x)
+    head = m.centres + m.scale
+    return F.cross_entropy(F.linear(out, F.normalize(head, dim=1)) * m.scale.exp(), y)
+
+
+EXACT: dict[str, Loss] = {
+    "learned weights": lambda m, x, y: ((-m.weights).exp() * m(x).square() + m.weights).sum(1).mean(),
+    "learned weights of a part": lambda m, x, y: (F.softplus(m.weights) * m.body(x).square()).sum(1).mean(),
+    "logit scale": lambda m, x, y: F.cross_entropy(m.scale.exp() * m(x), y),
+    "prototypes by distance": lambda m, x, y: torch.cdist(m(x), m.centres).logsumexp(1).mean(),
+    "head by hand": lambda m, x, y: F.cross_entropy(F.linear(m(x), m.centres), y),
+    "ArcFace by hand": lambda m, x, y: F.cross_entropy(8 * F.normalize(m(x)) @ F.normalize(m.centres).T, y),
+    "centre loss": lambda m, x, y: (m(x) - m.centres[y]).square().sum(1).mean(),
+    "detached centres": lambda m, x, y: (m(x) - m.centres.detach()[y]).square().sum(1).mean(),
+    "a parameter twice": lambda m, x, y: F.linear(m(x), m.body.weight, m.body.bias).square().sum(1).mean(),
+    "several, merged": _merged,
+}
+COUPLED: dict[str, Loss] = {
+    "centres of all labels": lambda m, x, y: (m(x) @ m.centres[y].T).logsumexp(1).mean(),
+    "a mean times a parameter": lambda m, x, y: (m(x) * (m.weights * m(x).mean(0))).square().sum(1).mean(),
+    "a parameter and data before the forward": lambda m, x, y: (F.linear(x, m.body.weight) * m(x)).sum(1).mean(),
+    "a parameter times a number before it": lambda m, x, y: ((m.weights * x[0, 0]) * m(x)).sum(1).mean(),
+}
+
+
+def _truth(model: Model, loss: Loss, x: Tensor, limit: float) -> list[Tensor]:
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for i in range(N):
+        one = copy.deepcopy(model)
+        loss(one, x[i : i + 1], LABELS[i : i + 1]).backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in one.parameters()]
+        factor = min(1.0, limit / float(torch.cat([g.flatten() for g in grads]).norm()))
+        total = [t + g * factor for t, g in zip(total, grads, strict=True)]
+    return total
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_parameters_in_the_loss_are_exact(name: str) -> None:
+    torch.manual_seed(0)
+    model, limit = Model().double(), 0.5
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=limit, expected_batch_size=N)
+    for _ in range(3):  # repeated steps take shorter ways
+        x = torch.randn(N, D, dtype=torch.float64)
+        before, want = [p.detach().clone() for p in model.parameters()], _truth_of(model, EXACT[name], x, limit)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", fastdp.errors.SampleRateWarning)
+            EXACT[name](model, x, LABELS.clone()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, old, expected in zip(model.parameters(), before, want, strict=True):
+            torch.testing.assert_close(old - p, 0.1 / N * expected, rtol=1e-5, atol=1e-7)
+    optimizer.detach()
+
+
+def _truth_of(model: Model, loss: Loss, x: Tensor, limit: float) -> list[Tensor]:
+    """Of a plain copy: the model's own hooks are fastdp's."""
+    plain = Model().double()
+    plain.load_state_dict(model.state_dict())
+    return _truth(plain, loss, x, limit)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_coupled_samples_are_refused(name: str) -> None:
+    model = Model()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=N)
+    with pytest.raises(FastDPError):
+        COUPLED[name](model, torch.randn(N, D), LABELS.clone()).backward()
+        optimizer.step()
+
+
+def test_a_sum_over_the_samples_and_a_parameter() -> None:
+    model = Model()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=N)
+    loss = model(torch.randn(N, D)).square().mean()
+    with pytest.raises(UncapturedUseError, match="'scale'.*reduction=\"none\""):
+        loss * model.scale.exp()
+    with pytest.raises(UncapturedUseError, match=r"'centres'.*optimizer\.public\(\)"):
+        loss + model.centres.square().sum()
+    loss.backward()  # the remedy
+    with optimizer.public():
+        model.centres.square().sum().backward()
+    before = model.centres.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(before - model.centres, 0.1 * 2 * before)
