@@ -49,7 +49,7 @@ from .engine import Engine
 from .known_calls import MISSED, captured_by
 from .layout_cache import inquires
 from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
-from .sight import Watcher, look_beneath, poisoned, refuse_numbers_of_data, roles_of, unmoved
+from .sight import Watcher, look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
 from .tape import PassRecord
 from .tracked import owned_by
 
@@ -68,22 +68,20 @@ class Pass(PassRecord):
     ) -> None:
         super().__init__(batch, people, count, moment or Moment(engine.owner), engine.token_node)
         self.engine, self.backward, self.tracked = engine, engine.backward, tracked
-        self.arrived = engine.backward.arrived
-        self.memo, self.planner, self.token = engine.memo, engine.planner, engine.token
-        self.root, self.lowers = type(engine.model).__name__, engine.backward.tracked.lowers
-        self.stack: list[str] = []  # module paths, innermost last
-        self.called: set[str] = set()  # paths of all modules called so far
+        self.arrived, self.memo, self.planner = engine.backward.arrived, engine.memo, engine.planner
+        self.token, self.lowers, self.root = engine.token, engine.backward.tracked.lowers, type(engine.model).__name__
+        self.stack, self.called = list[str](), set[str]()  # module paths, innermost last; of all called so far
         self.unseen, self.filled = "", HOLDING.turn  # what took data out of sight, if something did; as of its begin
         self.mode = _CaptureMode(self)
         self._applied: list[Applied] | None = None  # captured calls, within a rule
+        self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
         self.known_calls = self.memo.calls_of(batch, tracked, self.stack, engine.sizes.asked) if batch > 1 else None
         self.by_nodes = engine.planner.memory_budget is None  # captured calls may be autograd's own nodes
         if self.known_calls is not None:
             self.known_calls.serve(self.mode)
-        self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.watcher: Watcher | None = None
+        self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
         self.exposed, self.reads = Exposed(batch, engine.model), engine.reads
-        self.unaccounted = False  # the last call wrote to tensors that its rule does not speak of
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
     @property
@@ -397,4 +395,6 @@ class _CaptureMode(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside vmap: masks, mostly
             look_beneath(active, func, args, kwargs)
             return func(*args, **kwargs)
+        if not active.batch:
+            return of_no_samples(active, active.dispatch, func, args, kwargs)
         return active.dispatch(func, args, kwargs)

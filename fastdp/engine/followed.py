@@ -32,7 +32,9 @@ class Followed:
         arrivals: Sequence[Arrival] = (),
         forward: Pass | None = None,
     ) -> None:
-        self.batch, self.moment, self.mixed, self.forward = batch, moment, mixed, forward
+        self.batch, self.moment, self.mixed = batch, moment, mixed
+        self.forward = (lambda: None) if forward is None else weakref.ref(forward)  # the graph has it
+        self.read = "" if forward is None else forward.read
         me = weakref.ref(self)
         self.memo, self.sizes = engine.memo, engine.sizes
         self.labels = Labels(batch, moment.number)

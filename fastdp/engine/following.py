@@ -63,7 +63,7 @@ class Following(TorchFunctionMode):
         self.what, what.gone = what, weakref.WeakMethod(self._is_gone)
         self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
         self.labels = what.labels
-        self.numbers = NumbersRead(what.batch, "" if what.forward is None else what.forward.read)
+        self.numbers = NumbersRead(what.batch, what.read)
         set_moment(self.moment)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,8 +96,9 @@ class Following(TorchFunctionMode):
         given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
         self._choose(tensors_in(roots))
         engine, problem = self.what.engine(), None
-        if self.what.forward is not None and self.what.forward.in_loss:
-            self.what.forward.check_unwritten()
+        forward = self.what.forward()
+        if forward is not None and forward.in_loss:
+            forward.check_unwritten()
         if engine is not None:
             engine.judge_writes()
             weighted = self._weighted(roots, given)
@@ -183,7 +184,7 @@ class Following(TorchFunctionMode):
         given = tensors_in((args, kwargs))
         if self.waiting:
             self._choose(given)
-        call, forward = Call(func, args, kwargs, self.batch), self.what.forward
+        call, forward = Call(func, args, kwargs, self.batch), self.what.forward()
         of_parameters = forward is not None and any(takes(forward, tensor) for tensor in given)
         self.labels.presume(call, of_parameters)
         origin = self.labels.before(call)

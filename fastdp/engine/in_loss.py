@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import UncapturedUseError
+from ..errors import FastDPError, UncapturedUseError
 from ..layouts.calls import Call
 from ..layouts.layout import tag_of
 from ..uses.derived import adopt
@@ -23,6 +23,19 @@ def takes(forward: Pass, tensor: Tensor) -> bool:
 
 def captured(forward: Pass, call: Call) -> Any:
     """Make a call of the loss that parameters take part in, as if it stood at the forward's end."""
+    running = forward.engine.running
+    running.active, forward.in_loss = forward, True
+    try:
+        return _dispatched(forward, call)
+    except FastDPError as error:
+        forward.backward.forget()
+        forward.backward.refused(error)
+        raise
+    finally:
+        running.active = None
+
+
+def _dispatched(forward: Pass, call: Call) -> Any:
     if any(layout.total for _, layout in call.inputs()):
         names = forward.names_of(tensor for tensor in call.tensors if takes(forward, tensor))
         raise UncapturedUseError(
@@ -32,9 +45,4 @@ def captured(forward: Pass, call: Call) -> Any:
             "which adds its gradient without clipping."
         )
     func, (args, kwargs) = call.func, call.given
-    running = forward.engine.running
-    running.active, forward.in_loss = forward, True
-    try:
-        return forward.dispatch(func, args, kwargs)
-    finally:
-        running.active = None
+    return forward.dispatch(func, args, kwargs)

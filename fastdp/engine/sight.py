@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import SampleMixingError, UncapturedUseError
+from ..errors import BatchLayoutError, FastDPError, SampleMixingError, UncapturedUseError
 from ..layouts.calls import Call
 from ..layouts.exposed import Exposed
 from ..layouts.held import was_filled
@@ -133,6 +133,20 @@ def look_beneath(forward_pass: Sees, func: Any, args: Any, kwargs: Any) -> None:
             forward_pass.unseen = (
                 f"{forward_pass.place(function_name(func))} runs inside torch.func or torch.vmap, out of sight"
             )
+
+
+def of_no_samples(forward_pass: Sees, dispatch: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """A call in the forward of an empty batch, which many models cannot make (`x.view(len(x), 8, -1)`)."""
+    try:
+        return dispatch(func, args, kwargs)
+    except FastDPError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as problem:
+        raise BatchLayoutError(
+            f"{forward_pass.place(function_name(func))} cannot take an empty batch ({problem}), which Poisson sampling "
+            "draws now and then. Leave out the forward and backward of such a batch (if len(x): ...); step() is then a "
+            "step of noise alone, and must be called."
+        ) from problem
 
 
 def refuse_numbers_of_data(forward_pass: Sees, call: Call, parameters: list[Tensor]) -> None:

@@ -306,12 +306,17 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-@layout_rule(torch.index_select, T.index_select, by_value=True, picks=True)
+@layout_rule(torch.index_select, T.index_select, by_value=True, picks=True, joins=True)
 def _index_select(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])
     dim, index = call.argument(1, "dim"), call.argument(2, "index")
     if layout is None or layout.mixed:
         return ask(call)
+    if layout.alone >= 0:
+        return call.all_combined("picks rows of one sample by another's data")
+    if not index.dim() and (by := call.layout(index)) is not None:
+        index = index.reshape(1)  # of the only row that a choice has left
+        call.knows(index, by.along(0, 1, index.device))
     items = (slice(None),) * (dim % source.dim()) + (index,)
     if dim % source.dim() != layout.dim:
         return _index_elsewhere(call, layout, items, {dim % source.dim(): index}) if call.layout(index) else [

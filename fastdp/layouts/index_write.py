@@ -206,12 +206,13 @@ def _added_up(call: Call, others: tuple[Layout | None, ...], rows: Layout | None
     return [(call.out, total_of(call, call.out, rows, "sum"))]
 
 
+@layout_rule(*spellings("index_fill", "index_fill_"), by_value=True, picks=True, joins=True)
 @layout_rule(*spellings("index_reduce", "index_reduce_"), by_value=True)
 @layout_rule(*spellings("index_add", "index_add_", "index_copy", "index_copy_"), by_value=True, picks=True, joins=True)
 def _index_add(call: Call) -> Tags:
     target, dim, index, source = (call.argument(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
     layout, rows, by = call.layout(target), call.layout(source), call.layout(index)
-    dim = dim % target.dim()
+    dim, index = dim % target.dim(), index.reshape(-1)
     if any(one is not None and one.alone >= 0 for one in (layout, rows, by)):
         rows, by = (
             one if one is None else one.along(d, t.size(d) if t.dim() else 1, t.device)

@@ -47,7 +47,18 @@ def tag_inputs(
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch, guessed=True)
         tensor.__dict__[notes.INPUT] = True
         tag(tensor, layout)
+        if dim and layout == Layout(batch, dim) and tensor._is_view() and known is None:
+            _tag_whole(tensor, tensor._base, layout)  # type: ignore[arg-type]
     tag_marked(batch)
+
+
+def _tag_whole(part: Tensor, whole: Tensor, layout: Layout) -> None:
+    """Where an input is a part of a longer sequence (`target[:-1]`), other parts of that have its samples, too."""
+    if whole.requires_grad or whole.stride() != part.stride() or whole.size(layout.dim) != layout.rows:
+        return
+    if mark_of(whole) is None and (tag_of(whole, layout.batch) is None or notes.INPUT in whole.__dict__):
+        whole.__dict__[notes.INPUT] = True
+        tag(whole, layout)
 
 
 def may_be_packed(tensor: Tensor, batch: int, dim: int) -> bool:
@@ -59,7 +70,7 @@ def may_be_packed(tensor: Tensor, batch: int, dim: int) -> bool:
 
 
 def nested_tensors(values: Any) -> list[Tensor]:
-    """Tensors in the arguments of a model: also in mappings and dataclasses."""
+    """Tensors in the arguments of a model: also in mappings, dataclasses, and attributes of other objects."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, nn.utils.rnn.PackedSequence):
@@ -70,7 +81,9 @@ def nested_tensors(values: Any) -> list[Tensor]:
         return [tensor for item in values.values() for tensor in nested_tensors(item)]
     if hasattr(values, "__dataclass_fields__"):
         return [t for name in values.__dataclass_fields__ for t in nested_tensors(getattr(values, name))]
-    return []
+    if isinstance(values, nn.Module | type) or callable(values):
+        return []
+    return [item for item in getattr(values, "__dict__", {}).values() if isinstance(item, Tensor)]
 
 
 def outputs_apart(out: Any, chosen: Callable[[Tensor], bool]) -> Any:

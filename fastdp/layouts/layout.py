@@ -282,6 +282,8 @@ def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout | None:
     """The layout of a view of memory that became data after the view was made."""
     if layout.mixed or layout.alone >= 0:
         return layout
+    if layout.plain and view.stride() == base.stride() and view.size(layout.dim) == base.size(layout.dim):
+        return layout  # a part of each row
     why = "reads memory in which the rows of the samples cannot be followed"
     finer, rest = divmod(base.element_size(), view.element_size())  # 2: the real parts of complex numbers
     rows = None if layout.order is not None or rest else owner_map(base, layout)

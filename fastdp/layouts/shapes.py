@@ -44,6 +44,19 @@ def _reshape(call: Call) -> Tags:
     return [(call.out, found)] if found is not None else spread(call, "sum", _FOLDS)
 
 
+@layout_rule(*spellings("squeeze"))
+def _squeeze(call: Call) -> Tags:
+    """Of the only row that a choice by the data has left, the dimension may go, too."""
+    source, layout = call.args[0], call.layout(call.args[0])
+    dims = call.argument(1, "dim")
+    dims = range(source.dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+    if layout is None or layout.mixed or layout.alone >= 0 or layout.owner is None or layout.rows != 1:
+        return ask(call)
+    if layout.dim not in [dim % source.dim() for dim in dims]:
+        return ask(call)
+    return [(call.out, layout.of_sample(int(layout.owner[0]), sized=True))]
+
+
 @layout_rule(*spellings("expand", "expand_as", "broadcast_to"))
 def _expand(call: Call) -> Tags:
     layout = call.layout(call.args[0])

@@ -130,6 +130,8 @@ def use_of_rows(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor
 
     Stored, where the planner says so for samples of an average number of rows.
     """
+    if not operand.numel():  # a projection to no dimension (nn.AdaptiveLogSoftmaxWithLoss of few)
+        return Stored(operand, operand.new_zeros(forward_pass.batch, *operand.shape), name)
     owner = owners_below(layout, g)
     a, g = rows_of(a, layout), rows_of(g, layout)
     use: Use = forward_pass.regrouped(Routed(operand, a, g, torch.zeros_like(owner), owner, forward_pass.batch, name))
