@@ -40,6 +40,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
         self.model, self.backward, self.batching = model, backward, batching
+        batching.bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
         self.token = torch.zeros((), requires_grad=True)  # what captured calls of data without gradients hang on
         with torch.enable_grad():  # where autograd would add up the token's gradient
             self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import BatchLayoutError, StepError
 from . import in_hand, notes
 from .layout import Layout, is_stale, layout_on, tag, tag_of
-from .marks import layout_said, mark_of, samples_said, tag_marked
+from .marks import layout_said, mark_bags, mark_of, samples_said, tag_marked
 
 
 def tag_inputs(
@@ -212,6 +212,7 @@ class Batching:
                 "batch_size, whatever the other says. Give only one of them"
             )
         self.dim, self.size, self.rows_per_sample = (0 if batch_first else 1), batch_size, rows_per_sample
+        self.bags: list[nn.EmbeddingBag] = []  # the model's
 
     @property
     def folded(self) -> bool:
@@ -220,6 +221,8 @@ class Batching:
 
     def samples(self, args: Any, kwargs: Any) -> int:
         """The number of samples in the model's arguments."""
+        if self.bags:
+            mark_bags(nested_tensors((args, kwargs)), any(bag.include_last_offset for bag in self.bags))
         if self.size is not None:
             return self.size
         rows = batch_of((args, kwargs), self.dim, self.rows_per_sample)

@@ -15,10 +15,14 @@ from .layout import Layout, tag, tag_of
 
 
 class Mark(NamedTuple):
-    """owner: sample of each row, int64 [rows], or None: of no sample; samples: in the batch, where that was said."""
+    """owner: sample of each row, int64 [rows], or None: of no sample; samples: in the batch, where that was said.
+
+    said: by the user, and not by offsets.
+    """
 
     owner: Tensor | None
     samples: int | None
+    said: bool = True
 
 
 _marked: dict[int, weakref.ref[Tensor]] = {}  # every marked tensor that is alive, by id, in the order of marking
@@ -62,6 +66,23 @@ def mark_rows(tensor: Tensor, sample_of_row: Tensor | Sequence[int] | None, samp
         del _marked[number]
     _marked[id(tensor)] = weakref.ref(tensor)
     return tensor
+
+
+def mark_bags(arguments: Sequence[Tensor], with_last: bool) -> None:
+    """Mark the texts, one after another, that a model with an nn.EmbeddingBag takes with their offsets.
+
+    arguments: the model's; with_last: the offsets have one more at the end (`include_last_offset`).
+    """
+    flat = [t for t in arguments if t.dim() == 1 and t.numel() and t.dtype in (torch.int64, torch.int32)]
+    for words, offsets in zip(flat, flat[1:], strict=False):
+        starts = offsets[:-1] if with_last else offsets
+        known = mark_of(words)
+        if not starts.numel() or mark_of(offsets) is not None or (known is not None and known.said):
+            continue
+        if int(starts[0]) == 0 and bool((starts.diff() >= 0).all()) and int(offsets[-1]) <= len(words):
+            places = torch.arange(len(words), device=starts.device)
+            mark_rows(words, torch.searchsorted(starts.long(), places, right=True) - 1, samples=len(starts))
+            words.__dict__[notes.ROWS] = mark_of(words)._replace(said=False)  # type: ignore[union-attr]
 
 
 def mark_of(tensor: Tensor) -> Mark | None:

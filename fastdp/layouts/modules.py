@@ -59,6 +59,21 @@ def _embedding(call: Call) -> Tags:
     return [(call.out, layout)] if layout is not None and len(call.inputs()) == 1 else ask(call)
 
 
+@layout_rule(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def _conv(call: Call) -> Tags:
+    """A kernel for each sample: channels of one picture that are all samples', in groups of one sample each."""
+    (picture, kernels), bias = call.args[:2], call.argument(2, "bias")
+    x, w = call.layout(picture), call.layout(kernels)
+    groups = call.argument(6, "groups", 1)
+    layouts = [x, w, *([] if bias is None else [call.layout(bias)])]
+    if x is None or w is None or picture.dim() != kernels.dim() or picture.size(0) != 1 or groups % call.batch:
+        return ask(call)
+    for layout, dim in zip(layouts, (1, 0, 0), strict=False):
+        if layout is None or not layout._replace(inner=1, dim=0).plain or layout.dim != dim or layout.batch == 1:
+            return ask(call)
+    return [(call.out, x._replace(inner=call.out.size(1) // call.batch))]
+
+
 @layout_rule(F.layer_norm, F.rms_norm)
 def _layer_norm(call: Call) -> Tags:
     source, layout = call.args[0], call.layout(call.args[0])

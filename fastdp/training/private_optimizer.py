@@ -153,7 +153,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Raises StepError before the first backward.
         """
-        norms = self._attached().norms
+        norms = (past if (past := self._accounted()).detached else self._attached()).norms
         if norms is None:
             raise StepError("no norms yet: call loss.backward() first")
         return norms

@@ -217,8 +217,10 @@ def capture_embedding_bag(forward_pass: ForwardPass, func: Any, args: tuple[Any,
              "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip
     found = dict(zip(names, bind(args, kwargs, *names), strict=True))
     ids, table, offsets, weights = (found[n] for n in ("input", "weight", "offsets", "per_sample_weights"))
-    if not forward_pass.is_parameter(table) or (weights is not None and forward_pass.is_parameter(weights)):
+    if not forward_pass.is_parameter(table):
         return NotImplemented
+    if weights is not None and forward_pass.is_parameter(weights):  # shared by the samples: each has its own copy
+        weights = forward_pass.traced(lambda: weights * (ids * 0 + 1).to(weights.dtype))
     check = (ids, table, None, found["max_norm"], None, found["scale_grad_by_freq"])
     check_embedding(forward_pass, check, {})
     mode = found["mode"] or "mean"

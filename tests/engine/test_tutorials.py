@@ -1,0 +1,211 @@
+"""Programs as PyTorch's tutorials and layers have them, against the gradient of each sample alone."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastdp
+from fastdp.errors import BatchLayoutError
+
+B = 4
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def _norms(model: nn.Module, loss: Loss, batch: Any, **options: Any) -> Tensor:
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, expected_batch_size=B, **options)
+    try:
+        for _ in range(2):  # the second takes shorter ways
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+            found = optimizer.norms
+        return found
+    finally:
+        optimizer.detach()
+
+
+def _assert_exact(
+    model: nn.Module, loss: Loss, batch: Any, one: Callable[[int], Any], count: int = B, **options: Any
+) -> None:
+    moved = copy.deepcopy(model)
+    found = _norms(moved, loss, batch, max_grad_norm=1e-9, **options)  # the weights stay as good as they are
+    for i in range(count):
+        model.zero_grad()
+        loss(model, one(i)).backward()
+        want = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+        torch.testing.assert_close(found[i].to(want), want, rtol=1e-4, atol=1e-6)
+
+
+# --------------------------------------------------------------------------- time first
+
+
+class Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.inner = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.inner(self.words(source), self.words(target)))
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("length", [5, B])  # as many steps as samples
+def test_translation(before: bool, length: int) -> None:
+    """Given target[:-1], judged by target[1:], which is cut out before the forward or after it."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        source, target = batch
+        labels = target[1:] if before else None
+        out = model(source, target[:-1])
+        labels = target[1:] if labels is None else labels
+        return F.cross_entropy(out.reshape(-1, 20), labels.reshape(-1))
+
+    source, target = torch.randint(2, 20, (5, B)), torch.randint(2, 20, (length + 1, B))
+    one = lambda i: (source[:, i : i + 1].clone(), target[:, i : i + 1].clone())
+    _assert_exact(Translator(), loss, (source, target), one, batch_first=False)
+
+
+class Entailment(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.encoder, self.head = nn.Embedding(30, 8), nn.LSTM(8, 6), nn.Linear(12, 3)
+
+    def forward(self, batch: Any) -> Tensor:
+        texts = (batch.premise, batch.hypothesis)
+        return self.head(torch.cat([self.encoder(self.words(text))[1][0][-1] for text in texts], 1))
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_inputs_that_are_attributes(told: bool) -> None:
+    premise, hypothesis, y = torch.randint(0, 30, (5, B)), torch.randint(0, 30, (6, B)), torch.tensor([0, 1, 2, 1])
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(types.SimpleNamespace(premise=batch[0], hypothesis=batch[1])), batch[2])
+
+    one = lambda i: (premise[:, i : i + 1].clone(), hypothesis[:, i : i + 1].clone(), y[i : i + 1])
+    options = {"batch_size": B} if told else {}
+    _assert_exact(Entailment(), loss, (premise, hypothesis, y), one, batch_first=False, **options)
+
+
+# --------------------------------------------------------------------------- texts one after another
+
+
+class Texts(nn.Module):
+    def __init__(self, weighted: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(50, 8, **options), nn.Linear(8, 4)
+        self.weights = nn.Embedding(50, 1) if weighted else None
+
+    def forward(self, text: Tensor, offsets: Tensor) -> Tensor:
+        weights = None if self.weights is None else self.weights(text).squeeze(-1)
+        return self.head(self.bags(text, offsets, per_sample_weights=weights))
+
+
+@pytest.mark.parametrize("lengths", [[3, 5, 2, 4], [1, 1, 1, 1], [0, 5, 0, 2]])
+@pytest.mark.parametrize(
+    "options", [{}, {"include_last_offset": True}, {"padding_idx": 3}, {"mode": "sum", "weighted": True}]
+)
+def test_bags_by_offsets(options: dict[str, Any], lengths: list[int]) -> None:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    text, y = torch.randint(0, 50, (sum(lengths),)), torch.tensor([0, 1, 2, 3])
+    last = options.get("include_last_offset", False)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(*batch[:2]), batch[2])
+
+    def one(i: int) -> Any:
+        return text[ends[i] : ends[i + 1]].clone(), torch.tensor([0, lengths[i]][: 1 + last]), y[i : i + 1]
+
+    _assert_exact(Texts(**options), loss, (text, ends if last else ends[:-1].clone(), y), one)
+
+
+def test_weights_of_bags_that_are_a_parameter() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags, self.weights = nn.EmbeddingBag(50, 8, mode="sum"), nn.Parameter(torch.rand(3))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.bags(ids, per_sample_weights=self.weights.expand(ids.shape))
+
+    ids = torch.randint(0, 50, (B, 3))
+    _assert_exact(Model(), lambda m, x: m(x).square().sum(1).mean(), ids, lambda i: ids[i : i + 1])
+
+
+# --------------------------------------------------------------------------- layers
+
+
+class Adaptive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.AdaptiveLogSoftmaxWithLoss(8, 20, [4, 10])
+
+
+@pytest.mark.parametrize(
+    "labels", [[0, 5, 12, 3, 19, 7], [0, 5, 1, 3, 2, 2], [0, 1, 2, 3, 1, 2], [19, 18, 17, 5, 15, 11]]
+)
+def test_adaptive_softmax(labels: list[int]) -> None:
+    x, y = torch.randn(6, 4), torch.tensor(labels)  # a cluster of several samples, of one, of none
+    loss = lambda m, batch: m.head(m.body(batch[0]), batch[1]).loss
+    _assert_exact(Adaptive(), loss, (x, y), lambda i: (x[i : i + 1], y[i : i + 1]), count=6)
+
+
+class KernelsOfSamples(nn.Module):
+    """Of each sample its own kernel, by as many groups of channels as samples."""
+
+    def __init__(self, transposed: bool, groups: int) -> None:
+        super().__init__()
+        self.transposed, self.groups, self.make = transposed, groups, nn.Linear(4, 4 * 6 // groups * 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (4, 6 // self.groups) if self.transposed else (6, 4 // self.groups)
+        kernels = self.make(x.mean((2, 3))).reshape(-1, shape[1], 3, 3)
+        function = F.conv_transpose2d if self.transposed else F.conv2d
+        out = function(x.reshape(1, -1, *x.shape[2:]), kernels, padding=1, groups=len(x) * self.groups)
+        return out.reshape(len(x), 6, *x.shape[2:])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_kernel_for_each_sample(transposed: bool, groups: int) -> None:
+    x, weights = torch.randn(B, 4, 5, 5), torch.randn(6, 5, 5)
+    loss = lambda m, x: (m(x) * weights).sum((1, 2, 3)).square().mean()
+    _assert_exact(KernelsOfSamples(transposed, groups), loss, x, lambda i: x[i : i + 1])
+
+
+# --------------------------------------------------------------------------- empty batches
+
+
+def test_a_model_that_cannot_take_an_empty_batch() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).view(len(x), -1, 2).sum(1)
+
+    model = Heads()
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    data = torch.utils.data.TensorDataset(torch.randn(50, 4))
+    steps = 0
+    for (x,) in fastdp.poisson_loader(data, sample_rate=0.02, steps=20):
+        if len(x):
+            model(x).square().sum(1).mean().backward()
+        else:
+            with pytest.raises(BatchLayoutError, match=r"empty batch.*if len\(x\)"):
+                model(x)
+        optimizer.step()  # of noise alone, then
+        optimizer.zero_grad()
+        steps += 1
+    assert sum(run[2] for run in optimizer.history) == steps == 20
+    optimizer.detach()
