@@ -65,7 +65,8 @@ def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float
         history: the runs. Without runs, epsilon is 0; a run without noise makes it infinite. A fourth number is the
             `fastdp.sampling.truncation` of a step.
         delta: in (0, 1).
-        accountant: "prv" (exact to 0.01), "rdp" (an upper bound) or "gdp" (an approximation that can be too small).
+        accountant: "prv" (exact to 0.01), "rdp" (an upper bound) or "gdp" (an approximation: a warning says if it is
+            too small).
 
     Raises:
         AccountingError: if delta, the accountant or a sample rate is missing or invalid, or GDP has no epsilon.
@@ -73,6 +74,18 @@ def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float
     Source: PRV, Gopi et al. 2021 (arXiv 2106.02848); RDP, Mironov 2017 (arXiv 1702.07476); GDP, Bu et al. 2020 (arXiv
     1911.11607); truncation, Chua et al. 2024 (arXiv 2411.04205).
     """
+    found = epsilon_by(history, delta, accountant)
+    if accountant == "gdp" and 0 < found < math.inf and (exact := epsilon_by(history, delta, "prv")) > found + 0.01:
+        warnings.warn(
+            f"GDP's approximation says epsilon {found:.3g}, which is too small here: PRV, which is exact to 0.01, says "
+            f"{exact:.3g}. Take accountant='prv' for a guarantee",
+            stacklevel=2,
+        )
+    return found
+
+
+def epsilon_by(history: History, delta: float, accountant: str) -> float:
+    """`epsilon_of`, without a word on how good the accountant is."""
     check_accountant(accountant)
     if not 0 < delta < 1:
         raise AccountingError(f"delta must lie in (0, 1), not {delta!r}")
@@ -96,7 +109,9 @@ def epsilon_of(history: History, delta: float, accountant: str = "prv") -> float
         left = delta - (1 + math.exp(min(epsilon, 700.0))) * truncated
         if left <= 0:
             return math.inf
-        found = max(0.0, _epsilon_by(accountant, runs, left))  # at a large delta theirs may be below 0, which is none
+        found = max(
+            0.0, _of_noisy_runs(accountant, runs, left)
+        )  # at a large delta theirs may be below 0, which is none
         if not truncated or found <= epsilon:
             return found if not truncated else epsilon
         epsilon, slack = found * (1 + slack), slack * 4
@@ -117,7 +132,7 @@ def truncation_in(run: Run) -> float:
     return chance
 
 
-def _epsilon_by(accountant: str, runs: list[tuple[float, float, int]], delta: float) -> float:
+def _of_noisy_runs(accountant: str, runs: list[tuple[float, float, int]], delta: float) -> float:
     """The accountant's epsilon of runs that all have noise."""
     if accountant == "gdp":
         return _gdp(runs, delta)
@@ -235,7 +250,7 @@ def table(settings: Iterable[Setting]) -> list[Spent]:
             raise AccountingError(f"no step in {setting}: batch, records and epochs must be positive, batch <= records")
         rate, sigma = setting.batch / setting.records, setting.noise_multiplier
         runs: History = [(sigma, rate, setting.steps)]
-        spent = {name: epsilon_of(runs, setting.delta, name) for name in ACCOUNTANTS}
+        spent = {name: epsilon_by(runs, setting.delta, name) for name in ACCOUNTANTS}
         uniform = math.inf
         if sigma > 0:
             mu = float(gdp.compute_mu_uniform(steps=setting.steps, noise_multiplier=sigma, sample_rate=rate))
@@ -296,7 +311,7 @@ def noise_multiplier_for(
 
     def spent(sigma: float) -> float:
         try:
-            return epsilon_of([(sigma, sample_rate, steps, truncation)], delta, accountant)
+            return epsilon_by([(sigma, sample_rate, steps, truncation)], delta, accountant)
         except AccountingError:  # GDP has no number for so little noise: too much is spent
             if accountant != "gdp":
                 raise

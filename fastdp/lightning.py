@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from .accounting import epsilon_of
+from .accounting import epsilon_by
 from .distributed.frameworks import unwrap
 from .distributed.world import World, told
 from .errors import StepError
@@ -293,7 +293,7 @@ def most_steps(
     """
 
     def fits(steps: int) -> bool:
-        return epsilon_of([*history, (sigma, rate, steps, truncation)], delta, accountant) <= target
+        return epsilon_by([*history, (sigma, rate, steps, truncation)], delta, accountant) <= target
 
     low, high = 0, 1
     while high < 10**8 and fits(high):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..accounting import delta_problem, epsilon_of
+from ..accounting import delta_problem, epsilon_by
 from ..distributed.world import world_of
 from ..sampling import poisson_loader
 from ..training.optim import DPAdamW
@@ -292,7 +292,7 @@ class Standing:
         return int(self.optimizer.nonfinite_samples)
 
     def _epsilon(self, exact: bool = False) -> float:
-        """Of all steps in the journal; in a bar, of up to an eighth more, as accounting takes a tenth of a second."""
+        """Of all steps in the journal; in logs, of up to an eighth more, as accounting takes a tenth of a second."""
         count = self.journal.count
         every = 2 ** max(0, count.bit_length() - SHOWN)
         return self._of(count if exact or count > self.plan.steps else min(-(-count // every) * every, self.plan.steps))
@@ -302,5 +302,5 @@ class Standing:
             if self.plan.noise_multiplier == 0:
                 return math.inf
             runs: Any = [(self.plan.noise_multiplier, self.plan.sample_rate, count)]
-            self._epsilons[count] = epsilon_of(runs, self.plan.delta, self.plan.accountant)
+            self._epsilons[count] = epsilon_by(runs, self.plan.delta, self.plan.accountant)
         return self._epsilons[count]

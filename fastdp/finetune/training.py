@@ -253,7 +253,7 @@ class _Loop(Standing):
         with torch.no_grad():
             metrics = {name: float(value) for name, value in self.job.evaluate(self.model).items()}
         self.model.train(mode)
-        row = {"step": self.step, "epsilon": self._epsilon(exact=True), **metrics}
+        row = {"step": self.step, "epsilon": self._epsilon(), **metrics}
         self.history.append(row)
         self._log("evaluate", **row)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..accounting import History as History
-from ..accounting import epsilon_of
+from ..accounting import epsilon_by
 from ..errors import AccountingError
 from ..training.ledger import kind_of, run_of
 from ..training.words import at_most
@@ -82,7 +82,7 @@ def steps_within(
     """How many of the planned steps may follow this history before epsilon exceeds the target."""
 
     def fits(steps: int) -> bool:
-        return epsilon_of([*history, (noise_multiplier, sample_rate, steps)], delta, kind) <= target
+        return epsilon_by([*history, (noise_multiplier, sample_rate, steps)], delta, kind) <= target
 
     if planned <= 0 or fits(planned):
         return max(planned, 0)

@@ -14,6 +14,7 @@ from ..ops.clip import GAMMA, KINDS, MARGIN, clip_factors
 from .custom_clipping import OwnFunction
 
 ClippingFunction = str | Callable[[Tensor], Tensor]
+_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 _STYLES = ("flat", "layerwise", "per_layer")  # which other libraries take for clipping=
 
 
@@ -23,6 +24,23 @@ class Group(NamedTuple):
     name: str
     parameters: tuple[str, ...]
     max_grad_norm: float
+
+
+def refuse_own_norms(max_grad_norm: Any, norms: Tensor | Mapping[str, Tensor] | None) -> None:
+    """Raises ClippingError if a clipping norm is one of the batch's own norms, or their mean, median or so."""
+    if max_grad_norm is None or norms is None:
+        return
+    for found in norms.values() if isinstance(norms, Mapping) else (norms,):
+        found = found.detach().double().flatten()
+        known = [found, found.mean()[None], found.median()[None], found.quantile(found.new_tensor(_QUANTILES))]
+        if len(found) > 1 and bool(
+            torch.isclose(torch.cat(known), found.new_tensor(float(max_grad_norm)), 1e-6, 0).any()
+        ):
+            raise ClippingError(
+                f"max_grad_norm={float(max_grad_norm):g} is made of the norms of this batch's own gradients, which "
+                'are private: the clipping would tell of them without noise. clipping="adaptive" follows their '
+                "median by noisy counts; or fix the norm beforehand, on public data."
+            )
 
 
 class Clipping:

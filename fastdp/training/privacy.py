@@ -25,7 +25,7 @@ from ..ops.clip import GAMMA
 from ..ops.noise import Noise
 from . import allocator, loader, misuse, together
 from .checks import check_options, of_loader
-from .clipping import Clipping, ClippingFunction
+from .clipping import Clipping, ClippingFunction, refuse_own_norms
 from .draws import Place
 from .fused import Release
 from .hand import Hand
@@ -395,6 +395,6 @@ class Privacy:
         """Clip the coming batches by `Clipping.changed(..., *changes)`."""
         if self.busy:
             raise StepError("set_clipping between backward and step: change the clipping between steps")
-        function, norm, style, gamma = changes
-        named = self.engine.named_parameters()
+        named, (function, norm, style, gamma) = self.engine.named_parameters(), changes
+        refuse_own_norms(norm, self.norms)
         self.clipping = self.clipping.changed(named, function, norm, self.sums.with_wholes(style), gamma)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 
@@ -74,6 +75,16 @@ def test_papers_mnist_setting_under_gdp():
 def test_gdp_finds_noise_where_little_noise_has_no_number():
     found = fastdp.noise_multiplier_for(target_epsilon=8, delta=0.007, sample_rate=2 / 13, steps=4, accountant="gdp")
     assert 0.4 < found < 0.6
+
+
+def test_gdp_warns_where_it_says_too_little():
+    runs = [(1.1, 256 / 60_000, 14_000)]
+    with pytest.warns(UserWarning, match="prv"):
+        found = epsilon_of(runs, 1e-5, "gdp")
+    assert found < epsilon_of(runs, 1e-5, "prv") - 0.01
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert epsilon_of([(8.0, 0.5, 1)], 1e-5, "gdp") >= epsilon_of([(8.0, 0.5, 1)], 1e-5) - 0.01
 
 
 def test_epsilon_falls_as_the_noise_grows():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import fastdp
 from fastdp.errors import ClippingError, StepError
@@ -82,3 +83,17 @@ def test_the_papers_noise_of_layers_has_a_joint_multiplier_of_sigma_over_the_roo
     assert (
         fastdp.accounting.epsilon_of([(joint, 0.1, 100)], 1e-5, "rdp") > 3 * stated
     )  # the epsilon that 1.3 would have stated
+
+
+@pytest.mark.parametrize("style", ["flat", "layerwise"])
+def test_a_clipping_norm_made_of_the_batchs_own_norms_is_refused(style):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=1.0, style=style, expected_batch_size=7)
+    model(torch.randn(7, 4)).square().sum(1).mean().backward()
+    norms = optimizer.norms if style == "flat" else next(iter(optimizer.norms.values()))
+    optimizer.step()
+    for found in (norms.median(), norms.mean().item(), norms.quantile(0.9).item(), float(norms.max())):
+        with pytest.raises(ClippingError, match="adaptive"):
+            optimizer.set_clipping(max_grad_norm=found)
+    optimizer.set_clipping(max_grad_norm=2.5)
+    optimizer.detach()
