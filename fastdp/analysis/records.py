@@ -231,7 +231,10 @@ def size_of(batch: Any) -> int:
     """How many records a batch holds."""
     tensors = [t for t in nested_tensors(batch) if t.dim()]
     if not tensors:
-        raise ValueError("the batch holds no tensor with a batch dimension")
+        raise ValueError(
+            f"no tensor with a batch dimension in the batch, a {type(batch).__name__}: give its tensors, or the "
+            "records (a data set or list) and the collate_fn= that makes such batches of them"
+        )
     said = samples_said(tensors)
     return next((t for t in tensors if mark_of(t) is None), tensors[0]).size(0) if said is None else said
 

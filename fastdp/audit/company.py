@@ -119,6 +119,9 @@ def _companies(pool: dict[str, Batch], linear: bool) -> Iterator[tuple[str, list
 
 def _sums(probe: Probe, pool: dict[str, Batch], norm: float) -> Iterator[tuple[float, str]]:
     alone = {name: probe.summed(sample, norm) for name, sample in pool.items()}
+    if "none" in pool and np.linalg.norm(alone["none"]) > 0.1 * np.linalg.norm(alone["0"]):
+        # every gradient is scaled to the norm C: what is scaled up of none is rounding, another one in each company
+        pool = {name: sample for name, sample in pool.items() if name != "none"}
     for what, names in _companies(pool, probe.optimizer == "sgd"):
         batch = probe.together([pool[name] for name in names])
         largest = max(float(np.linalg.norm(alone[name])) for name in names)

@@ -34,6 +34,11 @@ def mixing_error(layout: Layout) -> SampleMixingError:
             f"{layout.batch} samples. Call fastdp.mark_rows(tensor, None) if it is of no sample, or "
             "mark_rows(tensor, sample_of_row) to assign its rows to samples."
         )
+    elif "rows of one sample" in layout.mixed or "rows of different samples" in layout.mixed:
+        remedy += (
+            " Or are an input's rows those of packed samples (nodes of graphs, patches)? Say whose they are, before "
+            "the forward, by fastdp.mark_rows(x, sample_of_row, samples=)."
+        )
     elif "combines samples with each other" in layout.mixed:
         remedy += (
             " Or is an input of no sample (negatives or prototypes that all share), and has as many rows as the batch? "

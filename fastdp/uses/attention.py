@@ -30,7 +30,8 @@ def capture_attention(forward_pass: ForwardPass, func: Any, args: tuple[Any, ...
         if layout.dim != 1:
             raise SampleMixingError(
                 f"{forward_pass.place('multi_head_attention_forward')}: attends from one sample to another, as its "
-                "input has the samples in the sequence's place. Build the module with batch_first=True."
+                "input has the samples in the sequence's place. Build the module with batch_first=True; or, if time "
+                "comes first in the model's inputs, give batch_first=False to the optimizer."
             )
     body = python_body(func)
     assert body is not None

@@ -81,6 +81,13 @@ class Automatic(Hand):
         return c / (norms + 0.01)
 
 
+class Normalised(Hand):
+    """Every gradient is scaled to the norm C, also what rounding leaves of none."""
+
+    def factors(self, norms: Tensor, c: float) -> Tensor:
+        return c / norms.clamp(min=1e-12)
+
+
 class Large(Hand):
     """Inputs of size 30: every gradient is far above the C that are tried."""
 
@@ -171,6 +178,7 @@ HAND: dict[str, Callable[[], Any]] = {
     "float64": Double,
     "global": Global,
     "automatic": Automatic,
+    "normalised": Normalised,
     "large inputs": Large,
     "small inputs": Small,
     "a loop with a momentum of its own": own_loop,
