@@ -151,9 +151,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def norms(self) -> Any:  # a Tensor, or dict[str, Tensor]: the clipping style, which no type checker knows, says
         """Per-sample gradient norms of the last backward, in float32: [B] if flat, else {group: [B]}.
 
-        Raises StepError before the first backward.
-        """
-        norms = (past if (past := self._accounted()).detached else self._attached()).norms
+        Raises StepError before the first backward."""
+        kept = self._privacy_or_none()
+        norms = (kept if kept and kept.detached and kept.norms is not None else self._attached()).norms
         if norms is None:
             raise StepError("no norms yet: call loss.backward() first")
         return norms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.errors import FastDPError, GraphError, SampleMixingError, UncapturedUseError
+from fastdp.errors import FastDPError, GraphError, SampleMixingError
 from fastdp.losses import linear_cross_entropy
 from fastdp.ops import head, head_loss
 from fastdp.uses import head_loss as use_of_head
@@ -209,13 +210,25 @@ def test_replayed_steps_are_refused() -> None:
     optimizer.detach()
 
 
-def test_refused_in_the_loss() -> None:
+def test_in_the_loss() -> None:
     model, (ids, labels) = Model(), batch()
-    body = nn.Sequential(model.table, model.layer)
-    body.head = model.head  # type: ignore[assignment]
-    engine = fastdp.PerSampleGradients(_Body(model))
-    with pytest.raises(UncapturedUseError, match="within the forward of the module that owns the weight"):
-        linear_cross_entropy(engine.model(ids), model.head.weight, labels).mean().backward()
+    alone, body = copy.deepcopy(model), _Body(model)
+    engine = fastdp.PerSampleGradients(body)
+    linear_cross_entropy(engine.model(ids), model.head.weight, labels).mean().backward()
+    found = engine.norms()
+    for i in range(len(ids)):
+        alone.zero_grad()
+        linear_cross_entropy(alone.hidden(ids[i : i + 1]), alone.head.weight, labels[i : i + 1]).mean().backward()
+        grads = [p.grad.flatten() for p in alone.parameters() if p.grad is not None]
+        torch.testing.assert_close(found[i], torch.cat(grads).norm(), rtol=1e-4, atol=0)
+
+
+def test_refused_without_a_forward() -> None:
+    model, (ids, labels) = Model(), batch()
+    hidden = model.hidden(ids).detach()
+    engine = fastdp.PerSampleGradients(model)
+    with pytest.raises(FastDPError):
+        linear_cross_entropy(hidden, model.head.weight, labels).mean().backward()
         engine.norms()
 
 
