@@ -28,14 +28,13 @@ class Group(NamedTuple):
 
 def refuse_own_norms(max_grad_norm: Any, norms: Tensor | Mapping[str, Tensor] | None) -> None:
     """Raises ClippingError if a clipping norm is one of the batch's own norms, or their mean, median or so."""
-    if max_grad_norm is None or norms is None:
-        return
+    if max_grad_norm is None or norms is None or float(f"{float(max_grad_norm):.5g}") == float(max_grad_norm):
+        return  # (a number with few digits was written down)
     for found in norms.values() if isinstance(norms, Mapping) else (norms,):
         found = found.detach().double().flatten()
         known = [found, found.mean()[None], found.median()[None], found.quantile(found.new_tensor(_QUANTILES))]
-        if len(found) > 1 and bool(
-            torch.isclose(torch.cat(known), found.new_tensor(float(max_grad_norm)), 1e-6, 0).any()
-        ):
+        given = found.new_tensor(float(max_grad_norm))
+        if len(found) > 1 and bool(torch.isclose(torch.cat(known), given, 1e-6, 0).any()):
             raise ClippingError(
                 f"max_grad_norm={float(max_grad_norm):g} is made of the norms of this batch's own gradients, which "
                 'are private: the clipping would tell of them without noise. clipping="adaptive" follows their '
