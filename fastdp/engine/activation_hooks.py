@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import SampleMixingError, StepError
+from ..errors import SampleMixingError, StepError, UncapturedUseError
 from ..layouts.layout import Layout, tag, tag_of
 from ..layouts.nests import tensors_in
 from ..uses.captured import Native
@@ -59,12 +59,23 @@ def hooked(owner: Any, batch: int, path: str, func: Any, args: tuple[Any, ...], 
     return func(tensor, TensorHook(hook, owner, batch, path, tag_of(tensor, batch)))
 
 
-def _caller() -> str:
-    """The module whose code asks: the first one above those of modes."""
+def refuse_node(forward_pass: Any, func: Any, tensor: Tensor) -> bool:
+    """Raises UncapturedUseError where a program reaches for the node of a tensor made of parameters: a hook there would
+    see sums of clipped gradients, which are then not clipped any more. Returns True otherwise."""
+    if func != _GRAD_FN or tensor.is_leaf or _caller("fastdp.") in _TORCHS_OWN:
+        return True
+    raise UncapturedUseError(
+        f"{_place(forward_pass.path)}: grad_fn of a tensor made of {forward_pass.names_of([tensor])} is asked for, and "
+        "hooks on it would not see the gradients of samples. Leave it; to mask a weight, multiply it by the mask."
+    )
+
+
+def _caller(passing: str = "\0") -> str:
+    """The module whose code asks: the first one above those of modes (and of those whose names begin like this)."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name not in _MODES:
+        if name not in _MODES and not name.startswith(passing):
             return name
         frame = frame.f_back
     return ""

@@ -43,7 +43,7 @@ from ..uses.generic import capture_generic
 from ..uses.links import Unwritten, leaves_of, link_of, span_of
 from ..uses.rules import USE_RULES
 from ..uses.use import Use
-from .activation_hooks import hooked
+from .activation_hooks import hooked, refuse_node
 from .checkpointing import custom_function, watch_region
 from .engine import Engine
 from .known_calls import MISSED, captured_by
@@ -170,7 +170,7 @@ class Pass(PassRecord):
             if func in TELLING_SIZES:
                 self.engine.sizes.asked(args[0], out, self.batch)
             return out
-        if func in REACHING_GRAPH and not self.is_parameter(args[0]):
+        if func in REACHING_GRAPH and not (self.is_parameter(args[0]) and refuse_node(self, func, args[0])):
             return hooked(self.engine.owner, self.batch, self.path, func, args, kwargs)
         if func in FOLLOWED and self.watcher is None:
             return self._follow(func, args, kwargs)

@@ -70,6 +70,10 @@ class Following(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.over or func is torch.autograd.grad:
             return func(*args, **kwargs)
+        if self.batch <= 1 and self.waiting:
+            self._choose(tensors_in((args, kwargs)))
+        if self.batch <= 1 and func is not Tensor.backward and func is not torch.autograd.backward:
+            return self._of_one(func, args, kwargs)
         if args and isinstance(args[0], nn.Parameter):
             if func in _GRADIENTS:
                 return func(*args, **kwargs)  # zero_grad(), clipping, logging
@@ -87,9 +91,20 @@ class Following(TorchFunctionMode):
             return self._backward(func, args, kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
-        if func in REACHING_GRAPH and not (args[0].is_leaf and args[0].requires_grad):
+        if func in REACHING_GRAPH and not (args[0].is_leaf and args[0].requires_grad) and not self._is_made(args[0]):
             return hooked(self.moment.owner, self.batch, "", func, args, kwargs)
         return self._call(func, args, kwargs)
+
+    def _of_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of one sample's loss, in which nothing mixes: only what parameters take part in is of interest."""
+        if inquires(func) or not any(self._is_made(tensor) for tensor in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        return captured(self.what.forward(), Call(func, args, kwargs, self.batch))  # type: ignore[arg-type]
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor is made of parameters alone."""
+        forward = self.what.forward()
+        return forward is not None and takes(forward, tensor)
 
     def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         roots = args[0] if args else kwargs.get("tensors", ())
@@ -101,6 +116,7 @@ class Following(TorchFunctionMode):
             forward.check_unwritten()
         if engine is not None:
             engine.judge_writes()
+        if engine is not None and self.batch > 1:
             weighted = self._weighted(roots, given)
             problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
         engines = list(ENGINES)
@@ -296,7 +312,7 @@ def start(
     _HERE.waiting = []
     if not PLAINLY.possible():
         return
-    if batch > 1:
+    if batch > 1 or forward is not None:
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
         waiting.append(Followed(batch, moment, engine, mixed, arrivals, forward))
     if waiting:

@@ -125,7 +125,7 @@ class Forward(Engine):
     def _without_gradients(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Evaluation | Stateful | None:
         """A forward without gradients: while a loss is computed, of a target for it, perhaps."""
         evaluation, followed = None, None if path else following.present()
-        if followed is not None and followed.what.engine() is self:
+        if followed is not None and followed.batch > 1 and followed.what.engine() is self:
             with contextlib.suppress(FastDPError):  # of inputs that hold no samples
                 if self.batching.samples(args, kwargs) == followed.batch:
                     evaluation = followed.evaluates((args, kwargs), self.batching.dim, self.batching.folded)

@@ -85,10 +85,18 @@ def adopt(tensor: Tensor, forward_pass: ForwardPass) -> bool:
     while node is not None and node.name() in _OF_ONE and len(node.next_functions) == 1 and seen < 100:
         node, seen = node.next_functions[0][0], seen + 1
     leaf = getattr(node, "variable", None)
-    if leaf is None or not forward_pass.is_tracked(leaf):
+    if leaf is None or not forward_pass.is_tracked(leaf) or not _is_linear_back(tensor, leaf):
         return False
     set_link(tensor, Link((leaf,), leaf, "function", False, version=tensor._version))
     return True
+
+
+def _is_linear_back(tensor: Tensor, leaf: Tensor) -> bool:
+    """Whether gradients go back in proportion: a hook on the way that is not linear would meet the clipped sum."""
+    given = torch.linspace(0.5, 1.5, tensor.numel(), dtype=tensor.dtype, device=tensor.device).view_as(tensor)
+    with torch.enable_grad():
+        small, large = (torch.autograd.grad(tensor, leaf, given * k, retain_graph=True)[0] for k in (1, 1024))
+    return bool(torch.equal(small * 1024, large))
 
 
 def _again(parents: list[Tensor]) -> tuple[Callable[..., Any], ...]:

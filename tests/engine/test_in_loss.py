@@ -94,6 +94,66 @@ def _truth_of(model: Model, loss: Loss, x: Tensor, limit: float) -> list[Tensor]
     return _truth(plain, loss, x, limit)
 
 
+def _hooked(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    out, weights = m(x), m.weights.exp()
+    weights.register_hook(lambda g: g / g.norm())
+    return (weights * out).square().sum(1).mean()
+
+
+def _hooked_before(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    inner = m.weights.exp()
+    inner.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    weights = -inner
+    del inner
+    return (weights * m(x)).square().sum(1).mean()
+
+
+def _hooked_node(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    out, weights = m(x), m.weights.exp()
+    weights.grad_fn.register_hook(lambda grads, _: (grads[0] / grads[0].norm(),))
+    return (weights * out).square().sum(1).mean()
+
+
+def _written_after_use(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    out, weights = m(x), m.weights * 1
+    loss = (weights * out).square().sum(1).mean()
+    weights.mul_(2)
+    return loss
+
+
+def _moved_by_data(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    out = m(x)
+    m.centres.data[y] += 0.1 * out.detach()
+    return (out - m.centres[y]).square().sum(1).mean()
+
+
+COUPLED |= {
+    "a hook on what is made of a parameter": _hooked, "a hook on it before the forward": _hooked_before,
+    "a hook on its node": _hooked_node, "written to after its use": _written_after_use,
+    "moved by the data": _moved_by_data,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_small_batches(size: int) -> None:
+    model = Model()
+    alone = copy.deepcopy(model)
+    optimizer = fastdp.DPSGD(model, lr=0.1, noise_multiplier=0.0, max_grad_norm=1e-3, expected_batch_size=2)
+    x = torch.randn(size, D)
+    loss = lambda m: ((-m.weights).exp() * m(x).square() + m.weights).sum(1).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss(model).backward()
+        optimizer.step()
+    if size:
+        loss(alone).backward()
+        want = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None]).norm()
+        torch.testing.assert_close(optimizer.norms, want[None], rtol=1e-4, atol=0)
+    moved = torch.cat([(p - q).flatten() for p, q in zip(model.parameters(), alone.parameters(), strict=True)])
+    assert float(moved.norm()) <= 0.1 * 1e-3 / 2 * 1.001
+    optimizer.detach()
+
+
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_samples_are_refused(name: str) -> None:
     model = Model()
