@@ -155,7 +155,8 @@ class Switches:
         while frame is not None and _is_call(frame.f_code.co_filename.replace(_AROUND, _COMPILED)):
             caller = frame.f_locals.get("self")
             if isinstance(caller, nn.Module) and is_compiled(caller) and id(caller) not in self._known:
-                refuse_compilation()
+                if not type(caller._compiled_call_impl).__module__.startswith("fastdp."):  # (`training.waiting`)
+                    refuse_compilation()
             frame = frame.f_back
 
     def report(self) -> list[str]:

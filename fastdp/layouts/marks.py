@@ -77,7 +77,12 @@ def mark_bags(arguments: Sequence[Tensor], with_last: bool) -> None:
     for words, offsets in zip(flat, flat[1:], strict=False):
         starts = offsets[:-1] if with_last else offsets
         known = mark_of(words)
-        if not starts.numel() or mark_of(offsets) is not None or (known is not None and known.said):
+        if (
+            not starts.numel()
+            or len(words) == len(starts)
+            or mark_of(offsets) is not None
+            or (known is not None and known.said)
+        ):
             continue
         if int(starts[0]) == 0 and bool((starts.diff() >= 0).all()) and int(offsets[-1]) <= len(words):
             places = torch.arange(len(words), device=starts.device)

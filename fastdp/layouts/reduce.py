@@ -15,7 +15,7 @@ from .layout import Layout
 from .pieces import NOTED
 from .propagate import ask
 from .rules import Answer, layout_rule
-from .sums import gathered, spread
+from .sums import Spread, gathered, spread, spread_in
 from .totals import equal_counts, note_terms, total_of
 
 T = torch.Tensor
@@ -43,7 +43,7 @@ def _reduce(call: Call) -> Tags:
     """Over some dimensions; over the batch's the samples are combined."""
     source, layout = call.args[0], call.layout(call.args[0])
     dims = call.argument(1, "dim")
-    if notes.SPREAD in source.__dict__ and call.name in ("sum", "mean") and (found := _of_spread(call, dims)):
+    if call.name in ("sum", "mean") and (at := spread_in(source)) and (found := _of_spread(call, at, dims)):
         return found
     if layout is None or layout.mixed or not isinstance(call.out, Tensor) or len(call.args) > 3:
         return ask(call)
@@ -74,13 +74,13 @@ def _over_samples(call: Call, layout: Layout) -> Layout | None:
     return total_of(call, call.out, layout, call.name.removeprefix("nan"))
 
 
-def _of_spread(call: Call, dims: Any) -> Tags | None:
+def _of_spread(call: Call, at: Spread, dims: Any) -> Tags | None:
     """Of what is added up along all dimensions, or along some, so that the rest may be; None where it is not."""
     over = range(call.args[0].dim()) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
     if len(over) == call.args[0].dim() or call.out.numel() == 1:
         return gathered(call, "sum")
-    if (found := call.args[0].__dict__[notes.SPREAD]).by == "sum":
-        call.out.__dict__[notes.SPREAD] = found
+    if at.by == "sum":
+        call.out.__dict__[notes.SPREAD] = at._replace(versions=(at.versions[0], call.out._version))
         return call.all_combined("combines samples with each other")
     return None
 

@@ -86,6 +86,14 @@ def summed_product(call: Call) -> Tags | None:
     samples, layout = data[0]
     if samples in result or any(letter != samples for letter, _ in data):
         return None
+    if any(letters.count(samples) > 1 for _, letters, _ in laid):  # a diagonal: by place
+        return None
+    of_data = {letter for _, letters, one in laid if one is not None for letter in letters}
+    for t, letters, _ in laid:
+        if any(
+            n == call.batch and letter not in (*of_data, *result) for letter, n in zip(letters, t.shape, strict=True)
+        ):
+            return None  # as many constants as samples, added up
     if not all(one.same_rows(layout, call.out.device) for _, one in data):
         return None
     constants = [(t, letters) for t, letters, one in laid if one is None and samples in letters]
@@ -134,13 +142,13 @@ def _norm(call: Call) -> Tags:
 class Spread(NamedTuple):
     """Where the terms of a sum lie, by the tensor that had them as rows: `by` of what is made of it the sum is there.
 
-    by: "sum", all of it added up; "last", the last along `dim`; "trace".
+    by: "sum", all of it added up; "last", the last along `dim`; "trace". versions: of the source, and of what has it.
     """
 
     by: str
     source: Tensor
     layout: Layout
-    version: int
+    versions: tuple[int, int]
     dim: int = 0
 
 
@@ -148,14 +156,20 @@ def spread(call: Call, by: str, why: str, dim: int = 0) -> Tags:
     """Tags of a result in which no row is one sample's, but which may be added up."""
     source, layout = call.args[0], call.layout(call.args[0])
     if layout is not None and not layout.mixed and layout.alone < 0 and isinstance(call.out, Tensor):
-        call.out.__dict__[notes.SPREAD] = Spread(by, source, layout, source._version, dim)
+        call.out.__dict__[notes.SPREAD] = Spread(by, source, layout, (source._version, call.out._version), dim)
     return call.all_combined(why)
+
+
+def spread_in(tensor: Tensor) -> Spread | None:
+    """Where the terms lie, if neither the tensor nor what it was made of was written to since."""
+    found: Spread | None = tensor.__dict__.get(notes.SPREAD)
+    return found if found is not None and found.versions == (found.source._version, tensor._version) else None
 
 
 def gathered(call: Call, by: str, takes: Callable[[Spread], bool] = lambda found: True) -> Tags | None:
     """Tags of a call that adds up what was spread; None of any other."""
-    found: Spread | None = call.args[0].__dict__.get(notes.SPREAD)
-    if found is None or found.by != by or found.source._version != found.version or not takes(found):
+    found = spread_in(call.args[0])
+    if found is None or found.by != by or not takes(found):
         return None
     if call.name == "mean" and not equal_counts(found.layout, call.out.device):
         return None

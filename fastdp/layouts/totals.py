@@ -77,7 +77,8 @@ def _kind(call: Call, inputs: Inputs) -> str:
     if len(found - {"either"}) > 1:
         return "both"
     kind = next(iter(found - {"either"}), "either")
-    if call.name in kinds.SCALING and any(not layout.total for _, layout in inputs):
+    by_count = sum(bool(layout.total) for _, layout in inputs) > 1  # that every sample has the same part in (`_broken`)
+    if call.name in kinds.SCALING and (by_count or any(not layout.total for _, layout in inputs)):
         return "mean" if kind == "sum" else kind  # by a number to which every sample gave as much
     return kind
 
@@ -97,7 +98,7 @@ def by_size(call: Call, told: Callable[[float], bool]) -> None:
     share = share_of(values[0], call) if values else 0
     if not share:
         return
-    kind = {("sum", -1): "mean", ("mean", 1): "sum"}.get((found.total, share), "other")
+    kind = {("sum", -1): "mean", ("mean", 1): "sum", ("either", share): "either"}.get((found.total, share), "other")
     if not told(values[0]):
         kind = "either" if kind != "other" else found.total
     tag(call.out, found._replace(total=kind))

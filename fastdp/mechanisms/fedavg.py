@@ -148,6 +148,7 @@ class DPFedAvg:
         if self._drawn is None:
             self._sampler.passes = self._noise.step
             self._drawn = dict.fromkeys(*self._sampler)
+            self._begun()  # from here on the global model stays as it is
         return list(self._drawn)
 
     @contextlib.contextmanager

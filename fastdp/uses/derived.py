@@ -72,8 +72,8 @@ def mark_derived(call: Call, forward_pass: ForwardPass, parents: list[Tensor]) -
 
 _OF_ONE = frozenset(
     f"{name}Backward{number}"
-    for name in "Alias Clamp Clone Elu Exp Log LogSoftmax Neg Pow Reciprocal Relu Select Sigmoid Slice Softmax "
-    "Softplus Sqrt Squeeze T Tanh ToCopy Transpose Unsqueeze View".split()
+    for name in "Alias Clamp Clone Elu Exp Expand Log LogSoftmax Neg Permute Pow Reciprocal Relu Select Sigmoid Slice "
+    "Softmax Softplus Sqrt Squeeze T Tanh ToCopy Transpose Unsqueeze View".split()
     for number in (0, 1)
 )
 
