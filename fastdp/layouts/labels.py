@@ -95,7 +95,8 @@ class Labels:
             origin = self._origin(weights)
             if origin is not None and origin.roots == {id(weights)} and origin.order is None:
                 self._take_back(weights)  # there are as many classes as samples
-        weighs = any(layout.total and t.dim() for t, layout in call.inputs())  # sums of several losses, of columns
+        known = [tag_of(tensor, self.batch) for tensor in call.tensors if tensor.dim()]
+        weighs = any(layout is not None and layout.total for layout in known)  # sums of several losses, of columns
         for tensor in () if self.paused or weighs else call.tensors if whole else self._candidates(call):
             if tensor is weights or not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
                 continue

@@ -299,8 +299,8 @@ class DPFedAvg:
     # ------------------------------------------------------------------ the round
 
     def _begun(self) -> Round:
-        """The round, whose weights are as they were at its beginning: before the first update."""
-        if self._round is None or not (self._round.taken or self._open is not None):
+        """The round, whose weights are as they were when its clients were drawn."""
+        if self._round is None:
             check_optimizer(self.optimizer, self.model)
             self._ledger.enrol(trained(self.model).values(), self.model)
             self._round = Round(self.model, _bound(self.max_update_norm))

@@ -28,7 +28,11 @@ class Group(NamedTuple):
 
 def refuse_own_norms(max_grad_norm: Any, norms: Tensor | Mapping[str, Tensor] | None) -> None:
     """Raises ClippingError if a clipping norm is one of the batch's own norms, or their mean, median or so."""
-    if not isinstance(max_grad_norm, int | float) or norms is None or float(f"{float(max_grad_norm):.5g}") == float(max_grad_norm):
+    if (
+        not isinstance(max_grad_norm, int | float)
+        or norms is None
+        or float(f"{float(max_grad_norm):.5g}") == float(max_grad_norm)
+    ):
         return  # (a number with few digits was written down)
     for found in norms.values() if isinstance(norms, Mapping) else (norms,):
         found = found.detach().double().flatten()
