@@ -22,7 +22,7 @@ from ..layouts import ctc as _ctc  # noqa: F401  (registers its rule)
 from ..layouts import notes
 from ..layouts.by_value import keep_target
 from ..layouts.calls import Call
-from ..layouts.held import is_of_model, note_parameter
+from ..layouts.held import is_of_model, note_parameter, was_filled
 from ..layouts.inputs import tag_inputs
 from ..layouts.kinds import REACHING_GRAPH, TELLING_SIZES
 from ..layouts.layout import Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
@@ -43,6 +43,7 @@ from .judging import problem_of
 from .layout_cache import inquires
 from .mode_stack import insert, moving, remove, remove_over
 from .numbers_read import NumbersRead
+from .states import refuse_filled
 
 _HERE = threading.local()
 _GRADIENTS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__))  # type: ignore[union-attr]
@@ -116,6 +117,8 @@ class Following(TorchFunctionMode):
             forward.check_unwritten()
         if engine is not None:
             engine.judge_writes()
+            if self.what.filled is not None and was_filled(self.what.filled):
+                refuse_filled(engine.model)
         if engine is not None and self.batch > 1:
             weighted = self._weighted(roots, given)
             problem = problem_of(weighted, self.batch, self.what.mixed, self.labels, engine.grouped, engine.mean)
@@ -214,6 +217,7 @@ class Following(TorchFunctionMode):
         if not any(tag_of(tensor, self.batch) is not None for tensor in given):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
             out = call.run()
+            self.sizes.note_number(call)
             if self.numbers:
                 self.numbers.made(call)
             if of_model:

@@ -33,7 +33,7 @@ from .module_hooks import ModuleHook, numbered
 from .public import PublicForward
 from .replay import Block
 from .several import Given
-from .states import Stateful, states_of, warn_of_states
+from .states import Stateful, refuse_filled, states_of, warn_of_states
 from .tape import joined_error
 from .threads import Turn
 
@@ -48,7 +48,10 @@ class Forward(Engine):
         self._turn = Turn()
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
-        self._warned: set[str] = set()  # buffers that hold data
+        self._warned, self._writing = (
+            set[str](),
+            set[str](),
+        )  # buffers that hold data; modules that write any in eval mode
         self._states: dict[str, list[tuple[nn.Module, str, str]]] = {}  # of modules called without gradients
         self._switches: Switches | None = None
         backward.ended = self.backward_ended
@@ -129,10 +132,11 @@ class Forward(Engine):
             with contextlib.suppress(FastDPError):  # of inputs that hold no samples
                 if self.batching.samples(args, kwargs) == followed.batch:
                     evaluation = followed.evaluates((args, kwargs), self.batching.dim, self.batching.folded)
-        if first := path not in self._states:
+        if watch := path not in self._states or path in self._writing:
             self._states[path] = states_of(module, path)
-        states = self._states[path]
-        return Stateful(self.model, states, first, evaluation) if states else evaluation
+        if not (states := self._states[path]):
+            return evaluation
+        return Stateful(self.model, states, watch, evaluation, lambda: self._writing.add(path))
 
     def _enter_inner(self, active: Pass, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         active.stack.append(path)
@@ -294,6 +298,7 @@ class Forward(Engine):
             self.judge_writes()
             if started.count and was_filled(started.filled):
                 warn_of_states(self.model, self.batch, self._warned)
+                refuse_filled(self.model)
         if not any(tensor.requires_grad for tensor in nested_tensors(out)):
             COLLECTOR.end(self.backward)  # no backward will
         if self.backward.rerun.collect is not None:

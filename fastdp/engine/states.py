@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import BatchReadWarning, SampleMixingError
+from ..errors import BatchReadWarning, SampleMixingError, UncapturedUseError
 from ..layouts.held import storage_of
 from ..layouts.layout import tag_of
-from ..layouts.memory import versions_of
+from ..layouts.memory import shares, versions_of
 from ..layouts.nests import tensors_in
 from ..layouts.notes import OF_STATE
 
@@ -43,6 +44,17 @@ def state_error(name: str) -> SampleMixingError:
     return SampleMixingError(f"the forward writes numbers of the batch to buffer '{name}'. {_REMEDY}")
 
 
+def refuse_filled(model: nn.Module) -> None:
+    """Raises UncapturedUseError if a parameter, a frozen one too, holds numbers of the data (centres, a codebook)."""
+    for name, parameter in model.named_parameters():
+        if not is_lazy(parameter) and shares(parameter):
+            raise UncapturedUseError(
+                f"parameter '{name}' was given numbers of the batch in place: it is released with the model, without "
+                "clipping or noise. Train it by its gradient (the loss may use it), or keep what follows the data "
+                "apart from the model. Load the weights of before to go on."
+            )
+
+
 def warn_of_states(model: nn.Module, batch: int, warned: set[str]) -> None:
     """Warn if a forward that recorded gradients wrote data to a state, which no later one can read (`moments`)."""
     for owner, name, where in states_of(model):
@@ -56,15 +68,17 @@ class Stateful:
     """The outermost forward without gradients of a module that has states.
 
     It is watched call by call: spectral norms write what they made of weights alone, which is no record's. Not in eval
-    mode, where nothing is expected to be written, unless by this module's first forward: versions tell.
+    mode, where nothing is expected to be written, unless by this module's first forward, or after one that wrote.
     """
 
-    def __init__(self, model: nn.Module, states: list[tuple[nn.Module, str, str]], first: bool, then: Any) -> None:
-        self._states, self._then = states, then
+    def __init__(
+        self, model: nn.Module, states: list[tuple[nn.Module, str, str]], watch: bool, then: Any, wrote: Any
+    ) -> None:
+        self._states, self._then, self._wrote = states, then, wrote
         self._before = self._buffers()
         self._at = self._places()
         self._mode = None
-        if first or any(owner.training for owner, _, _ in states):
+        if watch or any(owner.training for owner, _, _ in states):
             self._mode = _Watch({id(storage_of(t)): name for name, t in self._before.items()}, model)
             self._mode.__enter__()
 
@@ -93,10 +107,13 @@ class Stateful:
             self._then.end()
         if raised:
             return
-        clean = self._mode.is_clean if self._mode is not None else lambda buffer: False
         places = self._places()
         for name, buffer in self._buffers().items():
-            if (buffer is not self._before.get(name) or places[name] != self._at[name]) and not clean(buffer):
+            if buffer is self._before.get(name) and places[name] == self._at[name]:
+                continue
+            if self._mode is None:
+                self._wrote()
+            elif not self._mode.is_clean(buffer):
                 raise state_error(name)
 
 
@@ -120,11 +137,13 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        clean = all(self.is_clean(tensor) for tensor in tensors_in((args, kwargs)))
+        name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+        shaped = name.endswith("_like") or name.startswith("new_")  # of data, whose shape and type they take
+        clean = shaped or all(self.is_clean(tensor) for tensor in tensors_in((args, kwargs)))
         written = _written(func, args, kwargs)
         for tensor in () if clean else written:
-            if name := self._states.get(id(storage_of(tensor))):
-                raise state_error(name)
+            if state := self._states.get(id(storage_of(tensor))):
+                raise state_error(state)
         out = func(*args, **kwargs)
         for tensor in (*tensors_in(out), *written):
             self._note(tensor, self._clean if clean else None)

@@ -39,7 +39,9 @@ def propagate(call: Call) -> str:
     Returns what the call tells Python of several samples together, or ''.
     """
     if call.name == "data" and call.out is None:  # tensor.data = other
-        tag(call.args[0], _of_new_memory(call, *call.args[:2]))
+        if (layout := _of_new_memory(call, *call.args[:2])) is not None and call.args[0].is_leaf:
+            written(call.args[0], layout, None)
+        tag(call.args[0], layout)
         call.forget()
         return ""
     if not call.results() and call.name != "__setitem__":

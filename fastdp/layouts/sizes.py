@@ -139,14 +139,17 @@ class Sizes:
         numbers are told by the line that both asks for a size and scales, if they have no name in it, or by what they
         do from batch to batch.
         """
-        if call.batch <= 1 or call.name not in kinds.SCALING or not self._lines:
-            return "", False
-        number = next((float(value) for value in (*call.args, *call.kwargs.values()) if _is_number(value)), None)
         total = any(layout.total for _, layout in call.inputs())
-        share = share_of(number, call) if number else 0
-        if not number or (share and total):
+        if call.batch <= 1 or call.name not in (kinds.SCALING if total else kinds.COMPUTING) or not self._lines:
+            return "", False
+        given = [number for value in (*call.args, *call.kwargs.values()) if (number := _number_in(value)) is not None]
+        number = next((float(found) for found in given if found), 0.0)
+        share = share_of(number, call) if number and call.name in kinds.SCALING else 0
+        if not number or (share and total and not self._grows(call, number)):
             return "", False
         why, certain = self._of(call, number)
+        if share and total:
+            return f"{call.mixed()} computes with {number:g}, made of a power of the number of samples", True
         if share < 0:
             call.out.__dict__[notes.SHARE] = (call.out._version, certain)
             return "", False
@@ -156,6 +159,17 @@ class Sizes:
         if not (asks or certain or "with a size" in why):
             return "", False  # equal by chance, perhaps
         return why or f"{call.mixed()} computes with {number:g}, made of a size of the batch", certain
+
+    def _grows(self, call: Call, number: float) -> bool:
+        """Whether what a total is divided by is a multiple of the number of samples that grows with it: a power."""
+        frame: Any = users(sys._getframe(1))
+        if frame is None:
+            return False
+        size = abs(number) if abs(number) >= 1 else 1 / abs(number)
+        place = ("power", call.name, frame.f_code, frame.f_lineno)
+        before = self._places.setdefault(place, (call.batch, size / call.batch, self._forwards))
+        times = size / call.batch
+        return before is not None and before[0] != call.batch and _same(times / before[1], call.batch / before[0])
 
     def _of(self, call: Call, number: float) -> tuple[str, bool]:
         frame: Any = sys._getframe(2)
@@ -262,6 +276,12 @@ def _stored_by(code: CodeType) -> frozenset[str]:
 
 def _is_ours(name: str) -> bool:
     return name.endswith(_LIBRARY) or name.startswith(FASTDP)
+
+
+def _number_in(value: Any) -> float | None:
+    """A number of Python, or the one that a constant tensor was made of."""
+    found = value.__dict__.get(notes.NUMBER) if isinstance(value, Tensor) else value
+    return found if _is_number(found) else None
 
 
 def _is_number(value: Any) -> bool:

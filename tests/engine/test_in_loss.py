@@ -127,10 +127,17 @@ def _moved_by_data(m: Model, x: Tensor, y: Tensor) -> Tensor:
     return (out - m.centres[y]).square().sum(1).mean()
 
 
+def _written_last(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    out = m(x)
+    with torch.no_grad():
+        m.centres.index_add_(0, y, out.detach())
+    return out.square().sum(1).mean()
+
+
 COUPLED |= {
     "a hook on what is made of a parameter": _hooked, "a hook on it before the forward": _hooked_before,
     "a hook on its node": _hooked_node, "written to after its use": _written_after_use,
-    "moved by the data": _moved_by_data,
+    "moved by the data": _moved_by_data, "written to by the data at the end": _written_last,
 }  # fmt: skip
 
 

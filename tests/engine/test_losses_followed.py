@@ -66,6 +66,10 @@ COUPLED = {
     "product with other weights": lambda o, y: (o.square().sum(1) @ torch.arange(6).to(o)) / len(o),
     "einsum of all pairs": lambda o, y: torch.einsum("bc,dc->", o, o) / len(o),
     "squared norm": lambda o, y: o.norm() ** 2 / len(o),
+    "running sums, squared in place": lambda o, y: (o.square().cumsum(0).square_())[-1].sum() / len(o),
+    "a diagonal, scaled in place": lambda o, y: torch.diag(o[:, 0].exp()).mul_(o.new_tensor([range(6)])).trace() / 6,
+    "folded, one sum negated": lambda o, y: o.exp().sum(1).view(2, 3).sum(1).mul_(o.new_tensor([1, -1])).sum(),
+    "einsum of a diagonal": lambda o, y: torch.einsum("bb->", torch.cat([o, o.exp()], 1)[:, :6].exp()) / 6,
     "running sums": lambda o, y: o.square().cumsum(0).mean(),
     "running sums but one": lambda o, y: o.square().cumsum(0)[-2].sum() / len(o),
     "added to two places": lambda o, y: o.new_zeros(2, C).index_add(0, PERMUTED % 2, o).square().sum() / len(o),
@@ -107,6 +111,8 @@ APART = {
         o.new_zeros(1).scatter_add(0, torch.zeros(len(o)).long(), o[:, 0].exp())[0] / len(o)
     ),
     "trace of a diagonal": lambda o, y: torch.diag(o[:, 0].square()).trace() / len(o),
+    "masked by numbers": lambda o, y: (o.square().sum(1) * (y < 9).to(o)).sum() / (y < 9).to(o).sum(),
+    "weights of columns": lambda o, y: (o.square().mean(0) * o.new_tensor([1.0, 2.0, 3.0, 4.0])[:C]).sum(),
     "folded, then summed": lambda o, y: o.square().sum(1).view(1, -1).mean(1).sum(),
     "focal": lambda o, y: ((1 - o.softmax(1).gather(1, y[:, None])) ** 2 * o[:, :1].square()).mean(),
 }

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.errors import BatchReadWarning, SampleMixingError
+from fastdp.errors import BatchReadWarning, SampleMixingError, UncapturedUseError
 
 
 class Writes(nn.Module):
@@ -85,11 +85,12 @@ def test_data_in_a_buffer_is_refused_without_gradients(name):
         model(torch.randn(6, 4))
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("name", KEPT)
-def test_other_buffers_are_not_refused(name):
-    model = KEPT[name]()
+def test_other_buffers_are_not_refused(name, evaluated):
+    model = KEPT[name]().train(not evaluated and "eval" not in name)
     optimizer = _private(model)
-    for _ in range(2):
+    for _ in range(3):
         with torch.no_grad():
             model(torch.randn(6, 4))
     if "without" not in name:
@@ -103,6 +104,31 @@ def test_data_in_a_buffer_is_warned_of_with_gradients():
     with pytest.warns(BatchReadWarning, match="buffer 'state'"):
         model(torch.randn(6, 4)).square().sum(1).mean().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("way", ["in place", "data", "view"])
+def test_data_in_a_parameter_is_refused(way: str, trained: bool) -> None:
+    class Codebook(Writes):
+        def __init__(self) -> None:
+            super().__init__("none")
+            self.codes = nn.Parameter(torch.zeros(2, 4), requires_grad=trained)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.layer(x)
+            with torch.no_grad():
+                if way == "in place":
+                    self.codes.index_add_(0, torch.zeros(len(x), dtype=torch.long), out)
+                elif way == "data":
+                    self.codes.data = out.detach()[:2].clone()
+                else:
+                    self.codes[0].lerp_(out.mean(0), 0.1)
+            return out
+
+    model = Codebook()
+    _private(model)
+    with pytest.raises(UncapturedUseError, match="parameter 'codes'"):
+        model(torch.randn(6, 4))
 
 
 def test_an_interrupted_forward_leaves_no_mode():

@@ -157,12 +157,16 @@ SCALED = {  # losses of outputs o, and whether they are warned of at once
     "each divided, summed": (lambda o: (o / len(o)).sum(), False),
     "summed, divided": (lambda o: o.sum() / len(o) * 0.5, False),
     "a weight beside a view": (lambda o: WEIGHT["of the loss"] * o.view(len(o)).mean(), False),
+    "a constant that is a multiple of some sizes": (lambda o: o.sum() / len(o) + o.sum() / len(o) / 64, False),
+    "the elements": (lambda o: torch.stack([o, o], 1).sum() / torch.stack([o, o], 1).numel(), False),
     "by another dimension": (
         lambda o: (torch.stack([o] * D, 1).sum(1) / torch.stack([o] * D, 1).size(1)).mean(),
         False,
     ),
     "each times the size": (lambda o: (o * len(o)).mean(), True),
     "the mean by a part of the records": (lambda o: len(o) / 60 * o.mean(), True),
+    "each times a tensor of the size": (lambda o: (o * torch.tensor(len(o))).mean(), True),
+    "added as often as samples": (lambda o: torch.add(o, o, alpha=len(o)).mean(), True),
     "the mean by a root": (lambda o: o.mean() * len(o) ** 0.5, True),
 }
 
@@ -195,6 +199,10 @@ def test_factors_of_the_loss_that_are_made_of_the_batchs_size(name: str) -> None
 def test_a_factor_that_follows_the_size_is_refused_or_warned_of() -> None:
     with pytest.raises(SampleMixingError, match="the number of samples"):
         _scaled(SCALED["each times the size"][0], [6, 5, 7])
+
+    for power in (lambda o: o.sum() / len(o) ** 2, lambda o: o.sum().mul(1 / len(o) ** 2)):
+        with pytest.raises(SampleMixingError, match="a power of the number of samples"):
+            _scaled(power, [6, 5])
 
     def by_name(o: Tensor) -> Tensor:
         part = len(o) / 60
