@@ -218,8 +218,7 @@ class Following(TorchFunctionMode):
             of_model = bool(given) and all(is_of_model(tensor) for tensor in given)
             out = call.run()
             self.sizes.note_number(call)
-            if self.numbers:
-                self.numbers.made(call)
+            self.numbers.made(call)
             if of_model:
                 for tensor in call.results():
                     note_parameter(tensor)
@@ -255,6 +254,7 @@ class Following(TorchFunctionMode):
         try:
             propagate(call)
             self._judge_sizes(call)
+            self.sizes.note_number(call)
         except SampleMixingError as problem:  # of another network's layers: it matters if a gradient goes through it
             why = problem.mixed or str(problem)
             map_tensors(out, lambda tensor: tag(tensor, Layout(self.batch, mixed=why)))

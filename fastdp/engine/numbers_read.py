@@ -53,11 +53,15 @@ class NumbersRead:
             self._numbers[call.out] = layout.mixed
 
     def made(self, call: Call) -> None:
-        """A call without data was made, after such numbers were read."""
-        of_them = any(notes.OF_READ in tensor.__dict__ for tensor in call.tensors)
-        if of_them or (call.func in kinds.OF_PYTHONS_NUMBERS and call.args and _is_unknown(call.args[0])):
-            for tensor in call.results():
-                tensor.__dict__[notes.OF_READ] = True
+        """A call without data was made: of numbers that stand in the code, or of others, which may have been read."""
+        given = [tensor.__dict__ for tensor in call.tensors]
+        note = notes.WRITTEN_DOWN if given and all(notes.WRITTEN_DOWN in known for known in given) else ""
+        if not given and call.func in kinds.OF_PYTHONS_NUMBERS and call.args:
+            note = (notes.OF_READ if self._why else "") if _is_unknown(call.args[0]) else notes.WRITTEN_DOWN
+        elif any(notes.OF_READ in known for known in given):
+            note = notes.OF_READ
+        for tensor in call.results() if note else ():
+            tensor.__dict__[note] = True
 
     def meets(self, call: Call) -> str:
         """What data meets in this call that was made of such numbers, perhaps; '' if nothing."""

@@ -132,7 +132,13 @@ class Labels:
         return ()
 
     def _presume(self, tensor: Tensor) -> None:
-        if not tensor.dim() or tensor.is_sparse or tensor.is_nested or tag_of(tensor, self.batch) is not None:
+        if (
+            not tensor.dim()
+            or notes.WRITTEN_DOWN in tensor.__dict__
+            or tensor.is_sparse
+            or tensor.is_nested
+            or tag_of(tensor, self.batch) is not None
+        ):
             return
         first = tensor.__dict__.setdefault(notes.SEEN_WITH, self.batch)
         if tensor.size(0) == self.batch == first and not made_in_sight(tensor) and not is_of_model(tensor):

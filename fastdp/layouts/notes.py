@@ -36,6 +36,7 @@ SHAPED = "_fastdp_shaped"  # the layout of the data whose shape it took
 NUMBER = "_fastdp_number"  # made of one number: that number
 NUMBER_OF = "_fastdp_number_of"  # of which size such a number was made
 APART = "_fastdp_apart"  # shares memory with data and is none: a view of an input beside the data
+WRITTEN_DOWN = "_fastdp_written_down"  # made of numbers that stand in the code: a constant, no labels
 OF_READ = "_fastdp_of_read"  # made of numbers of Python, after it had read several samples
 UNTRACKED = "_fastdp_constant"  # requires a gradient, but is of no sample and of no tracked parameter
 

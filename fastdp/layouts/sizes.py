@@ -109,7 +109,9 @@ class Sizes:
     def has_told(self, number: float) -> bool:
         """Whether the code that calls now has asked for sizes of the batch, and this number is most likely one: it is
         neither written down there as a constant, nor a fraction, which no size is."""
-        frame: Any = sys._getframe(2) if self._codes and number == int(number) else None
+        if self._codes and number != int(number):
+            return self._told_inverse(number)
+        frame: Any = sys._getframe(2) if self._codes else None
         while frame is not None:
             if not _is_ours(frame.f_code.co_filename) and stands_in(frame, number, self._codes):
                 return False
@@ -117,6 +119,18 @@ class Sizes:
                 return True
             frame = frame.f_back
         return False
+
+    def _told_inverse(self, number: float) -> bool:
+        """Whether a fraction is one by the number of samples, or by a multiple, in two batches of unlike sizes."""
+        if (frame := users(sys._getframe(1))) is None:
+            return False
+        place = ("inverse", frame.f_code, frame.f_lineno)
+        before = self._places.setdefault(place, (self._batch, number, self._forwards))
+        return (
+            before is not None
+            and before[0] != self._batch
+            and math.isclose(number / before[1], before[0] / self._batch)
+        )
 
     def problem(self, call: Call) -> tuple[str, bool]:
         """What a call computes with that sizes told ('' if nothing), and whether that is certain."""
@@ -169,7 +183,9 @@ class Sizes:
         place = ("power", call.name, frame.f_code, frame.f_lineno)
         before = self._places.setdefault(place, (call.batch, size / call.batch, self._forwards))
         times = size / call.batch
-        return before is not None and before[0] != call.batch and _same(times / before[1], call.batch / before[0])
+        return (
+            before is not None and before[0] != call.batch and math.isclose(times / before[1], call.batch / before[0])
+        )
 
     def _of(self, call: Call, number: float) -> tuple[str, bool]:
         frame: Any = sys._getframe(2)
@@ -236,7 +252,8 @@ def stands_in(frame: Any, number: float, asking: Iterable[CodeType]) -> bool:
     modules = [value for value in frame.f_locals.values() if isinstance(value, torch.nn.Module)]
     known = [module.__dict__.get(name) for module in modules for name in names if name not in stored]
     if frame.f_locals is not frame.f_globals:  # else a script, whose names are all global
-        known += [frame.f_globals.get(name) for name in globals_]
+        held = [frame.f_globals.get(name) for name in globals_]
+        known += [number for value in held for number in (value if isinstance(value, list | tuple) else (value,))]
     return any(_is_number(value) and abs(value) == abs(number) for value in (*constants, *known))
 
 
@@ -259,8 +276,8 @@ def _lines_of(code: CodeType) -> dict[int, tuple[list[float], list[str], list[st
         positions = getattr(step, "positions", None)
         line = (positions.lineno if positions is not None else step.starts_line) or line
         constants, names, globals_ = found.setdefault(line, ([], [], []))
-        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")) and _is_number(step.argval):
-            constants.append(step.argval)
+        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")):
+            constants += filter(_is_number, step.argval if isinstance(step.argval, tuple) else (step.argval,))
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             names.append(step.argval)
         elif step.opname == "LOAD_GLOBAL":

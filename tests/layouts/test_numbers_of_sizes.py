@@ -210,4 +210,7 @@ def test_a_factor_that_follows_the_size_is_refused_or_warned_of() -> None:
 
     assert not _scaled(by_name, [6])  # a weight, for all that its name tells
     assert _scaled(by_name, [6, 5, 7, 4, 8, 3, 9]) == ["BatchReadWarning"]
-    assert "LossReductionWarning" in _scaled(lambda o: (o / len(o)).mean(), [6, 5])
+    for extra in (lambda o: (o / len(o)).mean(), lambda o: o.sum() * (1 / len(o)) * (1 / len(o))):
+        assert "LossReductionWarning" in _scaled(extra, [6, 5])
+    weight = 0.1
+    assert not _scaled(lambda o: weight * o.sum() / len(o), [10, 20, 5, 10])  # 1 / 10 is one of its sizes by chance
