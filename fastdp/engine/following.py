@@ -149,7 +149,7 @@ class Following(TorchFunctionMode):
     def _choose(self, roots: Sequence[Tensor]) -> None:
         """Of the batches that wait, follow the one of whose outputs these are."""
         moments = {id(moment_of(root)) for root in roots if moment_of_output((root,), self.moment)}
-        if len(moments) > 1:
+        if len(moments) > 1 and self.batch > 1:  # (single samples, which forwards of one each meet, may be two records)
             self._note_joined(roots)
         found = next((what for what in self.waiting if id(what.moment) in moments), None)
         if found is not None and id(self.moment) not in moments:

@@ -269,13 +269,15 @@ def _seen_through(view: Tensor, batch: int) -> Layout | None:
     """The layout of a view by that of its base, whose memory was written to since the view was made."""
     base = view._base
     known = None if base is None else layout_on(base)
-    if base is None or known is None:
+    if base is None or known is None or not batch:
         return None
     if is_stale(base) or is_forgotten(base.__dict__.get(MOMENT), known):
         if INPUT in base.__dict__ or PRESUMED in base.__dict__ or not is_stale(base):
             return None  # a part of what was an input then may be one now
         return stale_layout(view, batch)
-    return of_view(view, base, known) if known.batch == batch else None
+    if known.batch != batch:
+        return None
+    return of_view(view, base, known) if batch > 1 else known
 
 
 def of_view(view: Tensor, base: Tensor, layout: Layout) -> Layout | None:
