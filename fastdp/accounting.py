@@ -109,9 +109,7 @@ def epsilon_by(history: History, delta: float, accountant: str) -> float:
         left = delta - (1 + math.exp(min(epsilon, 700.0))) * truncated
         if left <= 0:
             return math.inf
-        found = max(
-            0.0, _of_noisy_runs(accountant, runs, left)
-        )  # at a large delta theirs may be below 0, which is none
+        found = max(0.0, _of_noisy_runs(accountant, runs, left))  # at a large delta theirs may be below 0: none
         if not truncated or found <= epsilon:
             return found if not truncated else epsilon
         epsilon, slack = found * (1 + slack), slack * 4

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..engine.mode_stack import Dispatching
 from ..layouts import by_value
 from ..layouts.code import FASTDP, TORCH
 from .draw import SHARED, Draw, Piece, default_generator, untouched
@@ -40,26 +41,7 @@ Key = tuple[int, str]
 Shape = tuple[int, ...]
 
 
-class _Dispatching:
-    """Beside torch's mode, not of it: what a subclass of the mode itself defines makes torch import torch._dynamo,
-    which takes seconds."""
-
-    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return self._handle(func, args, kwargs or {})
-        return _undisturbed(self, func, args, kwargs or {})
-
-
-@torch._disable_dynamo
-def _undisturbed(mode: _Dispatching, func: Any, args: Any, kwargs: Any) -> Any:
-    """Where torch.compile is in use, it must not look into a mode."""
-    return mode._handle(func, args, kwargs)
-
-
-class SampleDraws(_Dispatching, TorchDispatchMode):
+class SampleDraws(Dispatching, TorchDispatchMode):
     """Replaces what random operations draw by draws made sample by sample.
 
     minor: whether the rows of a sample that has several in a draw lie as far apart as there are samples (as
@@ -110,7 +92,7 @@ class SampleDraws(_Dispatching, TorchDispatchMode):
         for generator, state in self._generators.values():
             generator.set_state(state)
 
-    def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not _draws(func, args, kwargs) or any(isinstance(a, FakeTensor) for a in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         device = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), kwargs.get("device"))

@@ -48,10 +48,8 @@ class Forward(Engine):
         self._turn = Turn()
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
-        self._warned, self._writing = (
-            set[str](),
-            set[str](),
-        )  # buffers that hold data; modules that write any in eval mode
+        self._warned = set[str]()  # buffers that hold data
+        self._writing = set[str]()  # modules that write buffers in eval mode
         self._states: dict[str, list[tuple[nn.Module, str, str]]] = {}  # of modules called without gradients
         self._switches: Switches | None = None
         backward.ended = self.backward_ended

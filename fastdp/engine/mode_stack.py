@@ -1,7 +1,8 @@
-"""The modes of this package on torch's stack of function modes, which end in any order."""
+"""The modes of this package: on torch's stack of function modes, which end in any order, and beneath autograd."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -57,3 +58,23 @@ def remove(*modes: Any) -> None:
     for mode in reversed(kept):
         torch.overrides._push_mode(mode)
     _HERE.moving = False
+
+
+class Dispatching:
+    """Beside torch's mode, not of it: what a subclass of the mode itself defines makes torch import torch._dynamo,
+    which takes seconds."""
+
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call beneath autograd, to be made here. Every mode has its own."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return self.handle(func, args, kwargs or {})
+        return _undisturbed(self, func, args, kwargs or {})
+
+
+@torch._disable_dynamo
+def _undisturbed(mode: Dispatching, func: Any, args: Any, kwargs: Any) -> Any:
+    """Where torch.compile is in use, it must not look into a mode."""
+    return mode.handle(func, args, kwargs)

@@ -108,7 +108,7 @@ def _look_at(forward_pass: Sees, tensor: Tensor, call: Call) -> Layout | None:
         raise UncapturedUseError(
             f"{forward_pass.place(call.name)} takes parameter {forward_pass.names_of([tensor])}, whose "
             "memory data was written to (a start from the first batch?): a parameter must not tell of samples without "
-            "noise."
+            "noise. To go on, give it other memory with its numbers of before: p.data = before.clone()."
         )
     return None
 

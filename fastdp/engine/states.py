@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import BatchReadWarning, SampleMixingError, UncapturedUseError
 from ..layouts.held import storage_of
-from ..layouts.layout import tag_of
+from ..layouts.layout import tag, tag_of
 from ..layouts.memory import shares, versions_of
 from ..layouts.nests import tensors_in
 from ..layouts.notes import OF_STATE
+from .mode_stack import Dispatching
 
 _REMEDY = (
     "A buffer is released with the model, without noise. Call eval() on the module, take one that keeps no state of "
@@ -48,10 +49,11 @@ def refuse_filled(model: nn.Module) -> None:
     """Raises UncapturedUseError if a parameter, a frozen one too, holds numbers of the data (centres, a codebook)."""
     for name, parameter in model.named_parameters():
         if not is_lazy(parameter) and shares(parameter):
+            tag(parameter, None)  # its memory says so, until it has another
             raise UncapturedUseError(
                 f"parameter '{name}' was given numbers of the batch in place: it is released with the model, without "
                 "clipping or noise. Train it by its gradient (the loss may use it), or keep what follows the data "
-                "apart from the model. Load the weights of before to go on."
+                "apart from the model. To go on, give it other memory with the numbers of before: p.data = old.clone()."
             )
 
 
@@ -117,7 +119,7 @@ class Stateful:
                 raise state_error(name)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(Dispatching, TorchDispatchMode):
     """Refuses the calls that write to a state what is made of anything but the model's own tensors."""
 
     def __init__(self, states: dict[int, str], model: nn.Module) -> None:
@@ -135,8 +137,7 @@ class _Watch(TorchDispatchMode):
         storage = storage_of(tensor)
         return storage is None or getattr(storage, OF_STATE, None) is self._clean
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
         shaped = name.endswith("_like") or name.startswith("new_")  # of data, whose shape and type they take
         clean = shaped or all(self.is_clean(tensor) for tensor in tensors_in((args, kwargs)))

@@ -21,24 +21,7 @@ from .totals import equal_counts, note_terms, total_of
 T = torch.Tensor
 
 
-@layout_rule(
-    *spellings(
-        "sum",
-        "mean",
-        "nansum",
-        "nanmean",
-        "amax",
-        "amin",
-        "var",
-        "std",
-        "logsumexp",
-        "prod",
-        "all",
-        "any",
-        "argmax",
-        "argmin",
-    )
-)
+@layout_rule(*spellings(*"sum mean nansum nanmean amax amin var std logsumexp prod all any argmax argmin".split()))
 def _reduce(call: Call) -> Tags:
     """Over some dimensions; over the batch's the samples are combined."""
     source, layout = call.args[0], call.layout(call.args[0])

@@ -121,14 +121,19 @@ def test_data_in_a_parameter_is_refused(way: str, trained: bool) -> None:
                     self.codes.index_add_(0, torch.zeros(len(x), dtype=torch.long), out)
                 elif way == "data":
                     self.codes.data = out.detach()[:2].clone()
-                else:
+                elif way == "view":
                     self.codes[0].lerp_(out.mean(0), 0.1)
             return out
 
     model = Codebook()
-    _private(model)
-    with pytest.raises(UncapturedUseError, match="parameter 'codes'"):
+    before = model.codes.detach().clone()
+    optimizer = _private(model)
+    with pytest.raises(UncapturedUseError, match="parameter 'codes'.*clone"):
         model(torch.randn(6, 4))
+    way = "none"
+    model.codes.data = before.clone()  # the remedy
+    (model(torch.randn(6, 4)) + model.codes.sum(0)).square().sum(1).mean().backward()
+    optimizer.step()
 
 
 def test_an_interrupted_forward_leaves_no_mode():
