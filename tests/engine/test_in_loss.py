@@ -51,6 +51,7 @@ EXACT: dict[str, Loss] = {
 }
 COUPLED: dict[str, Loss] = {
     "centres of all labels": lambda m, x, y: (m(x) @ m.centres[y].T).logsumexp(1).mean(),
+    "centres of all labels, looked up": lambda m, x, y: (m(x) @ F.embedding(y, m.centres).T).logsumexp(1).mean(),
     "a mean times a parameter": lambda m, x, y: (m(x) * (m.weights * m(x).mean(0))).square().sum(1).mean(),
     "a parameter and data before the forward": lambda m, x, y: (F.linear(x, m.body.weight) * m(x)).sum(1).mean(),
     "a parameter times a number before it": lambda m, x, y: ((m.weights * x[0, 0]) * m(x)).sum(1).mean(),
