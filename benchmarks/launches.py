@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 import fastdp  # noqa: F401  (registers the operators)
 from fastdp.engine.gradients import Gradients
+from fastdp.grad_sample.linear import Matmul, row_sums
+from fastdp.grad_sample.parameter_use import Stored, Use
 from fastdp.ops import embedding, extension
 from fastdp.ops.registry import OPERATORS
-from fastdp.uses.linear import Matmul, row_sums
-from fastdp.uses.use import Stored, Use
 
 FREE = {"empty", "empty_strided", "new_empty", "empty_like", "detach", "alias", "scalar_tensor", "lift_fresh"}
 BF16 = torch.bfloat16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fastdp
-from fastdp.uses.use import Use
+from fastdp.grad_sample.parameter_use import Use
 
 Loss = Callable[[nn.Module, Any], Tensor]  # -> one loss a sample, [B]
 

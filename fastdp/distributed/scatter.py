@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .parts import Part
 from .reduce import ALIGNED
+from .shards import Part
 
 LARGE = 1 << 20  # bytes of a sum that is worth an operation of its own within the collective
 

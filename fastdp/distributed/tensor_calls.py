@@ -20,13 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..batch_axis.calls import bind
+from ..batch_axis.layout import tag, tag_of
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.calls import bind
-from ..layouts.layout import tag, tag_of
-from ..uses.linear import captured_linear
-from ..uses.links import link_of
-from ..uses.rules import USE_RULES
-from ..uses.use import Stored, Use
+from ..grad_sample.linear import captured_linear
+from ..grad_sample.parameter_links import link_of
+from ..grad_sample.parameter_use import Stored, Use
+from ..grad_sample.rules import USE_RULES
 from .tensor_values import as_whole, local_of
 
 

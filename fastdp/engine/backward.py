@@ -9,36 +9,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..errors import (
-    BatchLayoutError,
-    FastDPError,
-    LossNotFollowedWarning,
-    SampleMixingError,
-    StepError,
-)
-from ..layouts.batch import Whose
-from ..layouts.doubts import Inbox
-from ..layouts.layout import Layout
+from ..batch_axis.batch_groups import Whose
+from ..batch_axis.deferred_checks import Inbox
+from ..batch_axis.layout import Layout
+from ..errors import BatchLayoutError, FastDPError, LossNotFollowedWarning, SampleMixingError, StepError
+from ..grad_sample.captured_call import Captured, Given
+from ..grad_sample.parameter_use import Use
+from ..grad_sample.planner import Planner
 from ..ops.common import exactly
-from ..uses.captured import Captured, Given
-from ..uses.planner import Planner
-from ..uses.use import Use
+from ..utils.garbage_collection import COLLECTOR
 from .activation_hooks import UNGUARDED
-from .early import ByGroup, Early
 from .explain import Plan
-from .garbage import COLLECTOR
+from .foreign_parameters import Others
+from .forward_record import PRIVATE_GRAPH, UNSEEN, Expected, PassRecord, Tape, guessed_error, mixing_error
+from .forward_threads import two_backwards
 from .gradients import Gradients, check_unwritten
 from .hook_watch import Owner
-from .others import Others
-from .repeats import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
-from .replay import Replays, Rerun
-from .several import Several
-from .taken import Known
-from .taken import of as batch_taken
-from .tape import PRIVATE_GRAPH, UNSEEN, Expected, PassRecord, Tape, guessed_error, mixing_error
-from .threads import two_backwards
-from .tracked import Tracked
-from .uncaptured import Uncaptured
+from .layerwise import ByGroup, Early
+from .memory_budget import Replays, Rerun
+from .multiple_forwards import Several
+from .repeated_backward import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
+from .tracked_parameters import Tracked
+from .uncaptured_uses import Uncaptured
+from .unused_batches import Known
+from .unused_batches import of as batch_taken
 
 
 class Arrival:

@@ -1,8 +1,7 @@
-"""Who uses which parameter, with which data.
+"""The pass of a forward: a `TorchFunctionMode` that sees every torch function call and dispatches it.
 
-While the model's forward runs, a `TorchFunctionMode` sees every torch function call. Calls on data carry
-layouts on (`fastdp.layouts.propagate`); calls on parameters alone make derived tensors (`fastdp.uses.derived`); calls
-that combine the two go to a rule (`fastdp.uses`). A call without a rule takes the generic one.
+Calls on data alone propagate layouts (`batch_axis.propagate`); calls on parameters alone make derived parameters
+(`grad_sample.derived_parameters`); calls that combine the two go to a rule (`grad_sample`), or to the generic one.
 """
 
 from __future__ import annotations
@@ -15,43 +14,43 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import uses as _use_rules  # noqa: F401  (registers the rules of uses)
+from .. import grad_sample as _use_rules  # noqa: F401  (registers the rules of uses)
+from ..batch_axis.aliasing import keep_apart, versions_of, write_unaccounted
+from ..batch_axis.batch_positions import note_made
+from ..batch_axis.batch_slices import NOTED, stamp
+from ..batch_axis.calls import Call
+from ..batch_axis.data_memory import HOLDING
+from ..batch_axis.escaped_values import GIVING, Exposed
+from ..batch_axis.generations import Moment
+from ..batch_axis.layout import Layout, tag, tag_of
+from ..batch_axis.operator_table import COMPUTING, REACHING_GRAPH, TELLING_SIZES
+from ..batch_axis.probing import keep_target
+from ..batch_axis.propagate import format_of, propagate
+from ..batch_axis.row_groups import People
+from ..batch_axis.tensor_notes import UNTRACKED
+from ..batch_axis.totals import by_size
 from ..errors import SampleMixingError, UncapturedUseError
-from ..layouts.by_value import keep_target
-from ..layouts.calls import Call
-from ..layouts.exposed import GIVING, Exposed
-from ..layouts.groups import People
-from ..layouts.held import HOLDING
-from ..layouts.kinds import COMPUTING, REACHING_GRAPH, TELLING_SIZES
-from ..layouts.layout import Layout, tag, tag_of
-from ..layouts.memory import keep_apart, versions_of, write_unaccounted
-from ..layouts.moments import Moment
-from ..layouts.nests import tensors_in
-from ..layouts.notes import UNTRACKED
-from ..layouts.pieces import NOTED, stamp
-from ..layouts.positions import note_made
-from ..layouts.propagate import format_of, propagate
-from ..layouts.totals import by_size
-from ..uses.alone import one_sample_of
-from ..uses.attention import COMPOSITES
-from ..uses.captured import Applied
-from ..uses.derived import mark_derived
-from ..uses.experts import PRODUCTS, gathered_of
-from ..uses.formats import capture_in_format
-from ..uses.forward_pass import ForwardPass
-from ..uses.generic import capture_generic
-from ..uses.links import Unwritten, leaves_of, link_of, span_of
-from ..uses.rules import USE_RULES
-from ..uses.use import Use
+from ..grad_sample.attention import COMPOSITES
+from ..grad_sample.captured_call import Applied
+from ..grad_sample.derived_parameters import mark_derived
+from ..grad_sample.experts import PRODUCTS, gathered_of
+from ..grad_sample.forward_pass import ForwardPass
+from ..grad_sample.generic import capture_generic
+from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, span_of
+from ..grad_sample.parameter_use import Use
+from ..grad_sample.rules import USE_RULES
+from ..grad_sample.sample_loops import one_sample_of
+from ..grad_sample.sparse import capture_in_format
+from ..utils.pytree import tensors_in
 from .activation_hooks import hooked, refuse_node
+from .call_cache import inquires
+from .call_checks import Watcher, look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
 from .checkpointing import custom_function, watch_region
-from .engine import Engine
+from .forward_record import PassRecord
 from .known_calls import MISSED, captured_by
-from .layout_cache import inquires
-from .parts import FOLLOWED, keep_parts, note_parts, taken_from_parts
-from .sight import Watcher, look_beneath, of_no_samples, poisoned, refuse_numbers_of_data, roles_of, unmoved
-from .tape import PassRecord
-from .tracked import owned_by
+from .parameter_slices import FOLLOWED, keep_parts, note_parts, taken_from_parts
+from .state import Engine
+from .tracked_parameters import owned_by
 
 
 class Pass(PassRecord):

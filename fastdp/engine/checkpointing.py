@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from ..batch_axis.generations import Moment
+from ..batch_axis.inputs import nested_tensors
+from ..batch_axis.layout import tag_of
 from ..errors import UncapturedUseError
-from ..layouts.inputs import nested_tensors
-from ..layouts.layout import tag_of
-from ..layouts.moments import Moment
-from ..uses.regions import CHECKPOINT, frame_of, frames
-from .engine import Engine
+from ..grad_sample.checkpoint_regions import CHECKPOINT, frame_of, frames
 from .module_hooks import hook_of
+from .state import Engine
 
 _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
 _CALL = nn.Module._call_impl.__code__

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..layouts.layout import tag, tag_of
+from ..batch_axis.layout import tag, tag_of
+from ..grad_sample.captured_call import Context
 from ..ops.common import exactly
-from ..uses.captured import Context
 from .capture import Pass
 from .compile_plan import Body, NotCompilable
 from .compile_watch import Interpretation, Seen, has_inner_graph

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from ..layouts.calls import Call
-from ..layouts.kinds import TAKING_A_PATTERN, UNCHECKED, VIEWS, spellings
-from ..layouts.layout import Layout, tag_of
-from ..layouts.nests import tensors_in
-from ..uses.captured import Captured, Context
+from ..batch_axis.calls import Call
+from ..batch_axis.layout import Layout, tag_of
+from ..batch_axis.operator_table import TAKING_A_PATTERN, UNCHECKED, VIEWS, spellings
+from ..grad_sample.captured_call import Captured, Context
+from ..utils.pytree import tensors_in
 from .capture import Pass
 
 # where the samples lie in the result follows from where they lie in the arguments, whatever numbers these hold

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..uses.costs import Segments, Shape, constants, seconds
-from ..uses.held import Held
-from ..uses.links import leaves_of
-from ..uses.timing import Clock
+from ..grad_sample.cost_model import Segments, Shape, constants, seconds
+from ..grad_sample.held_bytes import Held
+from ..grad_sample.parameter_links import leaves_of
+from ..grad_sample.timing import Clock
 from .gradients import Gradients
 
 

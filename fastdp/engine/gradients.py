@@ -1,7 +1,7 @@
 """From the uses of a backward to norms and clipped sums of the per-sample gradients of each parameter.
 
-A parameter's gradient is the sum over its uses, so its norm has cross terms (`fastdp.uses.joint`); uses of the same
-kind are joined along T.
+A parameter's gradient is the sum over its uses, so its norm has cross terms (`fastdp.grad_sample.cross_terms`);
+uses of the same kind are joined along T.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..batch_axis.deferred_checks import Doubt
+from ..batch_axis.row_groups import People
 from ..errors import StepError
-from ..layouts.doubts import Doubt
-from ..layouts.groups import People
-from ..uses.derived import pull_back_sum
-from ..uses.embedding import Lookup
-from ..uses.held import Held
-from ..uses.joint import disjoint, isometric, joint_norm_sq, materialised, same_memory
-from ..uses.linear import Matmul
-from ..uses.links import leaves_of, link_of
-from ..uses.planner import Planner
-from ..uses.routed import Routed
-from ..uses.timing import Clock
-from ..uses.use import Regrouped, Use
-from .bundle import Abreast, Arrangement, Bundle, arrangement
+from ..grad_sample.cross_terms import disjoint, isometric, joint_norm_sq, materialised, same_memory
+from ..grad_sample.derived_parameters import pull_back_sum
+from ..grad_sample.embedding import Lookup
+from ..grad_sample.held_bytes import Held
+from ..grad_sample.linear import Matmul
+from ..grad_sample.parameter_links import leaves_of, link_of
+from ..grad_sample.parameter_use import Regrouped, Use
+from ..grad_sample.planner import Planner
+from ..grad_sample.routed_rows import Routed
+from ..grad_sample.timing import Clock
+from .foreach import Abreast, Arrangement, Bundle, arrangement
 
 Arranged = dict[tuple[int, ...], Arrangement]  # by the ids of the parameters
 
@@ -68,7 +68,7 @@ class Gradients:
         self.scale, self.device = scale, device
         self.plan: Any = None  # the `engine.explain.Plan`, if it is known already
         self.watched = True  # others than clipping may ask for norms and sums
-        self.taken: dict[int, Any] = {}  # the `engine.early.Taken` of groups of parameters, which have no uses here
+        self.taken: dict[int, Any] = {}  # the `engine.layerwise.Taken` of groups of parameters, which have no uses here
         self._bundles: dict[tuple[int, ...], list[Bundle | Abreast]] = {}
         self.arranged = arranged
 

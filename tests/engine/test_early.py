@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastdp
 from fastdp.diagnostics import GradientDiagnostics
-from fastdp.engine.early import Early
-from fastdp.uses.linear import Matmul
+from fastdp.engine.layerwise import Early
+from fastdp.grad_sample.linear import Matmul
 
 B, T, D = 6, 5, 8
 

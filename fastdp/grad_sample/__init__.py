@@ -1,0 +1,10 @@
+"""Uses of parameters: how a torch function's input and output gradient give per-sample gradients.
+
+Importing this package registers every rule. `use` says what a use is, `captured` what a captured call does, `rules`
+what a rule is.
+"""
+
+from . import attention, broadcast, conv, embedding, experts, generic, head_loss, linear, norm, recurrent  # noqa: F401
+from .parameter_use import Use
+
+__all__ = ["Use"]
