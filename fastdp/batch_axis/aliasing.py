@@ -1,4 +1,4 @@
-"""Memory that several tensors share: what is written through a view is seen through its base and its other views."""
+"""Tensors that share memory: what is written through a view is seen through its base and other views."""
 
 from __future__ import annotations
 

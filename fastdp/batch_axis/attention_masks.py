@@ -1,4 +1,4 @@
-"""Attention over the packed rows of several samples, under a mask that keeps every sample to itself.
+"""Attention over the packed rows of several samples, if its mask keeps every sample to itself.
 
 What the mask says is looked at: a key of another sample must have a weight of exactly zero, so that neither its
 value nor its gradient takes part.

@@ -1,4 +1,4 @@
-"""What is known of the persons of the batch in hand: from its loader, or from the user."""
+"""Groups of records (persons) in the current batch, as its loader or the user gave them."""
 
 from __future__ import annotations
 

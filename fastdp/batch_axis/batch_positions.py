@@ -1,4 +1,4 @@
-"""Constants that meet the samples one by one: `h * torch.linspace(-3, 3, len(h))[:, None]`, `self.table[: len(h)]`.
+"""Detects constants that depend on a sample's place in the batch (`torch.arange(len(x))`).
 
 Which sample stands where must not matter: if one is removed, the others move to other places. So a constant with a
 number for each row of the batch must have the same for all of them, or be drawn at random, or come from where fastdp

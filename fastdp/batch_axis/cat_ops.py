@@ -1,4 +1,4 @@
-"""Layout rules of functions that put tensors together or take them apart along a dimension: is it the batch's?"""
+"""Layout rules of functions that join or split tensors along a dimension."""
 
 from __future__ import annotations
 

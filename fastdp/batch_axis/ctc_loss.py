@@ -1,4 +1,4 @@
-"""The layout rule of ctc_loss: of each sample's sequence and its own targets a loss.
+"""Layout rule of ctc_loss, which makes one loss of each sample's sequence and its own targets.
 
 reduction="mean" divides each loss by the length of that sample's targets and takes the mean over the samples; so does
 no sample change another's in any of the three reductions.

@@ -1,4 +1,4 @@
-"""The physical batch in hand: the loader that hands it out notes it, the engine and the optimizer read it."""
+"""The physical batch that a loader has handed out last; the engine and the optimizer read it."""
 
 from __future__ import annotations
 

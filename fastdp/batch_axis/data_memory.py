@@ -1,4 +1,4 @@
-"""Memory that holds data, and tensors that came to it out of sight.
+"""Storages known to hold batch data, and tensors that came to them unseen.
 
 torch makes tensors over a memory that exists already in ways that no function mode sees: `nn.Parameter(h)`,
 `Tensor._make_subclass`, `set_`, `from_dlpack`, `from_numpy`; and `.data` and `detach()` share memory without being

@@ -1,4 +1,4 @@
-"""Questions about values on a device. Reading them now would wait for it, so a later step reads them.
+"""Checks of device values that a later step reads, as reading them now would wait for the device.
 
 Until then the answer works where it lies: samples that were mixed get the clip factor 0 on the device (`withhold`), so
 that a step which is refused a step later was one of noise alone.

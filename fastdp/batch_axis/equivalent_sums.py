@@ -1,4 +1,4 @@
-"""Sums over the samples by other names: products with ones, norms of order 1, sums of what was rearranged before.
+"""Sums over the samples in other forms: products with ones, 1-norms, sums of rearranged rows.
 
 All of them are fixed linear functions of terms of one sample each, as a loss may be (`batch_axis.totals`).
 """

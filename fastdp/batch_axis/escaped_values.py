@@ -1,4 +1,4 @@
-"""Data that leaves torch: as a storage or a numpy array over the same memory, or as numbers of Python.
+"""Detects data that leaves torch: a storage, a numpy array on the same memory, Python numbers.
 
 What is written to such memory, nothing sees; so what it held is kept, and compared whenever the memory is met again,
 and at the end of the pass. What is made of numbers that Python has read is of no known sample: it must not meet data.

@@ -1,4 +1,4 @@
-"""Of which batch the samples are that tensors carry."""
+"""Tells whether a tensor's samples are those of the present batch or of an earlier one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole numbers on a device that are known without asking it for them, as they were made of sizes alone.
+"""Integer device tensors whose values are known without reading them, as they follow from sizes.
 
 A mask is often looked up by ranges (`mask[torch.arange(B)[:, None], torch.arange(T)]`), and rows that were sorted by
 their expert are put back by the inverse of that order. Whose rows come out follows from how these indices were made:

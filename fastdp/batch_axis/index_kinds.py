@@ -1,4 +1,4 @@
-"""Rows chosen by an index: by constants, by each sample for itself, or by what other samples hold.
+"""Kinds of index: constant, made by each sample for itself, or dependent on other samples.
 
 A sample may pick among its own rows (the tokens that it sends to an expert); a choice that depends on other
 samples mixes them.

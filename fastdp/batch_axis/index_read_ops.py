@@ -1,4 +1,4 @@
-"""Layout rules of functions that take or write rows by index."""
+"""Layout rules of functions that read rows by index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of an input that were taken, on sight, for k consecutive rows of each sample (`Layout.guessed`).
+"""Layouts inferred from an input's shape alone (k consecutive rows of each sample), and their check.
 
 A guess does no harm where it is confirmed: where the rows enter rows that are known to be the same sample's, that
 sample's output depends on no other rows. Where they contradict such rows, and are constants still, they are constants

@@ -1,4 +1,4 @@
-"""The tensors among a model's arguments: how many samples they hold, and along which dimension."""
+"""Finds the tensors among a model's arguments, their batch dimension and the number of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels: tensors of unseen origin that meet the model's outputs in the loss, taken for one row a sample, in order.
+"""Recognises labels: tensors of unseen origin that meet the model's outputs in the loss.
 
 A batch that no `fastdp.poisson_loader` handed out may have been put in another order before the forward, out of sight:
 `p = torch.randperm(len(x)); F.cross_entropy(model(x[p]), y[p])`. In sight is only `y[p]`. So labels picked by an index

@@ -1,4 +1,4 @@
-"""Which rows of a tensor belong to which sample.
+"""`Layout`: which rows of a tensor belong to which sample, or why this is not known.
 
 A tensor computed from the batch carries a `Layout`: the dimension along which the samples lie, and
 how the rows of that dimension map to samples. `fastdp.propagate` carries layouts through a forward;

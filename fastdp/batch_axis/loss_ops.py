@@ -1,4 +1,4 @@
-"""Layout rules of loss functions: their sum or mean over the samples is a total (`batch_axis.totals`).
+"""Layout rules of loss functions: their sum or mean over the samples is a total.
 
 Each has a term for every element or row, and reduces these. What divides a mean must not be made by the samples: the
 mean of a cross-entropy is over the labels that count, by their classes' weights, so every sample must have as many.

@@ -1,4 +1,4 @@
-"""What a user says about the rows of a tensor: whose they are, and how many samples there are."""
+"""`mark_rows`: the user's statement of which sample each row of a tensor belongs to."""
 
 from __future__ import annotations
 

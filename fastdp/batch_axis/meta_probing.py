@@ -1,4 +1,4 @@
-"""Ask a function itself which dimension grows: run it once on a larger batch, on tensors without memory."""
+"""Finds a result's batch dimension by running the function on meta tensors of a larger batch."""
 
 from __future__ import annotations
 

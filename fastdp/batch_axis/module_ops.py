@@ -1,4 +1,4 @@
-"""Layout rules of the functions behind modules: attention, look-ups, norms, recurrent layers."""
+"""Layout rules of attention, look-ups, norms and recurrent layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coordinates found by `nonzero()`, a matrix with a column a dimension: which column tells the samples.
+"""Coordinates from `nonzero()`: which column tells the sample.
 
 Its other columns are positions within a sample, which are that sample's data like any other.
 """

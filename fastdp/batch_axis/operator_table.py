@@ -1,4 +1,4 @@
-"""Which torch functions do what: the one table of names, which everyone asks who must know a kind of function.
+"""The table of torch functions by kind (views, in-place, random, ...) that all rules read.
 
 A name stands for every spelling of the function (`torch.f`, `Tensor.f`, `F.f`). What only a function's own rule can
 know (that it picks rows, or joins them) stands at the rule (`fastdp.batch_axis.rules`).

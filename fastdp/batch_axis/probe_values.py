@@ -1,4 +1,4 @@
-"""The numbers that a function is asked with, how many they are, and when two of its results are the same."""
+"""Chooses the values with which a function is probed, and compares the results."""
 
 from __future__ import annotations
 

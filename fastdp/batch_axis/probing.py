@@ -1,4 +1,4 @@
-"""Ask a function itself by value: run it again with some samples changed, or in another order."""
+"""Probes a function by value: runs it again with some samples changed, or in another order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carry layouts through a forward: which rows of a result belong to which sample.
+"""Propagates layouts through a call: which rows of a result belong to which sample.
 
 Most functions are asked, not listed: the function is run once on meta tensors whose batch is larger by
 one, and the dimension of the result that grew is where its samples lie. The answer is cached by shapes.

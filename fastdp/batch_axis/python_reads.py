@@ -1,4 +1,4 @@
-"""Python that reads a number made of several samples: `if mask.any()`, `int(lengths.max())`, `torch.arange(longest)`.
+"""Detects values of several samples that leave the graph as Python numbers (`.item()`, `bool(t)`).
 
 What Python does with it cannot be seen. Mostly it is harmless (a mask without effect is left out, rows are padded to
 the longest sample); but a branch or a size may also change what is computed of every sample.

@@ -1,4 +1,4 @@
-"""Numbers that Python was told by sizes, and computes with: `h * len(h)`, `h / mask.nonzero().shape[0]`.
+"""Detects computation with sizes that depend on the batch: `h * len(h)`, `h / mask.nonzero().shape[0]`.
 
 The number of samples, or of rows that the data of several samples chose, is made by all samples; as a size it does no
 harm, as a factor it makes each sample's gradient depend on the others. Python's numbers cannot be followed, so they are

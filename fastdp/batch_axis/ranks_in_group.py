@@ -1,4 +1,4 @@
-"""Numbers of rows within their own group: `arange(total) - repeat_interleave(starts, counts)`.
+"""Rows numbered within their own group: `arange(total) - repeat_interleave(starts, counts)`.
 
 The starts are sums over the groups before, so over other samples; the difference is 0, 1, 2 ... in every group, which
 its own count alone makes. It is told by value, where the groups are known.

@@ -1,4 +1,4 @@
-"""How rows lie after a tensor is cut by sample, or takes another shape."""
+"""How rows lie after a tensor is cut by sample or reshaped."""
 
 from __future__ import annotations
 

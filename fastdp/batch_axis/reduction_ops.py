@@ -1,4 +1,4 @@
-"""Layout rules of functions that reduce, order, move or sum along a dimension: over the samples they combine them."""
+"""Layout rules of functions that reduce, order, move or accumulate along a dimension."""
 
 from __future__ import annotations
 

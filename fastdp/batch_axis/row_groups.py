@@ -1,4 +1,4 @@
-"""Which rows belong together: the records of one person, or the positions of one sample.
+"""Groups of rows: the records of one person, or the positions of one sample.
 
 Where a person has several records, all of them are clipped as one. The gradient of a person is the sum of the
 gradients of the person's records, as that of a parameter is the sum over its uses; norms, clip factors and the

@@ -1,4 +1,4 @@
-"""The layout rules by torch function, and what each says of its function."""
+"""The registry of layout rules by torch function, and the properties of each rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose the rows of a constant are once data is written to them by index: messages to the nodes of graphs, pooling.
+"""Tells whose rows a constant holds once data is scattered into it (graph pooling, message passing).
 
 What nobody wrote to may count as anyone's. So of all ways to give the rows to samples any will do that agrees with what
 is written; that of the data which the constant took its shape from comes first, as results of both mostly meet.

@@ -1,4 +1,4 @@
-"""Scores from which one number of the whole batch was taken: `scores - scores.max()`, and then a softmax.
+"""Allows a maximum of the whole batch to be subtracted from scores before a softmax, which cancels it.
 
 The number is the same for all, and softmax does not see it; nor does any difference of two such scores. Until then
 the scores are mixed (`Layout.mixed`), and `Layout.shifted` remembers whose rows they are but for that number. What

@@ -1,4 +1,4 @@
-"""Layout rules of functions that find where things go: sorting and listing the choices of the whole batch.
+"""Layout rules of sorting, and of functions that list positions (`nonzero`, `unique`, `argsort`).
 
 Their numbers are places of rows, or name the choices that occur. They may pick rows; the rules that read them
 as an index (`rows`, `written`) look whether every sample picks its own.

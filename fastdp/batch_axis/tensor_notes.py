@@ -1,4 +1,4 @@
-"""What fastdp notes on tensors and storages: every attribute by name, so that no two mean the same, and what ends it.
+"""Every attribute that fastdp sets on tensors and storages, by name, and what invalidates it.
 
 A note with a version is valid while the tensor's `_version` is that one: what is written to the tensor since ends it.
 Notes lie in the tensor's `__dict__`, so they are lost where torch makes another tensor of the same memory; what must

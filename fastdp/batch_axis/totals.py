@@ -1,4 +1,4 @@
-"""Sums over the samples: what a loss may be (`Layout.total`).
+"""Totals, that is sums over the samples: the form that a loss must have (`Layout.total`).
 
 A loss must be a fixed linear function of terms of one sample each: their sum, or their mean over a number that the
 shapes tell. Such a total may be added to others, scaled by constants, and returned. Whatever else is done with it (a

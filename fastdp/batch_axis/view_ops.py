@@ -1,4 +1,4 @@
-"""Layout rules of functions that carry sizes in their arguments, and of functions element by element."""
+"""Layout rules of views and other functions with sizes among their arguments, and of elementwise functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that leaves a forward or backward by an error, while others wait for what it was to gather with them.
+"""Ends the other processes' waits if one leaves a forward or backward by an error.
 
 A process that waits within a collective can look at nothing. So it is the one with the error that acts: it says what
 happened in the store of the process group, and closes its connections of the groups over which the model lies. That

@@ -1,4 +1,4 @@
-"""Marks by which processes compare what they hold: a model's weights, a few records of a dataset."""
+"""Digests by which processes compare what they hold: model weights, a few records of a dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hooks of fully_shard, out of sight of the engine.
+"""Runs the hooks of fully_shard without capture.
 
 They gather and free memory, wrap tensors for autograd, and change types: nothing of that mixes samples, and what they
 do to memory must not be seen as calls on data. The samples lie in what comes out of a hook as in what went in.

@@ -1,4 +1,4 @@
-"""A model that `fully_shard` (FSDP2, HSDP) has laid in parts on several processes.
+"""Models sharded by `fully_shard` (FSDP2, HSDP).
 
 What stands in a module is now the part (a DTensor), and now the whole parameter, which is gathered before a forward
 or backward and freed after it. The engine captures uses of the whole, which stays the same object for good; the

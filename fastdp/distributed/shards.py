@@ -1,4 +1,4 @@
-"""Which elements of a whole parameter lie on a process, and how sums of the whole are cut for all processes."""
+"""Which elements of a parameter each process holds, and how sums of the whole are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose layers are split over processes by torch.distributed.tensor.parallel (tensor parallelism).
+"""Models whose layers are split over processes by tensor parallelism (parallelize_module).
 
 What stands in a module is a DTensor; what lies here of it, its leaf, is what the engine tracks and captures uses of
 (`fastdp.distributed.tensor_calls`), and the optimizer updates the DTensor, whose memory the leaf shares. With

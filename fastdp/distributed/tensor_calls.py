@@ -1,4 +1,4 @@
-"""Calls with parameters that are split over processes (tensor parallelism), made on what lies on this process.
+"""Calls with parameters split by tensor parallelism, captured on the local tensors.
 
 `F.linear` of a DTensor and a split weight becomes the same call on the local tensors, which the engine captures as it
 captures every call, and the local result becomes a DTensor again. What is captured here is one of three, by the

@@ -1,4 +1,4 @@
-"""The hooks of styles of tensor parallelism, out of sight of the engine.
+"""Runs the hooks of tensor-parallel styles without capture.
 
 They lay tensors out anew over the processes, by DTensors; the samples lie in what comes out of a hook as in what went
 in. transformers (`tp_plan`) puts the same around a module's `forward`.

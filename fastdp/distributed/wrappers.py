@@ -1,4 +1,4 @@
-"""Which model of several processes is trained: the copy within DistributedDataParallel, or a plain one; what is not."""
+"""Finds the model inside DistributedDataParallel and other wrappers, or refuses the wrapper."""
 
 from __future__ import annotations
 

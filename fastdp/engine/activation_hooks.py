@@ -1,4 +1,4 @@
-"""Hooks on the gradients of activations: followed as the forward is, so that they couple no samples.
+"""Gradient hooks on activations: follows what they compute, so that they cannot mix samples.
 
 A hook is a function of the user's that autograd calls with the gradients of the whole batch, and what it returns takes
 their place: `h.register_hook(lambda g: g / g.norm())` makes every sample's gradient depend on all samples. A gradient

@@ -1,4 +1,4 @@
-"""Whether an engine can be attached to a model: scripts, replicas, engines and hooks on parameters are refused."""
+"""Checks made before an engine is attached to a model (scripts, replicas, other engines, parameter hooks)."""
 
 from __future__ import annotations
 

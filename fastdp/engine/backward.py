@@ -1,4 +1,4 @@
-"""One backward through the model: what it records, whether it means what it should, and what comes of it."""
+"""One backward pass: records parameter uses, checks the loss, and hands norms and sums to the optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of the model that a forward without gradients writes: running statistics, observed ranges, averages.
+"""Refuses buffers that a forward without gradients writes: running statistics, observed ranges, averages.
 
 They are released with the model, and its next forward reads them; clipping and noise reach neither. Where gradients are
 recorded, the pass of capture sees such writes; without them this mode does, beneath torch's own functions, as some of

@@ -1,4 +1,4 @@
-"""Layouts of calls seen before: a forward repeats the same calls on the same shapes, step after step.
+"""Caches the layouts of a call's results by its signature: a forward repeats the same calls step after step.
 
 A call is known by its function, the shapes, types and layouts of its tensors, and its other arguments. Only
 calls whose layouts follow from these are kept: no parameter among the arguments, nothing written in place,

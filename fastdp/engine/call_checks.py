@@ -1,4 +1,4 @@
-"""What a pass of capture looks at in a call's arguments before the call, and results that must not be used."""
+"""Checks of a call's arguments before it is made, and results that must not receive a gradient."""
 
 from __future__ import annotations
 

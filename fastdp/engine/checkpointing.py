@@ -1,4 +1,4 @@
-"""Checkpointed regions that use parameters directly, instead of calling a module that owns them.
+"""Captures parameters that a checkpointed region uses directly, instead of by a module that owns them.
 
 Checkpointing computes the forward of a region again during backward. The modules called in it enter a pass of capture
 by their hooks; a parameter taken by the region's own function (`gamma * self.block(x)`) would be used unseen then, and

@@ -1,4 +1,4 @@
-"""The backend that torch.compile calls for private training: a graph is interpreted first, and compiled afterwards."""
+"""The torch.compile backend of private training: interprets a graph first, then runs its compiled plan."""
 
 from __future__ import annotations
 

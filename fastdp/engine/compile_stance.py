@@ -1,4 +1,4 @@
-"""What runs where compiled code would, while an engine is attached.
+"""Chooses what runs in place of compiled code while an engine is attached.
 
 Models that were compiled before the optimizer was made: what the user compiled stays as it is, and runs without
 gradients and after detach. Where gradients are wanted, a switch in its place runs the module through torch.compile with

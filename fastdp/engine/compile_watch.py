@@ -1,4 +1,4 @@
-"""A graph of torch.compile, interpreted under the engine: exact, and it tells what each node was.
+"""Interprets a torch.compile graph under capture and records what each node was.
 
 The nodes of Dynamo's graph are the torch function calls that the engine sees in eager mode. Run one by one under the
 capture mode they give what the plain model gives. What was seen says whether the graph may be compiled

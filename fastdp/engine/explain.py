@@ -1,4 +1,4 @@
-"""The plan of a backward as a table: what each use of a parameter took, predicted and measured.
+"""The table of `optimizer.explain()`: route, predicted and measured cost of each parameter use.
 
 One unit is the multiply-adds of an ordinary weight gradient of that use (B T I O). Ordinary training takes
 three units (forward, input gradient, weight gradient); a private step replaces the third by the route's norm

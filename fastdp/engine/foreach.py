@@ -1,4 +1,4 @@
-"""Small gradients of many parameters taken together: few operations, not hundreds.
+"""Takes small gradients of many parameters together, in a few operations instead of hundreds.
 
 What is kept of biases and norm layers becomes one matrix; products and convolutions of equal shape become one.
 """

@@ -1,4 +1,4 @@
-"""Parameters that a private backward gives ordinary gradients: what another optimizer makes of them is not private."""
+"""Detects parameters outside the private optimizer that its backward gives ordinary gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward's side of the engine: hooks on the model's modules, and which pass of capture is on."""
+"""Hooks on the model's modules: begins and ends the capture pass of each outermost forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backward knows of a forward that it goes through and records of it, and what it says of mixed outputs."""
+"""State that one forward leaves for its backward, and the error messages about mixed outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the uses of a backward to norms and clipped sums of the per-sample gradients of each parameter.
+"""Combines the uses recorded in a backward into norms and clipped sums of each parameter.
 
 A parameter's gradient is the sum over its uses, so its norm has cross terms (`fastdp.grad_sample.cross_terms`);
 uses of the same kind are joined along T.

@@ -1,4 +1,4 @@
-"""Whether a hook on gradients is linear in their scale: `hook(g / 4) == hook(g) / 4`.
+"""Checks that a gradient hook is linear in the scale of its gradient: `hook(g / 4) == hook(g) / 4`.
 
 Under a mean loss, the gradient that autograd hands to a hook carries 1/B, and the engine multiplies by B what comes of
 it. A hook that changes each sample's rows alone, but not in proportion (`F.normalize(g)`, `g.sign()`, `g + c`,

@@ -1,4 +1,4 @@
-"""What a hook on gradients makes of them, followed as the calls of a forward are.
+"""Follows the torch calls of a gradient hook, as those of a forward are followed.
 
 See `fastdp.engine.activation_hooks`.
 """

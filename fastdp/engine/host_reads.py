@@ -1,4 +1,4 @@
-"""Numbers of several samples that Python or numpy has read between forward and backward, and what comes of them.
+"""Detects a loss computed with numbers that Python or numpy has read from several samples.
 
 Reading alone is logging. It matters if the loss is computed with the very number, or with a tensor that was made of
 Python's or numpy's numbers since: of these nobody knows whether they hold what was read.

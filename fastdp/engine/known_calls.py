@@ -1,5 +1,4 @@
-"""Known calls without Python: `csrc/python/known_calls.cpp` knows a call by the signature of `layout_cache`, makes it,
-and notes the layouts of its results.
+"""Known calls without Python: C++ matches a call by its signature, makes it and tags its results.
 
 It serves the ordinary cases alone. What it does not serve it leaves undone (`MISSED`), and the pass goes on in Python,
 which is also what happens if the extension is not there. Calls of data and parameters are known if everything that

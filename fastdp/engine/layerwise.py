@@ -1,4 +1,4 @@
-"""Norms and clipped sums within backward, of groups of parameters that are clipped apart.
+"""Norms and clipped sums taken within backward, for parameter groups that are clipped separately.
 
 If each layer has a clipping norm of its own, its factors need no other layer's norms. As soon as the last use of a
 layer's parameters has arrived, its norms and sums are taken, and its inputs and output gradients are dropped. What

@@ -1,4 +1,4 @@
-"""Batches between the loader that hands them out and the forward: they are followed, too."""
+"""Follows a Poisson loader's batch between the loader and the forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backward is called on: whether it is a sum, or a mean, of each sample's own loss, by its layout."""
+"""Checks that `backward()` is called on a sum or mean of per-sample losses."""
 
 from __future__ import annotations
 

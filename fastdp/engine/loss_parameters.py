@@ -1,4 +1,4 @@
-"""Parameters that the loss uses after the forward: weights of its terms, prototypes, a head tied by hand."""
+"""Parameters used by the loss after the forward: loss weights, prototypes, a head tied by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the model's output to the loss: the calls between a forward and its backward are followed too.
+"""Follows the calls from the model's outputs to the loss, and checks the loss at `backward()`.
 
 In practice it is the loss that couples samples: contrastive losses over the batch, means over the tokens of the batch,
 class weights, shapes that broadcast to [B, B]. So after a forward (and, of batches that a `fastdp.poisson_loader` hands

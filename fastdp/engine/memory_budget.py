@@ -1,4 +1,4 @@
-"""Two backwards for a block under activation checkpointing, where holding its inputs would exceed the budget.
+"""Runs backward twice for a checkpointed block whose stored inputs would exceed the memory budget.
 
 Flat clipping needs all norms before any clipped sum, so a use's input and output gradient must wait for the end of
 backward; under checkpointing that is the very memory the user wanted to save. A block whose forward is computed

@@ -1,4 +1,4 @@
-"""Says, once for each kind of device, that kernels are missing: plain PyTorch gives the same results, only later."""
+"""Warns once for each kind of device whose kernels are missing: plain PyTorch is exact, but slower."""
 
 from __future__ import annotations
 

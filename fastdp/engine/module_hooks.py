@@ -1,4 +1,4 @@
-"""The hooks on a model's modules, and compiled code around them, which runs past hooks."""
+"""Hooks on a model's modules, and on compiled code, which would run past hooks."""
 
 from __future__ import annotations
 

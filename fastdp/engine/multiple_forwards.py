@@ -1,4 +1,4 @@
-"""Several forwards before one backward: whether their samples are the same.
+"""Checks that several forwards before one backward hold the same samples.
 
 Their i-th samples are clipped as one. That is right for two views of a record, for the parts of a pair, for a generated
 sample beside a real one; samples of their own would be clipped together, and each could move the sum by 2 R.

@@ -1,4 +1,4 @@
-"""Which parameters' numbers the norms and clipped sums of a backward read, once the backward has ended.
+"""Tells which parameters' values the norms and clipped sums of a backward will read.
 
 Most uses read what they hold, and no parameter. What is not known to do so counts as reading.
 """

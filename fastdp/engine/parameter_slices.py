@@ -1,4 +1,4 @@
-"""The part of joined rows that is made of parameters alone, taken out again.
+"""Slices of joined tensors that hold parameters alone (a class token taken out of a sequence again).
 
 cat([class_token.expand(B * frames, 1, D), x], 1) + positions, and then joined[:B, :1]: what is taken holds no data,
 and its rows may go to other samples than the rows that they lay beside. It is made once more of the parameters, to

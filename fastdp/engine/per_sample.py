@@ -1,4 +1,4 @@
-"""The per-sample gradient engine: one ordinary backward, exact norms, clipped sums."""
+"""`PerSampleGradients`: exact per-sample gradient norms and clipped sums from one ordinary backward."""
 
 from __future__ import annotations
 

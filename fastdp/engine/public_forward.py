@@ -1,4 +1,4 @@
-"""Forwards within `public()`: ordinary ones, of batches that are not private."""
+"""Forwards within `optimizer.public()`: ordinary forwards of public batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backward like the one before: what its captured calls give takes the place of that backward's data.
+"""Reuses the arrangement of the previous backward if the same calls arrive with the same shapes.
 
 Between two batches of equal shapes nothing changes but numbers: the same calls arrive in the same order, their uses
 take the same routes and are taken together in the same bundles. So the arrangement of a backward is kept, and of the

@@ -1,4 +1,4 @@
-"""What the forwards, the followed losses and the backwards of one engine share: the middle of the room.
+"""State shared by an engine's forward passes, loss tracking and backward passes.
 
 Passes of capture write to it, the modes that follow a loss ask it, and `fastdp.engine.forward` makes it of a model.
 """

@@ -1,4 +1,4 @@
-"""A batch that is followed from the model's outputs to its backward."""
+"""One batch that is followed from the model's outputs to its backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters an engine tracks: which of the model's, under which names, where among all its elements."""
+"""The parameters that an engine tracks, with their names and their place among all elements."""
 
 from __future__ import annotations
 

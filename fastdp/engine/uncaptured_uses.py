@@ -1,5 +1,4 @@
-"""What must not be: gradients that autograd wrote into parameters' `.grad`, and uses of tensors that are not the
-model's. Captured uses are detached, so such a gradient came by a way that no rule saw."""
+"""Raises if a parameter was used without being captured (autograd wrote its `.grad`)."""
 
 from __future__ import annotations
 

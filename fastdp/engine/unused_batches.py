@@ -1,4 +1,4 @@
-"""Batches that were taken out of a Poisson loader before any was trained on: `for batch in list(loader)`.
+"""Recognises batches taken out of a Poisson loader before training began: `for batch in list(loader)`.
 
 When such a batch is trained on, its pass is over and no batch is in hand. It is known again by its tensors, or, where
 these were copied (to a device), by the sample rate that the optimizer was given and by its size.

@@ -1,4 +1,4 @@
-"""Uses of parameters: how a torch function's input and output gradient give per-sample gradients.
+"""Per-sample gradients of each kind of parameter use, from its input and output gradient.
 
 Importing this package registers every rule. `use` says what a use is, `captured` what a captured call does, `rules`
 what a rule is.

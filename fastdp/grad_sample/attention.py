@@ -1,4 +1,4 @@
-"""Multi-head attention and other composites: seen through, call by call."""
+"""Multi-head attention and other composite functions, captured call by call."""
 
 from __future__ import annotations
 

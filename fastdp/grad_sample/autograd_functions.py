@@ -1,4 +1,4 @@
-"""Autograd functions of other libraries that are made of torch's functions: seen without being registered by a user."""
+"""Autograd functions of well-known libraries that consist of torch calls, registered in advance."""
 
 from __future__ import annotations
 

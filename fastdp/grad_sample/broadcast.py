@@ -1,4 +1,4 @@
-"""Parameters that broadcast against data: add, sub, mul, div, cat, and everything that reduces to them.
+"""Parameters that broadcast against data: add, sub, mul, div, cat, and what reduces to them.
 
 Position embeddings, class tokens, layer scale, learned temperatures, biases added by hand.
 """

@@ -1,4 +1,4 @@
-"""Code whose forward checkpointing runs again, once what autograd saved in it is asked for.
+"""Tells whether code runs inside a checkpointed region, whose forward runs again in backward.
 
 A tensor made of parameters within such a region (a merged weight, the sigmoid of a bias) takes the region with it: to
 pull a gradient back to the parameters, all of the region runs again, and reads the parameters of all its modules.

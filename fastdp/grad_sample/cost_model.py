@@ -1,4 +1,4 @@
-"""How long the jobs of a private step take on a device, predicted from a few measured constants.
+"""Predicts how long the operations of a private step take on a device, from a few measured constants.
 
 A job's time is a sum of four terms with non-negative constants: a call, its arithmetic, its arithmetic over
 the smallest side of the product (thin products run below the peak), and its bytes. The constants are fitted to

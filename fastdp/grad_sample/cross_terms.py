@@ -1,4 +1,4 @@
-"""Norms of a parameter's gradient, which is the sum over its uses and so has cross terms.
+"""Norms of parameters with several uses: their gradient is a sum, so its norm has cross terms.
 
 A table that is also the head has a closed form; disjoint slices add up; anything else is materialised, a chunk of
 samples at a time. Where the gradients of uses cancel, rounding is what is left: the closed form is given up where it

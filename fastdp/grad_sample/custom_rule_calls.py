@@ -1,4 +1,4 @@
-"""A call whose per-sample gradients are given by a rule of the user's own (`fastdp.register_rule`)."""
+"""Captures a call whose per-sample gradients a registered rule gives, and checks the rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom rules: the per-sample gradient of a function that fastdp does not know, or knows only slowly.
+"""`register_rule`: a user's rule for a function that fastdp does not know, or knows only slowly.
 
 A registered rule is checked against autograd the first time that it meets a kind of call; its shapes are checked every
 time.

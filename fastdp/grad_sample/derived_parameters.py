@@ -1,4 +1,4 @@
-"""Tensors made of parameters alone: views, casts, 1 + w, weight norm, merges, look-ups by constants.
+"""Tensors made of parameters alone: views, casts, 1 + w, weight norm, merges, constant look-ups.
 
 Ordinary autograd computes them, attached to the parameters; what is added here is a note (`Link`) of the
 leaves and of what is known about the map. The gradient of a sample is pulled back through autograd's graph.

@@ -1,4 +1,4 @@
-"""Experts: products of routed rows with a stack of matrices (grouped), or with the matrices gathered for each."""
+"""Mixture-of-experts products: grouped by expert, or with the matrices gathered for each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rules may ask of the pass that they serve; implemented by `fastdp.engine.capture.Pass`."""
+"""The interface of the capture pass that rules use; `fastdp.engine.capture.Pass` implements it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any other function of parameters and data: exact, one vector-Jacobian product a sample.
+"""The generic rule for any other function: exact, one vector-Jacobian product per sample.
 
 The forward runs as it is. For the gradients, the function is run again on each sample's slice of the data,
 and the result is compared in shape and, once for each kind of call, in value with that of the whole batch,

@@ -1,4 +1,4 @@
-"""Uses of equal shape that kernels of a device find by their addresses."""
+"""Uses of equal shape that one device kernel handles together, by their addresses."""
 
 from __future__ import annotations
 

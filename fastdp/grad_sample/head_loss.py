@@ -1,4 +1,4 @@
-"""A head and its cross-entropy as one function, whose logits nobody stores: `linear_cross_entropy`.
+"""The fused head and cross-entropy (`linear_cross_entropy`), whose logits are never stored.
 
 The function is seen by captures as torch's own are. Its use of the weight holds hidden states, labels, log-sum-exps and
 the weights of the tokens' losses, and computes logits again for the clipped sum (`ops.head_sums`); the norms come of

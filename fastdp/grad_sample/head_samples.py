@@ -1,4 +1,4 @@
-"""Uses of a head with its loss by samples whose gradients are stored; others may compute logits again."""
+"""Uses of a fused head whose per-sample gradients are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that uses hold, where what several of them share is counted once, and whether they were written to."""
+"""Counts the bytes that uses hold, shared memory once, and detects writes to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors made of parameters alone carry a link to them."""
+"""Links from derived tensors to the parameters that they are made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A use of a parameter: enough to give the norms of its per-sample gradients, and their clipped sum.
+"""`Use`: what one use of a parameter stores to give per-sample norms and a clipped sum.
 
 Uses can be taken together in four ways, each of which a kind of use answers by a use of its own kind if it can:
 `concat` (of the same samples), `stack` (of other samples), `regroup` (samples that belong together as one) and

@@ -1,4 +1,4 @@
-"""Which route each use takes to its norms and its clipped sum: the one predicted to be the fastest.
+"""Chooses the route of each use to its norms and clipped sum: the one predicted to be the fastest.
 
     gram         sum_ts (a_t . a_s)(g_t . g_s), then one product for the clipped sum
     direct       the gradient of each sample tile by tile, never stored, then one product

@@ -1,4 +1,4 @@
-"""What a captured function returns: tensors in any nest, perhaps with None among them."""
+"""Results of captured functions: tensors in nested containers, perhaps with None among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uses by rows of many samples in any order: of a stack of matrices (experts), or of one matrix.
+"""Uses by rows of many samples in any order, of one matrix or of a stack of matrices (experts).
 
 With e_t the matrix of row t, the gradient of sample b with respect to matrix e is the sum of g_t a_t^T over its rows
 with e_t = e. Gradients of different matrices share no element, so the squared norm is a sum over matrices of the

@@ -1,5 +1,4 @@
-"""Rules: each turns a call of a torch function that combines parameters with data into a `Captured` call; and what
-they ask of a call's samples."""
+"""The registry of capture rules by torch function, and helpers that rules share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks of the user's: what captured calls save must come back as it was.
+"""Checks that a user's saved-tensor hooks return what captured calls saved.
 
 `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` puts functions between what a forward saves and what its
 backward reads: to keep it on disk or in another memory, but also to round it, or worse. Numbers made of several samples

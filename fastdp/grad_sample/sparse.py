@@ -1,4 +1,4 @@
-"""Parameters that meet sparse data: by the generic rule, where torch can do it sample by sample."""
+"""Parameters that meet sparse data: by the generic rule, where torch supports it."""
 
 from __future__ import annotations
 

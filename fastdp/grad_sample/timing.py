@@ -1,4 +1,4 @@
-"""Time that a use's norms and sums took: by the host's clock on the CPU, by events on a device that has them."""
+"""Measures the time of norms and sums: host clock on the CPU, events on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward and its backward as a program without Python: recorded once, checked, and replayed."""
+"""Records a forward and its backward, checks the recording, and replays it without Python."""
 
 from __future__ import annotations
 

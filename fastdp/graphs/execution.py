@@ -1,4 +1,4 @@
-"""The ways to run a recorded program: as Python, as Inductor's code, and either as a CUDA graph."""
+"""Chooses how a recorded program runs: Python, Inductor, and either of them as a CUDA graph."""
 
 from __future__ import annotations
 

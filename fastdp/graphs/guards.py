@@ -1,4 +1,4 @@
-"""What must be as it was when a step was recorded, for its replay to be the step that Python would make."""
+"""Conditions under which a recorded step may be replayed (model, torch settings, shapes)."""
 
 from __future__ import annotations
 

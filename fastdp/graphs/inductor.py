@@ -1,4 +1,4 @@
-"""A recorded program that Inductor, torch's compiler, has fused.
+"""A recorded program compiled by Inductor.
 
 Inductor rounds in another way than one call of torch after the other, so what it gives is not equal bit by bit. That
 costs no privacy. What a program gives are the losses and, for each use of a parameter, its rows `a` and `g` of each

@@ -1,4 +1,4 @@
-"""A recording as straight Python without anything that its results do not need."""
+"""Writes a recording as straight-line Python, without operations that its results do not need."""
 
 from __future__ import annotations
 

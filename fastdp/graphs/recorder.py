@@ -1,4 +1,4 @@
-"""Records what a forward and its backward ask of torch's dispatcher, while they really run.
+"""Records the dispatcher calls of a real forward and backward.
 
 Everything that fastdp checks of a step is checked during the recording, with real numbers. Where Python reads a number
 on the way (to branch on it, or because a check of fastdp's does), the program computes that number again at every

@@ -1,4 +1,4 @@
-"""Whether two ways to run a program give the same numbers, within rounding."""
+"""Compares two ways to run a program, within rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording the forward, loss and backward of a batch of one size, twice, and replaying it."""
+"""Records the forward, loss and backward of one batch size twice, and replays them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The uses of a recorded backward, to be filled with the numbers of a replay."""
+"""The parameter uses of a recorded backward, filled with the tensors of each replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of views: autograd and fastdp's rules fold and unfold tensors that a program may see as they are."""
+"""Removes views of views from a recorded program."""
 
 from __future__ import annotations
 
