@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fastdp
 import fastdp.optim.graphed_step
-from fastdp.batch_axis.deferred_checks import Awaited, Doubt
+from fastdp.batch_axis.deferred_checks import AwaitedChecks, DeferredCheck
 from fastdp.errors import SampleMixingError
 from fastdp.graphs import steps
 
@@ -156,10 +156,10 @@ def check_streams(device: str) -> None:
 
 def check_without_events(device: str) -> None:
     """Where nothing says when an answer has come, it is waited for."""
-    awaited, flag = Awaited(), torch.ones((), dtype=torch.bool, device=device)
+    awaited, flag = AwaitedChecks(), torch.ones((), dtype=torch.bool, device=device)
     with pytest.MonkeyPatch.context() as patch, Waits(torch.device(device).type) as waits:
         patch.delattr(torch.get_device_module(device), "current_stream")  # as torch.mps, which has events, though
-        awaited.settle([Doubt(flag, "it mixes", "it was asked")], later=True)
+        awaited.settle([DeferredCheck(flag, "it mixes", "it was asked")], later=True)
     assert sum(waits.found.values()) == 1, waits.found
     with pytest.raises(SampleMixingError, match="it was asked"):
         awaited.look()

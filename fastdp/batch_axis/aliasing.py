@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .calls import Call
-from .data_memory import LABELS, Held, foreign, is_over, storage_of, written
+from .data_memory import LABELS, HeldBytes, foreign, is_over, storage_of, written
 from .generations import is_forgotten, is_past
 from .layout import Layout, layout_of_owners, layout_on, owner_map, stale_layout, tag
 from .operator_table import RENORMING
@@ -29,7 +29,7 @@ def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse
         return layout
-    held: Held | None = getattr(storage, HELD, None)
+    held: HeldBytes | None = getattr(storage, HELD, None)
     if layout is not None:
         if held is tensor.__dict__.get(HELD) or layout.mixed or _by_its_base(tensor, held):
             return layout
@@ -57,7 +57,7 @@ def look(tensor: Tensor, layout: Layout | None, batch: int) -> Layout | None:
     return found
 
 
-def _by_its_base(tensor: Tensor, held: Held | None) -> bool:
+def _by_its_base(tensor: Tensor, held: HeldBytes | None) -> bool:
     """Whether a view's base, by which its own layout is judged, is right about its memory."""
     return tensor._is_view() and held is tensor._base.__dict__.get(HELD)  # type: ignore[union-attr]
 

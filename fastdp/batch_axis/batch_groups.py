@@ -12,7 +12,7 @@ from .current_batch import PhysicalBatch, current
 from .row_groups import People, numbers_of
 
 
-class Whose:
+class SampleGroups:
     """Whose the records of a batch are: as a loader tells, or as the user said of the coming batch."""
 
     def __init__(self) -> None:

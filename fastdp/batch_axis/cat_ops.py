@@ -58,9 +58,9 @@ def _joined(call: Call, tensors: list[Tensor], dim: int) -> Tags:
     if problem:
         return call.all_combined(problem)
     owner = torch.cat([layout.owners(device) for layout in known])
-    places, guessed = any(layout.is_row_index for layout in known), any(layout.guessed for layout in known)
+    places, inferred = any(layout.is_row_index for layout in known), any(layout.inferred for layout in known)
     order = _joined_order(known, device)
-    whole = Layout(call.batch, dim, owner=owner, order=order, is_row_index=places, guessed=guessed, piece=piece)
+    whole = Layout(call.batch, dim, owner=owner, order=order, is_row_index=places, inferred=inferred, piece=piece)
     return [(call.out, whole.taken(dim, torch.arange(owner.numel(), device=device)))]
 
 
@@ -76,8 +76,8 @@ def _stack(call: Call) -> Tags:
         return call.all_combined("joins rows of different samples")
     joined_rows([layout for layout in known if layout is not None])
     owner = torch.tensor([layout.alone for layout in known if layout is not None], device=call.out.device)
-    places, guessed = (any(getattr(layout, name) for layout in known) for name in ("is_row_index", "guessed"))
-    whole = Layout(call.batch, dim, owner=owner, is_row_index=places, guessed=guessed)
+    places, inferred = (any(getattr(layout, name) for layout in known) for name in ("is_row_index", "inferred"))
+    whole = Layout(call.batch, dim, owner=owner, is_row_index=places, inferred=inferred)
     return [(call.out, whole.taken(dim, torch.arange(len(owner), device=owner.device)))]
 
 
@@ -92,9 +92,9 @@ def _pad_sequence(call: Call) -> Tags:
     if -1 in owners:
         return call.all_combined("joins rows of different samples")
     owner = torch.tensor(owners, device=call.out.device)
-    guessed = any(layout is not None and layout.guessed for layout in known)
+    inferred = any(layout is not None and layout.inferred for layout in known)
     call.out.__dict__[tensor_notes.LONGEST] = 1 if batch_first else 0
-    whole = Layout(call.batch, 0 if batch_first else 1, owner=owner, guessed=guessed)
+    whole = Layout(call.batch, 0 if batch_first else 1, owner=owner, inferred=inferred)
     return [(call.out, whole.taken(whole.dim, torch.arange(len(owner), device=owner.device)))]
 
 

@@ -27,10 +27,10 @@ _GIVEN = (None, LABELS)
 # What one memory holds: the layout of a tensor over it, the moment of its batch, and, where it was written to, the
 # shape, strides and offset of this tensor. A list (small, as it is made for every result), the same object for all who
 # know this state of the memory.
-Held = list[Any]
+HeldBytes = list[Any]
 
 
-def is_over(held: Held, tensor: Tensor) -> bool:
+def is_over(held: HeldBytes, tensor: Tensor) -> bool:
     """Whether the tensor is known for the noted one's twin."""
     return held[2:] == [tensor.shape, tensor.stride(), tensor.storage_offset()]
 
@@ -47,7 +47,7 @@ class _Holding:
         self.storages = [known for known in self.storages if known() is not None]
         self.prune = max(_PRUNE, 2 * len(self.storages))
 
-    def over(self, storage: torch.UntypedStorage) -> Held | None:
+    def over(self, storage: torch.UntypedStorage) -> HeldBytes | None:
         """What is noted of other memory at the same addresses (of numpy, of dlpack)."""
         start = storage.data_ptr()
         for known in self.storages:
@@ -55,7 +55,7 @@ class _Holding:
             if other is None or other is storage or other.device != storage.device:
                 continue
             begin = other.data_ptr()
-            held: Held | None = getattr(other, HELD, None)
+            held: HeldBytes | None = getattr(other, HELD, None)
             if held is not None and begin < start + storage.nbytes() and start < begin + other.nbytes():
                 setattr(other, HELD, held[:2])  # what is written here, nobody can tell the tensors there
                 return held
@@ -79,7 +79,7 @@ def hold(tensor: Tensor, layout: Any, view: bool, moment: Any) -> None:
         storage: Any = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError, ValueError):
         return
-    held: Held | None = getattr(storage, HELD, None)
+    held: HeldBytes | None = getattr(storage, HELD, None)
     if held is None:
         held = storage._fastdp_held = [layout, moment]
         HOLDING.storages.append(_ref(storage))
@@ -109,7 +109,7 @@ def written(tensor: Tensor, layout: Any, before: Any) -> None:
         return
     if before is None:
         HOLDING.turn += 1
-    known: Held | None = getattr(storage, HELD, None)
+    known: HeldBytes | None = getattr(storage, HELD, None)
     held = [layout, known and known[1], tensor.shape, tensor.stride(), tensor.storage_offset()]
     setattr(storage, HELD, held)
     tensor.__dict__[HELD] = held
@@ -138,7 +138,7 @@ def is_new_foreign(tensor: Tensor) -> bool:
     return storage is not None and not storage.resizable() and getattr(storage, FOREIGN, None) is None
 
 
-def foreign(storage: torch.UntypedStorage) -> Held | None:
+def foreign(storage: torch.UntypedStorage) -> HeldBytes | None:
     """Of memory that came from outside of torch (numpy, dlpack): what is known of the same addresses. Searched once,
     and again where constants became data since."""
     if storage.resizable() or getattr(storage, FOREIGN, -1) == HOLDING.turn:

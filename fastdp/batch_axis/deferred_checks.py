@@ -17,7 +17,7 @@ from ..errors import SampleMixingError
 from ..ops.common import event_on, streams_of
 
 
-class Doubt(NamedTuple):
+class DeferredCheck(NamedTuple):
     """If the flag (a bool on a device) is true, samples were mixed, for this reason; message: what to say then."""
 
     flag: Tensor
@@ -32,16 +32,16 @@ class Inbox:
     """The open questions of one engine. Every engine hears of all: one backward may go through several models."""
 
     def __init__(self) -> None:
-        self._open: list[Doubt] = []
+        self._open: list[DeferredCheck] = []
         _INBOXES.add(self)
 
-    def put(self, doubt: Doubt) -> None:
+    def put(self, doubt: DeferredCheck) -> None:
         """Keep a question."""
         self._open.append(doubt)
         if len(self._open) > MOST:
             self._open = [one for one, mixes in zip(self._open, answers(self._open), strict=True) if mixes]
 
-    def take(self) -> list[Doubt]:
+    def take(self) -> list[DeferredCheck]:
         """The questions so far, which are then the caller's."""
         found, self._open = self._open, []
         return found
@@ -55,12 +55,12 @@ def doubt(flag: Tensor, why: str, message: str = "") -> None:
 
     message: of the error, if not the loss is to blame.
     """
-    one = Doubt(flag, why, message or f"the loss is no sum or mean of each sample's own loss: {why}.")
+    one = DeferredCheck(flag, why, message or f"the loss is no sum or mean of each sample's own loss: {why}.")
     for inbox in list(_INBOXES):
         inbox.put(one)
 
 
-def answers(doubts: list[Doubt]) -> list[bool]:
+def answers(doubts: list[DeferredCheck]) -> list[bool]:
     """Whether each flag is true; those of a device are read at once."""
     by_device: dict[torch.device, list[int]] = {}
     for place, one in enumerate(doubts):
@@ -73,27 +73,27 @@ def answers(doubts: list[Doubt]) -> list[bool]:
     return found
 
 
-def settle(doubts: list[Doubt]) -> None:
+def settle(doubts: list[DeferredCheck]) -> None:
     """Read the flags. Raises SampleMixingError if one is true."""
     for one, mixes in zip(doubts, answers(doubts), strict=True):
         if mixes:
             raise SampleMixingError(one.message, one.why)
 
 
-def withhold(doubts: Sequence[Doubt], factors: Sequence[Tensor], *sums: Mapping[int, Tensor]) -> None:
+def withhold(doubts: Sequence[DeferredCheck], factors: Sequence[Tensor], *sums: Mapping[int, Tensor]) -> None:
     """Set clip factors, and sums that were taken already, to 0 where a flag on a device is true."""
     for flag in (one.flag for one in doubts if one.flag.device.type != "cpu"):
         for tensor in (*factors, *(total for taken in sums for total in taken.values())):
             tensor.masked_fill_(flag.reshape(()).to(tensor.device), 0)
 
 
-class Awaited:
+class AwaitedChecks:
     """Flags of earlier steps, on their way from a device to the host."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[list[Doubt], Tensor, Any]] = []
+        self._open: list[tuple[list[DeferredCheck], Tensor, Any]] = []
 
-    def settle(self, doubts: Sequence[Doubt], later: bool) -> None:
+    def settle(self, doubts: Sequence[DeferredCheck], later: bool) -> None:
         """Read what has arrived of earlier steps, and the flags of this one: if `later`, those on a device then.
 
         Raises SampleMixingError if one is true.
@@ -102,7 +102,7 @@ class Awaited:
         settle([one for one in doubts if not later or one.flag.device.type == "cpu"])
         self._ask([one for one in doubts if later and one.flag.device.type != "cpu"])
 
-    def _ask(self, doubts: list[Doubt]) -> None:
+    def _ask(self, doubts: list[DeferredCheck]) -> None:
         """Copy these flags to the host, once the device has come to them."""
         for device in {one.flag.device for one in doubts}:
             own = [one for one in doubts if one.flag.device == device]

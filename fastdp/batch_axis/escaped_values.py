@@ -38,7 +38,7 @@ class _Given:
         return not same
 
 
-class Exposed:
+class EscapedValues:
     """What left torch in one pass."""
 
     def __init__(self, batch: int, model: nn.Module) -> None:

@@ -30,7 +30,7 @@ def unpickled(note: Any) -> Any:
 
 
 class Token:
-    """See `Moment.token`."""
+    """See `Generation.token`."""
 
     __slots__ = ("__weakref__",)
 
@@ -41,7 +41,7 @@ class Token:
         return nothing()
 
 
-class Moment:
+class Generation:
     """The batch whose samples a tensor carries: alive until a backward has gone through the forward that made it.
 
     owner: a token of the engine whose batch it is; reached: by the backward that runs; survived: one that did not.
@@ -70,21 +70,21 @@ class Moment:
     def __init__(self, owner: Any = None, before: int = 0) -> None:
         self.owner, self.alive = owner, True
         self.reached = self.survived = False
-        self.number, self.before = next(Moment._count), before
-        self.parent: Moment | None = None
-        self.doubts: dict[Moment, str] = {}
+        self.number, self.before = next(Generation._count), before
+        self.parent: Generation | None = None
+        self.doubts: dict[Generation, str] = {}
         self.joined = {self.number}
         self.token: Token | None = None
-        self._beside: Moment | None = None
+        self._beside: Generation | None = None
 
-    def beside(self) -> Moment:
+    def beside(self) -> Generation:
         """The moment of what is made of inputs and labels alone while this one lasts."""
         if self._beside is None:
-            self._beside = Moment(self.owner, self.before)
+            self._beside = Generation(self.owner, self.before)
             self._beside.number, self._beside.parent = self.number, self
         return self._beside
 
-    def __deepcopy__(self, memo: Any) -> Moment:
+    def __deepcopy__(self, memo: Any) -> Generation:
         return self
 
     def __reduce__(self) -> Any:
@@ -92,11 +92,11 @@ class Moment:
 
 
 LOADERS = object()  # the owner of batches that a loader hands out, to whichever engine
-_NOBODYS = Moment()
+_NOBODYS = Generation()
 current = _NOBODYS  # the moment of what is tagged now
 
 
-def set_moment(moment: Moment | None) -> None:
+def set_generation(moment: Generation | None) -> None:
     """From now on, what is tagged carries samples of this moment's batch."""
     global current
     moment = _NOBODYS if moment is None else moment
@@ -105,23 +105,23 @@ def set_moment(moment: Moment | None) -> None:
     current = moment
 
 
-def now() -> Moment:
+def now() -> Generation:
     """The moment of what is tagged now."""
     return current
 
 
-def is_past(moment: Moment | None) -> bool:
+def is_past(moment: Generation | None) -> bool:
     """Whether a moment is of an earlier batch of the engine that tags now."""
-    if not isinstance(moment, Moment) or moment is current or moment.owner not in (current.owner, LOADERS):
+    if not isinstance(moment, Generation) or moment is current or moment.owner not in (current.owner, LOADERS):
         return False  # (the present one may be over, where norms have a part of its forward computed again)
     parent = moment.parent
     return not moment.alive if parent is None else parent.reached and not parent.alive
 
 
-def is_forgotten(moment: Moment | None, layout: Any) -> bool:
+def is_forgotten(moment: Generation | None, layout: Any) -> bool:
     """Whether a tensor with this layout was made of inputs and labels, beside a forward that is over and that no
     backward went through: of unseen origin again. If one goes through both forwards yet, `doubts` tells."""
-    parent = moment.parent if isinstance(moment, Moment) else None
+    parent = moment.parent if isinstance(moment, Generation) else None
     if parent is None or parent.reached or parent is current or moment is current:
         return False
     here = current.parent or current

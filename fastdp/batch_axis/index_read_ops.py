@@ -78,7 +78,7 @@ def _items(call: Call, source: Tensor, layout: Layout | None) -> Tags:
     if isinstance(entry, int):
         return [(call.out, _row_and(call, layout, entry, used))]
     if isinstance(entry, Tensor) and index[0] is entry and _counts_rows(call, layout, entry, used):
-        return [(call.out, layout.taken(0, entry)._replace(guessed=2))]
+        return [(call.out, layout.taken(0, entry)._replace(inferred=2))]
     return _index_rows(call, layout, index)
 
 

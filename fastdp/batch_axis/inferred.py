@@ -19,18 +19,18 @@ from .operator_table import CONCATENATIONS, UNCHECKED
 _NAMES = ("masked_scatter", "index_put", "index_add", "index_copy", "masked_fill", "where", "add", "sub", "mul", "div")
 
 
-def with_guesses(call: Call, inputs: Inputs, tags: Tags, again: Callable[[Call], Tags]) -> Tags:
+def with_inferred(call: Call, inputs: Inputs, tags: Tags, again: Callable[[Call], Tags]) -> Tags:
     """Layouts of the results, where an argument's layout is a guess: confirmed, dropped, or a guess still."""
-    sure = [(tensor, layout) for tensor, layout in inputs if not layout.guessed]
-    guesses = [(tensor, layout) for tensor, layout in inputs if layout.guessed]
+    sure = [(tensor, layout) for tensor, layout in inputs if not layout.inferred]
+    guesses = [(tensor, layout) for tensor, layout in inputs if layout.inferred]
     mixes = any(layout is not None and layout.mixed for _, layout in tags)
-    level = max(layout.guessed for _, layout in guesses)
+    level = max(layout.inferred for _, layout in guesses)
     if level < 2 and sure and mixes and not any(tensor.requires_grad or layout.mixed for tensor, layout in guesses):
         if call.in_place and any(tensor is call.args[0] for tensor, _ in guesses):
             return tags
         return again(call.supposing({id(tensor): None for tensor, _ in guesses}))
     left = level if mixes or not _confirms(call, sure, tags) else 0
-    return [(tensor, layout and layout._replace(guessed=left)) for tensor, layout in tags]
+    return [(tensor, layout and layout._replace(inferred=left)) for tensor, layout in tags]
 
 
 def _confirms(call: Call, sure: Inputs, tags: Tags) -> bool:

@@ -44,7 +44,7 @@ def tag_inputs(
         elif folded and tensor.dim() > dim and tensor.size(dim) and tensor.size(dim) % batch == 0:
             layout = Layout(batch, dim, 1, tensor.size(dim) // batch)
         elif may_be_packed(tensor, batch, dim):
-            layout = Layout(batch, dim, 1, tensor.size(dim) // batch, guessed=True)
+            layout = Layout(batch, dim, 1, tensor.size(dim) // batch, inferred=True)
         tensor.__dict__[tensor_notes.INPUT] = True
         tag(tensor, layout)
         if dim and layout == Layout(batch, dim) and tensor._is_view() and known is None:

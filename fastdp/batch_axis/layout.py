@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from . import generations
 from .data_memory import LABELS, hold, storage_of
-from .generations import Moment, is_forgotten, is_past, pickled, unpickled
+from .generations import Generation, is_forgotten, is_past, pickled, unpickled
 from .host_values import at, in_some_order, made_known, on_host, same_numbers
 from .tensor_notes import HELD, INPUT, LAYOUT, MOMENT, PRESUMED, RELAID, TAGGED_AT, TOKEN
 
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     rows, and must not become numbers that are computed with.
     `alone`, where it is no -1, says that the whole tensor is of this one sample (a loop over the samples): then `dim`
     means nothing. `size_from_data` says that the data of that sample made one of its sizes.
-    `guessed` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
+    `inferred` marks rows of an input that were taken for k rows a sample on sight, and that nothing has confirmed yet;
     2: rows that an index counted over the whole batch picked, which must not pass for constants either.
     `shifted` is there where `mixed` came of one number taken from all rows alike (`batch_axis.softmax_shift`).
     `total`, beside `mixed`, says that the numbers are sums over the samples of terms of one sample each, with weights
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     is_row_index: bool = False
     alone: int = -1
     size_from_data: bool = False
-    guessed: int = 0
+    inferred: int = 0
     shifted: Any = None
     total: str = ""
     piece: Any = None
@@ -116,7 +116,7 @@ class Layout(NamedTuple):
             is_row_index=self.is_row_index,
             alone=sample,
             size_from_data=sized,
-            guessed=self.guessed,
+            inferred=self.inferred,
             piece=self.piece,
         )
 
@@ -167,7 +167,7 @@ class Layout(NamedTuple):
         )
 
 
-def moment_of(tensor: Tensor) -> Moment | None:
+def generation_of(tensor: Tensor) -> Generation | None:
     """Whose batch a tensor's samples are of, if it has a layout."""
     return tensor.__dict__.get(MOMENT) if LAYOUT in tensor.__dict__ else None
 
@@ -177,14 +177,14 @@ def is_stale(tensor: Tensor) -> bool:
     return is_past(tensor.__dict__.get(MOMENT))
 
 
-def moment_of_output(tensors: Sequence[Tensor], mine: Moment) -> Moment | None:
+def generation_of_output(tensors: Sequence[Tensor], mine: Generation) -> Generation | None:
     """The moment of what is made of these: `mine`, if one of them is of a model's outputs or states, or that of another
     engine's batch that is over, if all these are of it; None if they are inputs and labels alone."""
     found = None
     for tensor in tensors:
         notes = tensor.__dict__
         if LAYOUT in notes and INPUT not in notes and PRESUMED not in notes and _is_whole(notes.get(MOMENT)):
-            moment: Moment = notes[MOMENT]
+            moment: Generation = notes[MOMENT]
             if moment.alive or moment.owner is mine.owner:
                 return mine
             found = moment
@@ -197,7 +197,7 @@ def lies_in_output(tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_whole(moment: Any) -> bool:
-    return isinstance(moment, Moment) and moment.parent is None
+    return isinstance(moment, Generation) and moment.parent is None
 
 
 STALE = (
@@ -314,7 +314,7 @@ def owner_map(base: Tensor, layout: Layout | None) -> Tensor | None:
 def layout_of_owners(owners: Tensor, like: Layout) -> Layout | None:
     """A layout from the owner of each element; what nobody owns may count as anyone's."""
     batch = like.batch
-    plain = Layout(batch, is_row_index=like.is_row_index, guessed=like.guessed)
+    plain = Layout(batch, is_row_index=like.is_row_index, inferred=like.inferred)
     given = owners[owners != NOBODY]
     if is_one(given) and bool((owners != NOBODY).all()):
         return plain.of_sample(int(given[0]))

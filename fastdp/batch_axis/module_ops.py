@@ -47,7 +47,7 @@ def _apart_in_attention(call: Call) -> Layout | None:
         return None
     for tensor, layout in known:
         plain = layout.owner is layout.order is None and layout.alone < 0 and not (layout.mixed or layout.is_row_index)
-        if not plain or layout.guessed or layout[2:4] != first[2:4] or tensor.size(place) != first.rows:
+        if not plain or layout.inferred or layout[2:4] != first[2:4] or tensor.size(place) != first.rows:
             return None
     return first._replace(dim=call.out.dim() + place)
 

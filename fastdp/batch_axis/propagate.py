@@ -22,7 +22,7 @@ from .batch_positions import by_place, was_by_place
 from .batch_slices import cut
 from .calls import Call, Inputs, Tags
 from .data_memory import written
-from .inferred import with_guesses
+from .inferred import with_inferred
 from .layout import Layout, layout_on, tag
 from .meta_probing import cached_trial
 from .probe_values import fewer
@@ -71,8 +71,8 @@ def layouts_of(call: Call) -> Tags:
         return _in_one_sample(call, inputs)
     kept = next((found for tensor in (*call.results(), *[t for t, _ in inputs]) if (found := format_of(tensor))), "")
     tags = _layouts_in(kept, call, inputs) if kept else _answer(call)
-    if any(layout.guessed for _, layout in inputs):
-        tags = with_guesses(call, inputs, tags, _answer)
+    if any(layout.inferred for _, layout in inputs):
+        tags = with_inferred(call, inputs, tags, _answer)
     if not rule_of(call.func).picks and any(layout.is_row_index for _, layout in inputs):
         tags = [(tensor, _made_of_places(call, tensor, layout)) for tensor, layout in tags]
     return tags

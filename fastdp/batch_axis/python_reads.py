@@ -75,7 +75,7 @@ def reading_line() -> str:
 _HARMLESS: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
-class Reads:
+class PythonReads:
     """The places where a model's forwards read numbers made of several samples into Python."""
 
     def __init__(self, model: nn.Module) -> None:

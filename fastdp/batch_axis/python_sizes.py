@@ -115,7 +115,7 @@ class Sizes:
             return self._told_inverse(number)
         frame: Any = sys._getframe(2) if self._codes else None
         while frame is not None:
-            if not _is_ours(frame.f_code.co_filename) and stands_in(frame, number, self._codes):
+            if not _is_ours(frame.f_code.co_filename) and literal_in_code(frame, number, self._codes):
                 return False
             if frame.f_code in self._codes:
                 return True
@@ -250,10 +250,10 @@ class Sizes:
 def _is_written(number: float, asking: Iterable[CodeType]) -> bool:
     """Whether the line that computes with a number has it written down."""
     frame = users(sys._getframe(2))
-    return frame is not None and stands_in(frame, number, asking)
+    return frame is not None and literal_in_code(frame, number, asking)
 
 
-def stands_in(frame: Any, number: float, asking: Iterable[CodeType]) -> bool:
+def literal_in_code(frame: Any, number: float, asking: Iterable[CodeType]) -> bool:
     """Whether the line at which a frame is has a number written down, or names a global that is this number, or an
     attribute of a module that neither this code nor the one that asked for sizes assigns."""
     constants, names, globals_ = _lines_of(frame.f_code).get(frame.f_lineno, ((), (), ()))

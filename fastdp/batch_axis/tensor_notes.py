@@ -7,7 +7,7 @@ outlive that lies on the storage (`HELD`, `OF_MODEL`, `FOREIGN`). None of them i
 
 # ------------------------------------------------------------------ on data
 LAYOUT = "_fastdp_layout"  # which rows belong to which sample (`batch_axis.layout.Layout`)
-MOMENT = "_fastdp_moment"  # of which batch the samples are (`batch_axis.generations.Moment`)
+MOMENT = "_fastdp_moment"  # of which batch the samples are (`batch_axis.generations.Generation`)
 TOKEN = "_fastdp_token"  # of that moment: its end tells that nothing of the batch is left
 TAGGED_AT = "_fastdp_tagged_at"  # the version at which a view was tagged
 RELAID = "_fastdp_relaid"  # the version at which a memory got other rows: what its views said before is past

@@ -29,7 +29,7 @@ def total_of(call: Call, tensor: Tensor, source: Layout, kind: str) -> Layout:
     fits = (tensor.is_floating_point() or tensor.is_complex()) and not source.mixed and not source.is_row_index
     piece = source.piece and source.piece._replace(past=hash((source.piece.past, call.name, source.rows)))
     return Layout(
-        call.batch, mixed=source.mixed or why, total=kind if fits else "", piece=piece, guessed=source.guessed
+        call.batch, mixed=source.mixed or why, total=kind if fits else "", piece=piece, inferred=source.inferred
     )
 
 
@@ -54,13 +54,13 @@ def follow(call: Call) -> Tags | None:
         mixed = cause or f"{_begun(inputs)}, and {call.mixed(why or problem)}"
         return [(tensor, Layout(call.batch, mixed=mixed)) for tensor in outputs]
     mixed = _begun(inputs)
-    guessed = max(layout.guessed for _, layout in inputs)
+    inferred = max(layout.inferred for _, layout in inputs)
     floating = all(t.is_floating_point() or t.is_complex() for t in outputs)
     piece = settled(pieces, call.batch)
     if piece is not None and call.name not in operator_table.ADDING | operator_table.STACKING:
         piece = stamped([piece], call)
     kind = _kind(call, inputs) if floating else ""
-    total = Layout(call.batch, mixed=mixed, total=kind, piece=piece, guessed=guessed)
+    total = Layout(call.batch, mixed=mixed, total=kind, piece=piece, inferred=inferred)
     return [(tensor, total) for tensor in outputs]
 
 
@@ -151,10 +151,10 @@ def sums_of_single_samples(call: Call) -> Tags | None:
         return None
     if any(layout.alone < 0 or layout.mixed or layout.is_row_index for _, layout in inputs):
         return None
-    guessed = max(layout.guessed for _, layout in inputs)
+    inferred = max(layout.inferred for _, layout in inputs)
     joined_rows([layout for _, layout in inputs])
     why = call.mixed("adds up samples")
-    return [(call.out, Layout(call.batch, mixed=why, total="sum", guessed=guessed))]
+    return [(call.out, Layout(call.batch, mixed=why, total="sum", inferred=inferred))]
 
 
 # --------------------------------------------------------------------------- numbers to divide by

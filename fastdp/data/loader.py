@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from ..accounting import steps_per_epoch
 from ..batch_axis.current_batch import ACTIVE, TELL, WAITING, PhysicalBatch, now
 from ..batch_axis.row_groups import People
-from ..distributed.failure_signal import alarming
+from ..distributed.failure_signal import signals_failure
 from ..distributed.fingerprints import mark_of_records
 from ..distributed.world import World, dealing_world
 from ..errors import StepError
@@ -155,7 +155,7 @@ class PoissonLoader:
 
     def ahead(self, mine: int) -> Iterator[tuple[Any, Callable[[], None]]]:
         """Yield the batches of this pass, each with a function to call before training on it, however late."""
-        batches = alarming(iter(self.loader))
+        batches = signals_failure(iter(self.loader))
         watch = _WATCHED[mine] = Watch(id(self), self._trainers, self.sampler.sample_rate)
         chance = self.truncation
         pending: deque[tuple[int, bool, People | None, int]] | None = None

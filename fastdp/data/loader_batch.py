@@ -16,21 +16,21 @@ class Hand:
         self._loader: int | None = None  # the loader this run trains on: of several active ones, that one
         self._born = current_batch.now()
         self.seeded = False  # batches of it were drawn by a seed
-        self.stands_in = False  # what the model is given now is no batch
+        self.literal_in_code = False  # what the model is given now is no batch
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
         """Within it the model is given a record in the place of a batch without any, and nothing of it is summed: of a
         model in parts all processes must run forward and backward, and not every model takes an empty batch."""
-        self.stands_in = True
+        self.literal_in_code = True
         try:
             yield
         finally:
-            self.stands_in = False
+            self.literal_in_code = False
 
     def of_forward(self) -> current_batch.PhysicalBatch | None:
         """The batch that the model is given."""
-        return None if self.stands_in else self.batch()
+        return None if self.literal_in_code else self.batch()
 
     def batch(self) -> current_batch.PhysicalBatch | None:
         """The batch in hand, of the loader that this optimizer trains on, or of the only one."""

@@ -33,11 +33,11 @@ from .world import Ranks, World, is_told, told
 PATIENCE = 3.0  # seconds
 TEXT = 2000  # letters of an error
 _SEEN = "_fastdp_alarm_was_given"  # on errors
-_ALARMS: weakref.WeakSet[Alarm] = weakref.WeakSet()
+_ALARMS: weakref.WeakSet[FailureSignal] = weakref.WeakSet()
 _ALL = "all"  # the verdict that all processes have left, so that nobody waits
 
 
-class Alarm:
+class FailureSignal:
     """Of a model on several processes. groups: over which its parts lie; none of whole copies, whose forwards and
     backwards wait for nobody. All processes must make it together, after an `agree`, which makes its name the same."""
 
@@ -201,9 +201,9 @@ class Alarm:
         _ALARMS.discard(self)
 
 
-def alarm_of(world: World, groups: Sequence[Any]) -> Alarm | None:
+def failure_signal_of(world: World, groups: Sequence[Any]) -> FailureSignal | None:
     """An alarm of several processes; None of one."""
-    return Alarm(world, groups) if isinstance(world, Ranks) and world.size > 1 else None
+    return FailureSignal(world, groups) if isinstance(world, Ranks) and world.size > 1 else None
 
 
 def data_failed(error: BaseException) -> None:
@@ -213,7 +213,7 @@ def data_failed(error: BaseException) -> None:
             alarm.raised(error)
 
 
-def alarming(batches: Iterator[Any]) -> Iterator[Any]:
+def signals_failure(batches: Iterator[Any]) -> Iterator[Any]:
     """These batches. What raises an error there, is said."""
     try:
         yield from batches

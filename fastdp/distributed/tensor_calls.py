@@ -25,7 +25,7 @@ from ..batch_axis.layout import tag, tag_of
 from ..errors import SampleMixingError, UncapturedUseError
 from ..grad_sample.linear import captured_linear
 from ..grad_sample.parameter_links import link_of
-from ..grad_sample.parameter_use import Stored, Use
+from ..grad_sample.parameter_use import ParameterUse, Stored
 from ..grad_sample.rules import USE_RULES
 from .tensor_values import as_whole, local_of
 
@@ -109,7 +109,7 @@ class Summing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pass, name)
 
-    def record(self, use: Use) -> None:
+    def record(self, use: ParameterUse) -> None:
         rows = use.per_sample(0, use.batch).contiguous()
         with torch.no_grad():
             dist.all_reduce(rows, group=self._group)

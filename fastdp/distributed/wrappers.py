@@ -16,7 +16,7 @@ from ..batch_axis import current_batch
 from ..engine.per_sample import PerSampleGradients
 from ..errors import ParameterError, StepError
 from . import private_names as names
-from .failure_signal import alarm_of
+from .failure_signal import failure_signal_of
 from .frameworks import unwrap
 from .sharded import Sharded, is_sharded
 from .tensor import TensorParallel
@@ -68,7 +68,7 @@ class Replica:
             assert self.shards is not None
             world.agree({"making": "a private optimizer of a sharded model", "parts": self.shards.mark()})
             self.shards.open()
-        self.alarm = alarm_of(world, [] if self.shards is None else self.shards.process_groups())
+        self.alarm = failure_signal_of(world, [] if self.shards is None else self.shards.process_groups())
         self._unwatch: Callable[[], None] | None = None
         self._quiet = world.size > 1 and not (self.wrapper or self.shards) and not hasattr(model, IGNORED)
         if self._quiet:  # a wrapper that comes later must not broadcast buffers in a forward that only some ranks make

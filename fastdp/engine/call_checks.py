@@ -10,11 +10,11 @@ from torch import Tensor
 from ..batch_axis.aliasing import look, shares
 from ..batch_axis.calls import Call
 from ..batch_axis.data_memory import was_filled
-from ..batch_axis.escaped_values import Exposed
+from ..batch_axis.escaped_values import EscapedValues
 from ..batch_axis.inputs import refuse_ragged
 from ..batch_axis.layout import Layout, tag, tag_of
 from ..batch_axis.operator_table import MOVING_IN_PLACE, function_name
-from ..batch_axis.python_reads import Reads
+from ..batch_axis.python_reads import PythonReads
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError, UncapturedUseError
 from ..grad_sample.parameter_links import link_of
 from ..utils.pytree import map_tensors, tensors_in
@@ -32,13 +32,13 @@ class Watcher:
         """A call whose layouts may depend on more than on those of its arguments."""
 
 
-class Sees(Protocol):
+class PassView(Protocol):
     """The pass (`fastdp.engine.capture.Pass`)."""
 
     batch: int
     tracked: dict[int, str]
-    exposed: Exposed
-    reads: Reads
+    exposed: EscapedValues
+    reads: PythonReads
     unseen: str  # what ran out of sight, if anything did
 
     def place(self, name: str) -> str:
@@ -53,7 +53,7 @@ class Sees(Protocol):
     def is_data(self, tensor: Tensor) -> bool:
         """Carries samples."""
 
-    def guess_layout(self, tensor: Tensor) -> Layout | None:
+    def infer_layout(self, tensor: Tensor) -> Layout | None:
         """Layout of data of unseen origin."""
 
     def note_use(self, parameter: Tensor, where: str) -> None:
@@ -63,7 +63,7 @@ class Sees(Protocol):
         """What makes a captured call differentiable."""
 
 
-def roles_of(forward_pass: Sees, call: Call) -> tuple[list[Tensor], bool]:
+def roles_of(forward_pass: PassView, call: Call) -> tuple[list[Tensor], bool]:
     """The parameters among a call's tensors, and whether others carry samples; these have layouts from here on."""
     parameters, has_data = [], False
     for tensor in call.tensors:
@@ -83,16 +83,16 @@ def roles_of(forward_pass: Sees, call: Call) -> tuple[list[Tensor], bool]:
     return parameters, has_data
 
 
-def _settle(forward_pass: Sees, tensor: Tensor) -> None:
+def _settle(forward_pass: PassView, tensor: Tensor) -> None:
     """Give data of unseen origin the layout that its shape tells, or the note that none is known."""
-    layout = forward_pass.guess_layout(tensor)
+    layout = forward_pass.infer_layout(tensor)
     if layout is None and forward_pass.unseen:
         layout = Layout(forward_pass.batch, mixed=forward_pass.unseen)
     if layout is not None:
         tag(tensor, layout)
 
 
-def _look_at(forward_pass: Sees, tensor: Tensor, call: Call) -> Layout | None:
+def _look_at(forward_pass: PassView, tensor: Tensor, call: Call) -> Layout | None:
     """The layout of a tensor as its memory has it, where that says other than its tag (`batch_axis.aliasing.look`)."""
     if id(tensor) not in forward_pass.tracked and link_of(tensor) is None:
         layout = tag_of(tensor, call.batch)
@@ -119,7 +119,7 @@ _OUT_OF_SIGHT = (
 )
 
 
-def look_beneath(forward_pass: Sees, func: Any, args: Any, kwargs: Any) -> None:
+def look_beneath(forward_pass: PassView, func: Any, args: Any, kwargs: Any) -> None:
     """A call inside a transform of torch.func, which hides whose rows it combines: note what it takes."""
     for tensor in tensors_in((args, kwargs)):
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -135,7 +135,7 @@ def look_beneath(forward_pass: Sees, func: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-def of_no_samples(forward_pass: Sees, dispatch: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def of_no_samples(forward_pass: PassView, dispatch: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """A call in the forward of an empty batch, which many models cannot make (`x.view(len(x), 8, -1)`)."""
     try:
         return dispatch(func, args, kwargs)
@@ -149,7 +149,7 @@ def of_no_samples(forward_pass: Sees, dispatch: Any, func: Any, args: Any, kwarg
         ) from problem
 
 
-def refuse_numbers_of_data(forward_pass: Sees, call: Call, parameters: list[Tensor]) -> None:
+def refuse_numbers_of_data(forward_pass: PassView, call: Call, parameters: list[Tensor]) -> None:
     """Raises UncapturedUseError where a parameter is given the numbers of data."""
     if call.func == _SET_DATA:
         raise UncapturedUseError(
@@ -182,7 +182,7 @@ class Poison(torch.autograd.Function):
         raise SampleMixingError(str(ctx.problem))
 
 
-def poisoned(forward_pass: Sees, call: Call, problem: SampleMixingError) -> Any:
+def poisoned(forward_pass: PassView, call: Call, problem: SampleMixingError) -> Any:
     """A result of mixed samples may be looked at (CLIP's logits); a gradient through it is refused."""
     args, kwargs = map_tensors(call.given, lambda t: t.detach() if forward_pass.is_parameter(t) else t)
     out = call.func(*args, **kwargs)

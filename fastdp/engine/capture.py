@@ -20,8 +20,8 @@ from ..batch_axis.batch_positions import note_made
 from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
 from ..batch_axis.data_memory import HOLDING
-from ..batch_axis.escaped_values import GIVING, Exposed
-from ..batch_axis.generations import Moment
+from ..batch_axis.escaped_values import GIVING, EscapedValues
+from ..batch_axis.generations import Generation
 from ..batch_axis.layout import Layout, tag, tag_of
 from ..batch_axis.operator_table import COMPUTING, REACHING_GRAPH, TELLING_SIZES
 from ..batch_axis.probing import keep_target
@@ -37,7 +37,7 @@ from ..grad_sample.experts import PRODUCTS, gathered_of
 from ..grad_sample.forward_pass import ForwardPass
 from ..grad_sample.generic import capture_generic
 from ..grad_sample.parameter_links import Unwritten, leaves_of, link_of, span_of
-from ..grad_sample.parameter_use import Use
+from ..grad_sample.parameter_use import ParameterUse
 from ..grad_sample.rules import USE_RULES
 from ..grad_sample.sample_loops import one_sample_of
 from ..grad_sample.sparse import capture_in_format
@@ -63,9 +63,9 @@ class Pass(PassRecord):
         tracked: dict[int, str],
         count: bool = True,
         people: People | None = None,
-        moment: Moment | None = None,
+        moment: Generation | None = None,
     ) -> None:
-        super().__init__(batch, people, count, moment or Moment(engine.owner), engine.token_node)
+        super().__init__(batch, people, count, moment or Generation(engine.owner), engine.token_node)
         self.engine, self.backward, self.tracked = engine, engine.backward, tracked
         self.arrived, self.memo, self.planner = engine.backward.arrived, engine.memo, engine.planner
         self.token, self.lowers, self.root = engine.token, engine.backward.tracked.lowers, type(engine.model).__name__
@@ -80,7 +80,7 @@ class Pass(PassRecord):
             self.known_calls.serve(self.mode)
         self.watcher: Watcher | None = None
         self._owned: set[int] | None = None  # ids of the model's parameters and buffers, once asked for
-        self.exposed, self.reads = Exposed(batch, engine.model), engine.reads
+        self.exposed, self.reads = EscapedValues(batch, engine.model), engine.reads
         self.taken, self.used = Unwritten(), Unwritten()  # of joined rows; tensors made of parameters, by uses
 
     @property
@@ -108,17 +108,17 @@ class Pass(PassRecord):
     def begin_record(self, path: str) -> bool:
         return self.backward.begin_record(self, path)
 
-    def regrouped(self, use: Use) -> Use:
+    def regrouped(self, use: ParameterUse) -> ParameterUse:
         people = self.people  # a use of theirs already, or of a record each
         return use if people is None or use.batch == people.count else use.regroup(people)
 
-    def record(self, use: Use) -> None:
+    def record(self, use: ParameterUse) -> None:
         self.backward.record(self.regrouped(use))
 
     def is_tracked(self, tensor: Tensor) -> bool:
         return id(tensor) in self.tracked
 
-    def guess_layout(self, tensor: Tensor) -> Layout | None:
+    def infer_layout(self, tensor: Tensor) -> Layout | None:
         """Layout of data of unseen origin: the only dimension of the batch's size, with none before it of several."""
         if self.unseen:
             return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from ..batch_axis.generations import Moment
+from ..batch_axis.generations import Generation
 from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.layout import tag_of
 from ..errors import UncapturedUseError
@@ -29,7 +29,7 @@ _WRAPPED = "_fastdp_seen"
 
 
 def watch_region(
-    engine: Engine, path: str, batch: int, moment: Moment, calls: int = 0, taken: Sequence[Tensor] = ()
+    engine: Engine, path: str, batch: int, moment: Generation, calls: int = 0, taken: Sequence[Tensor] = ()
 ) -> None:
     """The caller takes a parameter: see to it that a region around it, if there is one, is seen the second time.
 
@@ -76,7 +76,7 @@ def _arguments(engine: Engine, code: Any, calls: int) -> dict[str, Any] | None:
 
 
 def _seen(
-    engine: Engine, path: str, batch: int, moment: Moment, args: Any, function: Callable[..., Any]
+    engine: Engine, path: str, batch: int, moment: Generation, args: Any, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     layouts = [tag_of(tensor, batch) for tensor in nested_tensors(args)]
     count = len(args)

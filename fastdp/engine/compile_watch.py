@@ -292,7 +292,7 @@ def _keeps_rows(call: Call) -> bool:
 
 def _by_shapes(layout: Layout) -> bool:
     """Whether no value had a part in where the samples lie."""
-    told = layout.is_row_index or layout.guessed or layout.shifted is not None
+    told = layout.is_row_index or layout.inferred or layout.shifted is not None
     return layout.owner is layout.order is None and layout.alone < 0 and not told
 
 

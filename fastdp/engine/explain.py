@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..grad_sample.cost_model import Segments, Shape, constants, seconds
-from ..grad_sample.held_bytes import Held
+from ..grad_sample.held_bytes import HeldBytes
 from ..grad_sample.parameter_links import leaves_of
 from ..grad_sample.timing import Clock
 from .gradients import Gradients
@@ -87,7 +87,7 @@ class Plan:
         if before is not None and before._key == self._key and all(use.shape is not None for use in gradients.uses):
             self._uses = before._uses  # (which hold the operands, so that no other has their ids)
             return
-        held = Held()
+        held = HeldBytes()
         self._uses = [
             (u.operand, u.name, u.shape or u.segments(), u.route, held.hold(u.data()), u.batch, u.short, u.shared)
             for u in gradients.uses

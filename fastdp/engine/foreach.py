@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..grad_sample.grouped_kernels import Together
+from ..grad_sample.grouped_kernels import GroupedKernels
 from ..grad_sample.parameter_links import link_of
-from ..grad_sample.parameter_use import Stored, Use
+from ..grad_sample.parameter_use import ParameterUse, Stored
 from ..grad_sample.timing import Clock
 from ..ops.rows import square_sum, weighted_sum
 
 SMALL = 1 << 14  # elements of a parameter; larger ones are not worth a copy
 
 
-def is_small(use: Use, parameter: Tensor) -> bool:
+def is_small(use: ParameterUse, parameter: Tensor) -> bool:
     """Whether the use keeps a few float32 numbers of each sample, of the parameter itself."""
     return (
         isinstance(use, Stored)
@@ -39,7 +39,7 @@ class Bundle:
         self.grads, self.clock = grads, clock
 
     @classmethod
-    def of(cls, members: Sequence[tuple[Tensor, Use]]) -> Bundle:
+    def of(cls, members: Sequence[tuple[Tensor, ParameterUse]]) -> Bundle:
         """Of these parameters, each with its one use."""
         rows = [use.grads.reshape(use.batch, -1) for _, use in members if isinstance(use, Stored)]
         grads = torch.cat([r.to(rows[0].device) for r in rows], 1)
@@ -63,14 +63,16 @@ class Bundle:
 
 
 class Abreast:
-    """Uses of equal shape, each of a parameter of its own (`Use.abreast`)."""
+    """Uses of equal shape, each of a parameter of its own (`ParameterUse.abreast`)."""
 
-    def __init__(self, parameters: Sequence[Tensor], one: Use | Together, clock: Clock | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], one: ParameterUse | GroupedKernels, clock: Clock | None = None
+    ) -> None:
         self.members = {id(parameter): parameter for parameter in parameters}
         self.one, self.clock = one, clock
 
     @classmethod
-    def of(cls, members: Sequence[tuple[Tensor, Use]]) -> Abreast:
+    def of(cls, members: Sequence[tuple[Tensor, ParameterUse]]) -> Abreast:
         """Of these parameters, each with its one use."""
         first, *others = [use for _, use in members]
         return cls([parameter for parameter, _ in members], first.abreast(others), _shared_clock(members))
@@ -83,19 +85,19 @@ class Abreast:
     @property
     def lets_go(self) -> bool:
         """Whether the data of each member goes with its sum, if that is the last that is asked for."""
-        return isinstance(self.one, Together)
+        return isinstance(self.one, GroupedKernels)
 
     def clipped_sum(self, factors: Tensor, last: bool = False) -> dict[int, Tensor]:
         """As of `Bundle`."""
         one, factors = self.one, factors.to(self.one.operand.device)
-        if isinstance(one, Together):
+        if isinstance(one, GroupedKernels):
             return dict(zip(self.members, one.sums_abreast(len(self.members), factors, last), strict=True))
         total = one.sums_abreast(len(self.members), factors)
         parts: tuple[Tensor, ...] = torch.unbind_copy(total)  # type: ignore[assignment, func-returns-value]
         return dict(zip(self.members, parts, strict=True))
 
 
-def _shared_clock(members: Sequence[tuple[Tensor, Use]]) -> Clock | None:
+def _shared_clock(members: Sequence[tuple[Tensor, ParameterUse]]) -> Clock | None:
     """One clock for all members, if they are measured."""
     if members[0][1].clock is None:
         return None
@@ -121,7 +123,7 @@ class Arrangement(NamedTuple):
     doubles: list[Tensor]
 
 
-def arrangement(members: Sequence[tuple[Tensor, Use]]) -> list[Found]:
+def arrangement(members: Sequence[tuple[Tensor, ParameterUse]]) -> list[Found]:
     """The bundles that can be made of parameters with one use each, by their places; the others are on their own."""
     kept = [place for place, (parameter, use) in enumerate(members) if is_small(use, parameter)]
     found: list[Found] = [(Bundle, kept)] if len(kept) > 1 else []

@@ -19,7 +19,7 @@ _NEAR = 8  # nodes next to the loss whose names tell that it is made otherwise t
 _MOST = 50_000  # nodes that are looked at
 
 
-class Others:
+class ForeignParameters:
     """Watches the parameters of a model that its private optimizer does not train, and those outside of it that its
     inputs or the loss are made with.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..batch_axis.aliasing import look
 from ..batch_axis.batch_slices import OWN_READS, WRITTEN
 from ..batch_axis.data_memory import note_parameter, was_filled
-from ..batch_axis.generations import Moment, Token, set_moment
+from ..batch_axis.generations import Generation, Token, set_generation
 from ..batch_axis.inputs import Batching, nested_tensors, outputs_apart, packed_sequences, tag_inputs, tag_packed
 from ..batch_axis.layout import Layout, tag_of
 from ..errors import FastDPError, StepError
@@ -43,8 +43,8 @@ class Forward(Engine):
 
     def __init__(self, model: nn.Module, backward: Backward, batching: Batching) -> None:
         super().__init__(model, backward, batching)
-        self._moments: list[Moment] = []  # of forwards that no backward has gone through
-        self._ended: list[Moment] = []  # that of the forward before
+        self._moments: list[Generation] = []  # of forwards that no backward has gone through
+        self._ended: list[Generation] = []  # that of the forward before
         self._turn = Turn()
         self._argument_layouts: dict[str, list[Layout | None]] = {}
         self._handles: list[Any] = []
@@ -185,7 +185,7 @@ class Forward(Engine):
                 self.reads.note(unknown, None)
             tensors, hand, one = nested_tensors((args, kwargs)), backward.whose.in_hand, self.batching.size == 1
             active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
-        set_moment(active.moment)
+        set_generation(active.moment)
         self.sizes.begin()
         OWN_READS.clear()
         WRITTEN.clear()
@@ -206,7 +206,7 @@ class Forward(Engine):
         block = self.backward.rerun.block
         return block if block is not None and block.path == path else None
 
-    def _last_moment(self) -> Moment | None:
+    def _last_moment(self) -> Generation | None:
         """Of the forward that is computed again."""
         known = self._moments or self._ended
         return known[-1] if known else None
@@ -216,13 +216,15 @@ class Forward(Engine):
         return torch._C._current_graph_task_id() != -1 or self.backward.rerun.collect is not None
 
     @contextlib.contextmanager
-    def again(self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Moment) -> Iterator[None]:
+    def again(
+        self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Generation
+    ) -> Iterator[None]:
         if self.running.active is not None or not torch.is_grad_enabled():
             yield
             return
         self.batch = batch
         tracked = {id(p): name for name, p in self.backward.tracked.named().items()}
-        set_moment(moment)
+        set_generation(moment)
         active = self.running.active = Pass(self, batch, tracked, False, self.people, moment)
         active.recomputes = True
         active.stack.append(path)
@@ -330,7 +332,7 @@ class Forward(Engine):
     def _is_guess(self, tensor: Tensor) -> bool:
         """Whether it matters if the loss takes this output itself, or only what the model goes on to make of it."""
         layout = tag_of(tensor, self.batch)
-        return tensor.requires_grad and layout is not None and bool(layout.guessed)
+        return tensor.requires_grad and layout is not None and bool(layout.inferred)
 
     def _drop_interrupted(self) -> None:
         """The root is entered (or left for good) while a pass is on: Ctrl-C ended the forward before, or one that a

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ..batch_axis.generations import Moment
+from ..batch_axis.generations import Generation
 from ..batch_axis.layout import Layout
 from ..batch_axis.row_groups import People
 from ..errors import BatchLayoutError, FastDPError, SampleMixingError
 from ..grad_sample.device_streams import Streams
-from ..grad_sample.parameter_use import Use
+from ..grad_sample.parameter_use import ParameterUse
 from .multiple_forwards import Given
 
 PRIVATE_GRAPH = (
@@ -28,7 +28,7 @@ UNSEEN = (
 def mixing_error(layout: Layout) -> SampleMixingError:
     """What to say of an output of the model that several samples made."""
     remedy = "remove the operation, or use one that works on each sample alone."
-    if layout.guessed:
+    if layout.inferred:
         remedy += (
             f" Or is it a table (of positions, say)? fastdp assumed that an input has several rows for each of the "
             f"{layout.batch} samples. Call fastdp.mark_rows(tensor, None) if it is of no sample, or "
@@ -51,7 +51,7 @@ def mixing_error(layout: Layout) -> SampleMixingError:
     )
 
 
-def guessed_error(layout: Layout) -> BatchLayoutError:
+def inferred_error(layout: Layout) -> BatchLayoutError:
     """What to say of an output of the model whose rows are of nobody knows which samples."""
     return BatchLayoutError(
         f"the model's output is made of an input with several rows for each of the {layout.batch} samples, and "
@@ -77,7 +77,7 @@ class PassRecord:
     gradient of what every captured call hangs on.
     """
 
-    def __init__(self, batch: int, people: People | None, count: bool, moment: Moment, token_node: Any) -> None:
+    def __init__(self, batch: int, people: People | None, count: bool, moment: Generation, token_node: Any) -> None:
         self.batch, self.people, self.count, self.moment, self.token_node = batch, people, count, moment, token_node
         self.thread = threading.get_ident()
         self.read = ""  # what has read numbers of the batch before the forward
@@ -94,11 +94,11 @@ class Expected:
         self.problem, self.reached = problem, False
 
 
-class Tape:
+class ForwardRecord:
     """What one backward records. uses: None for what was taken early."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.uses = number, list[Use | None]()
+        self.number, self.uses = number, list[ParameterUse | None]()
         self.versions: list[int] = []  # of the uses, when they were recorded
         self.calls: (
             list[Any] | None
@@ -107,7 +107,7 @@ class Tape:
         self.kept: list[Any] = []  # the `engine.repeated_backward.Kept` that arrived, as long as it is like that
         self.thread: int | None = None  # in which the forwards ran
         self.streams = Streams()
-        self.early: Any = None  # the `engine.layerwise.Early`, if groups are taken within backward
+        self.early: Any = None  # the `engine.layerwise.LayerwiseSums`, if groups are taken within backward
         self.batch: int | None = None
         self.people: People | None = None
         self.failed = False

@@ -19,7 +19,7 @@ from ..batch_axis.calls import Call
 from ..batch_axis.layout import Layout, tag, tag_of
 from ..batch_axis.probing import keep_target
 from ..batch_axis.propagate import propagate
-from ..batch_axis.python_reads import Reads
+from ..batch_axis.python_reads import PythonReads
 from ..batch_axis.python_sizes import Sizes
 from ..errors import SampleMixingError, StepError
 from ..utils.pytree import map_tensors, tensors_in
@@ -36,7 +36,7 @@ class Owner:
     mean: whether the loss is a mean over the samples, so that gradients carry 1 / their number.
     """
 
-    def __init__(self, memo: Memo, sizes: Sizes, reads: Reads, node: Any, mean: bool) -> None:
+    def __init__(self, memo: Memo, sizes: Sizes, reads: PythonReads, node: Any, mean: bool) -> None:
         self.memo, self.sizes, self.reads, self.node, self.mean = memo, sizes, reads, node, mean
         self.nodes = self.guarded = False
 
@@ -165,7 +165,7 @@ class Watch(TorchFunctionMode):
         if found.piece is not None and found.piece != layout.piece:
             return BY_POSITION
         same = found.alone == layout.alone and (layout.alone >= 0 or self._lies_alike(found, layout, result))
-        if not same or found.is_row_index or found.guessed:
+        if not same or found.is_row_index or found.inferred:
             return "moves rows of one sample to another's"
         dim = -1 if found.alone >= 0 else found.dim
         return NOT_LINEAR if self.replayed is not None and not self.replayed.is_linear(result, dim) else ""

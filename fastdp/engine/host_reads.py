@@ -17,7 +17,7 @@ from ..batch_axis import operator_table, tensor_notes
 from ..batch_axis.calls import Call
 from ..batch_axis.data_memory import is_new_foreign
 from ..batch_axis.layout import tag_of
-from ..batch_axis.python_sizes import stands_in
+from ..batch_axis.python_sizes import literal_in_code
 from ..utils.code_location import users
 
 T = torch.Tensor
@@ -113,7 +113,7 @@ def _is_unknown(numbers: Any) -> bool:
         return True
     found = _flat(numbers)
     frame = users(sys._getframe(2))
-    return frame is None or len(found) > _MOST or not all(stands_in(frame, number, ()) for number in found)
+    return frame is None or len(found) > _MOST or not all(literal_in_code(frame, number, ()) for number in found)
 
 
 def _flat(numbers: Any) -> list[float]:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..errors import StepError
 from ..grad_sample.parameter_links import leaves_of
-from ..grad_sample.parameter_use import Use
+from ..grad_sample.parameter_use import ParameterUse
 from ..grad_sample.planner import Planner
 from ..ops.common import exactly
 from .explain import Plan
-from .forward_record import Tape
+from .forward_record import ForwardRecord
 from .gradients import Gradients, check_unwritten
 
 UsesOf = Mapping[int, Sequence[object]]  # what captured calls used of each parameter, by its id
@@ -49,7 +49,7 @@ class Taken(NamedTuple):
         return (self.norm_sq, *self.sums.values())
 
 
-class Early:
+class LayerwiseSums:
     """The groups of one backward.
 
     uses_of: of the forwards that it goes through, complete. before: the plans of the backward before.
@@ -67,7 +67,7 @@ class Early:
         self._split: set[int] = set()  # groups that share an operand with others
         self.taken: dict[int, Taken] = {}
 
-    def recorded(self, tape: Tape, use: Use) -> None:
+    def recorded(self, tape: ForwardRecord, use: ParameterUse) -> None:
         """The last use on the tape arrived: take its group if that is complete."""
         try:
             number = self._complete(use, len(tape.uses) - 1)
@@ -84,7 +84,7 @@ class Early:
         for place in places:
             tape.uses[place], tape.versions[place] = None, 0
 
-    def _complete(self, use: Use, place: int) -> int | None:
+    def _complete(self, use: ParameterUse, place: int) -> int | None:
         """The number of a use's group if no other use of it is to come."""
         numbers = [self._group_of.get(id(leaf)) for leaf in leaves_of(use.operand)]
         for number in numbers:
@@ -104,7 +104,7 @@ class Early:
         self._expected[number] -= len(numbers)
         return number if self._expected[number] == 0 and number not in self._split else None
 
-    def _take(self, number: int, uses: Sequence[Use], batch: int) -> Taken:
+    def _take(self, number: int, uses: Sequence[ParameterUse], batch: int) -> Taken:
         """Norms and sums of a group, from all its uses in the order of their arrival."""
         parameters = self._groups[number]
         with torch.no_grad(), exactly():

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ..batch_axis import current_batch, tensor_notes
-from ..batch_axis.generations import LOADERS, Moment
+from ..batch_axis.generations import LOADERS, Generation
 from ..batch_axis.inputs import nested_tensors
 from ..batch_axis.layout import Layout, tag
 from ..batch_axis.marks import mark_of
 from .backward import backwards
-from .loss_tracking import Following, pause, start
+from .loss_tracking import LossTracking, pause, start
 from .state import ENGINES
 
-_LAST: list[Moment] = []  # of batches that loaders handed out
+_LAST: list[Generation] = []  # of batches that loaders handed out
 _TRAINED = [0]  # backwards of all engines, when the last one was
 
 
@@ -32,7 +32,7 @@ def handed_out(batch: Any, size: int) -> None:
     engines = list(ENGINES)
     if not engines or not all(engine.takes_rows for engine in engines) or size <= 1:
         return
-    moment = Moment(LOADERS)
+    moment = Generation(LOADERS)
     _LAST.append(moment)
     start(size, moment, engines[0], [])
     with torch._C.DisableTorchFunction():
@@ -45,14 +45,14 @@ def handed_out(batch: Any, size: int) -> None:
 current_batch.tell_of_batches(handed_out)
 
 
-def handed_out_in(found: Following | None, batch: int) -> int:
+def handed_out_in(found: LossTracking | None, batch: int) -> int:
     """The number of the moment in which a loader handed out the batch of a forward that began while it was followed."""
     if found is None or found.batch != batch:
         return 0
     return found.moment.number if found.moment.owner is LOADERS else found.moment.before
 
 
-def read_in(found: Following | None, batch: int, tensors: Sequence[Tensor]) -> tuple[str, str]:
+def read_in(found: LossTracking | None, batch: int, tensors: Sequence[Tensor]) -> tuple[str, str]:
     """What has read numbers of the batch since its loader handed it out, and which of these tensors, a model's inputs,
     may be made of them."""
     if found is None or found.batch != batch or found.moment.owner is not LOADERS:

@@ -23,9 +23,9 @@ from ..batch_axis.batch_positions import note_made
 from ..batch_axis.batch_slices import NOTED, stamp
 from ..batch_axis.calls import Call
 from ..batch_axis.data_memory import is_of_model, note_parameter, was_filled
-from ..batch_axis.generations import LOADERS, Moment, set_moment
+from ..batch_axis.generations import LOADERS, Generation, set_generation
 from ..batch_axis.inputs import tag_inputs
-from ..batch_axis.layout import Layout, lies_in_output, moment_of, moment_of_output, tag, tag_of
+from ..batch_axis.layout import Layout, generation_of, generation_of_output, lies_in_output, tag, tag_of
 from ..batch_axis.operator_table import REACHING_GRAPH, TELLING_SIZES
 from ..batch_axis.probing import keep_target
 from ..batch_axis.propagate import propagate
@@ -43,29 +43,29 @@ from .loss_checks import problem_of
 from .loss_parameters import captured, takes
 from .mode_stack import insert, moving, remove, remove_over
 from .state import ENGINES, Engine
-from .tracked_loss import Evaluation, Followed
+from .tracked_loss import Evaluation, TrackedLoss
 
 _HERE = threading.local()
 _GRADIENTS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__))  # type: ignore[union-attr]
 _WAITING = 4  # batches, at most, that are followed later on
 
 
-class Following(TorchFunctionMode):
+class LossTracking(TorchFunctionMode):
     """Follows one batch outside of forwards. waiting: others, before it, whose backward has not come yet."""
 
-    def __init__(self, what: Followed, waiting: list[Followed]) -> None:
+    def __init__(self, what: TrackedLoss, waiting: list[TrackedLoss]) -> None:
         super().__init__()
         self.thread, self.waiting = threading.get_ident(), waiting
         self.over = False  # backward has begun
         self._turn_to(what)
         PLAINLY.begin()
 
-    def _turn_to(self, what: Followed) -> None:
+    def _turn_to(self, what: TrackedLoss) -> None:
         self.what, what.gone = what, weakref.WeakMethod(self._is_gone)
         self.batch, self.moment, self.memo, self.sizes = what.batch, what.moment, what.memo, what.sizes
         self.labels = what.labels
         self.numbers = NumbersRead(what.batch, what.read)
-        set_moment(self.moment)
+        set_generation(self.moment)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,7 +148,7 @@ class Following(TorchFunctionMode):
 
     def _choose(self, roots: Sequence[Tensor]) -> None:
         """Of the batches that wait, follow the one of whose outputs these are."""
-        moments = {id(moment_of(root)) for root in roots if moment_of_output((root,), self.moment)}
+        moments = {id(generation_of(root)) for root in roots if generation_of_output((root,), self.moment)}
         if len(moments) > 1 and self.batch > 1:  # (single samples, which forwards of one each meet, may be two records)
             self._note_joined(roots)
         found = next((what for what in self.waiting if id(what.moment) in moments), None)
@@ -158,7 +158,7 @@ class Following(TorchFunctionMode):
 
     def _note_joined(self, roots: Sequence[Tensor]) -> None:
         """What forwards made of their samples is joined one by one: these are the same samples."""
-        layouts = ((tag_of(root, self.batch), moment_of(root)) for root in roots)
+        layouts = ((tag_of(root, self.batch), generation_of(root)) for root in roots)
         met = [moment for layout, moment in layouts if layout is not None and moment is not None and not layout.total]
         joined = set().union(*(moment.joined for moment in met))
         for moment in met:
@@ -182,7 +182,7 @@ class Following(TorchFunctionMode):
         else:
             self._turn_to(self.waiting.pop())
 
-    def _is_gone(self, what: Followed) -> None:
+    def _is_gone(self, what: TrackedLoss) -> None:
         """The graph of a batch is gone: follow no longer, unless another one waits."""
         if self.what is not what or what.waits() or any(w.waits() for w in self.waiting):
             return
@@ -225,17 +225,17 @@ class Following(TorchFunctionMode):
             note_made(call, _is_parameter, of_loss=True)
             return out
         moment = self.moment
-        of = moment_of_output(given, moment)
+        of = generation_of_output(given, moment)
         if of is None and (moment.owner is LOADERS or lies_in_output(given)):
             of = moment
         if of is moment:
             moment.token = None if self.what.token is None else self.what.token()
         else:
-            set_moment(of or moment.beside())  # another engine's that is over; inputs and labels alone
+            set_generation(of or moment.beside())  # another engine's that is over; inputs and labels alone
         try:
             return self._carry(call)
         finally:
-            set_moment(moment)
+            set_generation(moment)
             moment.token = None
 
     def _carry(self, call: Call) -> Any:
@@ -296,15 +296,15 @@ class Following(TorchFunctionMode):
         return found
 
 
-def current() -> Following | None:
+def current() -> LossTracking | None:
     """What is followed in this thread."""
-    found: Following | None = getattr(_HERE, "following", None)
+    found: LossTracking | None = getattr(_HERE, "following", None)
     return found
 
 
 def start(
     batch: int,
-    moment: Moment,
+    moment: Generation,
     engine: Engine,
     outputs: list[Layout],
     arrivals: Sequence[Arrival] = (),
@@ -312,22 +312,22 @@ def start(
 ) -> None:
     """Follow a batch (that went through this forward) until `stop` or its backward, or until its graph is gone."""
     pause()
-    waiting: list[Followed] = _HERE.waiting
+    waiting: list[TrackedLoss] = _HERE.waiting
     _HERE.waiting = []
     if not PLAINLY.possible():
         return
     if batch > 1 or forward is not None:
         mixed = [layout for layout in outputs if layout.mixed and not layout.total]
-        waiting.append(Followed(batch, moment, engine, mixed, arrivals, forward))
+        waiting.append(TrackedLoss(batch, moment, engine, mixed, arrivals, forward))
     if waiting:
-        _HERE.following = Following(waiting.pop(), waiting)
+        _HERE.following = LossTracking(waiting.pop(), waiting)
         insert(_HERE.following)
 
 
 def pause() -> None:
     """A forward begins: what is followed now waits until it has ended. (What loaders hand out ends there.)"""
     found = current()
-    waiting: list[Followed] = getattr(_HERE, "waiting", [])
+    waiting: list[TrackedLoss] = getattr(_HERE, "waiting", [])
     if found is not None and not found.over:
         waiting = [*found.waiting, found.what]
     _HERE.waiting = [what for what in waiting if what.moment.owner is not LOADERS and what.waits()][-_WAITING:]
@@ -338,13 +338,13 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-def present() -> Following | None:
+def present() -> LossTracking | None:
     """What is followed in this thread and not over."""
     found = current()
     return None if found is None or found.over else found
 
 
-def set_aside() -> Following | None:
+def set_aside() -> LossTracking | None:
     """Follow nothing for now: what is done is of no private batch."""
     found = present()
     if found is not None:
@@ -353,7 +353,7 @@ def set_aside() -> Following | None:
     return found
 
 
-def take_up(found: Following | None) -> None:
+def take_up(found: LossTracking | None) -> None:
     """Go on following what was set aside."""
     if found is None or found.over:
         return
@@ -362,7 +362,7 @@ def take_up(found: Following | None) -> None:
         found.finish()
         return
     _HERE.following = found
-    set_moment(found.moment)
+    set_generation(found.moment)
     insert(found)
 
 

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ..batch_axis.inputs import nested_tensors
 from ..errors import StepError
 from ..grad_sample.parameter_links import leaves_of, link_of, span_of
-from ..grad_sample.parameter_use import Use
+from ..grad_sample.parameter_use import ParameterUse
 from ..utils.pytree import map_tensors
 from ..utils.rng_state import States, random_states, set_random_states
 
@@ -150,12 +150,12 @@ class Block:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
 
-class Replayed(Use):
+class Replayed(ParameterUse):
     """A use whose norms are known and whose data was dropped: the block gives its clipped sum."""
 
     route = "two backwards"
 
-    def __init__(self, use: Use, block: Block, replay: Callable[[Block, Tensor], dict[Part, Tensor]]) -> None:
+    def __init__(self, use: ParameterUse, block: Block, replay: Callable[[Block, Tensor], dict[Part, Tensor]]) -> None:
         super().__init__(use.operand, use.batch, use.name)
         self.block, self.replay, self.part, self._norm_sq = block, replay, part_of(use.operand), use.norm_sq()
 
@@ -179,7 +179,7 @@ class Rerun:
 
     def __init__(self) -> None:
         self.block: Block | None = None
-        self.collect: Callable[[Use], None] | None = None
+        self.collect: Callable[[ParameterUse], None] | None = None
 
 
 class Replays:
@@ -204,7 +204,7 @@ class Replays:
         found = [b for b in self.blocks.values() if path == b.path or path.startswith(b.path + ".")]
         return found[0] if len(found) == 1 else None
 
-    def drop_data(self, use: Use, path: str, uses_of: dict[int, list[tuple[int, int]]]) -> Use:
+    def drop_data(self, use: ParameterUse, path: str, uses_of: dict[int, list[tuple[int, int]]]) -> ParameterUse:
         """The use with its norms taken and its data dropped, where its block can run again."""
         block = self.block_of(path)
         if block is None or not block.can_replay() or not _shares_nothing(use.operand, uses_of):
@@ -221,7 +221,7 @@ class Replays:
         self._last = None
         low = any(enabled for _, enabled, _ in block._autocast)
 
-        def collect(use: Use) -> None:
+        def collect(use: ParameterUse) -> None:
             part = part_of(use.operand)
             before = block.norm_sq.get(part)
             if before is not None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batch_axis.generations import Moment
+from ..batch_axis.generations import Generation
 from ..batch_axis.tensor_notes import LABELS, LAYOUT, MOMENT
 from ..errors import PairedForwardsWarning, StepError
 
@@ -35,7 +35,7 @@ class Given:
         dim: int,
         hand: int | None,
         one: bool,
-        moment: Moment,
+        moment: Generation,
     ) -> None:
         self.path, self.batch, self.hand, self.one, self.moment = path, batch, hand, one, moment
         self.made = any(t.grad_fn is not None or _is_known(t, moment) for t in tensors)
@@ -65,14 +65,14 @@ class Given:
         return later.made or other.moment.number in self.moment.joined or bool(self.has_rows_of(other))
 
 
-def _is_known(tensor: Tensor, moment: Moment) -> bool:
+def _is_known(tensor: Tensor, moment: Generation) -> bool:
     """Whether a tensor is, or was made of, what a forward of this engine took or gave; labels are only taken for it."""
     noted = tensor.__dict__
     of = noted.get(MOMENT) if LAYOUT in noted and LABELS not in noted else None
-    return isinstance(of, Moment) and of.owner is moment.owner and (of.parent or of).alive
+    return isinstance(of, Generation) and of.owner is moment.owner and (of.parent or of).alive
 
 
-class Several:
+class MultipleForwards:
     """The forwards that the backwards of one engine go through."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from ..grad_sample.conv import Conv
 from ..grad_sample.embedding import Lookup
 from ..grad_sample.linear import Matmul
 from ..grad_sample.parameter_links import leaves_of, link_of
-from ..grad_sample.parameter_use import Regrouped, Stack, Stored, Use
+from ..grad_sample.parameter_use import ParameterUse, Regrouped, Stack, Stored
 from ..grad_sample.routed_rows import Routed
 from .gradients import Gradients
 from .memory_budget import Block, Replayed
@@ -41,24 +41,24 @@ def readings(gradients: Gradients) -> Iterator[Reading]:
             yield Reading(leaves, None, () if link is None else link.again)
 
 
-def _is_mapped(use: Use) -> bool:
+def _is_mapped(use: ParameterUse) -> bool:
     """Whether the operand's gradient becomes the parameters' by a way that may read them."""
     link = link_of(use.operand)
     return link is not None and not (link.isometric and len(link.leaves) == 1)
 
 
-def _parts(use: Use) -> list[Use]:
+def _parts(use: ParameterUse) -> list[ParameterUse]:
     if isinstance(use, Regrouped):
         return [use.inner]
     return list(use.uses) if isinstance(use, Stack) else []
 
 
-def _holds_all(use: Use) -> bool:
+def _holds_all(use: ParameterUse) -> bool:
     parts = _parts(use)
     return all(map(_holds_all, parts)) if parts else type(use) in HOLDING
 
 
-def _blocks(use: Use) -> Iterator[Block]:
+def _blocks(use: ParameterUse) -> Iterator[Block]:
     if isinstance(use, Replayed):
         yield use.block
     for part in _parts(use):

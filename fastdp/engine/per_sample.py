@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import grad_sample as _rules  # noqa: F401  (registers the rules)
-from ..batch_axis.batch_groups import Whose
+from ..batch_axis.batch_groups import SampleGroups
 from ..batch_axis.deferred_checks import settle
 from ..batch_axis.inputs import Batching
 from ..errors import ParameterError, StepError
@@ -193,7 +193,7 @@ class PerSampleGradients:
     # ------------------------------------------------------------------ results
 
     @property
-    def whose(self) -> Whose:
+    def whose(self) -> SampleGroups:
         """The assignment of the batch's records to samples."""
         return self._backward.whose
 

@@ -21,15 +21,15 @@ from ..grad_sample.embedding import Lookup
 from ..grad_sample.held_bytes import versions
 from ..grad_sample.linear import Matmul, by_address
 from ..grad_sample.parameter_links import leaves_of
-from ..grad_sample.parameter_use import Positioned, Stored, Use
+from ..grad_sample.parameter_use import ParameterUse, Positioned, Stored
 from ..grad_sample.timing import Clock
 from ..ops import registry
 from .explain import Plan
 from .foreach import Abreast, Bundle
-from .forward_record import Tape
+from .forward_record import ForwardRecord
 from .gradients import Arranged, Gradients, places_of, settled, written_to
 
-DATA: dict[type[Use], tuple[str, ...]] = {
+DATA: dict[type[ParameterUse], tuple[str, ...]] = {
     Matmul: ("a", "g"),
     Conv: ("x", "g"),
     Lookup: ("ids", "g"),
@@ -42,11 +42,11 @@ Lasting = Callable[[], None]  # raises StepError once the data of a replay is ov
 class Template(NamedTuple):
     """A use without its data. places: of its data among all data of a backward."""
 
-    use: Use
+    use: ParameterUse
     places: dict[str, int]
 
 
-def template_of(use: Use, first: int) -> Template:
+def template_of(use: ParameterUse, first: int) -> Template:
     """Of a use whose data are the `first` and those behind it."""
     empty, names = copy.copy(use), DATA[type(use)]
     for name in names:
@@ -70,7 +70,7 @@ class Repeated(Gradients):
         of: dict[int, list[int]], arranged: Arranged, lasting: Lasting | None = None, timed: bool = False,
     ) -> None:  # fmt: skip
         self._templates, self._data, self._samples, self._size = templates, list(data), samples, size
-        self._of, self._filled, self._lasting = of, dict[int, Use](), lasting
+        self._of, self._filled, self._lasting = of, dict[int, ParameterUse](), lasting
         self.clocks: list[Clock | None] = [None] * len(templates)  # of the uses
         self._timed = timed
         self._take(samples, scale, templates[0].use.operand.device, None, arranged)
@@ -84,7 +84,7 @@ class Repeated(Gradients):
                     raise written_to(template.use.name)
 
     @property
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[ParameterUse]:
         return [self.use(place) for place in range(len(self._templates))]
 
     def bundles(self, parameters: Sequence[Tensor]) -> list[Bundle | Abreast]:
@@ -101,7 +101,7 @@ class Repeated(Gradients):
             self.clocks[place] = Clock(self._templates[place].use.operand.device)
         return self.clocks[place]
 
-    def use(self, place: int) -> Use:
+    def use(self, place: int) -> ParameterUse:
         self._check()
         if place not in self._filled:
             template = self._templates[place]
@@ -113,7 +113,7 @@ class Repeated(Gradients):
             use.batch, use.clock = self._samples, self.clock(place)
         return self._filled[place]
 
-    def take(self, place: int, use: Use) -> None:
+    def take(self, place: int, use: ParameterUse) -> None:
         """This is the use."""
         use.clock, use.shared = self.clock(place), self._templates[place].use.shared
         self._filled[place] = use
@@ -158,7 +158,7 @@ class Arrived(NamedTuple):
     together: what calls whose rows are computed together have in common (`Captured.together`).
     """
 
-    what: Captured | Use
+    what: Captured | ParameterUse
     uses: int
     together: Any
 
@@ -170,7 +170,7 @@ class Kept:
     __slots__ = ("call", "given", "use", "rows", "version")
 
     def __init__(
-        self, call: Captured | None, given: Given | None, use: Use | None, rows: Sequence[Tensor] | None
+        self, call: Captured | None, given: Given | None, use: ParameterUse | None, rows: Sequence[Tensor] | None
     ) -> None:
         self.call, self.given, self.use, self.rows = call, given, use, rows
         self.version = self.versions()
@@ -198,7 +198,7 @@ class Kept:
         return versions(self.holds())
 
 
-def _kind(use: Use) -> Any:
+def _kind(use: ParameterUse) -> Any:
     """What must be the same of a use whose call is not known."""
     leaves = leaves_of(use.operand)
     own = use.operand is leaves[0]
@@ -207,7 +207,7 @@ def _kind(use: Use) -> Any:
     return type(use), own, tuple(map(id, leaves)), use.operand.shape, use.shape, geometry, rows
 
 
-def _data(use: Use) -> list[Tensor]:
+def _data(use: ParameterUse) -> list[Tensor]:
     return [getattr(use, name) for name in DATA[type(use)]]
 
 
@@ -283,7 +283,7 @@ class Like:
         return found
 
 
-def like(tape: Tape, gradients: Gradients) -> Like | None:
+def like(tape: ForwardRecord, gradients: Gradients) -> Like | None:
     """What the backward was that gave these. None if the next one must be recorded use by use: uses were joined, or are
     of kinds whose data is not known, or do not hold what their calls gave."""
     if not tape.calls or gradients.people is not None or len(gradients.uses) != len(tape.uses):
@@ -294,7 +294,7 @@ def like(tape: Tape, gradients: Gradients) -> Like | None:
     return Like(tape.calls, gradients)
 
 
-def _gives(uses: Sequence[Use | None], rows: Sequence[Tensor]) -> bool:
+def _gives(uses: Sequence[ParameterUse | None], rows: Sequence[Tensor]) -> bool:
     """Whether the data of these uses are these rows."""
     data = [getattr(use, name) for use in uses for name in DATA.get(type(use), ())]  # type: ignore[arg-type]
     return len(data) == len(rows) and all(a is b for a, b in zip(data, rows, strict=True))
@@ -302,10 +302,10 @@ def _gives(uses: Sequence[Use | None], rows: Sequence[Tensor]) -> bool:
 
 # ---------------------------------------------------------------------- what a backward does with what arrives
 
-Record = Callable[[Use], None]  # keeps a use until the end of backward
+Record = Callable[[ParameterUse], None]  # keeps a use until the end of backward
 
 
-def begin(tape: Tape, before: Like | None, repeats: bool) -> None:
+def begin(tape: ForwardRecord, before: Like | None, repeats: bool) -> None:
     """A backward begins, and may be like the one before. repeats: whether the next one may be like this one, too."""
     if not repeats or tape.early is not None:
         tape.calls = None
@@ -313,21 +313,21 @@ def begin(tape: Tape, before: Like | None, repeats: bool) -> None:
         tape.like = before
 
 
-def is_like(tape: Tape, current: Collection[int]) -> bool:
+def is_like(tape: ForwardRecord, current: Collection[int]) -> bool:
     """Whether the backward was like the one before to its end. current: ids of the model's parameters."""
     if tape.like is None or tape.people is not None:
         return False
     return bool(tape.like.same(tape.kept, tape.batch) and tape.like.leaves() <= current)
 
 
-def keep_call(tape: Tape, call: Captured, given: Given, record: Record) -> bool:
+def keep_call(tape: ForwardRecord, call: Captured, given: Given, record: Record) -> bool:
     """Whether this call is what arrived here in the backward before: then its data is kept."""
     if tape.like is None:
         return False
     return _keep(tape, tape.like.kept(len(tape.kept), call, given), record)
 
 
-def keep_use(tape: Tape, use: Use, record: Record) -> bool:
+def keep_use(tape: ForwardRecord, use: ParameterUse, record: Record) -> bool:
     """The same of a use of another call."""
     if tape.like is None:
         return False
@@ -335,7 +335,7 @@ def keep_use(tape: Tape, use: Use, record: Record) -> bool:
     return _keep(tape, kept if kept is not None and tape.like.expects(len(tape.kept), kept) else None, record)
 
 
-def _keep(tape: Tape, kept: Kept | None, record: Record) -> bool:
+def _keep(tape: ForwardRecord, kept: Kept | None, record: Record) -> bool:
     if kept is None:
         record_kept(tape, record)
         return False
@@ -344,7 +344,7 @@ def _keep(tape: Tape, kept: Kept | None, record: Record) -> bool:
     return True
 
 
-def record_call(tape: Tape, call: Captured, given: Given, rows: Any) -> None:
+def record_call(tape: ForwardRecord, call: Captured, given: Given, rows: Any) -> None:
     """Record a call use by use, and note what it is for the next backward."""
     first, calls = len(tape.uses), tape.calls
     count = 0 if calls is None else len(calls)
@@ -354,7 +354,7 @@ def record_call(tape: Tape, call: Captured, given: Given, rows: Any) -> None:
         tape.calls = calls if _gives(tape.uses[first:], rows) else None
 
 
-def record_kept(tape: Tape, record: Record) -> None:
+def record_kept(tape: ForwardRecord, record: Record) -> None:
     """What was kept is recorded use by use, as this backward is another than the one before."""
     kept, tape.kept, tape.like = tape.kept, [], None
     for each in kept:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..batch_axis.batch_slices import unequally_written
-from ..batch_axis.generations import Moment
+from ..batch_axis.generations import Generation
 from ..batch_axis.inputs import Batching
 from ..batch_axis.layout import Layout
-from ..batch_axis.python_reads import Reads
+from ..batch_axis.python_reads import PythonReads
 from ..batch_axis.python_sizes import Sizes
 from ..batch_axis.row_groups import People
 from ..errors import SampleMixingError
@@ -44,7 +44,7 @@ class Engine:
         self.token = torch.zeros((), requires_grad=True)  # what captured calls of data without gradients hang on
         with torch.enable_grad():  # where autograd would add up the token's gradient
             self.token_node = self.token.view_as(self.token).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self.memo, self.reads, self.sizes = Memo(), Reads(model), Sizes()
+        self.memo, self.reads, self.sizes = Memo(), PythonReads(model), Sizes()
         # stands for the engine, in the moments of its batches
         self.owner = backward.owner = Owner(self.memo, self.sizes, self.reads, self.token_node, backward.mean)
         self.running = Running()
@@ -94,7 +94,7 @@ class Engine:
         raise NotImplementedError
 
     def again(
-        self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Moment
+        self, path: str, batch: int, values: Any, layouts: list[Layout | None], moment: Generation
     ) -> AbstractContextManager[None]:
         """A pass around a checkpointed region's second forward; values: its arguments, with the layouts of the first
         ones, of the first forward's moment."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..batch_axis.generations import Moment
+from ..batch_axis.generations import Generation
 from ..batch_axis.labels import Labels
 from ..batch_axis.layout import Layout
 from .backward import Arrival
@@ -14,11 +14,11 @@ from .capture import Pass
 from .state import Engine
 
 
-class Followed:
+class TrackedLoss:
     """A batch to be followed up to its backward.
 
     batch: its size; moment: its identity; mixed: layouts of the model's outputs that several samples made; arrivals:
-    what waits in the graph for the gradients of these outputs, as long as the graph is there. token: see `Moment`.
+    what waits in the graph for the gradients of these outputs, as long as the graph is there. token: see `Generation`.
     forward: its pass of capture, which sees what the loss makes of parameters. gone: told if the graph is gone,
     perhaps with all that could call backward.
     """
@@ -26,7 +26,7 @@ class Followed:
     def __init__(
         self,
         batch: int,
-        moment: Moment,
+        moment: Generation,
         engine: Engine,
         mixed: list[Layout],
         arrivals: Sequence[Arrival] = (),
@@ -40,7 +40,7 @@ class Followed:
         self.memo, self.sizes = engine.memo, engine.sizes
         self.labels = Labels(batch, moment.number)
         self.engine = weakref.ref(engine, lambda _: _is_gone(me))
-        self.gone: Callable[[], Callable[[Followed], None] | None] = lambda: None  # of the mode that follows it
+        self.gone: Callable[[], Callable[[TrackedLoss], None] | None] = lambda: None  # of the mode that follows it
         self.passed = 0  # backwards of others meanwhile
         self._ending: list[Any] = [weakref.ref(arrival, lambda _: _is_gone(me)) for arrival in arrivals]
         self.token = None if moment.token is None else weakref.ref(moment.token, lambda _: _is_gone(me))
@@ -66,7 +66,7 @@ class Evaluation:
         self._labels.paused -= 1
 
 
-def _is_gone(known: weakref.ref[Followed]) -> None:
+def _is_gone(known: weakref.ref[TrackedLoss]) -> None:
     """The graph behind an output of the model, or all that was made of outputs: perhaps no backward can come now."""
     what = known()
     tell = None if what is None else what.gone()

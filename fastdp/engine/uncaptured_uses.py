@@ -9,11 +9,11 @@ from torch import Tensor
 from ..errors import UncapturedUseError
 from ..grad_sample.head_loss import outside
 from ..grad_sample.parameter_links import leaves_of
-from ..grad_sample.parameter_use import Use
+from ..grad_sample.parameter_use import ParameterUse
 from .tracked_parameters import Tracked
 
 
-class Uncaptured:
+class UncapturedUses:
     """Looks for them at the end of backward."""
 
     def __init__(self, tracked: Tracked) -> None:
@@ -55,7 +55,7 @@ class Uncaptured:
                 "is public: leave it out of the loss, and call its backward() within optimizer.public()."
             )
 
-    def check_owned(self, uses: Sequence[Use]) -> None:
+    def check_owned(self, uses: Sequence[ParameterUse]) -> None:
         """What was used in the place of the model's parameters for one call would be clipped and then lost."""
         if not uses:
             return

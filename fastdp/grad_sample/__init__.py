@@ -5,6 +5,6 @@ what a rule is.
 """
 
 from . import attention, broadcast, conv, embedding, experts, generic, head_loss, linear, norm, recurrent  # noqa: F401
-from .parameter_use import Use
+from .parameter_use import ParameterUse
 
-__all__ = ["Use"]
+__all__ = ["ParameterUse"]

@@ -17,11 +17,11 @@ from .captured_call import Captured, Context, capture
 from .embedding import Lookup
 from .forward_pass import ForwardPass
 from .parameter_links import link_of
-from .parameter_use import Lazy, Stored, Use
+from .parameter_use import Lazy, ParameterUse, Stored
 from .rules import by_sample, refuse_by_position, sample_layout, use_rule
 
 
-def uses_of_broadcast(operand: Tensor, grads: Tensor, layout: Layout, ndim: int, name: str) -> Use:
+def uses_of_broadcast(operand: Tensor, grads: Tensor, layout: Layout, ndim: int, name: str) -> ParameterUse:
     """The use of an operand that was broadcast to a result of `ndim` dimensions laid out as `layout`.
 
     grads: with respect to the broadcast operand, cut by sample: [B, *result.shape with dim -> rows].
@@ -43,7 +43,7 @@ def _sum_to(grads: Tensor, shape: torch.Size, kept: int | None) -> Tensor:
     return grads.sum(over, keepdim=True) if over else grads
 
 
-def use_by_sample(operand: Tensor, grads: Tensor, name: str) -> Use:
+def use_by_sample(operand: Tensor, grads: Tensor, name: str) -> ParameterUse:
     """Per-sample gradients [B, *operand.shape], taken back through broadcasts and look-ups."""
     link = link_of(operand)
     if link is not None and link.kind == "broadcast":
@@ -56,7 +56,7 @@ def use_by_sample(operand: Tensor, grads: Tensor, name: str) -> Use:
     return Stored(operand, grads, name)
 
 
-def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> Use:
+def _follow_rows(operand: Tensor, grads: Tensor, layout: Layout, name: str) -> ParameterUse:
     """The same where the operand has rows of its own for every sample: grads [B, ..., rows, ...]."""
     link = link_of(operand)
     if link is not None and link.kind == "broadcast":

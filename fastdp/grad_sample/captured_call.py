@@ -1,5 +1,5 @@
 """A captured call: the forward runs with the parameters detached, so that autograd computes input gradients only; the
-backward hands the output gradient to the call, which records a `Use` for each parameter.
+backward hands the output gradient to the call, which records a `ParameterUse` for each parameter.
 
 What follows from the kind of the call is in a `Captured`, what is of one step in a `Context` beside it.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch_axis.deferred_checks import Doubt
+from ..batch_axis.deferred_checks import DeferredCheck
 from ..batch_axis.layout import Layout, tag
 from ..errors import StepError
 from ..ops.common import exactly
@@ -34,7 +34,7 @@ class Context:
     inner: tuple[list[Tensor], Any] | None = None  # the graph for the input gradients
     again: tuple[str, torch.dtype, bool] | None = None  # autocast, if backward runs it again: no graph is kept
     found: list[Tensor | None] | None = None  # input gradients, if `record_uses` computed them, too
-    doubt: Doubt | None = None  # of the call, which stands if the backward goes through it
+    doubt: DeferredCheck | None = None  # of the call, which stands if the backward goes through it
     saved_count = 0  # what is saved beside the data, where these are saved to run again
     fingerprints: list[Tensor] | None = None  # of what is saved, where hooks of the user's may change it
     _kept: Sequence[tuple[Tensor, int]] = ()

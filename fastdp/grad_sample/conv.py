@@ -20,9 +20,9 @@ from ..ops.geometry import Geometry, spatial
 from .captured_call import Captured, Context, capture
 from .cost_model import Shape
 from .forward_pass import ForwardPass
-from .grouped_kernels import Together
+from .grouped_kernels import GroupedKernels
 from .linear import as_autocast, autocast_dtype, by_address, is_short
-from .parameter_use import Positioned, Regrouped, Stored, Use
+from .parameter_use import ParameterUse, Positioned, Regrouped, Stored
 from .planner import Planner
 from .rules import by_sample, sample_layout, use_rule
 
@@ -55,7 +55,7 @@ class Conv(Positioned):
         sizes = (self.x.shape[2:], self.g.shape[2:], self.geometry)
         return sizes == (other.x.shape[2:], other.g.shape[2:], other.geometry)
 
-    def regroup(self, groups: Groups) -> Use:
+    def regroup(self, groups: Groups) -> ParameterUse:
         """Images of a group one after the other, unless more than half of them would be padding."""
         few = groups.most * groups.count <= 2 * groups.records
         return super().regroup(groups) if few else Regrouped(self, groups)
@@ -90,7 +90,7 @@ class Conv(Positioned):
         return conv_ops.clipped_sum(self.x, self.g, factors, self.geometry)
 
 
-class Products(Together):
+class Products(GroupedKernels):
     """Convolutions of 1 x 1 of equal shape, as the matrix products that they are."""
 
     def __init__(self, uses: Sequence[Conv]) -> None:
@@ -163,7 +163,7 @@ class _Conv(Captured):
         (weight, bias), forward_pass = ctx.operands, ctx.forward_pass
         if ctx.learned[0]:
             x, g = rows[:2]
-            use: Use = forward_pass.regrouped(Conv(weight, x, g, self.geometry, self.name))
+            use: ParameterUse = forward_pass.regrouped(Conv(weight, x, g, self.geometry, self.name))
             assert use.shape is not None
             planner = forward_pass.planner
             if planner.materialises(use.shape, planner.adds(x, g), x.device, is_short(x)):

@@ -23,13 +23,13 @@ from .head_loss import HeadLoss
 from .head_samples import HeadGradients, HeadParts
 from .linear import Matmul
 from .parameter_links import link_of
-from .parameter_use import Use
+from .parameter_use import ParameterUse
 
 PROBES, PERIOD = 4, 4099  # random gradients that show what a map from parameters makes of rounding; a prime
 CLOSED_TOLERANCE = 2e-5  # of a squared norm by the closed form; where it may be further off, it is not taken
 
 
-def joint_norm_sq(parameter: Tensor, uses: list[Use]) -> Tensor:
+def joint_norm_sq(parameter: Tensor, uses: list[ParameterUse]) -> Tensor:
     """Squared norms [B] of the samples' gradients of a parameter, by all of its uses."""
     if len(uses) == 1 and isometric(uses[0].operand):
         return _of_short(uses[0].operand, uses[0].norm_sq())
@@ -61,14 +61,14 @@ def isometric(operand: Tensor) -> bool:
 # ---------------------------------------------------------------------- a table that is the head
 
 
-def _tied(parameter: Tensor, uses: list[Use]) -> bool:
+def _tied(parameter: Tensor, uses: list[ParameterUse]) -> bool:
     """One look-up and one matrix product (or loss behind one) of the table itself."""
     kinds = {type(use) for use in uses}
     pairs = [{head, Lookup} for head in (Matmul, HeadLoss, HeadGradients, HeadParts)]
     return len(uses) == 2 and kinds in pairs and all(use.operand is parameter for use in uses)
 
 
-def _tied_norm_sq(parameter: Tensor, uses: list[Use]) -> Tensor:
+def _tied_norm_sq(parameter: Tensor, uses: list[ParameterUse]) -> Tensor:
     """|G_e + G_h|^2 = |G_e|^2 + |G_h|^2 + 2 <G_e, G_h>, where its summands do not cancel."""
     lookup = next(use for use in uses if isinstance(use, Lookup))
     head = next(use for use in uses if isinstance(use, Matmul | HeadLoss | HeadGradients | HeadParts))
@@ -96,7 +96,7 @@ def _tied_norm_sq(parameter: Tensor, uses: list[Use]) -> Tensor:
 # ---------------------------------------------------------------------- anything else
 
 
-def _materialised_norm_sq(parameter: Tensor, uses: list[Use]) -> Tensor:
+def _materialised_norm_sq(parameter: Tensor, uses: list[ParameterUse]) -> Tensor:
     numel = parameter.numel() + max(use.operand.numel() for use in uses)
     batch = uses[0].batch
     gains = [_gains(parameter, use.operand) for use in uses]
@@ -160,7 +160,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def disjoint(parameter: Tensor, uses: list[Use]) -> bool:
+def disjoint(parameter: Tensor, uses: list[ParameterUse]) -> bool:
     """Whether the uses are of slices of the parameter that share no element (as intervals of memory)."""
     spans = []
     for use in uses:
@@ -173,7 +173,7 @@ def disjoint(parameter: Tensor, uses: list[Use]) -> bool:
     return all(end < start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
 
 
-def materialised(parameter: Tensor, uses: list[Use], low: int, high: int) -> Tensor:
+def materialised(parameter: Tensor, uses: list[ParameterUse], low: int, high: int) -> Tensor:
     """Gradients of samples [low, high) by all uses, [high - low, *parameter.shape]."""
     total = _zeros(parameter, high - low)
     for use in uses:

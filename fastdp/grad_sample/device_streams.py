@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .parameter_use import Use
+from .parameter_use import ParameterUse
 
 _CUDA = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -63,7 +63,7 @@ class Streams:
         """Whether all uses so far are of the stream that is current now."""
         return all(number == _number(device) for device, number in self._seen)
 
-    def replace(self, uses: Sequence[Use], made: Holding) -> None:
+    def replace(self, uses: Sequence[ParameterUse], made: Holding) -> None:
         """These uses are dropped; what was made of them on the current streams is held in their place."""
         gone = set(map(id, uses))
         for key, (stream, held) in self._seen.items():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..batch_axis import tensor_notes
 from ..batch_axis.calls import Call, bind
-from ..batch_axis.deferred_checks import Doubt, doubt
+from ..batch_axis.deferred_checks import DeferredCheck, doubt
 from ..batch_axis.index_kinds import spread
 from ..batch_axis.layout import Layout, tag_of
 from ..batch_axis.operator_table import spellings
@@ -64,7 +64,7 @@ def capture_grouped_mm(forward_pass: ForwardPass, func: Any, args: tuple[Any, ..
     return capture(_GroupedProduct(forward_pass, layout, func, options), ctx, x)
 
 
-def _check_groups(forward_pass: ForwardPass, layout: Layout, ends: Tensor) -> Doubt | None:
+def _check_groups(forward_pass: ForwardPass, layout: Layout, ends: Tensor) -> DeferredCheck | None:
     """Rows in dimension 0; ends that depend on the batch must be those of the groups in which the rows came: on a
     device that is asked later."""
     problem, place = "sums over the batch" if layout.dim != 0 else "", forward_pass.place("grouped_mm")
@@ -82,7 +82,7 @@ def _check_groups(forward_pass: ForwardPass, layout: Layout, ends: Tensor) -> Do
     message = f"{place}: {problem}. Sort the rows by the number of their own expert."
     if not later:
         raise SampleMixingError(message, f"{place} {problem}")
-    return Doubt(apart, f"{place} {problem}", message)
+    return DeferredCheck(apart, f"{place} {problem}", message)
 
 
 def _cuts_groups(order: Tensor, ends: Tensor) -> Tensor:

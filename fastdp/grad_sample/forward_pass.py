@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..batch_axis.layout import Layout
-from .parameter_use import Use
+from .parameter_use import ParameterUse
 from .planner import Planner
 
 
@@ -41,16 +41,16 @@ class ForwardPass(Protocol):
     def begin_record(self, path: str) -> bool:
         """A captured call's backward begins. Returns whether the gradients of parameters are asked for."""
 
-    def regrouped(self, use: Use) -> Use:
+    def regrouped(self, use: ParameterUse) -> ParameterUse:
         """A use by records as one by persons, if records are of persons: to plan its storage by."""
 
-    def record(self, use: Use) -> None:
+    def record(self, use: ParameterUse) -> None:
         """Keep a use until the end of backward."""
 
     def arrived(self, call: Any, given: Any) -> None:
         """Keep the uses of a call that are known by rows of data (`captured.Captured.rows`)."""
 
-    def guess_layout(self, tensor: Tensor) -> Layout | None:
+    def infer_layout(self, tensor: Tensor) -> Layout | None:
         """Layout of data of unseen origin."""
 
     def is_parameter(self, tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from ..ops import extension
 from ..ops.rows import square_sums_of_many, weighted_sums_of_many
 
 
-class Together:
+class GroupedKernels:
     """Uses of equal shape, each of a parameter of its own, that kernels find by their addresses: whatever their size,
     for nothing is copied."""
 
@@ -26,7 +26,7 @@ class Together:
         raise NotImplementedError
 
 
-class StoredTogether(Together):
+class StoredGroupedKernels(GroupedKernels):
     """Stored gradients of equal shape, [B, ...] each."""
 
     def __init__(self, operand: Tensor, stacks: list[Tensor], route: str) -> None:
@@ -43,4 +43,4 @@ def stored_alike(grads: Tensor) -> Any:
     """What stored gradients of one launch have in common; None: no kernel finds them."""
     if grads.numel() == 0 or extension.on_device("many", grads) is None:
         return None
-    return StoredTogether, grads.shape, grads.dtype, grads.device
+    return StoredGroupedKernels, grads.shape, grads.dtype, grads.device

@@ -29,7 +29,7 @@ from .captured_call import Captured, Context, capture
 from .forward_pass import ForwardPass
 from .head_samples import HeadGradients, HeadParts
 from .linear import as_autocast, autocast_dtype
-from .parameter_use import Positioned, Stored, Use
+from .parameter_use import ParameterUse, Positioned, Stored
 from .rules import sample_layout, use_rule
 
 SHARE = 0.5  # of the logits' bytes, which stored gradients of samples may take
@@ -318,7 +318,7 @@ class _HeadLoss(Captured):
             ctx.forward_pass.record(Stored(bias, next(made) * grad.unsqueeze(1), self.name))
         if hidden is None:
             return
-        count, uses = ctx.stored, list[Use]()
+        count, uses = ctx.stored, list[ParameterUse]()
         if count:
             uses.append(HeadGradients(weight, next(made), grad[:count], self.name))
         if count < len(hidden):

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..batch_axis.row_groups import Groups
 from ..ops import head_sums
 from ..ops.rows import square_sum, weighted_sum
-from .parameter_use import Stack, Stored, Use
+from .parameter_use import ParameterUse, Stack, Stored
 
 
-class HeadGradients(Use):
+class HeadGradients(ParameterUse):
     """The gradients of samples [B,V,d] by a head behind which the cross-entropy of tokens stands, each of its own loss;
     scale: how much that counts in the batch's, [B]."""
 
@@ -32,7 +32,7 @@ class HeadGradients(Use):
     def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
         return weighted_sum(self.grads, torch.where(factors != 0, factors.to(self.scale.dtype) * self.scale, 0))
 
-    def regroup(self, groups: Groups) -> Use:
+    def regroup(self, groups: Groups) -> ParameterUse:
         return Stored(self.operand, groups.sum(self.per_sample(0, self.batch)), self.name)
 
     def cross_term_and_spread(self, ids: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:

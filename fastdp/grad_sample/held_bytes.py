@@ -15,7 +15,7 @@ def versions(tensors: Iterable[Tensor]) -> int:
         return sum([t._version for t in tensors if not t.is_inference()])
 
 
-class Held:
+class HeldBytes:
     """Tensors that are held until the end of a backward, by the memory in which they lie.
 
     The projections of a query, a key and a value hold one input, and a bias at a single position the output gradient

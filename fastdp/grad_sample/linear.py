@@ -19,8 +19,8 @@ from ..ops.routed import padded
 from .captured_call import FEW, Captured, Context, Given, capture
 from .cost_model import Shape
 from .forward_pass import ForwardPass
-from .grouped_kernels import Together
-from .parameter_use import Positioned, Stored, Use
+from .grouped_kernels import GroupedKernels
+from .parameter_use import ParameterUse, Positioned, Stored
 from .planner import Planner
 from .routed_rows import Routed, row_sum, use_of_rows
 from .rules import by_sample, refuse_contraction, sample_layout, use_rule
@@ -61,7 +61,7 @@ class Matmul(Positioned):
     def of(self, first: Tensor, second: Tensor, name: str) -> Matmul:
         return Matmul(self.operand, first, second, name)
 
-    def regroup(self, groups: Groups) -> Use:
+    def regroup(self, groups: Groups) -> ParameterUse:
         """Rows of a group one after the other; where groups have unequally many, none is padded."""
         if groups.each:
             return super().regroup(groups)
@@ -120,7 +120,7 @@ def by_address(a: Tensor, g: Tensor) -> bool:
     return ops.extension.on_device("many", a, g) is not None
 
 
-class Many(Together):
+class Many(GroupedKernels):
     """Products of equal shape."""
 
     def __init__(self, uses: Sequence[Matmul]) -> None:
@@ -137,7 +137,7 @@ class Many(Together):
         return [trimmed(total, self.operand) for total in ops.linear.clipped_sums_of_many(pairs, factors, last)]
 
 
-def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, name: str) -> Use:
+def use_of_product(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, name: str) -> ParameterUse:
     """The use of an operand [O,I] by a [B,T,I] with output gradient g [B,T,O], stored as the planner says."""
     product = Matmul(operand, a, g, name)
     use, shape = forward_pass.regrouped(product), product.shape

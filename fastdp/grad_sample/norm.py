@@ -20,7 +20,7 @@ from .broadcast import use_by_sample, uses_of_broadcast
 from .captured_call import FEW, Captured, Context, Given, capture
 from .forward_pass import ForwardPass
 from .linear import lies_in_order, steps_by_sample
-from .parameter_use import Use
+from .parameter_use import ParameterUse
 from .rules import attributed, by_sample, sample_layout, use_rule
 
 
@@ -49,7 +49,7 @@ class _Norm(Captured):
         if ctx.learned[1]:
             ctx.forward_pass.record(self._use(ctx.operands[1], g))
 
-    def _use(self, operand: Tensor, full: Tensor) -> Use:
+    def _use(self, operand: Tensor, full: Tensor) -> ParameterUse:
         """full: the gradient of the broadcast operand; channels lie as `view` says."""
         rows = by_sample(full, self.layout)
         if len(self.view or operand.shape) == operand.dim():

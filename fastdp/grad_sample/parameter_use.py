@@ -1,4 +1,4 @@
-"""`Use`: what one use of a parameter stores to give per-sample norms and a clipped sum.
+"""`ParameterUse`: what one use of a parameter stores to give per-sample norms and a clipped sum.
 
 Uses can be taken together in four ways, each of which a kind of use answers by a use of its own kind if it can:
 `concat` (of the same samples), `stack` (of other samples), `regroup` (samples that belong together as one) and
@@ -19,13 +19,13 @@ from ..ops.common import accumulate, chunks
 from ..ops.rows import square_sum, weighted_sum
 from ..utils.pytree import tensors_in
 from .cost_model import Segments, Shape
-from .grouped_kernels import StoredTogether, stored_alike
+from .grouped_kernels import StoredGroupedKernels, stored_alike
 from .held_bytes import versions
 from .planner import Planner
 from .timing import Clock
 
 
-class Use:
+class ParameterUse:
     """A recorded use of `operand` (a parameter, or a tensor derived from parameters) by one batch.
 
     Subclasses give the gradients with respect to the operand; all of a use's numbers are float32 or float64.
@@ -112,19 +112,19 @@ class Use:
         """The number of samples that this use is in a stack: its own, or one for each position."""
         return self.batch
 
-    def transposed(self, operand: Tensor) -> Use | None:
+    def transposed(self, operand: Tensor) -> ParameterUse | None:
         """The same use, of the transposed operand."""
         return None
 
-    def concat(self, others: Sequence[Any], name: str) -> Use | None:
+    def concat(self, others: Sequence[Any], name: str) -> ParameterUse | None:
         """This use and others of its operand and kind, by the same samples, as one use."""
         return None
 
-    def stack(self, others: Sequence[Any]) -> Use:
+    def stack(self, others: Sequence[Any]) -> ParameterUse:
         """This use and others of its operand and kind, by other samples, as a use by all of their `records`."""
         return Stack([self, *others]) if others else self
 
-    def regroup(self, groups: Groups) -> Use:
+    def regroup(self, groups: Groups) -> ParameterUse:
         """The use by groups of its samples: the gradient of a group is the sum of those of its samples."""
         return Regrouped(self, groups)
 
@@ -142,7 +142,7 @@ class Use:
         raise NotImplementedError
 
 
-class Positioned(Use):
+class Positioned(ParameterUse):
     """A use whose data are two tensors [B,K,*] by sample and position; the gradient is a sum over positions."""
 
     abreast_limit = 0  # numbers of data and operand up to which equal uses are worth the copy that joins them
@@ -167,7 +167,7 @@ class Positioned(Use):
     def records(self) -> int:
         return self.batch * self.sides()[0].size(1)
 
-    def concat(self, others: Sequence[Any], name: str) -> Use | None:
+    def concat(self, others: Sequence[Any], name: str) -> ParameterUse | None:
         uses = [self, *others]
         if not all(map(self.is_like, others)):
             return None
@@ -197,14 +197,14 @@ class Positioned(Use):
         one.route = self.route
         return one
 
-    def stack(self, others: Sequence[Any]) -> Use:
+    def stack(self, others: Sequence[Any]) -> ParameterUse:
         uses = [self, *others]
         if not all(map(self.is_like, others)):
             return Stack([use.stack([]) for use in uses])
         first, second = (torch.cat([_one_each(use.sides()[side]) for use in uses]) for side in (0, 1))
         return self.of(first, second, self.name)
 
-    def regroup(self, groups: Groups) -> Use:
+    def regroup(self, groups: Groups) -> ParameterUse:
         first, second = map(groups.join, self.sides())
         return self.of(first, second, self.name)
 
@@ -218,7 +218,7 @@ def _one_each(side: Tensor) -> Tensor:
     return side.flatten(0, 1).unsqueeze(1)
 
 
-class Stored(Use):
+class Stored(ParameterUse):
     """Per-sample gradients that are small enough to keep: biases, norm layers, broadcast parameters."""
 
     route = "kept"
@@ -249,24 +249,24 @@ class Stored(Use):
     def alike(self) -> Any:
         return stored_alike(self.grads)
 
-    def abreast(self, others: Sequence[Any]) -> StoredTogether:
-        return StoredTogether(self.operand, [use.grads for use in (self, *others)], self.route)
+    def abreast(self, others: Sequence[Any]) -> StoredGroupedKernels:
+        return StoredGroupedKernels(self.operand, [use.grads for use in (self, *others)], self.route)
 
-    def transposed(self, operand: Tensor) -> Use:
+    def transposed(self, operand: Tensor) -> ParameterUse:
         return Stored(operand, self.grads.mT, self.name)
 
-    def concat(self, others: Sequence[Any], name: str) -> Use:
+    def concat(self, others: Sequence[Any], name: str) -> ParameterUse:
         return Stored(self.operand, sum((use.grads for use in others), self.grads), name)
 
-    def stack(self, others: Sequence[Any]) -> Use:
+    def stack(self, others: Sequence[Any]) -> ParameterUse:
         return Stored(self.operand, torch.cat([self.grads, *(use.grads for use in others)], 0), self.name)
 
-    def regroup(self, groups: Groups) -> Use:
+    def regroup(self, groups: Groups) -> ParameterUse:
         shape = None if self.shape is None else self.shape.by_group(groups)
         return Stored(self.operand, groups.sum(self.grads), self.name, shape)
 
 
-class Lazy(Use):
+class Lazy(ParameterUse):
     """Per-sample gradients computed when asked for, in chunks of samples."""
 
     def __init__(self, operand: Tensor, batch: int, name: str, compute: Callable[[int, int], Tensor]) -> None:
@@ -282,14 +282,14 @@ class Lazy(Use):
         return accumulate(self.compute(low, high))
 
 
-class Stack(Use):
+class Stack(ParameterUse):
     """Uses of one operand by samples of their own, one after the other: of kinds that have no such form."""
 
-    def __init__(self, uses: Sequence[Use]) -> None:
+    def __init__(self, uses: Sequence[ParameterUse]) -> None:
         super().__init__(uses[0].operand, sum(use.batch for use in uses), uses[0].name)
         self.uses = uses
 
-    def _samples(self, low: int, high: int) -> Iterator[tuple[Use, int, int]]:
+    def _samples(self, low: int, high: int) -> Iterator[tuple[ParameterUse, int, int]]:
         """The uses of which samples [low, high) are, and which of their samples these are."""
         start = 0
         for use in self.uses:
@@ -325,11 +325,11 @@ class Stack(Use):
         return sum(parts[1:], parts[0])
 
 
-class Regrouped(Use):
+class Regrouped(ParameterUse):
     """A use by groups of the samples of another: gradients added up a few groups at a time, if a group has several;
     the clipped sum is the other use's own."""
 
-    def __init__(self, inner: Use, groups: Groups) -> None:
+    def __init__(self, inner: ParameterUse, groups: Groups) -> None:
         super().__init__(inner.operand, groups.count, inner.name)
         assert inner.batch == groups.records, (inner.name, inner.batch, groups.records)
         self.inner, self.groups = inner, groups
@@ -389,12 +389,12 @@ class Regrouped(Use):
     def clipped_sum(self, factors: Tensor, into: Tensor | None = None) -> Tensor:
         return self.inner.clipped_sum(factors[self.groups.owner(factors.device)], into)
 
-    def concat(self, others: Sequence[Any], name: str) -> Use:
+    def concat(self, others: Sequence[Any], name: str) -> ParameterUse:
         uses = [self, *others]
         owners = [use.groups.own.repeat_interleave(use.inner.records // use.inner.batch) for use in uses]
         found = self.inner.stack([use.inner for use in uses[1:]]).regroup(Groups(torch.cat(owners), self.batch))
         found.name = name
         return found
 
-    def regroup(self, groups: Groups) -> Use:
+    def regroup(self, groups: Groups) -> ParameterUse:
         return Regrouped(self.inner, Groups(groups.owner(self.groups.own.device)[self.groups.own], groups.count))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops import registry
 from .cost_model import Shape, constants, seconds
-from .held_bytes import Held
+from .held_bytes import HeldBytes
 
 MORE = 1.25  # what faster stored gradients may take, of the bytes that they replace, where no budget is given
 
@@ -34,12 +34,12 @@ class Planner:
         if memory_budget is not None and (isinstance(memory_budget, bool) or not memory_budget > 0):
             raise ValueError(f"memory_budget must be a positive number of bytes, not {memory_budget!r}")
         self.memory_budget = memory_budget
-        self._held = Held()
+        self._held = HeldBytes()
         self._routes: dict[tuple[Shape, torch.device, bool, int], tuple[str, str]] = {}
 
     def begin(self) -> None:
         """A backward begins: nothing is held."""
-        self._held = Held()
+        self._held = HeldBytes()
 
     @property
     def held(self) -> int:

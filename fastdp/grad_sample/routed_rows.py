@@ -22,11 +22,11 @@ from ..ops.common import accumulate, sum_over
 from .cost_model import Segments, Shape
 from .forward_pass import ForwardPass
 from .parameter_links import link_of
-from .parameter_use import Stored, Use
+from .parameter_use import ParameterUse, Stored
 from .rules import by_sample
 
 
-class Routed(Use):
+class Routed(ParameterUse):
     """Rows a [S,I] with output gradients g [S,O] used matrix ids[s] of the operand [E,O,I], on behalf of owner[s].
 
     An operand [O,I] is the only matrix. Rows without a matrix (id out of range) have no gradient. Rows are kept in the
@@ -46,7 +46,7 @@ class Routed(Use):
             a, g, ids, owner = a[order], g[order], ids[order], owner[order]
         self.a, self.g, self.ids, self.owner = a, g, ids, owner
 
-    def concat(self, others: Sequence[Any], name: str) -> Use:
+    def concat(self, others: Sequence[Any], name: str) -> ParameterUse:
         uses = [self, *others]
         a, g = (
             torch.cat([accumulate(side) for side in sides]) for sides in zip(*((u.a, u.g) for u in uses), strict=True)
@@ -54,7 +54,7 @@ class Routed(Use):
         ids, owner = torch.cat([use.ids for use in uses]), torch.cat([use.owner for use in uses])
         return Routed(self.operand, a, g, ids, owner, self.batch, name)
 
-    def stack(self, others: Sequence[Any]) -> Use:
+    def stack(self, others: Sequence[Any]) -> ParameterUse:
         uses = [self, *others]
         batch = sum(use.batch for use in uses)
         first = itertools.accumulate([use.batch for use in uses], initial=0)
@@ -64,7 +64,7 @@ class Routed(Use):
         ]
         return each[0].concat(each[1:], self.name)
 
-    def regroup(self, groups: Groups) -> Use:
+    def regroup(self, groups: Groups) -> ParameterUse:
         owner = groups.owner(self.owner.device)[self.owner]
         return Routed(self.operand, self.a, self.g, self.ids, owner, groups.count, self.name)
 
@@ -125,7 +125,9 @@ def rows_of(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor.movedim(layout.dim, 0).reshape(-1, tensor.size(-1))
 
 
-def use_of_rows(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, layout: Layout, name: str) -> Use:
+def use_of_rows(
+    forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor, layout: Layout, name: str
+) -> ParameterUse:
     """The use of an operand [O,I] by data a [..., I] with output gradients g [..., O], rows in any order.
 
     Stored, where the planner says so for samples of an average number of rows.
@@ -134,7 +136,9 @@ def use_of_rows(forward_pass: ForwardPass, operand: Tensor, a: Tensor, g: Tensor
         return Stored(operand, operand.new_zeros(forward_pass.batch, *operand.shape), name)
     owner = owners_below(layout, g)
     a, g = rows_of(a, layout), rows_of(g, layout)
-    use: Use = forward_pass.regrouped(Routed(operand, a, g, torch.zeros_like(owner), owner, forward_pass.batch, name))
+    use: ParameterUse = forward_pass.regrouped(
+        Routed(operand, a, g, torch.zeros_like(owner), owner, forward_pass.batch, name)
+    )
     shape = Shape("linear", use.batch, -(-a.size(0) // use.batch), a.size(1), g.size(1))
     if not forward_pass.planner.materialises(shape, forward_pass.planner.adds(a, g), a.device, use.short):
         return use

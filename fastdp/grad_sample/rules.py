@@ -36,7 +36,7 @@ def sample_layout(forward_pass: ForwardPass, tensor: Tensor, name: str) -> Layou
 
 def attributed(forward_pass: ForwardPass, tensor: Tensor, layout: Layout | None, name: str) -> Layout:
     """The same of a tensor that this layout is believed of."""
-    layout = layout or forward_pass.guess_layout(tensor)
+    layout = layout or forward_pass.infer_layout(tensor)
     place = forward_pass.place(name)
     if layout is None:
         raise BatchLayoutError(

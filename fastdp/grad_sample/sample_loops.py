@@ -19,7 +19,7 @@ from ..batch_axis.sample_loops import owner_of
 from ..errors import SampleMixingError
 from ..utils.pytree import tensors_in
 from .forward_pass import ForwardPass
-from .parameter_use import Regrouped, Use
+from .parameter_use import ParameterUse, Regrouped
 
 
 class OneSample:
@@ -51,13 +51,13 @@ class OneSample:
     def path(self) -> str:
         return self.forward_pass.path
 
-    def guess_layout(self, tensor: Tensor) -> Layout | None:
+    def infer_layout(self, tensor: Tensor) -> Layout | None:
         return Layout(1)
 
-    def regrouped(self, use: Use) -> Use:
+    def regrouped(self, use: ParameterUse) -> ParameterUse:
         return use  # what is one sample's is one person's
 
-    def record(self, use: Use) -> None:
+    def record(self, use: ParameterUse) -> None:
         self.forward_pass.record(Regrouped(use, Groups(torch.tensor([self.sample]), self.forward_pass.batch)))
 
     def traced(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +90,10 @@ def one_sample_of(forward_pass: ForwardPass, call: Call) -> OneSample | None:
         if base is not None and tag_of(base, forward_pass.batch) != tag_of(args[0], forward_pass.batch):
             why = f"{forward_pass.place(name)} writes into a view of the batch"
             raise SampleMixingError(f"{why}, together with a parameter. Use torch.stack or torch.cat.", why)
-    sized, guessed = (
+    sized, inferred = (
         any(layout.size_from_data or layout.order is not None for layout in layouts),
-        any(layout.guessed for layout in layouts),
+        any(layout.inferred for layout in layouts),
     )
-    return OneSample(forward_pass, Layout(forward_pass.batch, alone=found.pop(), size_from_data=sized, guessed=guessed))
+    return OneSample(
+        forward_pass, Layout(forward_pass.batch, alone=found.pop(), size_from_data=sized, inferred=inferred)
+    )

@@ -44,7 +44,7 @@ class Members:
     def groups(self) -> Sequence[Sequence[Tensor]]:
         """See `engine.layerwise.ByGroup`."""
         clipping, named = self._now()
-        return self.all(clipping, named) if clipping.apart and not self._hand.stands_in else []
+        return self.all(clipping, named) if clipping.apart and not self._hand.literal_in_code else []
 
     def factors(self, number: int, norm_sq: Tensor) -> Tensor:
         """See `engine.layerwise.ByGroup`."""

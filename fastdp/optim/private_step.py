@@ -14,7 +14,7 @@ from ..accounting import check_accountant, check_options, warn_of_delta
 from ..accounting.ledger import Ledger, finite
 from ..accounting.used_draws import Place
 from ..batch_axis.batch_groups import Unit
-from ..batch_axis.deferred_checks import Awaited, Doubt, withhold
+from ..batch_axis.deferred_checks import AwaitedChecks, DeferredCheck, withhold
 from ..data import loader, loop_checks
 from ..data.loader_batch import Hand
 from ..data.sample_rates import Rate
@@ -111,7 +111,7 @@ class Privacy:
         self._warned: set[str] = set()
         self.detached = self._released = False  # released: this optimizer has made a step
         self.replaced_by = ""  # another optimizer of the same model
-        self.rate_check, self._awaited = Rate(), Awaited()  # (of what a device is to tell of earlier steps)
+        self.rate_check, self._awaited = Rate(), AwaitedChecks()  # (of what a device is to tell of earlier steps)
         self._rate, self._expected = sample_rate, expected_batch_size  # of the last step
         self.witness: Callable[[Release], None] | None = None  # sees a release before its noise; may raise: no step
         self.missed = Missed(self.replica.module)
@@ -158,14 +158,14 @@ class Privacy:
         self._pending: dict[int, Tensor] = {}  # of backwards since the last call of step
         self._sums: dict[int, Tensor] = {}  # of the logical batch's steps so far
         self._has_pending = self._has_sums = False
-        self._doubts: list[Doubt] = []
+        self._doubts: list[DeferredCheck] = []
         self._taken: list[Known] = []  # the batches of these backwards, if they were taken out of their loader before
         self.unit.forget()
 
     def clip(self, gradients: Gradients) -> None:
         """Take the gradients of a backward: their clipped sums wait for the step."""
-        stands_in, records = self.hand.stands_in, 0 if self.hand.stands_in else gradients.records
-        if not stands_in:
+        literal_in_code, records = self.hand.literal_in_code, 0 if self.hand.literal_in_code else gradients.records
+        if not literal_in_code:
             self.unit.take(gradients.people, begun=self.busy or bool(self.ledger.history))
         self._check_batch(gradients)
         named = self.engine.named_parameters()
@@ -174,7 +174,7 @@ class Privacy:
         self._members.check(gradients.taken)
         self.sums.begin(gradients, members, {"backward": self._backwards, "of step": self.noise.step})
         norm_sq = self.sums.norm_sq(gradients, members)
-        if stands_in:
+        if literal_in_code:
             factors, norm_sq = [torch.zeros_like(n, dtype=torch.float32) for n in norm_sq], [n[:0] for n in norm_sq]
         else:
             factors = self.sums.factors(self.clipping, norm_sq)
@@ -228,8 +228,8 @@ class Privacy:
         if self._has_pending and number != self._backward_of:
             raise StepError(loop_checks.UNSTEPPED)
         loop_checks.check_skipped(current)
-        stands_in = self.hand.stands_in
-        records, people = (0, current.people) if stands_in else (gradients.records, gradients.people)
+        literal_in_code = self.hand.literal_in_code
+        records, people = (0, current.people) if literal_in_code else (gradients.records, gradients.people)
         loop_checks.check_whole(current, records, people)
         if number in (self._backward_of, self.stepped_on):
             raise StepError(loop_checks.AGAIN)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..batch_axis.python_reads import Reads
+from ..batch_axis.python_reads import PythonReads
 from ..errors import FastDPError, SampleMixingError
 from .collating import FAILS, first_line
 from .draws import SampleDraws
@@ -41,7 +41,7 @@ class Examination:
         self._doubles = may_be_doubled(model)
         self._judged = judged and self._doubles  # whether float64 may excuse float32
         self._program = (model, loss_fn, params, reduction, options, seed)
-        self._reads: list[Reads] = []
+        self._reads: list[PythonReads] = []
         self._first = Attributes(model)  # every look begins with what the modules keep now
         self._runs = Runs(*self._program)  # the last that were made
 
@@ -84,7 +84,7 @@ class Examination:
 
     def examine(self, words: str) -> Examined:
         """All that is looked at with the model's modules as they are now."""
-        self._reads_now: list[Reads] = []
+        self._reads_now: list[PythonReads] = []
         try:
             examined = self._examined()
         except Unjudged as problem:

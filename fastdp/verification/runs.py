@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..batch_axis.python_reads import Reads
+from ..batch_axis.python_reads import PythonReads
 from ..data.random_generators import RandomNumbers, devices_of, generators_of
 from ..engine.per_sample import PerSampleGradients
 from ..errors import BatchReadWarning, VerificationError
@@ -59,7 +59,7 @@ class Runs:
         self.outside: dict[str, None] = {}  # generators outside of torch that were drawn from
         self.hidden = False  # whether torch's generator was drawn from by what no mode sees
         self.moved: list[str] = []  # buffers and attributes that a run changed
-        self.reads: list[Reads] = []
+        self.reads: list[PythonReads] = []
         self.reordered = False  # whether the program was seen to put the samples into another order
         self.rounding: np.random.Generator | None = None  # changes the last bits in backwards of one sample, if set
         self._buffers, self._devices = Buffers(model), devices_of(model)

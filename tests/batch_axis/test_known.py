@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastdp.batch_axis.calls import Call
-from fastdp.batch_axis.generations import Moment, set_moment
+from fastdp.batch_axis.generations import Generation, set_generation
 from fastdp.batch_axis.host_values import at, both_known, known, note_known, numbered, on_host
 from fastdp.batch_axis.index_kinds import permutes
 from fastdp.batch_axis.layout import Layout, tag
@@ -122,10 +122,10 @@ def test_what_ends_it():
     assert known(copied) is None
     before = fresh()
     try:
-        set_moment(Moment())
+        set_generation(Generation())
         assert known(before) is None and known(fresh()) is not None
     finally:
-        set_moment(None)
+        set_generation(None)
     with torch.inference_mode():
         assert known(fresh()) is None
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fastdp
 from fastdp.errors import FastDPError, SampleMixingError
-from fastdp.grad_sample.held_bytes import Held
+from fastdp.grad_sample.held_bytes import HeldBytes
 from fastdp.grad_sample.routed_rows import Routed
 
 from ..cases import Net, P, square
@@ -249,7 +249,7 @@ def test_gathered_matrices_are_not_held(name):
     engine = fastdp.PerSampleGradients(model)
     losses(model, batch).mean().backward()
     rows = size.samples * size.tokens * size.each
-    held = Held().hold([tensor for use in engine._last().uses_of(model.up) for tensor in use.data()])
+    held = HeldBytes().hold([tensor for use in engine._last().uses_of(model.up) for tensor in use.data()])
     engine.detach()
     assert held < rows * model.up[0].numel() * 4 / 2
 

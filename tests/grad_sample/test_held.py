@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.grad_sample.cost_model import DEFAULTS, Shape
-from fastdp.grad_sample.held_bytes import Held
+from fastdp.grad_sample.held_bytes import HeldBytes
 from fastdp.grad_sample.planner import Planner
 
 B, T, D = 3, 5, 16
@@ -55,7 +55,7 @@ def held_by(model: nn.Module, x: Tensor, budget: int | None) -> tuple[int, str]:
 
 
 def test_memory_is_counted_once() -> None:
-    held, x = Held(), torch.zeros(4, 6)
+    held, x = HeldBytes(), torch.zeros(4, 6)
     assert held.hold([x, x.view(24), x.mT]) == x.nbytes and held.adds([x[:]]) == 0
     assert held.adds([x[:2], torch.zeros(3)]) == 2 * 6 * 4 + 12  # a part is not known to lie in the whole
     assert held.adds([torch.zeros(1).expand(1000)]) == 4  # no more than its storage

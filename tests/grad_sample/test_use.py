@@ -12,7 +12,7 @@ from fastdp.batch_axis.row_groups import Groups
 from fastdp.grad_sample.conv import Conv
 from fastdp.grad_sample.embedding import Lookup
 from fastdp.grad_sample.linear import Matmul
-from fastdp.grad_sample.parameter_use import Lazy, Regrouped, Stack, Stored, Use
+from fastdp.grad_sample.parameter_use import Lazy, ParameterUse, Regrouped, Stack, Stored
 from fastdp.grad_sample.routed_rows import Routed
 from fastdp.ops.geometry import Geometry
 
@@ -23,7 +23,7 @@ GEOMETRY = Geometry(
 POINT = torch.zeros(0, dtype=torch.long)
 
 
-def one(kind: str, k: int) -> Use:
+def one(kind: str, k: int) -> ParameterUse:
     """A use by one sample, of k positions where the kind has positions."""
     rows = torch.randn(1, 2, 3)
     return {
@@ -41,7 +41,7 @@ def one(kind: str, k: int) -> Use:
     }[kind]()
 
 
-def assert_is(use: Use, truth: Tensor) -> None:
+def assert_is(use: ParameterUse, truth: Tensor) -> None:
     factors = torch.rand(use.batch)
     torch.testing.assert_close(use.per_sample(0, use.batch).double(), truth, rtol=1e-5, atol=1e-5)
     for low in range(use.batch):

@@ -158,7 +158,7 @@ def test_with_persons_nothing_is_tried() -> None:
         next(iter(fastdp.poisson_loader(data, augmentations=2, **given)))
 
 
-class Together(Dataset[Any]):
+class GroupedKernels(Dataset[Any]):
     """Gives a batch for many records at once, as data sets of columns do."""
 
     def __init__(self, form: str) -> None:
@@ -210,11 +210,11 @@ def in_a_ring(batch: Any) -> Tensor:
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_data_sets_that_give_batches(form: str, part: bool) -> None:
-    data: Any = Subset(Together(form), range(5, 35)) if part else Together(form)
+    data: Any = Subset(GroupedKernels(form), range(5, 35)) if part else GroupedKernels(form)
     loss = lambda m, b: m(inputs_of(b).float()).square().sum(1).mean()
     options: dict[str, Any] = {"sample_rate": 0.3, "steps": 5, "seed": 1}
     apart = fastdp.poisson_loader(data, collate_fn=as_it_is, **options)
-    every = {tuple(row) for row in inputs_of(as_it_is(Together(form).__getitems__([*range(40)]))).tolist()}
+    every = {tuple(row) for row in inputs_of(as_it_is(GroupedKernels(form).__getitems__([*range(40)]))).tolist()}
     drawn = [{tuple(row) for row in inputs_of(batch).tolist()} for batch in apart]
     assert len(drawn) == 5 and all(rows and rows <= every for rows in drawn)  # what is trained on was not tried with
     assert fastdp.verify(nn.Linear(6, K), loss, apart).ok

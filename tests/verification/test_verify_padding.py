@@ -38,7 +38,7 @@ class Texts(Dataset):
         return self.records[index]
 
 
-class Reads(nn.Module):
+class PythonReads(nn.Module):
     """A text model; right: padding does not count."""
 
     def __init__(self, kind, right, dropout=0.0):
@@ -90,14 +90,14 @@ SOURCES = ["records", "loader", "data set", "poisson", "collated"]
 def test_padding_that_counts_is_found(kind, model):
     batch, options = source(kind)
     with pytest.raises(VerificationError, match="padding counts.*own length"):
-        fastdp.verify(Reads(model, False), cross_entropy, batch, **options)
+        fastdp.verify(PythonReads(model, False), cross_entropy, batch, **options)
 
 
 @pytest.mark.parametrize("kind", ["records", "collated"])
 @pytest.mark.parametrize("model", ["mean", "lstm", "attention"])
 def test_padding_that_does_not_count(kind, model):
     batch, options = source(kind)
-    report = fastdp.verify(Reads(model, True), cross_entropy, batch, **options)
+    report = fastdp.verify(PythonReads(model, True), cross_entropy, batch, **options)
     said = "collated by itself" if kind == "records" else "padding does not count"
     assert report.ok and any(said in words for words in report.looked_at)
 
@@ -107,7 +107,7 @@ def test_padding_that_does_not_count(kind, model):
 def test_with_dropout_that_eval_mode_switches_off(kind, right):
     """Attention draws masks of [T, T]: padding is judged without them."""
     batch, options = source(kind)
-    model = Reads("attention", right, dropout=0.1)
+    model = PythonReads("attention", right, dropout=0.1)
     report = fastdp.verify(model, cross_entropy, batch, raise_on_failure=False, **options)
     assert report.ok == right and model.training and model.layer.training
     assert right or "in eval mode, padding counts" in report.problem
@@ -116,7 +116,7 @@ def test_with_dropout_that_eval_mode_switches_off(kind, right):
 def test_texts_that_the_model_does_not_take_alone():
     """Its kernel is longer than some: the longer ones are judged, and why not all is said where none can be."""
     with pytest.raises(VerificationError, match="padding counts"):
-        fastdp.verify(Reads("conv", False), cross_entropy, texts(), collate_fn=padded)
+        fastdp.verify(PythonReads("conv", False), cross_entropy, texts(), collate_fn=padded)
 
     class OneLength(nn.Linear):
         def forward(self, ids, lengths):
@@ -145,7 +145,7 @@ def test_a_collate_fn_that_draws(right):
         ids, lengths, labels = padded(records)
         return torch.where((torch.rand(ids.shape) < 0.2) & (ids != 0), 49, ids), lengths, labels
 
-    model, records = Reads("mean", right), texts()
+    model, records = PythonReads("mean", right), texts()
     state = torch.get_rng_state()
     report = fastdp.verify(model, cross_entropy, records, collate_fn=masked, raise_on_failure=False)
     assert report.ok == right and torch.equal(state, torch.get_rng_state())
@@ -157,7 +157,7 @@ def test_a_collate_fn_that_takes_no_single_record():
         assert len(records) > 1
         return padded(records)
 
-    report = fastdp.verify(Reads("mean", True), cross_entropy, texts(), collate_fn=several)
+    report = fastdp.verify(PythonReads("mean", True), cross_entropy, texts(), collate_fn=several)
     assert any("takes no single record (AssertionError" in words for words in report.not_looked_at)
 
 
@@ -170,7 +170,7 @@ def test_records_that_collate_fn_writes_into():
         labels = [record.pop("label") for record in chosen]
         return padded(list(zip([record["ids"] for record in chosen], labels, strict=True)))
 
-    assert fastdp.verify(Reads("mean", True), cross_entropy, records, collate_fn=popping).ok
+    assert fastdp.verify(PythonReads("mean", True), cross_entropy, records, collate_fn=popping).ok
     assert all(torch.equal(a["ids"], b["ids"]) and a["label"] == b["label"] for a, b in zip(records, kept, strict=True))
 
 
@@ -180,7 +180,7 @@ def test_the_longest_record_of_a_list_is_looked_at():
     records[241] = (torch.randint(1, 50, (9,)), 1)
     for seed in range(3):
         with pytest.raises(VerificationError, match="padding counts"):
-            fastdp.verify(Reads("mean", False), cross_entropy, records, collate_fn=padded, seed=seed)
+            fastdp.verify(PythonReads("mean", False), cross_entropy, records, collate_fn=padded, seed=seed)
 
 
 def test_records_of_one_length_are_not_trimmed():
@@ -216,5 +216,5 @@ def test_what_is_no_padding(ids):
 def test_what_cannot_be_told_of_a_collated_batch_is_said():
     ids = torch.randint(1, 50, (12, 5), generator=torch.Generator().manual_seed(0))
     batch = (ids, torch.full((12,), 5), torch.arange(12) % 3)
-    report = fastdp.verify(Reads("mean", False), cross_entropy, batch)
+    report = fastdp.verify(PythonReads("mean", False), cross_entropy, batch)
     assert any("padding, if there is some" in words for words in report.not_looked_at)

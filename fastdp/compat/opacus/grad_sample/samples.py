@@ -25,7 +25,7 @@ from ....grad_sample.conv import Conv
 from ....grad_sample.embedding import Lookup
 from ....grad_sample.linear import Matmul
 from ....grad_sample.parameter_links import link_of
-from ....grad_sample.parameter_use import Stored, Use
+from ....grad_sample.parameter_use import ParameterUse, Stored
 from ....grad_sample.routed_rows import Routed
 from ....ops.common import exactly
 
@@ -73,7 +73,7 @@ class Record:
             return self.gradients.per_sample(parameter)
 
 
-def _of_data(use: Use) -> bool:
+def _of_data(use: ParameterUse) -> bool:
     link = link_of(use.operand)
     return isinstance(use, _OF_DATA) and (link is None or (link.isometric and len(link.leaves) == 1))
 
