@@ -1,10 +1,9 @@
-"""docs/opacus.md and the names of Opacus: complete, true, and its code runs."""
+"""docs/opacus.md and the names of Opacus: complete and true."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from importlib import import_module
 from pathlib import Path
 
@@ -51,14 +50,6 @@ def test_the_document_tells_every_fault():
     for row, fault in zip(rows, compat_faults.FAULTS.values(), strict=True):
         theirs, mine = (float(cell) for cell in row.strip("| ").split(" | ")[-2:])
         assert mine <= fault.limit < theirs
-
-
-def test_its_code_runs(capsys):
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            exec(compile(block, f"docs/opacus.md, block {number}", "exec"), {})
-    assert "epsilon" in capsys.readouterr().out
 
 
 SIGNATURES = [
