@@ -190,18 +190,6 @@ def results(rows: Rows, column: str) -> str:
     return table(["task", "model", "trained", *budgets], lines)
 
 
-def details(rows: Rows) -> str:
-    """One line a run."""
-    columns = {
-        "model": "model", "method": "trained", "setting": "setting", "epsilon": "epsilon", "noise_multiplier": "noise",
-        "records": "records", "batch_size": "batch", "epochs": "epochs", "steps": "steps", "lr": "lr",
-        "head_lr": "head's lr", "accuracy_dev": "dev", "accuracy": "test", "perplexity_before": "perplexity before",
-        "perplexity": "after", "nll": "NLL", "ece": "ECE %", "seconds": "s", "commit": "commit",
-    }  # fmt: skip
-    used = [c for c in columns if any(r.get(c, "-") not in ("", "-") for r in rows)]
-    return table([columns[c] for c in used], [[r.get(c, "-") for c in used] for r in rows])
-
-
 def step_table(rows: Rows) -> str:
     """Ratios of time and memory to ordinary training."""
     names = [n for n in CONTENDERS if n != "non-private"]
@@ -240,13 +228,9 @@ def clipping_table(rows: Rows) -> str:
 def tables() -> dict[str, str]:
     """The tables of docs/finetuning.md by their names."""
     runs, steps = read(RUNS), read(STEPS)
-    kept = [r for r in runs if r["setting"] != "quick"]
     return {
         "accuracy": results(runs, "accuracy"),
         "perplexity": results(runs, "perplexity"),
-        "sst2": details([r for r in kept if r["task"] == "SST-2"]),
-        "cifar10": details([r for r in kept if r["task"].startswith("CIFAR")]),
-        "shakespeare": details([r for r in kept if r["task"].startswith("Shakespeare")]),
         "steps": step_table(steps),
         "clipping": clipping_table(read(TUNING)),
     }

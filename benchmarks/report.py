@@ -22,7 +22,7 @@ from .report_text import LOST, best, cell, note, size, table, two, wrapped
 ROOT = Path(__file__).parent.parent
 DATA, README, PAGE, FIGURES = ROOT / "benchmarks/data", ROOT / "README.md", ROOT / "benchmarks/README.md", ROOT / "docs"
 HOW = "`python -m benchmarks.training --suite {suite} --out benchmarks/data`, then `python -m benchmarks.report`"
-LINES, LEAST = 150, 4  # README.md is to stay short: lines of it, and workloads shown even if it gets longer
+SHOWN = 4  # workloads in README.md, which is to stay short
 LINK = "[benchmarks/README.md](benchmarks/README.md)"
 SUITES = {
     "cpu": "CPU",
@@ -206,20 +206,14 @@ def between(text: str, name: str, body: str) -> str:
 
 
 def readme(text: str, cases: Cases) -> str:
-    """README.md of today: as it is without rows; the first time, the marks take the place of all under "## Speed".
-
-    It shows as many workloads as there are lines left for.
-    """
-    room = len(cases)
+    """README.md of today: as it is without rows; the first time, the marks take the place of all under "## Speed"."""
     if "<!-- table: gpu -->" in text and (steps := report_gpu.summary(cases)):
         text = between(text, "gpu", steps)
-    if not summary(cases, room):
+    if not (made := summary(cases, SHOWN)):
         return text
     if "<!-- table: training -->" not in text:
         text = re.sub(r"(\n## Speed\n).*?(?=\n## )", r"\1\n<!-- table: training -->\n<!-- end -->\n", text, flags=re.S)
-    while len((made := between(text, "training", summary(cases, room))).splitlines()) > LINES and room > LEAST:
-        room -= 1
-    return made
+    return between(text, "training", made)
 
 
 def page(text: str, cases: Cases) -> str:

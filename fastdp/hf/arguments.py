@@ -262,11 +262,14 @@ def _short(value: Any) -> str:
 
 
 def table(fields: dict[str, Field] = FIELDS) -> str:
-    """Return the fields as a table in Markdown, with the refused ones first."""
+    """Return the fields as a table in Markdown, with the refused ones first and those of one remark together."""
     order = ("refused", "supported", "no effect")
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, field in fields.items():
+        rows.setdefault((field.status, field.why), []).append(f"`{name}`")
     lines = ["| field | | remark |", "| --- | --- | --- |"]
     for status in order:
-        lines += [f"| `{name}` | {status} | {f.why} |" for name, f in fields.items() if f.status == status]
+        lines += [f"| {', '.join(names)} | {kind} | {why} |" for (kind, why), names in rows.items() if kind == status]
     return "\n".join(lines)
 
 

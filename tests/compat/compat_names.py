@@ -1,6 +1,6 @@
 """Every public name of the installed Opacus: where fastdp.compat.opacus has it, or why it does not.
 
-python -m tests.compat.compat_names    prints the table of docs/opacus.md
+python -m tests.compat.compat_names    prints what is missing
 """
 
 from __future__ import annotations
@@ -71,20 +71,5 @@ def missing() -> list[str]:
     return found
 
 
-def table() -> str:
-    """A Markdown table: a line a module."""
-    lines = ["| module | names | not there |", "| --- | --- | --- |"]
-    for module in modules():
-        names, mine = public(module), ours(module)
-        there = [name for name in names if mine is not None and hasattr(mine, name)]
-        absent = [f"`{name}`: {reason(module, name)}" for name in names if name not in there]
-        if mine is None:
-            absent = [reason(module)]
-        if names or absent:
-            lines.append(f"| `{module}` | {', '.join(f'`{n}`' for n in there)} | {'; '.join(absent)} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    print(table())
-    print("\nmissing without a reason:", missing() or "none")
+    print("missing without a reason:", missing() or "none")

@@ -1,10 +1,9 @@
-"""docs/opacus.md and the table of names: complete, true, and its code runs."""
+"""docs/opacus.md and the names of Opacus: complete and true."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from importlib import import_module
 from pathlib import Path
 
@@ -40,13 +39,9 @@ def test_no_reason_is_stale():
             assert not hasattr(compat_names.ours(module), attribute)
 
 
-def test_the_document_has_the_table_of_the_installed_version():
-    needs_lightning()
-    import opacus
-
-    if opacus.__version__ != "1.6.0":
-        pytest.skip("the document is about Opacus 1.6.0")
-    assert part("names") == compat_names.table()
+def test_the_document_says_what_is_not_there():
+    text = DOCUMENT.read_text()
+    assert all(f"`{name.rpartition(':')[2]}`" in text for name in compat_names.ABSENT)
 
 
 def test_the_document_tells_every_fault():
@@ -55,14 +50,6 @@ def test_the_document_tells_every_fault():
     for row, fault in zip(rows, compat_faults.FAULTS.values(), strict=True):
         theirs, mine = (float(cell) for cell in row.strip("| ").split(" | ")[-2:])
         assert mine <= fault.limit < theirs
-
-
-def test_its_code_runs(capsys):
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            exec(compile(block, f"docs/opacus.md, block {number}", "exec"), {})
-    assert "epsilon" in capsys.readouterr().out
 
 
 SIGNATURES = [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections import Counter, namedtuple
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ import fastdp
 from fastdp import sampling
 from fastdp.errors import AccountingError, StepError
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "people.md"
 KEYS = [7, 3, 3, 9, 7, 3, 5, 9, 3, 7, 5, 3]  # of 12 records: five of 3, three of 7, two of 9 and of 5
 PERSONS = len(set(KEYS))
 
@@ -47,13 +44,6 @@ def batches(loader) -> list[tuple[list[int], list[int], bool]]:
         assert current.size == len(records) == current.people.records
         found.append((records.tolist(), keys.tolist(), current.final))
     return found
-
-
-def test_the_document_runs(capsys) -> None:
-    text = DOCUMENT.read_text()
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.S)):
-        exec(compile(block, f"docs/people.md, block {number}", "exec"), {})
-    assert "of one group" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------- what is sampled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -101,6 +102,17 @@ def test_calibration_by_hand():
     assert found.bin_count.tolist() == [0, 0, 2, 2]
     with pytest.raises(ValueError, match="logits"):
         calibration(p, torch.tensor([0]))
+
+
+def test_the_errors_page_quotes_messages_of_the_code() -> None:
+    said = []
+    for path in (ROOT / "fastdp").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        said += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    quoted = re.findall(r'"([a-z][^"|]{8,})"', (ROOT / "docs/errors.md").read_text(encoding="utf-8"))
+    parts = [part.strip() for quote in quoted for part in quote.split("...")]
+    text = "\n".join(said)
+    assert len(parts) > 30 and [part for part in parts if part not in text] == []
 
 
 # ---------------------------------------------------------------------- the site (`make docs`)

@@ -207,17 +207,14 @@ def test_every_contender_is_in_the_full_table() -> None:
     assert order == sorted(order)
 
 
-def test_the_readme_shows_what_fits_and_first_those_we_lose() -> None:
+def test_the_readme_shows_a_few_workloads_and_first_those_we_lose() -> None:
     names = [f"model{k:02}" for k in range(14)]
     found = cases(*(four(name, 1.2, 1.1 if name == names[-1] else 2.2, 2.0) for name in names))
-    text = report.readme("# A\n\n## Speed\n\n## Limits\n" + "- one\n" * 125, found)
+    text = report.readme("# A\n\n## Speed\n\n## Limits\n", found)
     shown = re.findall(r"^\| (model\d+) ", text, re.M)
-    assert len(text.splitlines()) == report.LINES and report.LEAST <= len(shown) < 14
-    assert shown == [*names[: len(shown) - 1], names[-1]]
+    assert shown == [*names[: report.SHOWN - 1], names[-1]]
     said = " ".join(text.split())
-    assert f"{14 - len(shown)} more workloads, every" in said and "13 of 14 workloads" in said
-    crowded = report.readme("# A\n\n## Speed\n\n## Limits\n" + "- one\n" * 200, found)
-    assert len(re.findall(r"^\| (model\d+) ", crowded, re.M)) == report.LEAST
+    assert f"{14 - report.SHOWN} more workloads, every" in said and "13 of 14 workloads" in said
     assert set(re.findall(r"^\| (model\d+) ", report.sections(found), re.M)) == set(names)
 
 

@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 # Pieces of a program that needs what they do not show: several processes, a model from a hub, a file that was written
 # before. Tests of those pages' subjects run them in whole; here they must compile.
 PIECES = {"architecture", "distributed", "finetune_command", "huggingface", "loops"}
-APART = {"operators"}  # tests/pages/test_docs.py
+APART = {"operators", "rows", "rules"}  # tests of their subjects run them, and look at what comes of it
 
 
 def programs(name: str) -> list[str]:
