@@ -1,10 +1,10 @@
-# Two commands: `make demo` trains privately on real data, `make test` runs all checks. `make docs` builds build/site.
-# Both make a virtual environment in .venv first. PYTHON and TORCH may be set on the command line.
+# Two commands: `make demo` trains privately on real data, `make test` runs the checks and tests that a person waits for.
+# `make test-all` runs every test; `make docs` builds build/site. All make a virtual environment in .venv first. PYTHON and TORCH may be set on the command line.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test check docs benchmark clean
+.PHONY: demo test test-all check docs benchmark clean
 
 .venv/ready: pyproject.toml setup.py $(wildcard csrc/*.* csrc/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -24,8 +24,14 @@ check: .venv/ready
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-test: check docs  # two processes of one thread each (more threads than cores wait for each other), a file in one of them
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# two processes of one thread each (more threads than cores wait for each other), a file in one of them
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test: check docs
+	$(PYTEST) -m "not slow"
+
+test-all: test  # and the tests marked slow
+	$(PYTEST) -m slow
 
 benchmark: .venv/ready
 	$(BIN)/python -m benchmarks.kernels
