@@ -5,7 +5,7 @@ is then one for every platform (py3-none-any). FASTDP_CPU=1 and FASTDP_CUDA=1 ma
 for others need it, and FASTDP_CPU=0 builds no fastdp._C. fastdp._CUDA is built where nvcc and a GPU are found, or
 FASTDP_CUDA=1 is set (FASTDP_CUDA=0: never). nvcc is looked for on the PATH, in $CUDA_HOME/bin and in
 /usr/local/cuda/bin, and asked which GPUs it knows. torch is never needed to build. When training begins, fastdp warns
-of an extension that is missing (fastdp.engine.missing_kernels), unless its variable is 0 there, too.
+of an extension that is missing (fastdp.engine.attach_checks), unless its variable is 0 there, too.
 
 An editable install (`pip install -e .`) leads to the sources by an import hook, as fastdp.kernels lies beside fastdp,
 and type checkers and editors see no import hooks. So it has a path as well, to a folder that holds nothing but fastdp.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fastdp.engine.missing_kernels import missing
+from fastdp.engine.attach_checks import missing
 from fastdp.grad_sample.timing import seconds
 from fastdp.ops.registry import native, native_cuda
 

@@ -23,8 +23,7 @@ from ..batch_axis.layout import Layout, tag, tag_of
 from ..errors import SampleMixingError, StepError, UncapturedUseError
 from ..grad_sample.captured_call import Native
 from ..utils.pytree import tensors_in
-from .hook_scales import NOT_LINEAR
-from .hook_watch import Owner, Watch
+from .hook_watch import NOT_LINEAR, Owner, Watch
 
 _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SETTING = Tensor._backward_hooks.__set__  # type: ignore[union-attr]

@@ -20,7 +20,6 @@ from ..ops.common import exactly
 from ..utils.garbage_collection import COLLECTOR
 from .activation_hooks import UNGUARDED
 from .explain import Plan
-from .foreign_parameters import ForeignParameters
 from .forward_record import PRIVATE_GRAPH, UNSEEN, Expected, ForwardRecord, PassRecord, inferred_error, mixing_error
 from .forward_threads import two_backwards
 from .gradients import Gradients, check_unwritten
@@ -28,9 +27,9 @@ from .hook_watch import Owner
 from .layerwise import ByGroup, LayerwiseSums
 from .memory_budget import Replays, Rerun
 from .multiple_forwards import MultipleForwards
+from .ordinary_gradients import ForeignParameters, UncapturedUses
 from .repeated_backward import Arrived, Like, begin, is_like, keep_call, keep_use, like, record_call, record_kept
 from .tracked_parameters import Tracked
-from .uncaptured_uses import UncapturedUses
 from .unused_batches import Known
 from .unused_batches import of as batch_taken
 

@@ -2,7 +2,7 @@
 
 The nodes of Dynamo's graph are the torch function calls that the engine sees in eager mode. Run one by one under the
 capture mode they give what the plain model gives. What was seen says whether the graph may be compiled
-(`engine.compile_plan`): only if all layouts follow from shapes, and every use of a parameter is a call that can be
+(`engine.compile_graph`): only if all layouts follow from shapes, and every use of a parameter is a call that can be
 repeated.
 """
 

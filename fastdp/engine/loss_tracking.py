@@ -39,11 +39,9 @@ from .call_cache import inquires
 from .capture import Pass
 from .compile_stance import PLAINLY
 from .host_reads import NumbersRead
-from .loss_checks import problem_of
-from .loss_parameters import captured, takes
 from .mode_stack import insert, moving, remove, remove_over
 from .state import ENGINES, Engine
-from .tracked_loss import Evaluation, TrackedLoss
+from .tracked_loss import Evaluation, TrackedLoss, captured, problem_of, takes
 
 _HERE = threading.local()
 _GRADIENTS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__))  # type: ignore[union-attr]

@@ -18,13 +18,12 @@ from ..grad_sample.autograd_functions import see_foreign
 from ..grad_sample.planner import Planner
 from ..ops.common import exactly, sum_type
 from . import loss_tracking
-from .attach_checks import check_unattached
+from .attach_checks import check_unattached, warn_of_missing_kernels
 from .backward import Backward
 from .explain import Plan
 from .forward import Forward
 from .gradients import Gradients
 from .layerwise import ByGroup
-from .missing_kernels import warn_of_missing_kernels
 from .tracked_parameters import Shards, Tracked
 from .unused_batches import Known
 

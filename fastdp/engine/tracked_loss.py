@@ -1,4 +1,8 @@
-"""One batch that is followed from the model's outputs to its backward."""
+"""A batch followed from the model's outputs to its backward, and the check of what `backward()` is called on.
+
+The loss must be a sum or mean of per-sample losses. Parameters that it uses after the forward (loss weights,
+prototypes, a head tied by hand) are captured as if they stood at the forward's end.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..batch_axis.batch_slices import BY_POSITION
+from ..batch_axis.calls import Call
 from ..batch_axis.generations import Generation
-from ..batch_axis.labels import Labels
-from ..batch_axis.layout import Layout
+from ..batch_axis.labels import TWO_ORDERS, UNKNOWN_ORDER, Labels
+from ..batch_axis.layout import Layout, tag_of
+from ..errors import FastDPError, LossNotFollowedWarning, LossReductionWarning, SampleMixingError, UncapturedUseError
+from ..grad_sample.derived_parameters import adopt
+from ..grad_sample.parameter_links import link_of
 from .backward import Arrival
 from .capture import Pass
+from .forward_record import mixing_error
 from .state import Engine
 
 
@@ -72,3 +85,104 @@ def _is_gone(known: weakref.ref[TrackedLoss]) -> None:
     tell = None if what is None else what.gone()
     if what is not None and tell is not None:
         tell(what)
+
+
+def problem_of(
+    roots: list[Tensor], batch: int, outputs: list[Layout], labels: Labels, grouped: bool, mean: bool
+) -> SampleMixingError | Warning | None:
+    """What backward is called on must be a sum over the samples, or each sample's own: what is wrong with it.
+
+    outputs: layouts of the model's outputs that several samples made; labels: what was taken for them; grouped: a
+    sample is a group of records; mean: the loss is to be a mean over the samples.
+    """
+    for root in roots:
+        if not root.requires_grad:
+            continue
+        layout = tag_of(root, batch)
+        own = isinstance(root.grad_fn, torch.autograd.function.BackwardCFunction)  # its backward is the user's
+        if own or (layout is None and not root.is_leaf):
+            return LossNotFollowedWarning(_LOST)
+        if layout is None:
+            continue
+        if layout.mixed and not layout.total:
+            of_model = next((known for known in outputs if known.mixed == layout.mixed), None)
+            if of_model is not None:
+                return mixing_error(of_model)
+            if grouped:  # of one person's records, perhaps
+                return LossNotFollowedWarning(_LOST)
+            return SampleMixingError(REFUSED.format(layout.mixed), layout.mixed)
+        if layout.piece is not None:
+            return SampleMixingError(REFUSED.format(f"it {BY_POSITION}"), BY_POSITION)
+        if layout.total not in ("", "either", "mean" if mean else "sum"):
+            return LossReductionWarning(_REDUCTION[layout.total])
+        if labels.two_orders:
+            return SampleMixingError(REFUSED.format(TWO_ORDERS), TWO_ORDERS)
+        if labels.unknown_order:
+            return LossNotFollowedWarning(UNKNOWN_ORDER)
+    return None
+
+
+_LOST = (
+    "the loss was made where fastdp could not follow it (a custom autograd function, numpy, a function of torch.func): "
+    "whether it is a sum or mean of each sample's own loss is not known. Run fastdp.verify."
+)
+_REDUCTION = {
+    "sum": (
+        "the loss is a sum over the samples, but loss_reduction is 'mean' (the default): each sample's gradient is "
+        "then taken times the number of samples in the batch, and its clipping depends on how many others there are. "
+        "Give loss_reduction='sum' to the optimizer, or take the loss's mean over the samples."
+    ),
+    "mean": (
+        "the loss is a mean over the samples, but loss_reduction='sum' was given: each sample's gradient is then taken "
+        "by the number of samples in the batch, and its clipping depends on how many others there are. Leave "
+        "loss_reduction='mean', or take the loss's sum over the samples."
+    ),
+    "other": (
+        "the loss has an extra factor of the number of samples, or of its inverse: how much a sample counts depends on "
+        "how many others there are. Take the mean over the samples, or their sum, as loss_reduction says."
+    ),
+    "both": (
+        "the loss adds a sum over the samples to a mean over them: how much each part counts depends on how many "
+        "samples are in the batch. Take the mean (or the sum) of both."
+    ),
+}
+
+REFUSED = (
+    "the loss is no sum or mean of each sample's own loss: {}. One sample then changes the gradients of others, and "
+    "clipping does not bound that. Make it a sum or mean over the samples of losses that take one sample each; what "
+    "several samples must share, make a constant."
+)
+
+
+def takes(forward: Pass, tensor: Tensor) -> bool:
+    """Whether a tensor of the loss is a parameter, or made of parameters alone, before the forward perhaps."""
+    if not tensor.requires_grad or tensor.is_leaf or link_of(tensor) is not None:
+        return forward.is_parameter(tensor)
+    return tag_of(tensor, forward.batch) is None and adopt(tensor, forward)
+
+
+def captured(forward: Pass, call: Call) -> Any:
+    """Make a call of the loss that parameters take part in, as if it stood at the forward's end."""
+    running = forward.engine.running
+    running.active, forward.in_loss = forward, True
+    try:
+        return _dispatched(forward, call)
+    except FastDPError as error:
+        forward.backward.forget()
+        forward.backward.refused(error)
+        raise
+    finally:
+        running.active = None
+
+
+def _dispatched(forward: Pass, call: Call) -> Any:
+    if any(layout.total for _, layout in call.inputs()):
+        names = forward.names_of(tensor for tensor in call.tensors if takes(forward, tensor))
+        raise UncapturedUseError(
+            f"{call.name}() joins a sum over the samples with {names}. If that weighs or scales the loss, apply it to "
+            'each sample\'s own loss (reduction="none"), and take the mean then. A term of the weights alone (L2-SP, '
+            "EWC, FedProx) is public: leave it out of the loss, and call its backward() within optimizer.public(), "
+            "which adds its gradient without clipping."
+        )
+    func, (args, kwargs) = call.func, call.given
+    return forward.dispatch(func, args, kwargs)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdp.engine import missing_kernels
+from fastdp.engine import attach_checks
 from fastdp.errors import MissingKernelsWarning
 from fastdp.ops.registry import Kernel, Operator
 
@@ -83,17 +83,17 @@ def test_a_gpu_without_triton_and_without_the_extension(monkeypatch: pytest.Monk
         )
     }
     operators |= {"d": Operator("d", print, {"cuda": Kernel("Triton", lambda: print)}), "e": Operator("e", print, {})}
-    monkeypatch.setattr(missing_kernels, "OPERATORS", operators)
-    assert missing_kernels.missing("cuda") == {"no triton": ["a", "b"], "no nvcc": ["c"]}
-    assert missing_kernels.missing("cpu") == missing_kernels.missing("xpu") == {}
+    monkeypatch.setattr(attach_checks, "OPERATORS", operators)
+    assert attach_checks.missing("cuda") == {"no triton": ["a", "b"], "no nvcc": ["c"]}
+    assert attach_checks.missing("cpu") == attach_checks.missing("xpu") == {}
     with pytest.warns(MissingKernelsWarning) as told:
-        missing_kernels.warn_of_missing_kernels.__wrapped__("cuda")
+        attach_checks.warn_of_missing_kernels.__wrapped__("cuda")
     words = "of fastdp's 5 operators", "run as plain PyTorch on cuda, so training may take several times as long:"
     assert [str(one.message) for one in told] == [
         f"2 {words[0]} (a, b) {words[1]} no triton", f"1 {words[0]} (c) {words[1]} no nvcc"
     ]  # fmt: skip
     monkeypatch.setenv("FASTDP_CUDA", "0")
-    assert missing_kernels.missing("cuda") == {"no triton": ["a", "b"]}
+    assert attach_checks.missing("cuda") == {"no triton": ["a", "b"]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        missing_kernels.warn_of_missing_kernels.__wrapped__("cpu")
+        attach_checks.warn_of_missing_kernels.__wrapped__("cpu")
