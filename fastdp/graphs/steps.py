@@ -20,11 +20,10 @@ from ..ops.registry import watched
 from ..utils.rng_state import States, random_states, set_random_states
 from . import _RECORDING
 from .cuda_graph import Pool
-from .execution import Example, Way, way_of
+from .execution import Example, Way, differing, way_of
 from .guards import Guards, Outside, changed_notes, notes_of
 from .program import Program, recording_of
 from .recorder import Recorder, Watch
-from .rounding import differing
 from .use_templates import store, templates_of
 
 LossFn = Callable[..., Tensor]  # (model, *batch) -> losses [B]

@@ -21,9 +21,9 @@ from ..data import loop_checks
 from ..engine.gradients import Gradients
 from ..errors import FastDPError, GraphError, StepError, VerificationError
 from ..graphs.cuda_graph import Pool, device_of
+from ..graphs.execution import tolerances
 from ..graphs.guards import Guards
 from ..graphs.recorder import memory_of
-from ..graphs.rounding import tolerances
 from ..graphs.steps import Batch, LossFn, StepProgram, check_losses, copies, device_of_model
 from ..ops.common import exactly
 from ..utils.rng_state import States, random_states, set_random_states
