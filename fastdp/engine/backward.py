@@ -216,41 +216,9 @@ class Backward:
             return not self._unasked
         tape = self._begin()
         self._unasked = not _asks_for_all()
-        problem: FastDPError | None = None
-        if torch.is_grad_enabled():
-            problem = StepError(
-                "backward with create_graph=True: the gradient of a gradient is not of one sample each. Call "
-                "loss.backward() without it (a gradient penalty works within optimizer.public(), on generated samples)."
-            )
-        elif self._unasked:
+        if self._unasked and not torch.is_grad_enabled():
             return False
-        elif not forward_pass.recomputes and tape.task not in (None, task):
-            problem = StepError(
-                "a backward within a backward (called by a hook): each would be clipped with the other as one, and its "
-                "loss was not looked at. Call backward outside of hooks."
-            )
-        elif forward_pass.backward_id not in (0, tape.number) or self._repeats(forward_pass, tape):
-            problem = StepError(
-                "backward twice through one forward: each would be clipped on its own, so one sample could "
-                "contribute twice the clipping norm. Add the losses and call backward once."
-            )
-        elif forward_pass.count and tape.thread not in (None, forward_pass.thread):
-            problem = two_backwards()
-        elif tape.batch not in (None, forward_pass.batch):
-            problem = BatchLayoutError(
-                f"one backward through forwards of {tape.batch} and of {forward_pass.batch} samples. Call backward for "
-                "each forward, or give the model batches of one size."
-            )
-        elif forward_pass.batch > 1 and self.owner is not None and self.owner.nodes and not self.owner.guarded:
-            problem = StepError(UNGUARDED)
-        elif forward_pass.people is not None and forward_pass.people.problem:
-            problem = StepError(forward_pass.people.problem)
-        elif tape.batch is not None and tape.people != forward_pass.people:
-            problem = StepError(
-                "one backward through forwards of batches of different persons: call backward for each of them"
-            )
-        elif forward_pass.given is not None:
-            problem, forward_pass.given = self.several.add(forward_pass.given), None
+        problem = self._problem_of(forward_pass, tape, task)
         if problem is not None:
             if not self.tracked.is_sharded:
                 self.refused(problem)
@@ -265,6 +233,43 @@ class Backward:
         tape.task = task if not forward_pass.recomputes else tape.task
         forward_pass.moment.reached = True
         return True
+
+    def _problem_of(self, forward_pass: PassRecord, tape: ForwardRecord, task: int) -> FastDPError | None:
+        """Why this backward through a forward has no private meaning, if it has none."""
+        if torch.is_grad_enabled():
+            return StepError(
+                "backward with create_graph=True: the gradient of a gradient is not of one sample each. Call "
+                "loss.backward() without it (a gradient penalty works within optimizer.public(), on generated samples)."
+            )
+        if not forward_pass.recomputes and tape.task not in (None, task):
+            return StepError(
+                "a backward within a backward (called by a hook): each would be clipped with the other as one, and its "
+                "loss was not looked at. Call backward outside of hooks."
+            )
+        if forward_pass.backward_id not in (0, tape.number) or self._repeats(forward_pass, tape):
+            return StepError(
+                "backward twice through one forward: each would be clipped on its own, so one sample could "
+                "contribute twice the clipping norm. Add the losses and call backward once."
+            )
+        if forward_pass.count and tape.thread not in (None, forward_pass.thread):
+            return two_backwards()
+        if tape.batch not in (None, forward_pass.batch):
+            return BatchLayoutError(
+                f"one backward through forwards of {tape.batch} and of {forward_pass.batch} samples. Call backward for "
+                "each forward, or give the model batches of one size."
+            )
+        if forward_pass.batch > 1 and self.owner is not None and self.owner.nodes and not self.owner.guarded:
+            return StepError(UNGUARDED)
+        if forward_pass.people is not None and forward_pass.people.problem:
+            return StepError(forward_pass.people.problem)
+        if tape.batch is not None and tape.people != forward_pass.people:
+            return StepError(
+                "one backward through forwards of batches of different persons: call backward for each of them"
+            )
+        if forward_pass.given is not None:
+            given, forward_pass.given = forward_pass.given, None
+            return self.several.add(given)
+        return None
 
     def _repeats(self, forward_pass: PassRecord, tape: ForwardRecord) -> bool:
         """Whether a forward that reentrant checkpointing repeats was gone through before (each time it is new)."""

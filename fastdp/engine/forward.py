@@ -177,14 +177,7 @@ class Forward(Engine):
         active = Pass(self, self.batch, tracked, not recomputing or not path, self.people, moment)
         active.recomputes = recomputing
         if not recomputing:
-            active.moment.before = handed_out_in(followed, self.batch)
-            self._moments.append(active.moment)
-            active.moment.token = Token()
-            active.read, unknown = read_in(followed, self.batch, nested_tensors((args, kwargs)))
-            if unknown:
-                self.reads.note(unknown, None)
-            tensors, hand, one = nested_tensors((args, kwargs)), backward.whose.in_hand, self.batching.size == 1
-            active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
+            self._note_batch(active, path, nested_tensors((args, kwargs)), followed)
         set_generation(active.moment)
         self.sizes.begin()
         OWN_READS.clear()
@@ -200,6 +193,17 @@ class Forward(Engine):
         if (block := self._running(path)) is not None:
             block.inner.__enter__()
         return active
+
+    def _note_batch(self, active: Pass, path: str, tensors: list[Tensor], followed: Any) -> None:
+        """What a new pass must know of its batch: its generation, the loader's batch, and numbers read of it before."""
+        active.moment.before = handed_out_in(followed, self.batch)
+        self._moments.append(active.moment)
+        active.moment.token = Token()
+        active.read, unknown = read_in(followed, self.batch, tensors)
+        if unknown:
+            self.reads.note(unknown, None)
+        hand, one = self.backward.whose.in_hand, self.batching.size == 1
+        active.given = Given(path, tensors, self.batch, self.batching.dim, hand, one, active.moment)
 
     def _running(self, path: str) -> Block | None:
         """The block that runs a second time, if this is its module."""

@@ -249,15 +249,7 @@ def _compiled(program: Program, apart: bool = False) -> Callable[..., Any]:
     fixed = {number: tensor.detach() for number, tensor in program.held.items()}
     seen_once = _views_of(fixed, program.operations)
     names |= {f"v{number}": tensor for number, tensor in fixed.items()}
-    kept = {slot.number for slot in program.outputs} | set(fixed)
-    last: dict[int, int] = {}
-    for place, operation in enumerate(program.operations):
-        for slot in _slots(operation.args, operation.kwargs, operation.out):
-            last[slot.number] = place
-    dying: dict[int, list[int]] = {}
-    for number, place in last.items():
-        if number not in kept and number >= program.inputs:
-            dying.setdefault(place, []).append(number)
+    dying = _last_used(program, {slot.number for slot in program.outputs} | set(fixed))
     read = {read.operation: number for number, read in enumerate(program.read)}
     lines = ["asked = []"] if apart else ["same = True"] if program.read else []
 
@@ -306,6 +298,19 @@ def _compiled(program: Program, apart: bool = False) -> Callable[..., Any]:
     source = f"def run({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
     exec(compile(source, "<a step of fastdp>", "exec"), names)
     return names["run"]  # type: ignore[no-any-return]
+
+
+def _last_used(program: Program, kept: set[int]) -> dict[int, list[int]]:
+    """The tensors that nothing reads after an operation, by its place; neither inputs nor those in `kept`."""
+    last: dict[int, int] = {}
+    for place, operation in enumerate(program.operations):
+        for slot in _slots(operation.args, operation.kwargs, operation.out):
+            last[slot.number] = place
+    dying: dict[int, list[int]] = {}
+    for number, place in last.items():
+        if number not in kept and number >= program.inputs:
+            dying.setdefault(place, []).append(number)
+    return dying
 
 
 def _views_of(fixed: dict[int, Tensor], operations: Sequence[Operation]) -> set[int]:
