@@ -48,11 +48,6 @@ SHOWN: dict[str, dict[str, str]] = {  # the metrics of an experiment's table, an
         "share: positive in eigenvalues": "positive (eigenvalues)", "share: loss converges": "loss converges",
         "share: loss never rises": "never rises", "share: zero loss, if it converges": "to zero, if it converges",
     },
-    "Theorem 1, layerwise": {
-        "share whose loss rises": "loss rises", "largest rise": "largest rise",
-        "share that reaches zero": "reaches zero",
-    },
-    "Fact 4.1, fixed noise": {"largest distance from no noise": "largest distance from no noise"},
     "Wine Quality": REGRESSION,
     "California Housing": REGRESSION,
     "ViT lr x R grid, CIFAR-10": {
@@ -62,6 +57,12 @@ SHOWN: dict[str, dict[str, str]] = {  # the metrics of an experiment's table, an
     "DPLoss, MNIST": LOSSES,
     "DPLoss, Fashion-MNIST": LOSSES,
     "DPLoss, CIFAR-10": LOSSES,
+}  # fmt: skip
+CROSSED: dict[str, dict[str, str]] = {  # of cases "a, b": a line for each b, columns for each a
+    "Theorem 1, layerwise": {
+        "share whose loss rises": "loss rises", "largest rise": "largest rise", "share that reaches zero": "to zero",
+    },
+    "Fact 4.1, fixed noise": {"largest distance from no noise": "distance"},
 }  # fmt: skip
 Row = dict[str, str]
 
@@ -126,6 +127,8 @@ def ours(rows: Iterable[Row], experiment: str, case: str, metric: str) -> Ours |
 def number(metric: str, value: float) -> str:
     """As the page shows it: shares in percent, epsilons with two decimals, others with three digits."""
     if set(re.split(r"\W|_", metric)) & set(SHARES):
+        if value in (0, 1):
+            return f"{100 * value:.0f} %"
         return f"{100 * value:.2f} %" if abs(value) < 0.1 else f"{100 * value:.1f} %"
     return f"{value:.2f}" if metric.startswith("epsilon") else f"{value:.3g}"
 
@@ -189,6 +192,18 @@ def experiment(name: str, metrics: Mapping[str, str], asked: Sequence[Row], rows
     return table(head, lines)
 
 
+def crossed(name: str, metrics: Mapping[str, str], asked: Sequence[Row], rows: Sequence[Row]) -> str:
+    """The table of an experiment whose cases are pairs: a line for each second part, columns for each first one."""
+    pairs = [row["case"].split(", ") for row in asked if row["experiment"] == name]
+    firsts, seconds = (list(dict.fromkeys(pair[place] for pair in pairs)) for place in (0, 1))
+    lines = []
+    for second in seconds:
+        found = [ours(rows, name, f"{first}, {second}", metric) for first in firsts for metric in metrics]
+        cells = [told(metric, each) for metric, each in zip([*metrics] * len(firsts), found, strict=True)]
+        lines.append([second, *cells])
+    return table(("case", *(f"{first}: {title}" for first in firsts for title in metrics.values())), lines)
+
+
 def accounting(asked: Sequence[Row], rows: Sequence[Row]) -> str:
     """epsilon of the papers' settings by three accountants, and what the papers say."""
     lines = []
@@ -218,6 +233,7 @@ def membership(asked: Sequence[Row], rows: Sequence[Row]) -> str:
 def page(text: str, asked: Sequence[Row], rows: Sequence[Row]) -> str:
     """docs/papers.md of today. Raises ValueError where it lacks a table's place."""
     blocks = {name: experiment(name, metrics, asked, rows) for name, metrics in SHOWN.items()}
+    blocks |= {name: crossed(name, metrics, asked, rows) for name, metrics in CROSSED.items()}
     blocks |= {"accounting": accounting(asked, rows), "membership": membership(asked, rows)}
     blocks |= dp_loss_report.blocks(DATA, table)
     for name, body in blocks.items():
