@@ -24,12 +24,6 @@ from tests.audit.audit_zoo import PLANTED
 ROOT = Path(__file__).parent.parent
 DATA, PAGE = ROOT / "benchmarks/data/audit.csv", ROOT / "docs/audit.md"
 COLUMNS = ("kind", "name", "seeds", "commit", *TESTS)
-SHORT = {
-    "no_clipping": "NC", "minibatch_clipping": "MB", "uncalibrated_noise": "UN", "sensitivity": "SE",
-    "per_sample_independence": "PI", "batch_statistics": "BS", "nan_sample": "NaN", "noise_distribution": "ND",
-    "noise_scale": "NS", "noise_independence": "NI", "noise_once": "NO", "poisson_sampling": "PS", "empty_batch": "EB",
-    "accountant": "AC", "epsilon_bound": "EP",
-}  # fmt: skip
 Row = dict[str, str]
 
 
@@ -96,27 +90,29 @@ def sort_key(row: Row) -> tuple[int, int]:
 
 
 def alarms(rows: list[Row]) -> str:
-    """Right steps: alarms of each test."""
+    """Right steps: which tests raised an alarm, and the names of the steps without one."""
     right = sorted((row for row in rows if row["kind"] == "right"), key=sort_key)
-    head = ["right step", *SHORT.values()]
-    lines = [[f"{row['name']} ({row['seeds']})", *(_cell(row, test) for test in TESTS)] for row in right]
-    return _table(head, lines)
+    quiet, lines = [], []
+    for row in right:
+        raised = [f"`{test}` at {row[test]} of {row['seeds']} seeds" for test in TESTS if row[test] not in ("0", "-")]
+        if raised:
+            lines.append(f"- {row['name']}: {', '.join(raised)}")
+        else:
+            quiet.append(row["name"])
+    return "\n".join([f"- no alarm: {'; '.join(quiet)}", *lines])
 
 
 def detections(rows: list[Row]) -> str:
-    """Planted bugs: how many seeds each test found them at; those that are to find it in bold."""
-    head = ["bug", *SHORT.values()]
+    """Of each test: the planted bugs that it is to find, at how many seeds it did, and which it missed at some."""
+    head = ["test", "bugs planted for it", "found", "missed at some seeds"]
     lines = []
-    for row in sorted((row for row in rows if row["kind"] == "bug"), key=sort_key):
-        wanted = PLANTED[row["name"]][1]
-        lines.append(
-            [f"{row['name']} ({row['seeds']})", *(f"**{row[t]}**" if t in wanted else _cell(row, t) for t in TESTS)]
-        )
+    for test in TESTS:
+        mine = [row for row in rows if row["kind"] == "bug" and test in PLANTED[row["name"]][1]]
+        pairs = [(row["name"], int(row[test].replace("-", "0")), int(row["seeds"])) for row in mine]
+        missed = ", ".join(f"{name} ({found} of {seeds})" for name, found, seeds in pairs if found < seeds)
+        total = f"{sum(found for _, found, _ in pairs)} of {sum(seeds for *_, seeds in pairs)}"
+        lines.append([test, str(len(mine)), total, missed])
     return _table(head, lines)
-
-
-def _cell(row: Row, test: str) -> str:
-    return "" if row[test] == "0" else row[test]
 
 
 def _table(head: list[str], lines: list[list[str]]) -> str:

@@ -4,7 +4,7 @@
 
 Reads benchmarks/data/papers_*.csv (rows of examples/papers/common.py) and examples/papers/paper_figures.csv, of columns
 experiment, case, metric, paper, source, why: `paper` in the rows' unit (shares from 0 to 1, not percent), or words
-where there is no number ("not stated"); `why`: the reason where ours differs. Nothing else gets into the tables.
+where there is no number ("not stated"); `why`: the reason where ours differs, which the page leaves to its text.
 
 Ours is the median over seeds of the rows of the highest mode (quick < short < full) that have the same setting as the
 last of them; of a seed that was run twice the later run counts.
@@ -17,7 +17,7 @@ import csv
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,39 @@ DATA, FIGURES, PAGE = ROOT / "benchmarks/data", Path(__file__).with_name("paper_
 ASKED = ("experiment", "case", "metric", "paper", "source", "why")
 SAME = ("mode", "train_records", "epochs", "steps", "batch", "sigma", "lr", "R", "clipping", "style")  # one setting
 SHARES = ("accuracy", "ece", "mce", "clipped", "dropped", "share")  # metrics of these words are percentages
-SETTING = ("train_records", "epochs", "steps", "batch", "sigma", "lr", "R", "clipping", "style")
+CALIBRATION = {"accuracy": "accuracy", "ece": "ECE", "mce": "MCE"}
+REGRESSION = {
+    "training loss": "training loss", "test loss": "test loss", "share above its lowest": "ends above its lowest",
+}  # fmt: skip
+LOSSES = {
+    "accuracy_best": "best accuracy", "accuracy_epsilon_below_1.5": "best below epsilon 1.5",
+    "accuracy": "last accuracy", "ece": "ECE",
+}  # fmt: skip
+SHOWN: dict[str, dict[str, str]] = {  # the metrics of an experiment's table, and what its columns are called
+    "MNIST CNN": CALIBRATION,
+    "CIFAR-10 CNN": CALIBRATION,
+    "SNLI, MiniLM-L6, last block": CALIBRATION,
+    "Table 1, the NTK": {
+        "share: symmetric": "symmetric", "share: positive in quadratic form": "positive (quadratic form)",
+        "share: positive in eigenvalues": "positive (eigenvalues)", "share: loss converges": "loss converges",
+        "share: loss never rises": "never rises", "share: zero loss, if it converges": "to zero, if it converges",
+    },
+    "Wine Quality": REGRESSION,
+    "California Housing": REGRESSION,
+    "ViT lr x R grid, CIFAR-10": {
+        "accuracy": "accuracy", "ece": "ECE", "temperature": "temperature",
+        "accuracy_explained_by_lr_R": "explained by lr x R", "accuracy_explained_by_lr": "by lr",
+    },
+    "DPLoss, MNIST": LOSSES,
+    "DPLoss, Fashion-MNIST": LOSSES,
+    "DPLoss, CIFAR-10": LOSSES,
+}  # fmt: skip
+CROSSED: dict[str, dict[str, str]] = {  # of cases "a, b": a line for each b, columns for each a
+    "Theorem 1, layerwise": {
+        "share whose loss rises": "loss rises", "largest rise": "largest rise", "share that reaches zero": "to zero",
+    },
+    "Fact 4.1, fixed noise": {"largest distance from no noise": "distance"},
+}  # fmt: skip
 Row = dict[str, str]
 
 
@@ -95,6 +127,8 @@ def ours(rows: Iterable[Row], experiment: str, case: str, metric: str) -> Ours |
 def number(metric: str, value: float) -> str:
     """As the page shows it: shares in percent, epsilons with two decimals, others with three digits."""
     if set(re.split(r"\W|_", metric)) & set(SHARES):
+        if value in (0, 1):
+            return f"{100 * value:.0f} %"
         return f"{100 * value:.2f} %" if abs(value) < 0.1 else f"{100 * value:.1f} %"
     return f"{value:.2f}" if metric.startswith("epsilon") else f"{value:.3g}"
 
@@ -104,10 +138,13 @@ def told(metric: str, found: Ours | None) -> str:
     if found is None:
         return "not run"
     text = number(metric, statistics.median(found.values))
-    if len(found.values) == 1:
-        return f"{text} (n 1)"
     low, high = number(metric, min(found.values)), number(metric, max(found.values))
-    return f"{text} ({low} to {high}, n {len(found.values)})"
+    return text if low == high else f"{text} ({low} to {high})"
+
+
+def is_stated(row: Row) -> bool:
+    """Whether the paper has a figure of it, not only words."""
+    return any(letter.isdigit() for letter in row["paper"])
 
 
 def theirs(row: Row) -> str:
@@ -122,59 +159,49 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [list(head), ["---"] * len(head), *cells])
 
 
-def setting(row: Row) -> str:
-    """What a run was, in words, of the columns that are filled."""
-    return ", ".join(f"{name.replace('train_', '')} {row[name]}" for name in SETTING if row[name])
-
-
 # ---------------------------------------------------------------------- blocks
 
 
-def experiment(name: str, asked: Sequence[Row], rows: Sequence[Row]) -> str:
-    """The table of one experiment, and the commands that its numbers name."""
-    commands: dict[str, list[str]] = {}
+def experiment(name: str, metrics: Mapping[str, str], asked: Sequence[Row], rows: Sequence[Row]) -> str:
+    """The table of one experiment: a line for each case that was run, a column for each metric.
+
+    A metric of which the paper states a figure has two columns, the paper's and ours. Bold: the paper guarantees it.
+    The column of runs is left out where all cases have as many of one mode.
+    """
+    said = {(row["case"], row["metric"]): row for row in asked if row["experiment"] == name}
+    stated = {metric for (_, metric), row in said.items() if is_stated(row)}
+    head = ["case", "runs"]
+    for metric, title in metrics.items():
+        head += [f"{title}: paper", "ours"] if metric in stated else [title]
     lines = []
-    for row in asked:
-        found = ours(rows, name, row["case"], row["metric"])
-        place, mode = "", ""
-        if found is not None:
-            mode = found.row["mode"]
-            runs = commands.setdefault(found.row["command"], [])
-            words = f"{row['case']}: {setting(found.row)} (commit {found.row['commit']}, {found.row['date']})"
-            runs += [words] if words not in runs else []
-            place = str([*commands].index(found.row["command"]) + 1)
-        lines.append([row["case"], row["metric"], theirs(row), told(row["metric"], found), mode, place, row["why"]])
-    made = [f"### {name}", table(("case", "metric", "paper", "ours", "mode", "command", "why"), lines)]
-    sources = list(dict.fromkeys(row["source"] for row in asked if row["source"]))
-    if sources:
-        made.append(f"Source: {'; '.join(sources)}.")
-    for place, (command, runs) in enumerate(commands.items(), start=1):
-        made.append("\n".join([f"{place}. `{command}`", "", *(f"   - {words}" for words in runs)]))
-    return "\n\n".join(made)
+    for case in dict.fromkeys(case for case, _ in said):
+        found = {metric: ours(rows, name, case, metric) for metric in metrics}
+        runs = [each for each in found.values() if each]
+        if not runs:
+            continue
+        cells = [case, f"{max(len(each.values) for each in runs)} {runs[0].row['mode']}"]
+        for metric, each in found.items():
+            asked_of = said.get((case, metric))
+            if metric in stated:
+                cells.append(theirs(asked_of) if asked_of and is_stated(asked_of) else "")
+            text = told(metric, each) if each else ""
+            cells.append(f"**{text}**" if asked_of and asked_of["paper"] == "guaranteed" else text)
+        lines.append(cells)
+    if len({line[1] for line in lines}) == 1:
+        head, lines = [head[0], *head[2:]], [[line[0], *line[2:]] for line in lines]
+    return table(head, lines)
 
 
-def experiments(asked: Sequence[Row], rows: Sequence[Row]) -> str:
-    """Every experiment that the papers' figures name, in the order of that file."""
-    names = list(dict.fromkeys(row["experiment"] for row in asked))
-    return "\n\n".join(experiment(name, [r for r in asked if r["experiment"] == name], rows) for name in names)
-
-
-def status(asked: Sequence[Row], rows: Sequence[Row]) -> str:
-    """Which experiment was run in which mode, and how often."""
-    names = list(dict.fromkeys([row["experiment"] for row in [*asked, *rows]]))
+def crossed(name: str, metrics: Mapping[str, str], asked: Sequence[Row], rows: Sequence[Row]) -> str:
+    """The table of an experiment whose cases are pairs: a line for each second part, columns for each first one."""
+    pairs = [row["case"].split(", ") for row in asked if row["experiment"] == name]
+    firsts, seconds = (list(dict.fromkeys(pair[place] for pair in pairs)) for place in (0, 1))
     lines = []
-    for name in names:
-        mine = [row for row in rows if row["experiment"] == name]
-        cells = []
-        for mode in MODES:
-            cases = {row["case"] for row in mine if row["mode"] == mode}
-            runs = {tuple(row[k] for k in ("case", "seed", *SAME)) for row in mine if row["mode"] == mode}
-            cells.append(f"{len(cases)} cases, {len(runs)} runs" if cases else "")
-        shown = sum(row["experiment"] == name for row in asked)
-        missing = sum(ours(rows, name, r["case"], r["metric"]) is None for r in asked if r["experiment"] == name)
-        gaps = f"{missing} of {shown} figures not run" if missing else ""
-        lines.append([name, *cells, gaps])
-    return table(("experiment", *MODES, "missing"), lines)
+    for second in seconds:
+        found = [ours(rows, name, f"{first}, {second}", metric) for first in firsts for metric in metrics]
+        cells = [told(metric, each) for metric, each in zip([*metrics] * len(firsts), found, strict=True)]
+        lines.append([second, *cells])
+    return table(("case", *(f"{first}: {title}" for first in firsts for title in metrics.values())), lines)
 
 
 def accounting(asked: Sequence[Row], rows: Sequence[Row]) -> str:
@@ -191,40 +218,25 @@ def accounting(asked: Sequence[Row], rows: Sequence[Row]) -> str:
     return table(("setting", "sigma", "batch", "records", "epochs", "delta", "paper", "GDP", "RDP", "PRV"), lines)
 
 
-def calibrations(asked: Sequence[Row], rows: Sequence[Row]) -> str:
-    """ECE and MCE of the cases whose figures a paper states, beside ours: the convergence paper's Table 2."""
-    stated = [row for row in asked if row["metric"] in ("ece", "mce") and any(c.isdigit() for c in row["paper"])]
-    lines = []
-    for name, case in dict.fromkeys((row["experiment"], row["case"]) for row in stated):
-        cells = []
-        for metric in ("ece", "mce"):
-            said = [theirs(r) for r in stated if (r["experiment"], r["case"], r["metric"]) == (name, case, metric)]
-            cells += [*(said or ["not stated"])[:1], told(metric, ours(rows, name, case, metric))]
-        lines.append([name, case, *cells])
-    return table(("experiment", "case", "ECE: paper", "ours", "MCE: paper", "ours"), lines)
-
-
 def membership(asked: Sequence[Row], rows: Sequence[Row]) -> str:
-    """The attack on each class (the convergence paper's Figure 5) by the cases of CIFAR-10 that it shows."""
-    name = "CIFAR-10 CNN"
-    cases = [row["case"] for row in asked if row["experiment"] == name and row["metric"] == "membership_auc"]
-    named = [row["metric"] for row in rows if row["experiment"] == name]
-    classes = [metric for metric in named if metric.startswith("membership_auc, class")]
+    """The attack on CIFAR-10: over all classes, with the loss, and its range over attacks on single classes."""
+    name, mark = "CIFAR-10 CNN", "membership_auc"
+    classes = [row["metric"] for row in rows if row["experiment"] == name and f"{mark}, class" in row["metric"]]
     lines = []
-    for metric in ("membership_auc", "membership_auc, with the loss", *dict.fromkeys(classes)):
-        lines.append([metric.rpartition(", ")[2], *(told(metric, ours(rows, name, case, metric)) for case in cases)])
-    lines[0][0] = "all classes"
-    return table(("AUC", *cases), lines)
+    for case in (row["case"] for row in asked if (row["experiment"], row["metric"]) == (name, mark)):
+        single = [each.values[-1] for metric in dict.fromkeys(classes) if (each := ours(rows, name, case, metric))]
+        both = [told(metric, ours(rows, name, case, metric)) for metric in (mark, f"{mark}, with the loss")]
+        lines.append([case, *both, f"{number(mark, min(single))} to {number(mark, max(single))}"])
+    return table(("AUC", "logits, label", "logits, label, loss", "logits, label: each class alone"), lines)
 
 
 def page(text: str, asked: Sequence[Row], rows: Sequence[Row]) -> str:
     """docs/papers.md of today. Raises ValueError where it lacks a table's place."""
-    trained = [row for row in rows if row["experiment"] != "accounting"]
-    figured = [row for row in asked if row["experiment"] != "accounting"]
-    for name, body in (("accounting", accounting(asked, rows)), ("status", status(figured, trained)),
-                       ("calibration", calibrations(figured, trained)),
-                       ("experiments", experiments(figured, trained)), ("membership", membership(figured, trained)),
-                       *dp_loss_report.blocks(DATA, table).items()):  # fmt: skip
+    blocks = {name: experiment(name, metrics, asked, rows) for name, metrics in SHOWN.items()}
+    blocks |= {name: crossed(name, metrics, asked, rows) for name, metrics in CROSSED.items()}
+    blocks |= {"accounting": accounting(asked, rows), "membership": membership(asked, rows)}
+    blocks |= dp_loss_report.blocks(DATA, table)
+    for name, body in blocks.items():
         text = between(text, name, body)
     return text
 

@@ -61,12 +61,15 @@ ASKED = [{"experiment": "E", "case": "c", "metric": "accuracy", "paper": "0.96",
 def test_ours_is_the_median_of_the_highest_mode():
     rows = rows_of({("short", "0"): 0.1, ("quick", "0"): 0.2}, epochs=5)
     rows += rows_of({("full", "0"): 0.5, ("full", "1"): 0.7, ("full", "2"): 0.9}, epochs=60)
-    line = report.experiment("E", ASKED, rows).splitlines()[4]
-    assert line == "| c | accuracy | 96.0 % | 70.0 % (50.0 % to 90.0 %, n 3) | full | 1 | because |"
+    table = report.experiment("E", {"accuracy": "correct"}, ASKED, rows).splitlines()
+    assert table == [
+        "| case | correct: paper | ours |",
+        "| --- | --- | --- |",
+        "| c | 96.0 % | 70.0 % (50.0 % to 90.0 %) |",
+    ]
     found = report.ours(rows, "E", "c", "accuracy")
     assert found is not None and found.values == (0.5, 0.7, 0.9)
     assert report.ours(rows, "E", "other", "accuracy") is None
-    assert "| not run |" in report.experiment("E", ASKED, [])
 
 
 def test_runs_of_other_settings_and_runs_again_are_not_mixed():
@@ -82,15 +85,21 @@ def test_numbers_are_shown_in_their_units():
     shown = [report.number(*pair) for pair in (("ece", 0.00512), ("test_accuracy", 0.5), ("nll", 0.12345),
                                                ("epsilon_gdp", 2.3243), ("traceability", 0.5))]  # fmt: skip
     assert shown == ["0.51 %", "50.0 %", "0.123", "2.32", "0.5"]
-    asked = [{**ASKED[0], "paper": "not stated"}]
-    assert "| not stated | not run |" in report.experiment("E", asked, [])
 
 
-def test_status_counts_runs_and_what_is_missing():
-    rows = rows_of({("quick", "0"): 0.1, ("quick", "1"): 0.2, ("full", "0"): 0.2})
-    more = [*ASKED, {**ASKED[0], "case": "other"}]
-    last = report.status(more, rows).splitlines()[-1]
-    assert last == "| E | 1 cases, 2 runs |  | 1 cases, 1 runs | 1 of 2 figures not run |"
+def test_a_table_has_what_was_run_and_what_the_paper_states():
+    """Cases without runs are left out; guarantees are bold; runs of different number or mode are told apart."""
+    rows = rows_of({("full", "0"): 0.1, ("full", "1"): 0.1}) + rows_of({("short", "0"): 0.2}, case="d")
+    asked = [
+        {**ASKED[0], "case": case, "paper": said} for case, said in (("c", "guaranteed"), ("d", "not"), ("e", "0.3"))
+    ]
+    lines = report.experiment("E", {"accuracy": "correct"}, asked[:2], rows).splitlines()
+    assert (
+        lines[::2] == ["| case | runs | correct |", "| c | 2 full | **10.0 %** |"]
+        and lines[3] == "| d | 1 short | 20.0 % |"
+    )
+    lines = report.experiment("E", {"accuracy": "correct"}, asked, rows).splitlines()
+    assert lines[3:] == ["| d | 1 short |  | 20.0 % |"]
 
 
 def test_wrong_files_are_refused(tmp_path):
