@@ -96,7 +96,6 @@ def main(arguments: Sequence[str] | None = None, width: int = 128) -> dict[str, 
     options = made.parse_args(arguments)
     options.records = options.records or (600 if options.quick else 2000)
     options.epochs = options.epochs or (30 if options.quick else 40)
-    networks.need_images(options)
     task = networks.images(options.data, 2 * options.records, options.seed, 1)
     x, y = task.x, task.labels
     members, others = (x[: options.records], y[: options.records]), (x[options.records :], y[options.records :])
