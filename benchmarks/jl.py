@@ -115,6 +115,11 @@ def milliseconds(name: str, kinds: list[str], rounds: int) -> dict[str, float]:
     return {kind: statistics.median(values) for kind, values in taken.items()}
 
 
+def peak_mib(name: str, kind: str) -> float:
+    """What three steps in a fresh process add to its peak of memory."""
+    return fresh_mib("benchmarks.jl", [name, kind])
+
+
 def measure(name: str, kind: str) -> float:
     """In the fresh process, where a step of each kind on another model has loaded what it needs."""
     warm = nn.Linear(2, 2)
@@ -202,7 +207,7 @@ def main() -> None:
         if options.model not in (None, name):
             continue
         times = milliseconds(name, kinds, options.rounds)
-        memory = {kind: fresh_mib("benchmarks.jl", [name, kind]) for kind in kinds}
+        memory = {kind: peak_mib(name, kind) for kind in kinds}
         for kind in kinds:
             label = f"{kind} projections" if kind.isdigit() else kind
             ratios = f"{times[kind] / times['ordinary']:.2f} | {memory[kind] / memory['ordinary']:.2f}"
