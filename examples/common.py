@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fastdp
 from fastdp.sampling import current
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # examples run from a checkout, where benchmarks/ is
 

@@ -16,7 +16,7 @@ import fastdp
 from examples.papers.common import Checkpoint, Stopped
 from fastdp.calibration import calibration
 from fastdp.sampling import current
-from fastdp.training.progress import Bar
+from fastdp.utils.progress_bar import Bar
 
 
 class Rows(Dataset[tuple[Tensor, ...]]):

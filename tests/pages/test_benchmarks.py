@@ -20,7 +20,7 @@ from benchmarks.models import Workload, class_losses
 from benchmarks.suites import GPU as LARGE
 from benchmarks.suites import OTHERS, SMALL, words
 from fastdp.errors import ParameterError
-from fastdp.uses.costs import Shape
+from fastdp.grad_sample.cost_model import Shape
 
 GPU = (8e14, 3e12)  # operations and bytes a second
 
